@@ -24,9 +24,9 @@ from ringreduce.optim.buckets import DENSE, UNKNOWN, Bucket, Gradient, fill
 from ringreduce.optim.exchange import Exchange
 
 POSITION = operator.attrgetter("position")
-CAUTIOUS_STEPS = 8
-"""Steps in which every gradient must be computed once before one is submitted during backward. A script in which one
-was not may do so again at any time, and could then only get a BackwardError: none is submitted from then on."""
+CAUTIOUS_STEPS, RECOVERY_STEPS = 8, 100
+"""Steps in which every gradient must be computed once before one is submitted during backward: at first, and after a
+step in which one was not. Many, as a script that does so now and then would get a BackwardError the next time."""
 LAST = 2**31 - 1  # the position of a gradient that some rank does not compute
 
 
@@ -46,8 +46,8 @@ class Reducer:
         self._computed: deque[Gradient] = deque()  # reported, and not counted yet
         self._positions = 0
         self._known_since: tuple[Any, ...] = ()
-        self._clean_steps = 0  # in which every gradient was computed once
-        self._unclean = ""  # why the first other one was none
+        self._clean_steps = 0  # since one in which a gradient was computed twice, or cleared
+        self._unclean = ""  # why the last of those was none
         self._lock = threading.RLock()  # several threads may report gradients
         self._look_at_the_world()
 
@@ -91,11 +91,11 @@ class Reducer:
         """Not every gradient of this step was computed once: those of the next ones may change after backward, too."""
         if not self._unclean and self.exchange.size > 1 and self.overlaps:
             LOGGER.warning(
-                f"DistributedOptimizer: {why}; so gradients are reduced at step() from now on, and not during "
-                "backward(). If they should be: put a backward() whose gradients are not wanted into `with "
-                "optimizer.no_sync():`, or raise backward_passes_per_step"
+                f"DistributedOptimizer: {why}; so gradients are reduced at step(), and not during backward(), until "
+                f"{RECOVERY_STEPS} steps were without that. After those it is a BackwardError: put a backward() whose "
+                "gradients are not wanted into `with optimizer.no_sync():`, or raise backward_passes_per_step"
             )
-        self._unclean = self._unclean or why
+        self._clean_steps, self._unclean = -1, why
 
     @property
     def overlaps(self) -> bool:
@@ -105,12 +105,12 @@ class Reducer:
     @property
     def trusts(self) -> bool:
         """True when a gradient that backward has computed may be submitted: a step computes each once."""
-        return not self._unclean and self._clean_steps >= CAUTIOUS_STEPS
+        return self._clean_steps >= (RECOVERY_STEPS if self._unclean else CAUTIOUS_STEPS)
 
     @property
     def no_overlap(self) -> str:
         """Why gradients are not reduced during backward; empty: they are, where that is faster."""
-        return self._unclean
+        return self._unclean if not self.trusts else ""
 
     def begin(self, gradient: Gradient) -> None:
         """Begin to reduce a gradient, and those of its bucket, if nobody has."""

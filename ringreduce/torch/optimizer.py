@@ -80,8 +80,8 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     Gradients that are computed twice before a step(), or cleared without one, as those of a GAN's discriminator, add up
     or are cleared as in one process. The first 8 steps show whether a script does so. If not, later gradients are
     reduced while backward() runs, or from its end on where the ranks use all cores of the only host; computing one
-    again or clearing it then raises BackwardError. If it does so, a warning names the first tensor and line, and all
-    gradients are reduced at step(); `no_sync()` around a backward() whose gradients are not wanted avoids that.
+    again or clearing it then raises BackwardError. If it does so, a warning names the first tensor and line, and that
+    begins after 100 steps without; `no_sync()` around a backward() whose gradients are not wanted avoids both.
 
     A copy (copy.deepcopy, pickle, torch.save of the whole object) is the user's own optimizer again, and warns.
 

@@ -2,11 +2,11 @@
 
     backward: hook ── begin ──> PendingGradient in .grad ── step(), or first access ──> reduced gradient in .grad
 
-In the first CAUTIOUS_STEPS steps a rank submits no gradient before step() or the first access; nor ever after a step
-in which a gradient was computed twice or cleared, as a GAN's discriminator's are: gradients that are not submitted can
-be added to, or discarded, without the other ranks. Else it submits them during backward. Where the ranks use all cores
-of the only host, moving data would take them from backward, and takes longer than after it: then they are submitted at
-its end.
+In the first CAUTIOUS_STEPS steps a rank submits no gradient before step() or the first access; nor in RECOVERY_STEPS
+steps after one in which a gradient was computed twice or cleared, as a GAN's discriminator's are: gradients that are
+not submitted can be added to, or discarded, without the other ranks. Else it submits them during backward. Where the
+ranks use all cores of the only host, moving data would take them from backward, and takes longer than after it: then
+they are submitted at its end.
 """
 
 from __future__ import annotations

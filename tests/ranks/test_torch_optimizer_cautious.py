@@ -165,8 +165,8 @@ def test_overlap_begins_when_the_steps_have_shown_nothing_else():
 
 @pytest.mark.parametrize("where", ["host", "GPU"])
 @pytest.mark.parametrize("unclean", ["backward", "zero_grad"])
-def test_overlap_that_a_script_has_shown_to_be_wrong_is_lost_for_good(unclean, where, monkeypatch, capsys):
-    """Were it to come back, the second time would be an error, in the middle of a script that has run."""
+def test_overlap_that_was_lost_comes_back_after_clean_steps(unclean, where, monkeypatch, capsys):
+    monkeypatch.setattr(reducer, "RECOVERY_STEPS", 11)
     monkeypatch.setattr(Host, "overlaps", where == "host")
     monkeypatch.setattr(torch.nn.Parameter, "is_cuda", where == "GPU", raising=False)
     monkeypatch.setattr(Gradient, "note_stream", lambda gradient: None)
@@ -174,22 +174,23 @@ def test_overlap_that_a_script_has_shown_to_be_wrong_is_lost_for_good(unclean, w
 
     def program():
         model, optimizer = training.wrapped()
-        known = []
-        for step in range(153):
+        begun, known = [], []
+        for step in range(15):
             optimizer.zero_grad()
-            if step in (3, 151):
+            if step in (1, 2):
                 training.own_backward(model, step)
                 if unclean == "zero_grad":
                     optimizer.zero_grad()
             training.own_backward(model, step)
-            assert not optimizer._reducer.pending
+            begun.append(optimizer._reducer.pending)
             optimizer.step()
             known.append((hvd.info().overlap, bool(hvd.info().no_overlap)))
-        return known
+        return begun, known
 
-    assert run_ranks(2, program) == [[(where == "host", False)] * 3 + [(False, True)] * 150] * 2
+    off, on = (False, True), (where == "host", False)
+    assert run_ranks(2, program) == [([False] * 14 + [True], [on] + [off] * 12 + [on] * 2)] * 2
     what = r"computed again before step\(\)" if unclean == "backward" else r"cleared without a step\(\)"
-    said = re.findall(rf"of '.*' was {what} \((.*):\d+\); .*no_sync.*per_step", capsys.readouterr().err)
+    said = re.findall(rf"of '.*' was {what} \((.*):\d+\); .*BackwardError.*no_sync", capsys.readouterr().err)
     line = "train.py" if unclean == "backward" else "test_torch_optimizer_cautious.py"
     assert said == [line] * 2, "once a rank"
 
