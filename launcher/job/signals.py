@@ -8,6 +8,7 @@ writes each signal's number to a pipe, at once, and a thread reads it there.
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterable
 
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -18,6 +19,7 @@ FORWARDABLE = (signal.SIGUSR1, signal.SIGUSR2)
 
 _HANDLED = (*ENDING, *FORWARDABLE)
 _IMPATIENT_SIGNALS = 3
+_TOGETHER_S = 1.0  # systemd sends a scope SIGTERM and SIGHUP at once (SendSIGHUP=), which is no impatience
 
 
 def survive(numbers: Iterable[int]) -> None:
@@ -54,10 +56,13 @@ class SignalReader:
             signal.signal(number, signal.SIG_IGN)
 
     def _run(self) -> None:
-        count = 0
+        count, latest, until_s = 0, 0, 0.0
         while True:
             for number in os.read(self._read, 64):
-                count += number in ENDING
+                if number in ENDING:
+                    if number != latest and time.monotonic() < until_s:
+                        continue
+                    count, latest, until_s = count + 1, number, time.monotonic() + _TOGETHER_S
                 if count >= _IMPATIENT_SIGNALS:
                     # ringrun may be stuck writing to a terminal; the agents see its end and kill their ranks
                     os._exit(128 + number)

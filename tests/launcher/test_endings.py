@@ -20,8 +20,8 @@ both_mpis = pytest.mark.parametrize("python", ["openmpi", pytest.param("mpich", 
 
 @pytest.fixture
 def started(start: Start, program: Script) -> Start:
-    def run(what: str) -> "subprocess.Popen[str]":
-        process = start("-np", 3, *program("runs_on"), what)
+    def run(what: str, *flags: object) -> "subprocess.Popen[str]":
+        process = start("-np", 3, *flags, *program("runs_on"), what)
         for _ in range(3):
             assert process.stdout.readline().endswith("] up\n")
         return process
@@ -59,6 +59,16 @@ def test_ctrl_c_lets_a_script_save(started, wait_until_gone) -> None:
     _, output, _ = ended(process)
     assert sorted(output.splitlines()) == [f"[{rank}] saved after SIGINT" for rank in range(3)]
     assert process.returncode == 130
+    wait_until_gone()
+
+
+def test_sigterm_and_sighup_at_once_are_one_request_and_leave_the_time_to_save(started, wait_until_gone) -> None:
+    process = started("ignore", "--grace", 2)
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        process.send_signal(number)
+    seconds, _, errors = ended(process)
+    assert (process.returncode, errors) == (143, "ringrun: got SIGTERM; ending 3 ranks\n")
+    assert seconds > 2
     wait_until_gone()
 
 
