@@ -350,12 +350,14 @@ def _notes(shares: Sequence[Share], where: Place, settings: Settings, gpus: int)
     masks = settings.mask_gpus and has_gpus
     if settings.mask_gpus and not has_gpus:
         yield f"ringrun: --mask-gpus: {host} has no NVIDIA GPU that its ranks may use"
-    if (settings.bind or masks) and (settings.verbose or has_gpus):
-        noun = "rank" if where.size == where.local_size else "local rank"
-        yield describe(shares, host, bound=settings.bind, noun=noun)
-    if where.rank == 0 and (idle := gpus - len(shares)) > 0:
-        has = f"{counted(gpus, 'GPU')} and {counted(len(shares), 'rank')}: {idle} of them idle"
-        yield f"ringrun: warning: {host} has {has}; for a rank on each, raise -np, or Slurm's --ntasks-per-node"
+    noun = "rank" if where.size == where.local_size else "local rank"
+    shown = (settings.bind or masks) and (settings.verbose or has_gpus)
+    line = describe(shares, host, bound=settings.bind, noun=noun) if shown else f"ringrun: {host}"
+    if (idle := gpus - len(shares)) > 0:
+        cure = "for a rank on each, raise -np, or Slurm's --ntasks-per-node"
+        yield f"{line}; {idle} of {counted(gpus, 'GPU')} idle: {cure}"
+    elif shown:
+        yield line
 
 
 def _code(result: "os.waitid_result | None") -> int:

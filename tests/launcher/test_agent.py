@@ -11,6 +11,7 @@ import syslog
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -242,11 +243,18 @@ def test_a_death_is_reported_before_what_the_rank_wrote_is_read(tmp_path: Path) 
     assert ended.code == 7
 
 
+@pytest.mark.parametrize("bind", [True, False])
 @pytest.mark.parametrize(
-    ("rank", "ranks", "text"),
-    [(0, 1, "8 GPUs and 1 rank: 7 of them idle; for a rank on each, raise -np"), (0, 8, ""), (4, 4, "")],
+    ("rank", "local_rank", "ranks", "idle"), [(0, 0, 1, 7), (4, 0, 4, 4), (5, 1, 4, 0), (0, 0, 8, 0)]
 )
-def test_gpus_without_a_rank_are_told_of_once(rank: int, ranks: int, text: str) -> None:
-    shares = [Share(())] * ranks
-    said = list(agent_module._notes(shares, Place(rank, 8, 0, ranks), Settings("openmpi", "/"), gpus=8))
-    assert [text in line for line in said] == [True] * bool(text)
+def test_gpus_without_a_rank_are_named_once_on_each_host(
+    rank: int, local_rank: int, ranks: int, idle: int, bind: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(agent_module, "read_topology", lambda _: SimpleNamespace(gpus=range(8)))
+    monkeypatch.setattr(agent_module, "place", lambda topology, size: [Share(())] * size)
+    link, settings = ScriptedLink(), Settings("openmpi", str(tmp_path), bind=bind, verbose=True)
+    agent = Agent(link, Place(rank, 8, local_rank, ranks), settings, daemon=0)
+    agent._share({})
+    agent._rank_socket._socket.close()
+    text = f"; {idle} of 8 GPUs idle: for a rank on each, raise -np, or Slurm's --ntasks-per-node"
+    assert [text in sent.text for sent in link.sent] == [idle > 0] * (local_rank == 0 and (idle > 0 or bind))
