@@ -13,6 +13,9 @@ RECOVERY_LIMIT_S = 20.0
 STALL_ABORT_S = 30.0
 """After this time a rank that keeps others waiting counts as lost, unless the user says another."""
 
+LONGEST_COOLDOWN_S = 3000.0
+"""No host is left out for longer: commits that lie for an hour are removed (agent/kept_commits.py)."""
+
 _STALL_ABORT, _HOROVODS = "RINGREDUCE_STALL_ABORT_S", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"
 _NO_FINALIZE = "MPI4PY_RC_FINALIZE"
 """Whether mpi4py, where it started MPI before ringreduce did, ends it at exit; that would wait for lost ranks."""
@@ -94,6 +97,8 @@ def _cooldown_s(given: str | Sequence[str] | None, flag: str) -> tuple[float, fl
     least_s, most_s = (parse_seconds(word, flag) for word in words)
     if most_s < least_s:
         raise UsageError(f"{flag}: expected the longer time last, got {least_s:g} {most_s:g}")
+    if most_s > LONGEST_COOLDOWN_S:
+        raise UsageError(f"{flag}: expected at most {LONGEST_COOLDOWN_S:g} s, got {most_s:g}")
     return least_s, most_s
 
 

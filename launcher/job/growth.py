@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
+from ..elastic import LONGEST_COOLDOWN_S
 from ..errors import LauncherError
 from ..hosts import Host, is_here
 from .events import Events, HostsCame
@@ -20,7 +21,7 @@ POLL_S = 2.0
 _LONGEST_PAUSE_S = 60.0
 """Between two questions to hosts that are named and not used."""
 
-CANNOT_START_S = (60.0, 3600.0)
+CANNOT_START_S = (60.0, LONGEST_COOLDOWN_S)
 """For how long a host that came is left out which could not start ranks, if the user says nothing."""
 
 
@@ -156,8 +157,5 @@ class HostWatch:
 
 def _not_used(hosts: Sequence[Host], has: InUse) -> list[Host]:
     """Return those that have more slots than ranks of the job."""
-
-    def used(host: Host) -> int:
-        return has.slots.get(host.name, 0) if has.slots else has.size * is_here(host)
-
-    return [host for host in hosts if (host.slots or 1) > used(host)]
+    all_here = 0 if has.slots else has.size
+    return [host for host in hosts if (host.slots or 1) > has.slots.get(host.name, all_here * is_here(host))]

@@ -46,9 +46,7 @@ Attempt = Callable[[Job, float | None], Ending]
 """Runs a job to its end, or to a deadline on the monotonic clock; it has printed its report."""
 
 Again = Callable[[Job, Collection[str]], Job | None]
-"""Returns the job on the hosts that answer now, with fewer ranks where they have fewer slots; None: none answers.
-
-Those that are in use, which come second, are not asked."""
+"""Returns the job on the hosts that answer, or are in use, with fewer ranks if they have fewer slots; None: on none."""
 
 Wait = Callable[[float], int | None]
 """Waits so many seconds; returns the signal that ended the wait early."""
@@ -80,7 +78,8 @@ def run(job: Job, attempt: Attempt, again: Again, wait: Wait, say: Say, blacklis
         try:
             while number is None:
                 found = again(job, ())  # all that was asked for: a host may be back
-                if not (_is_too_small(found, job) and (left_s := blacklist.next_s())):
+                is_enough = found and not (job.elastic and found.size < job.elastic.min_np)
+                if is_enough or not (left_s := blacklist.next_s()):
                     break
                 say(f"ringrun: waiting {left_s:.0f} s for a host that has failed, and is left out until then")
                 number = wait(left_s)
@@ -106,10 +105,6 @@ def run(job: Job, attempt: Attempt, again: Again, wait: Wait, say: Say, blacklis
         came = _away(found) - _away(current) if ending.grows else set()
         current = found
     return ending.exit_code
-
-
-def _is_too_small(found: Job | None, job: Job) -> bool:
-    return found is None or (job.elastic is not None and found.size < job.elastic.min_np)
 
 
 def _away(job: Job) -> set[str]:
@@ -149,9 +144,7 @@ def place_again(
 
 
 def on_hosts_that_answer(
-    named: Callable[[], Sequence[Host]],
-    answering: Callable[[Sequence[str]], Collection[str]],
-    most: int,
+    named: Callable[[], Sequence[Host]], answering: Callable[[Sequence[str]], Collection[str]], most: int
 ) -> Again:
     """Return a function that assigns the ranks again, to those of the hosts that are `named` now that answer.
 

@@ -140,12 +140,7 @@ def _run_once(start: Callable[[], Ending], job: Job, say: restarts.Say) -> Endin
 
 
 def _start_and_supervise(
-    detected: Detected,
-    job: Job,
-    deadline_s: float | None,
-    output: Output,
-    signals: SignalRelay,
-    hosts: _Hosts,
+    detected: Detected, job: Job, deadline_s: float | None, output: Output, signals: SignalRelay, hosts: _Hosts
 ) -> Ending:
     events: Events = queue.SimpleQueue()
     with private_folder() as directory:

@@ -7,8 +7,9 @@ from dataclasses import replace
 import pytest
 
 from ringrun import cli
+from ringrun.agent import kept_commits
 from ringrun.connection.wire import Hosts
-from ringrun.elastic import Elastic
+from ringrun.elastic import LONGEST_COOLDOWN_S, Elastic
 from ringrun.errors import UsageError
 from ringrun.hosts import Host, is_here
 from ringrun.job.events import HostsCame
@@ -185,6 +186,8 @@ def test_a_range_in_a_file_is_one_text(tmp_path) -> None:
     request = cli.parse(["--config-file", str(file), "true"])
     assert request.job.elastic is not None
     assert request.job.elastic.cooldown_s == (10.0, 100.0)
-    file.write_text("elastic: true\nblacklist_cooldown_range: 10\n")
-    with pytest.raises(UsageError, match=r"ringrun.yaml:2: --blacklist.*expected two numbers of seconds, as in 10 100"):
-        cli.parse(["--config-file", str(file), "true"])
+    for wrong, why in (("10", "expected two numbers of seconds, as in 10 100"), ("10 7200", "expected at most 3000 s")):
+        file.write_text(f"elastic: true\nblacklist_cooldown_range: {wrong}\n")
+        with pytest.raises(UsageError, match=f"ringrun.yaml:2: --blacklist.*{why}"):
+            cli.parse(["--config-file", str(file), "true"])
+    assert kept_commits._ABANDONED_S > LONGEST_COOLDOWN_S, "commits outlast a pause"
