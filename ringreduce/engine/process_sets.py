@@ -10,7 +10,7 @@ import numpy as np
 from ringreduce import fusion
 from ringreduce.collectives import bruck
 from ringreduce.engine.inbox import Inbox
-from ringreduce.errors import InputError
+from ringreduce.errors import CollectiveError, InputError
 from ringreduce.execution.algorithms import Algorithms
 from ringreduce.execution.allreduce import allreduce
 from ringreduce.execution.channel import Channel
@@ -217,6 +217,7 @@ class ProcessSets:
 
         members: ranks of the world, by rank in the channel;  name: in messages;  operations: see Context.
         Returns: its number, which other ranks do not know, and the handle to wait for.
+        Raises:  CollectiveError when the engine has failed, and so does the handle.
         """
         number, inbox = next(self._own_numbers), self._inbox
         signature = Signature("open", name, details=(("ranks", tuple(members)),))
@@ -230,13 +231,20 @@ class ProcessSets:
             channel = Channel(number, GLOBAL, context, self._world, name=name)
             with inbox.lock:
                 self.members[number], self._channels[number] = context.members, channel
-            if (error := self._negotiation.error) is None:
+            if (error := self._failure(submission)) is None:
                 channel.open(submission, self._host)
             else:
-                submission.fail(errors_for.engine_closed(submission, str(error), error))
+                submission.fail(error)
 
+        if (error := self._failure(submission)) is not None:  # the engine's thread may have ended
+            raise error
         inbox.call_soon(begin)
         return number, submission
+
+    def _failure(self, submission: Submission) -> CollectiveError | None:
+        """The error of what is opened when the engine has failed."""
+        error = self._negotiation.error
+        return None if error is None else errors_for.engine_closed(submission, str(error), error)
 
     def shut(self, number: int) -> None:
         """Close such a channel, on this rank; what is not complete fails."""

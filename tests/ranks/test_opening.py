@@ -132,16 +132,25 @@ def test_a_group_that_is_not_made_leaves_one_that_is_being_made_alone(peer):
     assert run_ranks(3, program, hosts=[0, 1, 2]) == [[11.0, 13.0, 15.0]] * 2 + [True]
 
 
+@pytest.mark.parametrize("when", ["before", "meanwhile"])
 @each_rank_of(2)
-def test_after_a_failure_of_the_engine_a_group_is_refused_with_its_error():
+def test_after_a_failure_of_the_engine_a_group_is_refused_with_its_error(when):
     lost = rr.PeerLostError("rank 1 has left the job", [1])
     lost.__cause__ = OSError("its socket is closed")
     engine = runtime.current("a test").engine
-    engine.negotiation.stop(lost)
+
+    def opened():
+        with engine._polling.lock:
+            if when == "before":
+                engine.negotiation.stop(lost)
+                return engine.process_sets.open([0, 1], "late", IN_ORDER)
+            _, handle = engine.process_sets.open([0, 1], "late", IN_ORDER)
+            engine.negotiation.stop(lost)
+        return handle.wait(10)
+
     with pytest.raises(rr.PeerLostError, match="open 'late': rank 1 has left the job") as at:
-        OwnChannel([0, 1], "late", 10.0, "")
+        opened()
     assert (at.value.lost_ranks, at.value.__cause__) == ((1,), lost.__cause__)
-    wait_until(lambda: not engine.negotiation.channels)
 
 
 def test_a_late_rank_does_not_write_to_an_array_whose_channel_was_closed():
