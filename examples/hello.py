@@ -17,4 +17,5 @@ print(f"rank {rr.rank()} of {rr.size()}, {place}, GPU: {rr.info().gpu}")
 mine = np.full(3, rr.rank(), np.float32)
 print(f"{mine} here, {rr.allreduce(mine, op=rr.Sum)} summed over all ranks")
 if rr.rank() == 0:
-    print(rr.info())
+    info = rr.info()  # print(info) shows the rest, with all settings
+    print(f"{info.mpi}; algorithm: {info.algorithm}; hosts, by rank: {info.hosts}")

@@ -6,7 +6,6 @@ Every rank draws dropout masks of its own.
 """
 
 import argparse
-import json
 import os
 
 import common
@@ -80,7 +79,9 @@ curve = []
 for epoch in range(first_epoch, args.epochs):
     curve.append(hvd.allgather_object(train_epoch(), name="losses"))
     save(epoch + 1)
+    if hvd.rank() == 0:
+        print(f"epoch {epoch + 1}: loss {torch.tensor(curve[-1]).mean():.4f}")
 
 digests = hvd.allgather_object(common.digest(model.state_dict()))
 if hvd.rank() == 0:
-    print(json.dumps({"first_epoch": first_epoch, "losses": curve, "digests": digests}))
+    common.record(first_epoch=first_epoch, losses=curve, digests=digests)

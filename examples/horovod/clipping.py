@@ -7,7 +7,6 @@ autocast to bfloat16.
 """
 
 import argparse
-import json
 
 import common
 import torch
@@ -94,5 +93,6 @@ results = {
 digests = hvd.allgather_object([digest for _, _, digest in results.values()])
 scales = hvd.allgather_object(results["scaled"][1])
 if hvd.rank() == 0:
-    record = {"losses": {name: losses for name, (losses, _, _) in results.items()}}
-    print(json.dumps(record | {"norms": results["clipped"][1], "scales": scales, "digests": digests}))
+    losses = {name: losses for name, (losses, _, _) in results.items()}
+    common.show(losses)
+    common.record(losses=losses, norms=results["clipped"][1], scales=scales, digests=digests)

@@ -1,8 +1,10 @@
-"""What the scripts here share: data, and a fingerprint of the result. It knows nothing of Horovod."""
+"""What the scripts here share: data, and what they say at the end. It knows nothing of Horovod."""
 
 import argparse
 import hashlib
 import importlib.util
+import json
+import os
 from pathlib import Path
 
 import numpy as np
@@ -32,3 +34,15 @@ def digest(tensors):
     for tensor in values:
         fingerprint.update(tensor.detach().contiguous().numpy().tobytes())
     return fingerprint.hexdigest()
+
+
+def show(losses):
+    """Print the first and the last loss; of several curves, in a dict, those of each."""
+    for name, curve in losses.items() if isinstance(losses, dict) else [("loss", losses)]:
+        print(f"{name}: {curve[0]:.4f} in the beginning, {curve[-1]:.4f} in the end")
+
+
+def record(**values):
+    """With RECORD=FILE.json in the environment, write there what tests compare."""
+    if "RECORD" in os.environ:
+        Path(os.environ["RECORD"]).write_text(json.dumps(values))

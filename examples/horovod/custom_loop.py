@@ -6,7 +6,6 @@ Errors that Horovod reports are provoked on the way and caught, and training goe
 """
 
 import argparse
-import json
 import random
 import time
 
@@ -103,8 +102,5 @@ for step in range(args.steps):
 told = hvd.allgather_object((common.digest(model.state_dict()), mismatch, duplicate, polls))
 if hvd.rank() == 0:
     digests, mismatches, duplicates, polls = zip(*told, strict=True)
-    print(
-        json.dumps(
-            {"losses": losses, "digests": digests, "mismatches": mismatches, "duplicates": duplicates, "polls": polls}
-        )
-    )
+    common.show(losses)
+    common.record(losses=losses, digests=digests, mismatches=mismatches, duplicates=duplicates, polls=polls)

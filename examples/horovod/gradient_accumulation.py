@@ -4,7 +4,6 @@ ringrun -np 2 python examples/horovod/gradient_accumulation.py
 """
 
 import argparse
-import json
 import math
 import os
 
@@ -112,9 +111,10 @@ for epoch in range(resume_from_epoch, args.epochs):
     loss, right = train(epoch)
     losses.append(loss)
     accuracies.append(right)
+    if hvd.rank() == 0:
+        print(f"epoch {epoch + 1}: loss {loss:.4f}, accuracy {right:.3f}")
     save_checkpoint(epoch)
 
 digests = hvd.allgather_object(common.digest(model.state_dict()))
 if hvd.rank() == 0:
-    record = {"losses": losses, "accuracies": accuracies, "digests": digests, "resumed_from": resume_from_epoch}
-    print(json.dumps(record))
+    common.record(losses=losses, accuracies=accuracies, digests=digests, resumed_from=resume_from_epoch)

@@ -4,7 +4,6 @@ ringrun -np 2 python examples/horovod/groups.py
 """
 
 import argparse
-import json
 import warnings
 
 import common
@@ -67,8 +66,7 @@ def train_in_listed_groups():
 
 def train_by_hand():
     """Averages all gradients in one grouped_allreduce."""
-    model = make_model()
-    losses = []
+    model, losses = make_model(), []
     for step in range(8):
         model.zero_grad()
         loss = loss_of(model, step)
@@ -117,4 +115,6 @@ with warnings.catch_warnings():
     }
 digests = hvd.allgather_object([digest for _, digest in results.values()])
 if hvd.rank() == 0:
-    print(json.dumps({"losses": {name: losses for name, (losses, _) in results.items()}, "digests": digests}))
+    losses = {name: losses for name, (losses, _) in results.items()}
+    common.show(losses)
+    common.record(losses=losses, digests=digests)

@@ -5,7 +5,6 @@ ringrun -np 2 python examples/horovod/join.py
 
 import argparse
 import copy
-import json
 
 import common
 import torch
@@ -86,5 +85,5 @@ for _ in range(args.epochs):
 told = hvd.allgather_object((common.digest(model.state_dict()), last_ranks, behind), name="told")
 if hvd.rank() == 0:
     digests, last_ranks, behind = zip(*told, strict=True)
-    record = {"losses": curve, "expected": expected, "digests": digests, "last_ranks": last_ranks, "behind": behind}
-    print(json.dumps(record))
+    common.show(curve)
+    common.record(losses=curve, expected=expected, digests=digests, last_ranks=last_ranks, behind=behind)

@@ -4,7 +4,6 @@ ringrun -np 2 python examples/horovod/mixture_of_experts.py
 """
 
 import argparse
-import json
 
 import common
 import torch
@@ -79,4 +78,5 @@ for step in range(args.steps):
 weights = hvd.allgather(experts.weights.detach())
 digests = hvd.allgather_object(common.digest([*shared.parameters(), weights]))
 if hvd.rank() == 0:
-    print(json.dumps({"losses": losses, "digests": digests, "weights": weights.mean(dim=(1, 2)).tolist()}))
+    common.show(losses)
+    common.record(losses=losses, digests=digests, weights=weights.mean(dim=(1, 2)).tolist())

@@ -4,7 +4,6 @@ ringrun -np 2 python examples/horovod/mnist.py
 """
 
 import argparse
-import json
 
 import common
 import torch
@@ -111,8 +110,7 @@ def main():
 
     digests = hvd.allgather_object(common.digest(model.state_dict()))
     if hvd.rank() == 0:
-        record = {"losses": losses, "test_loss": test_loss, "test_accuracy": test_accuracy, "digests": digests}
-        print(json.dumps(record))
+        common.record(losses=losses, test_loss=test_loss, test_accuracy=test_accuracy, digests=digests)
 
 
 if __name__ == "__main__":

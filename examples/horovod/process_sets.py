@@ -4,7 +4,6 @@ ringrun -np 4 python examples/horovod/process_sets.py --ranks 4
 """
 
 import argparse
-import json
 
 import common
 import torch
@@ -115,5 +114,6 @@ told = hvd.allgather_object(
     {"losses": losses, "split": split_losses, "digest": common.digest(model.state_dict()), "in_set": in_set}
 )
 if hvd.rank() == 0:
-    sets = hvd.get_process_set_ids_and_ranks()
-    print(json.dumps({"ranks": told, "ensemble": right.item() / common.TEST_COUNT, "sets": list(sets.values())}))
+    accuracy = right.item() / common.TEST_COUNT
+    print(f"accuracy of the ensemble on the test set: {accuracy:.3f}")
+    common.record(ranks=told, ensemble=accuracy, sets=list(hvd.get_process_set_ids_and_ranks().values()))

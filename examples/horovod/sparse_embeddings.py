@@ -4,7 +4,6 @@ ringrun -np 2 python examples/horovod/sparse_embeddings.py
 """
 
 import argparse
-import json
 
 import common
 import torch
@@ -98,4 +97,5 @@ told = hvd.allgather_object(([digest for _, digest in results.values()], sum_by_
 if hvd.rank() == 0:
     digests, sums = zip(*told, strict=True)
     losses = {name: losses for name, (losses, _) in results.items()}
-    print(json.dumps({"losses": losses, "digests": digests, "sums": sums}))
+    common.show(losses)
+    common.record(losses=losses, digests=digests, sums=sums)

@@ -4,7 +4,6 @@ ringrun -np 2 python examples/horovod/sync_batch_norm.py
 """
 
 import argparse
-import json
 
 import common
 import torch
@@ -104,4 +103,5 @@ digests = hvd.allgather_object([digest for _, _, digest in results.values()])
 if hvd.rank() == 0:
     losses = {name: losses for name, (losses, _, _) in results.items()}
     seen = {name: seen for name, (_, seen, _) in results.items()}
-    print(json.dumps({"losses": losses, "seen": seen, "digests": digests}))
+    common.show(losses)
+    common.record(losses=losses, seen=seen, digests=digests)

@@ -80,3 +80,5 @@ def test_hello_says_who_each_rank_is_and_what_they_have_together(ringrun):
     for rank in range(3):
         assert f"[{rank}] rank {rank} of 3, local rank {rank} of 3 on " in ended.stdout
         assert f"[{rank}] [{rank}. {rank}. {rank}.] here, [3. 3. 3.] summed over all ranks" in ended.stdout
+    assert "[0] Open MPI " in ended.stdout or "[0] MPICH" in ended.stdout
+    assert len(ended.stdout.splitlines()) == 7
