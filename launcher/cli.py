@@ -25,6 +25,7 @@ Exit code
 """
 
 import contextlib
+import errno
 import importlib
 import os
 import socket
@@ -267,23 +268,6 @@ def _say(text: str) -> None:
         print(text, file=sys.stderr, flush=True)
 
 
-def _show(text: str) -> int:
-    """Print on stdout what was asked for, and return the exit code; MachineError where it cannot be written."""
-    try:
-        print(text, flush=True)
-    except BrokenPipeError:
-        raise
-    except OSError as error:
-        _drop_stdout()
-        raise MachineError(f"stdout cannot be written: {error.strerror}") from error
-    return 0
-
-
-def _drop_stdout() -> None:
-    """Let the interpreter's end not complain of what stdout has not taken."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
 def _report(preflight: Preflight) -> None:
     """Print what the hosts that get ranks have; MachineError if one cannot run any."""
     _say(preflight.table())
@@ -302,7 +286,8 @@ def run(arguments: Sequence[str]) -> int:
     for notice in resolved.notices:
         _say(f"ringrun: {notice}")
     if (text := _information(resolved)) is not None:
-        return _show(text)
+        print(text, flush=True)
+        return 0
     return _run_job(_checked(resolved))
 
 
@@ -349,7 +334,8 @@ def _run_job(request: Request) -> int:
         stdin_rank=_stdin_rank(request, size),
     )
     if request.options.dry_run:
-        return _show(example(detected, job, os.environ))
+        print(example(detected, job, os.environ), flush=True)
+        return 0
     if job.verbose:
         _say(f"ringrun: {detected.library.python} loads {detected.library.text}")
         _say(f"ringrun: running {example(detected, job, os.environ)}")
@@ -397,6 +383,11 @@ def main() -> int:
         return error.exit_code
     except KeyboardInterrupt:  # before the job has begun
         return 130
-    except BrokenPipeError:  # nobody reads on, as in `ringrun --show-config | head`
-        _drop_stdout()
-        return 141
+    except OSError as error:  # of stdout: nobody reads on, as in `ringrun --show-config | head`, or its disk is full
+        if error.errno not in (errno.EPIPE, errno.ENOSPC):
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else the interpreter's end would complain
+        if error.errno == errno.EPIPE:
+            return 141
+        _say(f"ringrun: error: stdout cannot be written: {error.strerror}")
+        return MachineError.exit_code

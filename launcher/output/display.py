@@ -94,6 +94,7 @@ class Output:
         self._messages: deque[bytes] = deque(maxlen=_MOST_MESSAGES)
         self.on_closed: Work = lambda: None
         """Called when it turns out that nobody reads stdout any more."""
+        self._has_failed = False
         self._writer = Writer(self._report, self._show_in_time)
         self._keeper = Writer(self._report) if files else self._writer
         self._bars: dict[tuple[int, StreamName], _Bar] = {}
@@ -102,7 +103,7 @@ class Output:
 
     def begin(self, size: int) -> None:
         """Show the lines of another job, of `size` ranks, from here on."""
-        self._keeper.start()  # not in mid-job, when there may be no more threads
+        self._keeper.put(lambda: None)  # its thread starts now, and not when there may be no more threads
         self._writer.put(partial(self._begin, size))
 
     def _begin(self, size: int) -> None:
@@ -157,7 +158,9 @@ class Output:
         self.finish(patience_s)
 
     def _report(self, error: Exception) -> None:
-        self.message([f"ringrun: output is lost, the job goes on: {type(error).__name__}: {error}"])
+        if not self._has_failed:
+            self.message([f"ringrun: output is lost, the job goes on: {type(error).__name__}: {error}"])
+        self._has_failed = True
 
     # in the thread that writes
 

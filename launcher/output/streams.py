@@ -5,7 +5,8 @@ import os
 import queue
 import select
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from functools import partial
 
 Work = Callable[[], None]
 
@@ -17,12 +18,11 @@ class Writer:
     """A thread that does what it is handed, in that order; who hands it work never waits."""
 
     def __init__(self, report: Callable[[Exception], None], look: Callable[[], float | None] = lambda: None) -> None:
-        """report: called with the first error in a piece of work, after which the thread goes on.
+        """report: called with an error in a piece of work, after which the thread goes on.
 
         look: does what is due, between two pieces of work; returns in how many seconds more is, None for never.
         """
         self._report = report
-        self._has_failed = False
         self._look = look
         self._work: queue.SimpleQueue[Work] = queue.SimpleQueue()
         self._starting = threading.Lock()
@@ -31,10 +31,6 @@ class Writer:
     def put(self, work: Work) -> None:
         """Do `work` when all before it is done."""
         self._work.put(work)
-        self.start()
-
-    def start(self) -> None:
-        """Begin to do what is put, if that has not begun; RuntimeError where no thread can be started."""
         with self._starting:  # not before: threads and the fork that starts mpirun do not mix
             if not self._is_started:
                 threading.Thread(target=self._run, daemon=True).start()
@@ -48,20 +44,19 @@ class Writer:
 
     def _run(self) -> None:
         while True:
-            wait_s = None
-            with self._go_on():
-                wait_s = self._look()
-            with self._go_on(), contextlib.suppress(queue.Empty):
-                self._work.get(timeout=wait_s)()
+            wait_s = self._attempt(self._look)
+            self._attempt(partial(self._do_next, wait_s))
 
-    @contextlib.contextmanager
-    def _go_on(self) -> Iterator[None]:
+    def _do_next(self, wait_s: float | None) -> None:
+        with contextlib.suppress(queue.Empty):
+            self._work.get(timeout=wait_s)()
+
+    def _attempt(self, do: Callable[[], float | None]) -> float | None:
         try:
-            yield
+            return do()
         except Exception as error:  # as without memory: what is put later is still to be done
-            if not self._has_failed:
-                self._has_failed = True
-                self._report(error)
+            self._report(error)
+            return None
 
 
 class Stream:
