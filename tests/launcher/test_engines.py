@@ -1,7 +1,6 @@
 """Each engine's command line, variables and rank, by version, without MPI; and finding the engine a job needs."""
 
 import os
-import stat
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -75,34 +74,22 @@ def test_only_a_bare_prterun_is_told_its_prefix() -> None:
     assert added == {*prefixes, ("PRTE_MCA_schizo_proxy", "ompi")}
 
 
+IN_MPI = {"RANK": "5", "SIZE": "8", "LOCAL_RANK": "1", "LOCAL_SIZE": "4"}
+IN_SLURM = {"PROCID": "5", "NTASKS": "8", "LOCALID": "1", "NODEID": "2", "STEP_TASKS_PER_NODE": "2(x2),4"}
 RANK_VARIABLES = {
-    "openmpi": {
-        "OMPI_COMM_WORLD_RANK": "5",
-        "OMPI_COMM_WORLD_SIZE": "8",
-        "OMPI_COMM_WORLD_LOCAL_RANK": "1",
-        "OMPI_COMM_WORLD_LOCAL_SIZE": "4",
-    },
+    "openmpi": {f"OMPI_COMM_WORLD_{name}": value for name, value in IN_MPI.items()},
     "mpich": {"PMI_RANK": "5", "PMI_SIZE": "8", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "4"},
-    "srun": {
-        "SLURM_PROCID": "5",
-        "SLURM_NTASKS": "8",
-        "SLURM_LOCALID": "1",
-        "SLURM_NODEID": "2",
-        "SLURM_STEP_TASKS_PER_NODE": "2(x2),4",
-    },
+    "srun": {f"SLURM_{name}": value for name, value in IN_SLURM.items()},
 }
 
 
 @pytest.mark.parametrize("name", ENGINES)
-def test_a_rank_finds_its_place(name: str) -> None:
-    assert ENGINES[name].place(RANK_VARIABLES[name]) == Place(rank=5, size=8, local_rank=1, local_size=4)
-
-
-@pytest.mark.parametrize("name", ENGINES)
-def test_without_a_variable_there_is_no_place(name: str) -> None:
-    for missing in RANK_VARIABLES[name]:
+def test_a_rank_finds_its_place_by_all_its_variables(name: str) -> None:
+    variables = RANK_VARIABLES[name]
+    assert ENGINES[name].place(variables) == Place(rank=5, size=8, local_rank=1, local_size=4)
+    for missing in variables:
         with pytest.raises(KeyError, match=missing):
-            ENGINES[name].place({key: value for key, value in RANK_VARIABLES[name].items() if key != missing})
+            ENGINES[name].place({key: value for key, value in variables.items() if key != missing})
 
 
 ACROSS = Across(
@@ -217,11 +204,7 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Install:
     monkeypatch.setenv("PATH", f"{tmp_path}/path/bin")
 
     def write(where: str, text: str) -> Path:
-        path = tmp_path / where
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(f"#!{sys.executable}\nprint({VERSION_TEXTS[text]!r})\n")
-        path.chmod(path.stat().st_mode | stat.S_IXUSR)
-        return path
+        return executable(tmp_path / where, f"#!{sys.executable}\nprint({VERSION_TEXTS[text]!r})\n")
 
     return write
 
