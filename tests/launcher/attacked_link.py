@@ -14,18 +14,17 @@ TAG_BYTES = 16
 
 def of_another_job(frame: bytes, number: int) -> bytes:
     """The same message as the same frame of another job."""
-    writer = FrameWriter(b"another job's key")
-    *_, made = map(writer.frame, [b""] * number + [frame[HEAD_BYTES:-TAG_BYTES]])
-    return made
+    frames = map(FrameWriter(b"another job's key").frame, [b""] * number + [frame[HEAD_BYTES:-TAG_BYTES]])
+    return list(frames)[number]
 
 
 ATTACKS: dict[str, Callable[[bytes, int, Callable[[], bytes]], bytes]] = {
-    "changed": lambda frame, number, following: bytes([*frame[:-1], frame[-1] ^ 1]),
-    "repeated": lambda frame, number, following: frame * 2,
-    "another length": lambda frame, number, following: b"\0\1\0\0" + frame[4:],
-    "cut": lambda frame, number, following: frame[: HEAD_BYTES + 1],
+    "changed": lambda frame, *_: bytes([*frame[:-1], frame[-1] ^ 1]),
+    "repeated": lambda frame, *_: frame * 2,
+    "another length": lambda frame, *_: b"\0\1\0\0" + frame[4:],
+    "cut": lambda frame, *_: frame[: HEAD_BYTES + 1],
     "reordered": lambda frame, number, following: following() + frame,
-    "of another job": lambda frame, number, following: of_another_job(frame, number),
+    "of another job": lambda frame, number, _: of_another_job(frame, number),
 }
 
 

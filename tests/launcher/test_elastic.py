@@ -138,43 +138,37 @@ def test_a_script_that_catches_nothing_is_started_again_at_once(ringrun: Run, py
     assert done.stderr.count("-- ringrun: rank 2 of 4 failed first --") == 2
 
 
+SRUN = "srun ends the job when a rank is lost; leave --launcher srun out"
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--elastic", "--min-np", "0"], "--min-np: expected a whole number from 1 to 999999, got '0'"),
-        (["--elastic", "--spares", "x"], "--spares: expected a whole number from 0 to 999999, got 'x'"),
-        (["--elastic", "--max-failures", "-1"], "--max-failures: expected a whole number from 0 to 999999, got '-1'"),
-        (["--spares", "1"], "--spares is for an elastic job; add --elastic"),
-        (["--max-np", "2"], "--max-np is for an elastic job; add --elastic"),
+        ("--elastic --min-np 0", "--min-np: expected a whole number from 1 to 999999, got '0'"),
+        ("--elastic --spares x", "--spares: expected a whole number from 0 to 999999, got 'x'"),
+        ("--elastic --max-failures -1", "--max-failures: expected a whole number from 0 to 999999, got '-1'"),
+        ("--spares 1", "--spares is for an elastic job; add --elastic"),
+        ("--max-np 2", "--max-np is for an elastic job; add --elastic"),
+        ("--min-np 2 --launcher srun", f"--min-np: {SRUN}"),
+        ("--max-failures 2", "--max-failures is for an elastic job; add --elastic"),
+        ("--elastic --launcher srun", f"--elastic: {SRUN}"),
+        ("--elastic --max-np 1", "--max-np 1: the job would begin with 2 ranks"),
+        ("--elastic --max-np x", "--max-np: expected a whole number from 1 to 999999, got 'x'"),
         (
-            ["--min-np", "2", "--launcher", "srun"],
-            "--min-np: srun ends the job when a rank is lost; leave --launcher srun out",
-        ),
-        (["--max-failures", "2"], "--max-failures is for an elastic job; add --elastic"),
-        (
-            ["--elastic", "--launcher", "srun"],
-            "--elastic: srun ends the job when a rank is lost; leave --launcher srun out",
-        ),
-        (["--elastic", "--max-np", "1"], "--max-np 1: the job would begin with 2 ranks"),
-        (["--elastic", "--max-np", "x"], "--max-np: expected a whole number from 1 to 999999, got 'x'"),
-        (
-            ["--elastic", "--blacklist-cooldown-range", "9", "x"],
+            "--elastic --blacklist-cooldown-range 9 x",
             "--blacklist-cooldown-range: expected a number of seconds above 0, got 'x'",
         ),
         (
-            ["--elastic", "--blacklist-cooldown-range", "9", "5"],
+            "--elastic --blacklist-cooldown-range 9 5",
             "--blacklist-cooldown-range: expected the longer time last, got 9 5",
         ),
-        (["--elastic", "--min-np", "3"], "--min-np 3: the job would begin with 2 ranks"),
-        (
-            ["--elastic", "--min-np", "3", "--spares", "2"],
-            "--min-np 3: the job would begin with 2 ranks, beside 2 spares",
-        ),
+        ("--elastic --min-np 3", "--min-np 3: the job would begin with 2 ranks"),
+        ("--elastic --min-np 3 --spares 2", "--min-np 3: the job would begin with 2 ranks, beside 2 spares"),
     ],
 )
-def test_what_makes_no_sense_is_refused(arguments: list[str], message: str) -> None:
+def test_what_makes_no_sense_is_refused(arguments: str, message: str) -> None:
     with pytest.raises(UsageError) as error:
-        cli.run(["-np", "2", *arguments, sys.executable, "-c", ""])
+        cli.run(["-np", "2", *arguments.split(), sys.executable, "-c", ""])
     assert str(error.value) == message
 
 

@@ -31,6 +31,12 @@ def current():
     return runtime.current("a test").engine
 
 
+def engine_of(rank, exchange, hosts, settings=DYNAMIC):
+    """The engine of a rank, without the rank, and its transport."""
+    world, transport = World(rank, len(hosts), hosts), exchange.transport(rank)
+    return Engine(world, transport, settings, Host(world, transport, settings)), transport
+
+
 def respond(coordinator, response, rank):
     """Send a response, and its place in the schedule."""
     coordinator.send_control(encode(response), rank)
@@ -41,8 +47,7 @@ def respond(coordinator, response, rank):
 def test_a_set_that_is_closed_before_this_rank_hears_of_it_hangs_no_exit():
     """Ranks 0 to 2, of which 1 and 2 get a set. Rank 2 hears of its end, from rank 1, before it hears of it, from 0."""
     exchange = Exchange(3)
-    world, transport = World(2, 3, (0, 0, 0)), exchange.transport(2)
-    engine = Engine(world, transport, DYNAMIC, Host(world, transport, DYNAMIC))
+    engine, _ = engine_of(2, exchange, (0, 0, 0))
     others = [exchange.transport(0), exchange.transport(1)]
     add = Signature("add_process_set", "noname.1", details=(("ranks", (1, 2)),), numbered=True)
     handle = engine.submit("add_process_set", None, details=add.details, waits=True)
@@ -64,8 +69,7 @@ def test_a_set_that_is_closed_before_this_rank_hears_of_it_hangs_no_exit():
 @pytest.mark.timeout(30)
 def test_a_rank_that_leaves_tells_the_sets_that_it_is_yet_to_hear_of():
     exchange = Exchange(2)
-    world, transport = World(1, 2, (0, 0)), exchange.transport(1)
-    engine = Engine(world, transport, DYNAMIC, Host(world, transport, DYNAMIC))
+    engine, _ = engine_of(1, exchange, (0, 0))
     other = exchange.transport(0)
     add = Signature("add_process_set", "noname.1", details=(("ranks", (0, 1)),), numbered=True)
     engine.submit("add_process_set", None, details=add.details)
@@ -239,8 +243,7 @@ def test_what_is_not_scheduled_when_its_set_is_removed_ends_alike_on_all_ranks()
 
 
 def test_an_engine_that_ends_abandons_its_messages_while_nobody_polls(monkeypatch):
-    world, transport, held = World(0, 1, (0,)), Exchange(1).transport(0), []
-    engine = Engine(world, transport, Settings(), Host(world, transport, Settings()))
+    (engine, transport), held = engine_of(0, Exchange(1), (0,)), []
     monkeypatch.setattr(transport.in_flight, "abandon", lambda: held.append(engine._polling.lock.locked()))
     engine.give_up(rr.CollectiveError("the test has ended"))
     engine.join()
@@ -260,10 +263,7 @@ def test_what_a_signal_handler_raises_in_a_wait_reaches_the_script_and_no_engine
 
     before = signal.signal(signal.SIGCHLD, die)
     exchange = Exchange(2)
-    engines = []
-    for rank in range(2):
-        world, transport = World(rank, 2, (0, 1)), exchange.transport(rank)
-        engines.append(Engine(world, transport, Settings(), Host(world, transport, Settings())))
+    engines = [engine_of(rank, exchange, (0, 1), Settings())[0] for rank in range(2)]
     poll = engines[0].negotiation.poll
 
     def polled():
