@@ -227,15 +227,8 @@ def _preflight(request: Request, command: Sequence[str]) -> Preflight | None:
 
 
 def _ask(request: Request, command: Sequence[str], hosts: Sequence[Host], found: Found) -> Preflight:
-    return check_job(
-        hosts,
-        interpreter_of(command),
-        command[0],
-        request.job.folder,
-        ssh=request.ssh,
-        in_slurm=found.in_slurm,
-        interfaces=request.job.interfaces,
-    )
+    program, job = (interpreter_of(command), command[0]), request.job
+    return check_job(hosts, *program, job.folder, ssh=request.ssh, in_slurm=found.in_slurm, interfaces=job.interfaces)
 
 
 def _growth(request: Request) -> Growth:

@@ -58,12 +58,8 @@ def kill_children(patience_s: float = 2.0) -> None:
 
 def _children() -> list[int]:
     """Return the processes whose parent this one is, but those that have ended."""
-    found, me = [], str(os.getpid())
-    for pid in all_processes():
-        with contextlib.suppress(OSError):
-            state, parent = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[:2]
-            found += [pid] * (parent == me and state not in "ZX")
-    return found
+    me = str(os.getpid())
+    return [pid for pid in all_processes() if _status(pid).get("PPid") == me and state_of(pid) not in "ZX"]
 
 
 def bind_to(cpus: Collection[int]) -> Callable[[], None]:

@@ -12,7 +12,7 @@ from ..report.states import stacks_report, waiting
 from ..text import listed, numbered
 from .mpirun import MpiLauncher
 from .plan import Job
-from .questions import Question
+from .questions import Question, nobody
 
 WITHOUT_INIT = "and never called init()", "there for all ranks"
 WITHOUT_LEAVING = "in the middle, as os._exit(0) does", "for it"
@@ -54,27 +54,21 @@ class Conclusions:
         self._launcher = launcher
         self._output = output
         self.launcher_said: list[str] = []  # before ringrun ended it
-        self.at_end: Question | None = None  # what the ranks that still ran did when the job began to end
+        self.at_end = Question(0, frozenset(), 0.0, nobody)  # what ranks that still ran did when the job began to end
 
     def failed(self, cause: RankEnd, ends: Sequence[RankEnd]) -> int:
         """A rank failed, and is the cause; `ends` are those of all ranks that count."""
-        report = card(
-            cause,
-            ends,
-            self._ranks.job.size,
-            launcher_tail=self.launcher_said,
-            asked=self.at_end.asked if self.at_end else (),
-            states=self.at_end.answers if self.at_end else {},
-            left={} if self._ranks.job.elastic else self._ranks.left,  # where the others go on without it
-            colour=self._output.colours,
-        )
+        job, asked, states = self._ranks.job, self.at_end.asked, self.at_end.answers
+        left = {} if job.elastic else self._ranks.left  # in an elastic job the others go on without those
+        said, colour = self.launcher_said, self._output.colours
+        report = card(cause, ends, job.size, asked=asked, states=states, left=left, launcher_tail=said, colour=colour)
         self._output.message([*_advice(cause), *report])
         return outcome.exit_code(cause)
 
     def took_too_long(self, running: set[int], missing: set[int]) -> int:
         """The time was over when the ranks `running` ran and the ranks `missing` had not arrived."""
         job = self._ranks.job
-        stacks = self._ranks.stacks(self.at_end) if self.at_end else []
+        stacks = self._ranks.stacks(self.at_end)
         self._output.message([*stacks, outcome.timeout_report(job.timeout_s or 0.0, running, missing, job.size)])
         return _TIMEOUT_EXIT_CODE
 
@@ -89,7 +83,7 @@ class Conclusions:
             f"ringrun: {numbered('rank', gone)} of {job.size} ended with exit code 0 {how}; "
             f"{numbered('rank', waited)} waited {where}, so the job was ended:"
         ]
-        lines += waiting(waited, self.at_end.answers) if self.at_end else []
+        lines += waiting(waited, self.at_end.answers)
         if "-" in job.command[1:]:
             lines.append(f"only rank {job.stdin_rank} reads ringrun's stdin; a script for all ranks must be in a file")
         self._output.message(lines)

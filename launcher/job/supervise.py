@@ -87,9 +87,7 @@ class Supervisor:
         self._lost_peer_code = lost_peer_code
         self._blacklist = blacklist
         now_s = time.monotonic()
-        self._deadline_s = now_s + (math.inf if job.timeout_s is None else job.timeout_s)
-        if deadline_s is not None:
-            self._deadline_s = deadline_s
+        self._deadline_s = now_s + (job.timeout_s or math.inf) if deadline_s is None else deadline_s
         self._began_s = now_s
         self._start_deadline_s = now_s + job.start_timeout_s  # infinite once all have arrived
         self._progress_s = now_s + _PROGRESS_S if job.hosts else math.inf

@@ -44,7 +44,9 @@ def card(
     title, how = f"rank {cause.rank} of {size} failed{'' if going_on else ' first'}", in_words(cause)
     if left and (gone := sorted(left.keys() & cause.blames)):
         title, how = f"rank {gone[0]} of {size} left first: {left[gone[0]]}", f"so rank {cause.rank} failed: {how}"
-    facts = [*_rows("how", [how, cause.oom]), *_rows("where", [_process(cause)])]
+    ran = "" if cause.ran_s is None else f"ran for {duration(cause.ran_s)}"
+    process = [f"host {cause.host}", f"pid {cause.pid}" if cause.pid else "", cause.device, ran]
+    facts = [*_rows("how", [how, cause.oom]), *_rows("where", [", ".join(filter(None, process))])]
     # a rank that failed at the same moment has nothing more to say, unless it had been quick enough to say it
     silent = {end.rank for end in ends if end.failed} - {rank for rank, said in (states or {}).items() if said.doing}
     others = set(asked) - {cause.rank} - silent
@@ -66,11 +68,6 @@ def _rows(label: str, texts: Sequence[str]) -> list[str]:
             wrapped = textwrap.wrap(text, WIDTH - _LABEL, break_long_words=False, break_on_hyphens=False)
             lines += [first + wrapped[0], *(" " * (_LABEL + 2) + line for line in wrapped[1:])]
     return lines
-
-
-def _process(cause: RankEnd) -> str:
-    ran = "" if cause.ran_s is None else f"ran for {duration(cause.ran_s)}"
-    return ", ".join(filter(None, [f"host {cause.host}", f"pid {cause.pid}" if cause.pid else "", cause.device, ran]))
 
 
 def duration(seconds: float) -> str:

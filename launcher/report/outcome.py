@@ -69,11 +69,6 @@ class RankEnd:
         return self.code != 0 and not self.ended_by_ringrun
 
     @property
-    def was_told_to_end(self) -> bool:
-        """Whether it ended with an exit code after a signal of ringrun's, which may have led to that."""
-        return bool(self.sent) and self.code is not None and self.code >= 0
-
-    @property
     def blames(self) -> tuple[int, ...]:
         """The ranks that it says it has lost."""
         return self.error.lost_ranks if self.error else ()
@@ -94,7 +89,8 @@ def root_cause(ends: Iterable[RankEnd], lost_peer_code: int | None = None) -> Ra
         return None
     cause = min(failures.values(), key=lambda end: end.at_s)
     if cause.code is not None and cause.code == lost_peer_code:
-        others = [end for end in failures.values() if end.code != lost_peer_code and not end.was_told_to_end]
+        unasked = [end for end in failures.values() if not end.sent or end.code is None or end.code < 0]
+        others = [end for end in unasked if end.code != lost_peer_code]
         cause = min(others, key=lambda end: end.at_s, default=cause)
     visited = {cause.rank}
     while blamed := [failures[rank] for rank in cause.blames if rank in failures and rank not in visited]:
