@@ -261,14 +261,6 @@ def _say(text: str) -> None:
         print(text, file=sys.stderr, flush=True)
 
 
-def _report(preflight: Preflight) -> None:
-    """Print what the hosts that get ranks have; MachineError if one cannot run any."""
-    _say(preflight.table())
-    for line in preflight.warning_lines():
-        _say(f"ringrun: warning: {line}")
-    preflight.require_no_errors()
-
-
 def run(arguments: Sequence[str]) -> int:
     """Do what the command line says and return the exit code; LauncherError when that cannot be done."""
     if arguments and arguments[0] in _SUBCOMMANDS:
@@ -313,7 +305,9 @@ def _run_job(request: Request) -> int:
     if request.job.elastic:
         elastic.check_size(request.job.elastic, size)
     if preflight:
-        _report(preflight.only([host.name for host, _ in hosts]))
+        chosen = preflight.only([host.name for host, _ in hosts])
+        _say("\n".join([chosen.table(), *(f"ringrun: warning: {line}" for line in chosen.warning_lines())]))
+        chosen.require_no_errors()
     in_slurm = request.found is not None and request.found.in_slurm
     if hosts and in_slurm and request.options.launcher == "srun":
         detected = by_srun(detected)

@@ -292,8 +292,9 @@ class Agent:
             self._sent.append(message.number)
             self._shm_cleanup.look(pid)
             signal_group(pid, message.number)
-        elif isinstance(message, wire.WakeUp):
-            self._wake(pid)
+        elif isinstance(message, wire.WakeUp) and (stopped := wake_up(pid)):
+            why = "was stopped while others waited for it to end; it goes on now"
+            self._send(wire.Note(f"ringrun: {self._who}, pid {stopped[0]}, {why}"))
         elif isinstance(message, wire.Membership | wire.Hosts):
             self._rank_socket.tell(message)
         elif isinstance(message, wire.Ask):
@@ -302,12 +303,6 @@ class Agent:
             except RuntimeError as error:  # as where the rank has started all the processes that there may be
                 self._send(wire.State(message.number, "", "", f"its agent cannot ask it: {error}"))
             self._shm_cleanup.look(pid)
-
-    def _wake(self, pid: int) -> None:
-        """Let the rank go on, if it is stopped."""
-        if stopped := wake_up(pid):
-            stop = f"pid {stopped[0]}, was stopped while others waited for it to end; it goes on now"
-            self._send(wire.Note(f"ringrun: {self._who}, {stop}"))
 
     def _leave(self) -> NoReturn:
         if not self._link.is_local or self._lost:
@@ -412,14 +407,6 @@ def _free_port(wanted: str) -> int:
         return port
 
 
-def _leave_streams() -> None:
-    """Let go of mpirun's pipes: it waits for their ends before it exits."""
-    null = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(null, 1)
-    os.dup2(null, 2)
-    os.close(null)
-
-
 def main() -> NoReturn:
     """Run as `python -m ringrun.agent COMMAND …`, started by ringrun through mpirun."""
     try:
@@ -446,5 +433,7 @@ def main() -> NoReturn:
         agent = Agent(link, place, settings, daemon)
     except (OSError, MachineError) as error:
         sys.exit(f"rank {place.rank} on {socket.gethostname()} cannot start: {error}")
-    _leave_streams()
+    with open(os.devnull, "w") as null:
+        for pipe in (1, 2):  # mpirun's, which waits for their ends before it exits
+            os.dup2(null.fileno(), pipe)
     agent.run(sys.argv[1:])

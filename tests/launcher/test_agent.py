@@ -45,33 +45,19 @@ class SlowLink:
             raise SystemExit  # else the agent waits for what children of its rank may write
 
 
-class LostLink:
-    """A connection to a ringrun that is gone."""
-
-    is_local, lost_after_s = False, 4.0
-
-    def __init__(self, error: Exception) -> None:
-        self._error = error
-        self.sent: list[wire.Message] = []
-
-    def receive(self) -> wire.Message:
-        raise self._error
-
-    def send(self, message: wire.Message) -> None:
-        self.sent.append(message)
-
-
 class ScriptedLink:
-    """A connection to a ringrun that sends these messages."""
+    """A connection to a ringrun that sends these messages, or is gone."""
 
-    is_local = True
+    is_local, lost_after_s = True, 4.0
 
-    def __init__(self, *messages: wire.Message) -> None:
+    def __init__(self, *messages: wire.Message | Exception) -> None:
         self._messages = iter(messages)
         self.sent: list[wire.Message] = []
 
     def receive(self) -> wire.Message:
-        return next(self._messages)
+        if isinstance(message := next(self._messages), Exception):
+            raise message
+        return message
 
     def send(self, message: wire.Message) -> None:
         assert not isinstance(message, wire.Started)
@@ -117,6 +103,18 @@ def test_commits_that_a_killed_ringrun_has_left_are_swept_away() -> None:
             kept_commits.remove(folder)
 
 
+def ends_its_rank(link: ScriptedLink, folder: Path, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Let the agent of rank 1 of 3 do what this ringrun says, and return how its rank has ended."""
+    monkeypatch.setattr(agent_module.os, "_exit", sys.exit)
+    monkeypatch.setattr(agent_module, "kill_children", lambda: None)  # those of this process are other tests'
+    with subprocess.Popen(["sleep", "100"], start_new_session=True) as child:
+        agent = Agent(link, Place(1, 3, 0, 1), Settings("openmpi", str(folder)), daemon=child.pid)
+        with pytest.raises(SystemExit):
+            agent._await_end(child.pid)
+        agent._rank_socket._socket.close()
+        return child.wait(patient(5))
+
+
 @pytest.mark.parametrize(
     ("error", "why"),
     [
@@ -131,15 +129,9 @@ def test_an_agent_that_loses_ringrun_ends_its_rank_and_the_systems_log_says_why(
     logged = []
     monkeypatch.setenv(wire.ADDRESS_VARIABLE, str(Address("head", "/nowhere")))
     monkeypatch.setattr(syslog, "syslog", lambda priority, text: logged.append((priority, text)))
-    monkeypatch.setattr(agent_module.os, "_exit", sys.exit)
-    monkeypatch.setattr(agent_module, "kill_children", lambda: None)  # those of this process are other tests'
-    with subprocess.Popen(["sleep", "100"], start_new_session=True) as child:
-        link = LostLink(error)
-        agent = Agent(link, Place(1, 3, 0, 1), Settings("openmpi", str(tmp_path)), daemon=child.pid)
-        with pytest.raises(SystemExit):
-            agent._await_end(child.pid)
-        assert child.wait(patient(5)) == -signal.SIGKILL
-    agent._rank_socket._socket.close()
+    link = ScriptedLink(error)
+    link.is_local = False
+    assert ends_its_rank(link, tmp_path, monkeypatch) == -signal.SIGKILL
     host = socket.gethostname()
     told = f"rank 1 of 3 on host {host} was ended: the connection to ringrun on host head is lost; {why}"
     assert logged == [(syslog.LOG_ERR, told)]
@@ -155,15 +147,9 @@ def test_an_agent_that_fails_ends_its_rank_and_one_that_cannot_look_at_it_goes_o
         raise OSError(errno.EMFILE, "no descriptor")
 
     monkeypatch.setattr(shm_cleanup.ShmCleanup if broken == "look" else shm_cleanup, broken, fail)
-    monkeypatch.setattr(agent_module.os, "_exit", sys.exit)
-    monkeypatch.setattr(agent_module, "kill_children", lambda: None)
     link = ScriptedLink(wire.Signal(signal.SIGTERM), wire.End())
-    with subprocess.Popen(["sleep", "100"], start_new_session=True) as child:
-        agent = Agent(link, Place(1, 3, 0, 1), Settings("openmpi", str(tmp_path)), daemon=child.pid)
-        with pytest.raises(SystemExit):
-            agent._await_end(child.pid)
-        assert child.wait(patient(5)) == (-signal.SIGKILL if broken == "look" else -signal.SIGTERM)
-    agent._rank_socket._socket.close()
+    code = -signal.SIGKILL if broken == "look" else -signal.SIGTERM
+    assert ends_its_rank(link, tmp_path, monkeypatch) == code
     failed = f"rank 1 of 3 on host {socket.gethostname()} is ended: its agent has failed: OSError(24, 'no descriptor')"
     assert link.sent == [wire.Note(f"ringrun: {failed}")] * (broken == "look")
 
