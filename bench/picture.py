@@ -24,6 +24,8 @@ BARS = {
 MODELS = {"ResNet-50": "ResNet-50, 102 MB", "GPT-2": "GPT-2, 498 MB"}
 MACHINE = "EPYC, 2026-11-23"
 LABELS, LONGEST, HEIGHT, TEXT = 180, 290, 22, 'font-family="sans-serif" font-size="13"'
+STYLE = "<style>text { fill: #222 } @media (prefers-color-scheme: dark) { text { fill: #ddd } }</style>"
+"""No background: the picture has the page's, light or dark."""
 
 
 def measured(model: str) -> dict[str, str]:
@@ -58,12 +60,12 @@ def picture() -> str:
     return "\n".join(
         [
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 540 {height}" width="540" height="{height}">',
-            '<rect width="100%" height="100%" fill="white"/>',
+            STYLE,
             f'<text x="10" y="20" {TEXT}>{title}</text>',
             *body,
-            f'<text x="10" y="{height - 24}" {small} fill="#555">* one buffer, as Horovod does it on CPUs (published); '
+            f'<text x="10" y="{height - 24}" {small}>* one buffer, as Horovod does it on CPUs (published); '
             "its packing is not counted.</text>",
-            f'<text x="10" y="{height - 8}" {small} fill="#555">bench/gradients.py, {MACHINE}; '
+            f'<text x="10" y="{height - 8}" {small}>bench/gradients.py, {MACHINE}; '
             "Open MPI 5.0.11, torch 2.13.0.</text>",
             "</svg>\n",
         ]

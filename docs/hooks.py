@@ -1,4 +1,4 @@
-"""README, CONTRIBUTING, CHANGELOG and bench/README are pages of the site, too, where they are: no text stands twice.
+"""README, CONTRIBUTING, CHANGELOG and the READMEs of bench/ and examples/ are pages of the site: no text stands twice.
 
 MkDocs calls these functions (mkdocs.yml, hooks). Links in docs/ are those of the repository, so that they work there.
 """
@@ -8,22 +8,28 @@ from pathlib import Path
 
 from mkdocs.structure.files import File
 
-SHOWN = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
+SHOWN = {
+    "README.md": "index.md",
+    "CONTRIBUTING.md": "contributing.md",
+    "CHANGELOG.md": "changelog.md",
+    "bench/README.md": "bench/README.md",
+    "examples/README.md": "examples/README.md",
+}
 
 
 def on_files(files, config):
-    """Add the pages and pictures that are not in docs/."""
+    """Add the pages, pictures and examples that are not in docs/."""
     root = Path(config.docs_dir).parent
     there = {root / source: name for source, name in SHOWN.items()}
-    there |= {path: f"bench/{path.name}" for path in (root / "bench").glob("*.png")}
-    there[root / "bench" / "README.md"] = "bench/README.md"
+    patterns = ("bench/*.png", "examples/**/*.py", "examples/*.sbatch", "examples/*.yaml")
+    there |= {path: str(path.relative_to(root)) for pattern in patterns for path in root.glob(pattern)}
     for path, name in there.items():
         files.append(File.generated(config, name, abs_src_path=str(path)))
     return files
 
 
 def on_page_markdown(markdown, page, **_):
-    """Turn links of the repository into those of the site; what the site lacks becomes the name of a file.
+    """Turn links of the repository into those of the site.
 
     A page with a wide drawing gets the room of the table of contents.
     """
@@ -34,4 +40,4 @@ def on_page_markdown(markdown, page, **_):
     markdown = markdown.replace("](docs/", "](").replace("](../", "](")
     for source, name in SHOWN.items():
         markdown = markdown.replace(f"]({source})", f"]({name})")
-    return re.sub(r"\[([^\]]+)\]\((examples/[^)]*)\)", r"\1 (`\2`)", markdown)
+    return markdown

@@ -71,7 +71,7 @@ def test_links_lead_somewhere():
 
 def test_every_page_is_in_the_navigation():
     listed = re.findall(r"- .*?(\S+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
-    added = ["index.md", "bench/README.md", "contributing.md", "changelog.md"]  # docs/hooks.py
+    added = ["index.md", "bench/README.md", "examples/README.md", "contributing.md", "changelog.md"]  # docs/hooks.py
     assert sorted([*listed, "README.md"]) == sorted([*PAGES, *added])
 
 
@@ -80,6 +80,7 @@ def test_the_picture_shows_the_table_of_bench():
     drawn = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(drawn)
     assert drawn.PICTURE.read_text() == drawn.picture(), "python bench/picture.py"
+    assert "white" not in drawn.picture(), "the page's background may be dark"
 
 
 def test_messages_that_have_an_answer_are_those_of_the_code():
