@@ -27,7 +27,7 @@ from queue import SimpleQueue
 from typing import IO, NoReturn
 
 from ..connection import wire
-from ..connection.link import Address, HostSilentError, Link, connect
+from ..connection.link import Address, HostSilentError, Link, connect, is_listening
 from ..engines import DAEMONS, ENGINES
 from ..environment import Place, Settings, error_file, rank_environment
 from ..errors import MachineError
@@ -305,7 +305,7 @@ class Agent:
             self._shm_cleanup.look(pid)
 
     def _leave(self) -> NoReturn:
-        if not self._link.is_local or self._lost:
+        if not self._link.is_local or (self._lost and not is_listening(self._directory)):  # others there may need it
             shutil.rmtree(self._directory, ignore_errors=True)
         with contextlib.suppress(OSError):
             remove_daemons_files(self._daemon, self._since_s)

@@ -25,6 +25,8 @@ from .frames import FrameReader, FrameWriter
 from .wire import Message, decode, encode
 
 CONNECT_S = 15.0
+SOCKET = "socket"
+"""The name of ringrun's socket in its private folder."""
 LOOK_S = 2.0
 """How often silence is looked for."""
 _CONNECT_TIMEOUT_S = 4.0
@@ -70,6 +72,12 @@ class Address(NamedTuple):
         host, port, addresses, connect_s, lost_after_s, path = text.split(";", 5)
         found = tuple(filter(None, addresses.split(",")))
         return cls(host, path, int(port), found, float(connect_s), float(lost_after_s))
+
+
+def is_listening(directory: str) -> bool:
+    """Whether ringrun, on this host, still takes connections, at its private folder's socket."""
+    with socket.socket(socket.AF_UNIX) as probe:
+        return probe.connect_ex(f"{directory}/{SOCKET}") == 0
 
 
 class Link:

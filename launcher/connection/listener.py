@@ -24,6 +24,7 @@ from .link import (
     LOOK_S,
     NONCE_BYTES,
     PROOF_BYTES,
+    SOCKET,
     Address,
     Gone,
     HostSilentError,
@@ -63,7 +64,7 @@ class Listener:
         connect_s: float = CONNECT_S,
         lost_after_s: float = LOST_AFTER_S,
     ) -> None:
-        path = str(Path(directory) / "socket")
+        path = str(Path(directory) / SOCKET)
         self.authkey = secrets.token_bytes(32)
         unix = socket.socket(socket.AF_UNIX)
         unix.bind(path)

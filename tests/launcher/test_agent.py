@@ -139,6 +139,22 @@ def test_an_agent_that_loses_ringrun_ends_its_rank_and_the_systems_log_says_why(
     assert link.sent == ([note] if isinstance(error, ValueError) else [])
 
 
+@pytest.mark.parametrize("is_there", [True, False])
+def test_an_agent_that_loses_ringrun_keeps_the_folder_of_other_ranks_while_ringrun_is_there(
+    is_there: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(wire.ADDRESS_VARIABLE, str(Address("head", "/nowhere")))
+    monkeypatch.setattr(syslog, "syslog", lambda *_: None)
+    monkeypatch.chdir(tmp_path)
+    Path("folder").mkdir()
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind("folder/socket")
+        if is_there:
+            listening.listen()
+        ends_its_rank(ScriptedLink(EOFError()), Path("folder"), monkeypatch)
+    assert Path("folder").exists() == is_there
+
+
 @pytest.mark.parametrize("broken", ["look", "in_session"])
 def test_an_agent_that_fails_ends_its_rank_and_one_that_cannot_look_at_it_goes_on(
     broken: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
