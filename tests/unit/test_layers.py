@@ -187,12 +187,18 @@ def test_the_way_of_one_gradient_names_functions_that_exist():
             assert re.search(rf"^ *(def|class) {part}\b", source, re.MULTILINE), f"{file} has no {part}"
 
 
-def test_the_index_of_tests_names_every_folder_and_files_that_exist():
+def test_the_index_of_tests_names_every_folder_and_each_file_that_no_module_has_given_its_name():
     index = (ROOT / "CONTRIBUTING.md").read_text().partition("**Where is the test of")[2].partition("**Two tiers")[0]
     roots = {"ringreduce": PACKAGE, "launcher": LAUNCHER}
     folders = {f"{name}/{path.parent.name}" for name, root in roots.items() for path in root.glob("*/__init__.py")}
     assert folders <= set(re.findall(r"`([^`]+)`", index))
     places = {"U": "unit", "R": "ranks", "L": "launcher", "E": "end_to_end"}
+    files = {path for place in places.values() for path in (ROOT / "tests" / place).glob("test_*.py")}
     for place, names in re.findall(r"\b([URLE]) ((?:`test_[\w*]+`(?: \([^)]*\))?(?:, )?)+)", index):
         for name in re.findall(r"`(test_[\w*]+)`", names):
-            assert list((ROOT / "tests" / places[place]).glob(f"{name}.py")), f"{place} {name}"
+            found = set((ROOT / "tests" / places[place]).glob(f"{name}.py"))
+            assert found, f"{place} {name}"
+            files -= found
+    paths = [path.relative_to(root).with_suffix("").parts for root in roots.values() for path in root.rglob("*.py")]
+    named = {"_".join(parts[start:]) for parts in paths for start in range(len(parts))} | {each[0] for each in paths}
+    assert {path.name for path in files if path.stem.removeprefix("test_") not in named} == set()
