@@ -160,7 +160,10 @@ class Supervisor:
             late = partial(self._conclusions.took_too_long, set(ranks.running), set(ranks.missing))
             self._end(AFTER_TIMEOUT, late)
         if now_s >= self._progress_s:
-            self._tell_progress(now_s)
+            self._progress_s = now_s + (now_s - self._began_s)
+            if self._shutdown is None:
+                started = f"{len(ranks.hosts)} of {self._job.size} ranks have started"
+                self._output.message([f"ringrun: {started}, waiting for {listed(ranks.missing_hosts)}"])
         if now_s >= self._init.due_s and self._shutdown is None:
             self._report_init()
         if now_s >= self._init.ask_s and self._shutdown is None:
@@ -169,12 +172,6 @@ class Supervisor:
                 self._ask(self._look_who_waits)
         if self._losses and self._shutdown is None:
             self._go_on_or_end(self._losses.too_late(now_s))
-
-    def _tell_progress(self, now_s: float) -> None:
-        self._progress_s = now_s + (now_s - self._began_s)
-        if self._shutdown is None:
-            waits = f"waiting for {listed(self._ranks.missing_hosts)}"
-            self._output.message([f"ringrun: {len(self._ranks.hosts)} of {self._job.size} ranks have started, {waits}"])
 
     def _handle(self, event: Event) -> None:
         ranks = self._ranks

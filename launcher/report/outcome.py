@@ -59,14 +59,9 @@ class RankEnd:
     lost: str = "its agent is gone, without a word"
 
     @property
-    def ended_by_ringrun(self) -> bool:
-        """Whether a signal of ringrun's ended it, or the shell around it (which then exits with 128 + signal)."""
-        return self.code is not None and any(self.code in (-number, 128 + number) for number in self.sent)
-
-    @property
     def failed(self) -> bool:
-        """Whether it ended badly of its own accord."""
-        return self.code != 0 and not self.ended_by_ringrun
+        """Whether it ended badly, and not by a signal of ringrun's, after which a shell exits with 128 + signal."""
+        return self.code != 0 and all(self.code not in (-number, 128 + number) for number in self.sent)
 
     @property
     def blames(self) -> tuple[int, ...]:

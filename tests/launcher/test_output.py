@@ -262,13 +262,18 @@ def test_what_nobody_reads_is_dropped_in_the_end_and_the_other_stream_is_not(pip
     assert pipes.read(1) == b"ringrun: the end\n"
 
 
-def test_files_on_a_file_system_that_hangs_keep_back_no_message(pipes: Ends, tmp_path: Path) -> None:
+def test_files_on_a_file_system_that_hangs_keep_back_no_message(
+    pipes: Ends, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     os.mkfifo(tmp_path / "fifo")
     hangs = os.open(tmp_path / "fifo", os.O_RDWR)  # and nobody reads it
     (tmp_path / "rank.1").mkdir()
     (tmp_path / "rank.1" / "stdout").symlink_to(tmp_path / "fifo")
     with contextlib.closing(OutputFiles(str(tmp_path), 2)) as files:
         output, taken = Output(2, {}, *pipes.near, files=files), []
+        for each in (output, pipes.output):
+            each.begin(2)
+        monkeypatch.setattr(threading.Thread, "start", None)  # no more threads can be had in mid-job
         for _ in range(3):
             output.keep(1, "stdout", b"x" * 60_000, lambda: taken.append(1))
         output.message(["ringrun: the end"])
