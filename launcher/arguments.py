@@ -68,6 +68,10 @@ class Parser(argparse.ArgumentParser):
         """Take all that follows the flags as the user's command."""
         self.add_argument("command", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
 
+    def _get_values(self, action: argparse.Action, values: list[str]) -> Any:
+        """Return a flag's value, `--` of `--timeout=--`, too, of which Python 3.12 and earlier make a list."""
+        return "--" if action.option_strings and values == ["--"] else super()._get_values(action, values)
+
     def parse_args(self, arguments: Any = None, namespace: Any = None) -> Any:
         """Return the flags' values; UsageError for what is no flag."""
         found, unknown = self.parse_known_args(arguments, namespace)
