@@ -26,6 +26,7 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import IO, NoReturn
 
+from .. import processes
 from ..connection import wire
 from ..connection.link import Address, HostSilentError, Link, connect, is_listening
 from ..engines import DAEMONS, ENGINES
@@ -34,17 +35,6 @@ from ..errors import MachineError
 from ..folders import make_private_folder
 from ..machine.placement import Share, describe, place
 from ..machine.topology import read_topology, usable_cpus
-from ..processes import (
-    adopt_orphans,
-    before_exec,
-    bind_to,
-    die_with_parent,
-    end_daemon,
-    kill_children,
-    limit_open_files,
-    signal_group,
-    wake_up,
-)
 from ..text import counted
 from . import kept_commits
 from .death_notice import await_death
@@ -142,10 +132,10 @@ class Agent:
             close_fds=False,  # MPICH's rank speaks to hydra through an inherited descriptor, PMI_FD
             start_new_session=True,
             # safe: no thread runs yet
-            preexec_fn=before_exec(
-                die_with_parent(signal.SIGKILL),
-                bind_to(share.cpus) if binds else None,
-                limit_open_files(setup.open_files),
+            preexec_fn=processes.before_exec(
+                processes.die_with_parent(signal.SIGKILL),
+                processes.bind_to(share.cpus) if binds else None,
+                processes.limit_open_files(setup.open_files),
             ),
         )
 
@@ -259,7 +249,7 @@ class Agent:
         except Exception as error:  # as without free descriptors: nobody else would end the rank
             self._send(wire.Note(f"ringrun: {self._who} is ended: its agent has failed: {error!r}"))
             if pid is not None:
-                signal_group(pid, signal.SIGKILL)
+                processes.signal_group(pid, signal.SIGKILL)
             self._leave()  # the anchor kills what is left
 
     def _handle_messages(self, pid: int | None) -> NoReturn:
@@ -272,8 +262,8 @@ class Agent:
                 self._handle(message, pid)
         if pid is not None:
             self._shm_cleanup.look(pid)
-            signal_group(pid, signal.SIGKILL)
-            kill_children()  # those that have left its group, too
+            processes.signal_group(pid, signal.SIGKILL)
+            processes.kill_children()  # those that have left its group, too
         self._shm_cleanup.remove()
         if pid is not None and self._lost:
             self._log_loss(self._lost)
@@ -291,8 +281,8 @@ class Agent:
         elif isinstance(message, wire.Signal):
             self._sent.append(message.number)
             self._shm_cleanup.look(pid)
-            signal_group(pid, message.number)
-        elif isinstance(message, wire.WakeUp) and (stopped := wake_up(pid)):
+            processes.signal_group(pid, message.number)
+        elif isinstance(message, wire.WakeUp) and (stopped := processes.wake_up(pid)):
             why = "was stopped while others waited for it to end; it goes on now"
             self._send(wire.Note(f"ringrun: {self._who}, pid {stopped[0]}, {why}"))
         elif isinstance(message, wire.Membership | wire.Hosts):
@@ -310,7 +300,7 @@ class Agent:
         with contextlib.suppress(OSError):
             remove_daemons_files(self._daemon, self._since_s)
         if isinstance(self._lost, HostSilentError):  # the MPI's daemon here may wait for it for many minutes
-            end_daemon(self._daemon, DAEMONS)
+            processes.end_daemon(self._daemon, DAEMONS)
         os._exit(0)
 
     def _log_loss(self, error: Exception) -> None:
@@ -382,14 +372,14 @@ def _detach() -> None:
 
     The anchor kills what an agent leaves that is killed itself.
     """
-    adopt_orphans()
+    processes.adopt_orphans()
     agent = os.fork()
     if agent:
         _, status = os.waitpid(agent, 0)
-        kill_children()
+        processes.kill_children()
         os._exit(os.waitstatus_to_exitcode(status) & 0xFF)
     os.setsid()
-    adopt_orphans()
+    processes.adopt_orphans()
 
 
 def _free_port(wanted: str) -> int:

@@ -21,21 +21,12 @@ from ..output.files import OutputFiles
 from ..processes import raise_open_files
 from ..remote import remote_over_slurm, remote_over_ssh
 from ..ssh import write_config
-from . import restarts
+from . import plan, restarts
 from .control_socket import ControlSocket
 from .events import Events
 from .growth import Blacklist, Growth, HostWatch, InUse
 from .mpirun import MpiLauncher
-from .plan import (
-    Job,
-    across,
-    aliases,
-    elastic_variables,
-    job_command,
-    job_environment,
-    local_variables,
-    remote_variables,
-)
+from .plan import Job
 from .ranks import Channel, RankSetup
 from .restarts import Again, Ending, SignalRelay
 from .supervise import Supervisor
@@ -161,17 +152,17 @@ def _start_and_supervise(
             master_port=job.master_port,
         )
         control = ControlSocket(directory, job.size, job.command, events)
-        environment = job_environment(detected, job, os.environ, settings, listener.address, listener.authkey)
+        environment = plan.job_environment(detected, job, os.environ, settings, listener.address, listener.authkey)
         if job.ssh:
-            write_config(directory, job.ssh, aliases(job))
-        if beyond := across(job, environment, directory):
+            write_config(directory, job.ssh, plan.aliases(job))
+        if beyond := plan.across(job, environment, directory):
             environment |= detected.engine.across_environment(beyond)
-        local, remote = local_variables(job, os.environ), remote_variables(job, environment)
-        for_all = elastic_variables(detected, job, os.environ) | ({"PWD": job.folder} if job.folder else {})
+        local, remote = plan.local_variables(job, os.environ), plan.remote_variables(job, environment)
+        for_all = plan.elastic_variables(detected, job, os.environ) | ({"PWD": job.folder} if job.folder else {})
         folder = job.folder or _current_folder()
         setup = RankSetup(folder, local | for_all, remote | for_all, _ranks_stdin(job))
         channel = Channel(listener, job, setup, output, events)
-        argv = job_command(detected, job, beyond, as_root=os.geteuid() == 0)
+        argv = plan.job_command(detected, job, beyond, as_root=os.geteuid() == 0)
         signals.to(events)
         try:
             launcher = MpiLauncher(argv, environment, events)

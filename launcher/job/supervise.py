@@ -20,22 +20,8 @@ from ..report import outcome
 from ..report.outcome import RankEnd
 from ..report.states import waiting
 from ..text import counted, listed, numbered
+from . import events, shutdown
 from .conclusion import WITHOUT_INIT, WITHOUT_LEAVING, Conclusion, Conclusions, Ranks, raising
-from .events import (
-    Arrived,
-    Deaf,
-    Event,
-    Events,
-    HostsCame,
-    LauncherEnded,
-    OutputClosed,
-    RankEnded,
-    RankNotStarted,
-    Refused,
-    Reported,
-    Signalled,
-    StacksWanted,
-)
 from .growth import Blacklist, InUse
 from .init_watch import InitWatch
 from .losses import Losses
@@ -43,18 +29,8 @@ from .mpirun import MpiLauncher
 from .plan import Job
 from .questions import Deliver, Question, Questions, nobody
 from .ranks import Channel
-from .shutdown import (
-    AFTER_COMMIT,
-    AFTER_FAILURE,
-    AFTER_INTERRUPT,
-    AFTER_TERMINATE,
-    AFTER_TIMEOUT,
-    AT_ONCE,
-    Shutdown,
-    Step,
-)
 
-_LAUNCHER_STEPS = (Step(None, 1.0), Step(signal.SIGTERM, 0.5), Step(signal.SIGKILL, 0.5))
+_LAUNCHER_STEPS = (shutdown.Step(None, 1.0), shutdown.Step(signal.SIGTERM, 0.5), shutdown.Step(signal.SIGKILL, 0.5))
 _STACKS_INTERVAL_S = 60.0
 _PROGRESS_S = 3.0  # a start that takes longer is told about, then after twice the time, and so on
 _LONGEST_WAIT_S = 3600.0  # of one wait: a queue does not take just any number
@@ -69,7 +45,7 @@ class Supervisor:
         launcher: MpiLauncher,
         channel: Channel,
         output: Output,
-        events: Events,
+        inbox: events.Events,
         deadline_s: float | None = None,
         lost_peer_code: int | None = None,
         blacklist: Blacklist | None = None,
@@ -83,7 +59,7 @@ class Supervisor:
         self._launcher = launcher
         self._channel = channel
         self._output = output
-        self._events = events
+        self._inbox = inbox
         self._lost_peer_code = lost_peer_code
         self._blacklist = blacklist
         now_s = time.monotonic()
@@ -93,7 +69,7 @@ class Supervisor:
         self._progress_s = now_s + _PROGRESS_S if job.hosts else math.inf
         self._ranks = Ranks(job)
         self._conclusions = Conclusions(self._ranks, launcher, output)
-        self._shutdown: Shutdown | None = None
+        self._shutdown: shutdown.Shutdown | None = None
         self._conclusion: Conclusion | None = None  # if the job ends for another reason than a rank's failure
         self._was_signalled = False  # by a signal to end the job
         self._failed = False  # a rank has failed, or was lost
@@ -148,17 +124,17 @@ class Supervisor:
         deadline_s = self._shutdown.deadline_s if self._shutdown else next_s
         wait_s = min(deadline_s, self._questions.deadline_s) - now_s
         try:
-            self._handle(self._events.get(timeout=min(max(0.0, wait_s), _LONGEST_WAIT_S)))
+            self._handle(self._inbox.get(timeout=min(max(0.0, wait_s), _LONGEST_WAIT_S)))
         except queue.Empty:
             self._look_at_the_time(time.monotonic())
 
     def _look_at_the_time(self, now_s: float) -> None:
         ranks = self._ranks
         if now_s >= self._start_deadline_s:
-            self._end(AT_ONCE, self._conclusions.started_too_slowly)
+            self._end(shutdown.AT_ONCE, self._conclusions.started_too_slowly)
         if now_s >= self._deadline_s:
             late = partial(self._conclusions.took_too_long, set(ranks.running), set(ranks.missing))
-            self._end(AFTER_TIMEOUT, late)
+            self._end(shutdown.AFTER_TIMEOUT, late)
         if now_s >= self._progress_s:
             self._progress_s = now_s + (now_s - self._began_s)
             if self._shutdown is None:
@@ -173,61 +149,61 @@ class Supervisor:
         if self._losses and self._shutdown is None:
             self._go_on_or_end(self._losses.too_late(now_s))
 
-    def _handle(self, event: Event) -> None:
+    def _handle(self, event: events.Event) -> None:
         ranks = self._ranks
         if self._losses and self._shutdown is None:
             self._go_on_or_end(self._losses.handle(event))
         match event:
-            case Arrived():
+            case events.Arrived():
                 self._on_arrival(event)
-            case Refused(reason) if ranks.missing:
-                self._end(AT_ONCE, raising(MachineError(reason)))
-            case Refused(reason):
+            case events.Refused(reason) if ranks.missing:
+                self._end(shutdown.AT_ONCE, raising(MachineError(reason)))
+            case events.Refused(reason):
                 self._output.message([f"ringrun: refused a connection: {reason}"])
-            case RankEnded(end):
+            case events.RankEnded(end):
                 self._on_end(self._losses.explained(end) if self._losses else end)
-            case RankNotStarted(rank, host, reason):
+            case events.RankNotStarted(rank, host, reason):
                 ranks.ends[rank] = RankEnd(rank, host, 0, 0, 0.0)
                 ranks.running.discard(rank)
-                self._end(AFTER_FAILURE)
+                self._end(shutdown.AFTER_FAILURE)
                 text = f"the command cannot be executed: {reason}, says rank {rank} on host {host}"
                 self._conclusion = self._conclusion or raising(UsageError(text))
-            case LauncherEnded() if self._losses and not ranks.missing:
+            case events.LauncherEnded() if self._losses and not ranks.missing:
                 # a host may be lost, with the MPI's daemon there; the agents outlive mpirun
                 self._output.message([f"ringrun: {self._launcher_end()}; the ranks go on without it"])
-            case LauncherEnded():
-                self._end(AFTER_FAILURE)
-            case Signalled(number) if number in self._job.forwarded:
+            case events.LauncherEnded():
+                self._end(shutdown.AFTER_FAILURE)
+            case events.Signalled(number) if number in self._job.forwarded:
                 self._forward(number)
-            case Signalled(signal.SIGUSR2):
+            case events.Signalled(signal.SIGUSR2):
                 self._output.message(["ringrun: got SIGUSR2, which ends nothing; --forward-signals hands it to ranks"])
-            case Signalled(signal.SIGUSR1):
+            case events.Signalled(signal.SIGUSR1):
                 self._show_stacks("ringrun: what the ranks do:")
-            case Signalled(number):
+            case events.Signalled(number):
                 self._on_signal(number)
-            case Reported(rank, State() as state):
+            case events.Reported(rank, State() as state):
                 self._questions.answer(rank, state)
-            case Reported(rank, Stalled(report)):
+            case events.Reported(rank, Stalled(report)):
                 self._report_stall(rank, report)
-            case Reported(rank, InInit(report_after_s)):
+            case events.Reported(rank, InInit(report_after_s)):
                 self._init.wait(rank, report_after_s, time.monotonic())
-            case Reported(rank, Initialized()):
+            case events.Reported(rank, Initialized()):
                 self._init.done(rank)
-            case Reported(rank, Left(why)):
+            case events.Reported(rank, Left(why)):
                 self._init.inside.discard(rank)
                 ranks.left[rank] = why
-            case HostsCame() if self._losses and self._shutdown is None:
+            case events.HostsCame() if self._losses and self._shutdown is None:
                 self._losses.announce(event)
-            case Reported(_, Ready()):
-                self.grows = self._end(AFTER_COMMIT, lambda: 1) or self.grows
-            case StacksWanted(deliver):
+            case events.Reported(_, Ready()):
+                self.grows = self._end(shutdown.AFTER_COMMIT, lambda: 1) or self.grows
+            case events.StacksWanted(deliver):
                 self._ask(lambda question: deliver(ranks.stacks(question)))
-            case Deaf(reason):
-                self._end(AFTER_TERMINATE, raising(MachineError(f"ranks cannot be heard any more: {reason}")))
-            case OutputClosed():
-                self._end(AFTER_TERMINATE, lambda: 128 + signal.SIGPIPE)
+            case events.Deaf(reason):
+                self._end(shutdown.AFTER_TERMINATE, raising(MachineError(f"ranks cannot be heard any more: {reason}")))
+            case events.OutputClosed():
+                self._end(shutdown.AFTER_TERMINATE, lambda: 128 + signal.SIGPIPE)
 
-    def _on_arrival(self, arrived: Arrived) -> None:
+    def _on_arrival(self, arrived: events.Arrived) -> None:
         """Let the ranks start when the last one is there."""
         ranks, rank = self._ranks, arrived.rank
         ranks.hosts[rank] = arrived.host
@@ -236,7 +212,7 @@ class Supervisor:
         if not arrived.port:
             why = f"MASTER_PORT={self._job.master_port} is in use on {arrived.host}, where rank 0 would listen, or is "
             cure = "no port; set another, or unset it, and ringrun finds a free one"
-            self._end(AT_ONCE, raising(MachineError(why + cure)))
+            self._end(shutdown.AT_ONCE, raising(MachineError(why + cure)))
         if self._shutdown and self._shutdown.latest:
             self._channel.send(rank, Signal(self._shutdown.latest))
         elif self._shutdown is None and not ranks.missing:
@@ -251,13 +227,13 @@ class Supervisor:
         self._ranks.running.discard(end.rank)
         self._init.ended(end.rank, end.code, time.monotonic())
         if self._losses is None and end.failed:
-            self._end(AFTER_FAILURE)
+            self._end(shutdown.AFTER_FAILURE)
         elif self._losses and self._shutdown:
             self._losses.report_late(end)
 
     def _go_on_or_end(self, why: str) -> None:
         """End an elastic job if there is a reason why it cannot go on."""
-        if why and self._end(AFTER_FAILURE):
+        if why and self._end(shutdown.AFTER_FAILURE):
             self._output.message([f"ringrun: the job cannot go on: {why}"])
 
     def _launcher_end(self) -> str:
@@ -298,14 +274,15 @@ class Supervisor:
 
     def _end_without_vanished(self, waited: set[int]) -> None:
         conclusion = partial(self._conclusions.ended_with_0, self._init.vanished, waited, *WITHOUT_LEAVING)
-        self._failed = self._end(AFTER_FAILURE, conclusion) or self._failed
+        self._failed = self._end(shutdown.AFTER_FAILURE, conclusion) or self._failed
 
     def _report_init(self) -> None:
         """Ranks have waited for others in init(): end the job if one of those has ended, else say what these do."""
         late, gone = self._init.absent(self._ranks.ends)
         if gone:
             self._end(
-                AFTER_FAILURE, partial(self._conclusions.ended_with_0, gone, set(self._init.waiting), *WITHOUT_INIT)
+                shutdown.AFTER_FAILURE,
+                partial(self._conclusions.ended_with_0, gone, set(self._init.waiting), *WITHOUT_INIT),
             )
         elif late:
             waited = f"{numbered('rank', self._init.waiting)} waited {self._init.report_after_s:g} s in init() for"
@@ -315,21 +292,21 @@ class Supervisor:
             waited = f"{numbered('rank', self._init.waiting)} waited {self._init.report_after_s:g} s in init()"
             self._output.message([f"ringrun: {waited}, which all ranks have called"])
 
-    def _end(self, steps: Sequence[Step], conclusion: Conclusion | None = None) -> bool:
+    def _end(self, steps: Sequence[shutdown.Step], conclusion: Conclusion | None = None) -> bool:
         """Begin to end the job, and return True, unless its ending has begun."""
         if self._shutdown is not None:
             return False
-        self._shutdown = Shutdown(steps, time.monotonic(), self._job.grace_s)
+        self._shutdown = shutdown.Shutdown(steps, time.monotonic(), self._job.grace_s)
         self._conclusion = conclusion
-        if steps is AFTER_FAILURE:  # as AFTER_TIMEOUT
+        if steps is shutdown.AFTER_FAILURE:  # as AFTER_TIMEOUT
             self._conclusions.at_end = self._ask()
         return True
 
     def _on_signal(self, number: int) -> None:
         self._was_signalled = True
-        steps = AFTER_INTERRUPT if number == signal.SIGINT else AFTER_TERMINATE
+        steps = shutdown.AFTER_INTERRUPT if number == signal.SIGINT else shutdown.AFTER_TERMINATE
         if not self._end(steps, lambda: 128 + number):
-            self._shutdown = Shutdown(AT_ONCE, time.monotonic())
+            self._shutdown = shutdown.Shutdown(shutdown.AT_ONCE, time.monotonic())
             return
         self.take_step()
         what = "interrupted" if number == signal.SIGINT else f"got {signal.Signals(number).name}"

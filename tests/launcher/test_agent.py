@@ -106,7 +106,7 @@ def test_commits_that_a_killed_ringrun_has_left_are_swept_away() -> None:
 def ends_its_rank(link: ScriptedLink, folder: Path, monkeypatch: pytest.MonkeyPatch) -> int:
     """Let the agent of rank 1 of 3 do what this ringrun says, and return how its rank has ended."""
     monkeypatch.setattr(agent_module.os, "_exit", sys.exit)
-    monkeypatch.setattr(agent_module, "kill_children", lambda: None)  # those of this process are other tests'
+    monkeypatch.setattr(agent_module.processes, "kill_children", lambda: None)  # those of this process are other tests'
     with subprocess.Popen(["sleep", "100"], start_new_session=True) as child:
         agent = Agent(link, Place(1, 3, 0, 1), Settings("openmpi", str(folder)), daemon=child.pid)
         with pytest.raises(SystemExit):

@@ -11,7 +11,7 @@ from ringrun.elastic import Elastic
 from ringrun.errors import MachineError
 from ringrun.hosts import Host
 from ringrun.job import supervise
-from ringrun.job.events import Arrived, LauncherEnded, RankEnded
+from ringrun.job.events import Arrived, Events, LauncherEnded, RankEnded
 from ringrun.job.growth import InUse
 from ringrun.job.plan import Job
 from ringrun.job.supervise import Supervisor
@@ -46,8 +46,8 @@ class Fake:
         self.is_set_up = True
 
 
-def queue_of(*events: object) -> supervise.Events:
-    made: supervise.Events = queue.SimpleQueue()
+def queue_of(*events: object) -> Events:
+    made: Events = queue.SimpleQueue()
     for event in events:
         made.put(event)
     return made
