@@ -1,6 +1,6 @@
 """What the ranks of a job run: training in float64 by elastic.run, with deaths where and when they are wanted.
 
-    python -m tests.elastic.training STEPS FOLDER 'RANK WHERE WHEN HOW'…
+    python -m tests.elastic.program STEPS FOLDER 'RANK WHERE WHEN HOW'…
 
 RANK is that of the start. WHERE: `step` (before its collectives), `submitted` (after the first of them), `between`
 (when half of the state is changed, which the others must undo), `meeting` (in re-forming), `sync`, `start` (WHEN

@@ -5,7 +5,7 @@
     python -m tests.elastic.storm --plain --jobs 500      # not elastic (plain.py): does each end, and name who failed?
 
 A seed says how many ranks there are, on how many hosts by name, how many parameters they train, and who dies where,
-when and how (tests/elastic/training.py). What a job leaves is seen: isolated.py.
+when and how (tests/elastic/program.py). What a job leaves is seen: isolated.py.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import NamedTuple
 import numpy as np
 
 from tests.elastic import isolated, plain
-from tests.elastic.training import replay
+from tests.elastic.program import replay
 from tests.support import jobs
 
 PYTHON = Path(sys.executable)
@@ -40,7 +40,7 @@ class Job(NamedTuple):
 
     size: int
     spares: int
-    deaths: list[str]  # as training.py wants them
+    deaths: list[str]  # as program.py wants them
     variables: dict[str, str]
 
     def __str__(self) -> str:
@@ -102,7 +102,7 @@ def run(job: Job, python: Path = PYTHON) -> Outcome:
     """Run a job, and look at all that it must have done."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        rank = [python, "-m", "tests.elastic.training", STEPS, folder, *job.deaths]
+        rank = [python, "-m", "tests.elastic.program", STEPS, folder, *job.deaths]
         command = [jobs.ringrun(python), "--elastic", "-np", job.size, "--spares", job.spares, *rank]
         limits = {"RINGREDUCE_STALL_ABORT_S": str(STALL_ABORT_S), "RINGREDUCE_STALL_CHECK_S": "4"}
         ended = isolated.run(command, **limits, **job.variables)

@@ -1,7 +1,7 @@
 """A random job on GPU arrays, beside the same job on the host's: equal bits, whatever the order and the streams.
 
-The plan is that of support/storm.py: every kind of collective, all element types, several process sets, other data in
-each step. Each tensor is made by CuPy or torch (ranks differ), on one of several streams; some are late, some not
+The plan is that of support/random_job.py: every kind of collective, all element types, several process sets, other data
+in each step. Each tensor is made by CuPy or torch (ranks differ), on one of several streams; some are late, some not
 aligned; its memory is let go at once; its result is waited for on another stream.
 """
 
@@ -13,13 +13,13 @@ import pytest
 
 import ringreduce as rr
 from tests.gpu.libraries import libraries, same_bits
+from tests.support.random_job import begin, step_of, tensors
 from tests.support.reference import COMPLEX
-from tests.support.storm import begin, step_of, tensors
 
 pytestmark = pytest.mark.mpi
 COUNT, STEPS, STREAMS = 80, 4, 3
 FACTORS = [1, 1, 7, 331, 4099]
-"""More rows than tests/support/storm.py has: odd numbers of elements, up to some megabytes."""
+"""More rows than tests/support/random_job.py has: odd numbers of elements, up to some megabytes."""
 
 
 def plan_of(seed, sets):

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 import ringreduce.keras as hvd
-from tests.keras.training import BATCHES, RANK, SIZE, data, equal_on_all_ranks, fit, model, numbers, share
+from tests.keras.models import BATCHES, RANK, SIZE, data, equal_on_all_ranks, fit, model, numbers, share
 from tests.support.tiers import extended, parted
 
 callbacks = hvd.callbacks

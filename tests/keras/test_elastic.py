@@ -9,7 +9,7 @@ import pytest
 
 import ringreduce as rr
 import ringreduce.keras as hvd
-from tests.keras.training import BATCHES, RANK, SIZE, equal_on_all_ranks, fit_on, model, numbers
+from tests.keras.models import BATCHES, RANK, SIZE, equal_on_all_ranks, fit_on, model, numbers
 
 elastic = hvd.elastic
 

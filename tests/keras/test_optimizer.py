@@ -11,7 +11,7 @@ import pytest
 
 import ringreduce as rr
 import ringreduce.keras as hvd
-from tests.keras import training
+from tests.keras import models
 from tests.support.tiers import parted
 
 optimizers = keras.optimizers
@@ -29,7 +29,7 @@ CASES = {
     "averaged weights": (lambda: sgd(use_ema=True, ema_overwrite_frequency=3), {}) * 2,
     "accumulated": (lambda: sgd(gradient_accumulation_steps=2, clipnorm=0.1), {}) * 2,
     "predivided": (sgd, {"gradient_predivide_factor": 2.0}, sgd, {}),
-    "a sum": (sgd, {"op": hvd.Sum}, lambda: sgd(0.1 * training.SIZE), {}),
+    "a sum": (sgd, {"op": hvd.Sum}, lambda: sgd(0.1 * models.SIZE), {}),
     "a mean of passes": (
         sgd,
         {"backward_passes_per_step": 2, "average_aggregated_gradients": True},
@@ -41,7 +41,7 @@ CASES = {
     "a fixed scale": (lambda: sgd(loss_scale_factor=1024.0), {}, sgd, {}),
     "eager": (sgd, {}, sgd, {"run_eagerly": True}),
 }
-if training.BACKEND != "torch":  # which takes no others
+if models.BACKEND != "torch":  # which takes no others
     CASES["steps at once"] = (sgd, {}, sgd, {"steps_per_execution": 3})
 
 
@@ -49,21 +49,21 @@ if training.BACKEND != "torch":  # which takes no others
 @pytest.mark.parametrize("case", parted(CASES, lambda case: case == "all clipped"))
 def test_ranks_train_as_one_process(case):
     """Also where ranks have made different numbers of optimizers, as for a model that one loads to evaluate it."""
-    for _ in range(training.RANK):
+    for _ in range(models.RANK):
         hvd.DistributedOptimizer(sgd())
     make, options, alone, compiled = CASES[case]
     wrapped = hvd.DistributedOptimizer(make(), **options)
-    trained = training.fit(training.model(), wrapped, together=True, **compiled)
-    training.equal_on_all_ranks(trained)
-    training.close(trained, training.fit(training.model(), alone(), together=False))
+    trained = models.fit(models.model(), wrapped, together=True, **compiled)
+    models.equal_on_all_ranks(trained)
+    models.close(trained, models.fit(models.model(), alone(), together=False))
 
 
 def test_compression():
-    trained = training.fit(
-        training.model(), hvd.DistributedOptimizer(sgd(), compression=hvd.Compression.fp16), together=True
+    trained = models.fit(
+        models.model(), hvd.DistributedOptimizer(sgd(), compression=hvd.Compression.fp16), together=True
     )
-    training.equal_on_all_ranks(trained)
-    exact = training.fit(training.model(), sgd(), together=False)
+    models.equal_on_all_ranks(trained)
+    exact = models.fit(models.model(), sgd(), together=False)
     for mine, expected in zip(trained, exact, strict=True):
         np.testing.assert_allclose(mine, expected, atol=0.02)
 
@@ -72,12 +72,12 @@ def test_mixed_precision():
     """There `compile` wraps the optimizer in a LossScaleOptimizer, which skips steps until its scale is low enough."""
     keras.config.set_dtype_policy("mixed_float16")
     try:
-        trained = training.model()
-        weights = training.fit(trained, hvd.DistributedOptimizer(optimizers.Adam(0.03)), together=True, epochs=10)
+        trained = models.model()
+        weights = models.fit(trained, hvd.DistributedOptimizer(optimizers.Adam(0.03)), together=True, epochs=10)
     finally:
         keras.config.set_dtype_policy("float32")
     assert type(trained.optimizer) is optimizers.LossScaleOptimizer
-    training.equal_on_all_ranks(weights)
+    models.equal_on_all_ranks(weights)
     losses = trained.history.history["loss"]
     assert losses[-1] < losses[0] / 4
 
@@ -91,16 +91,16 @@ def test_a_step_that_is_not_finite_on_one_rank_is_skipped_on_all(outside):
         optimizer = optimizers.LossScaleOptimizer(hvd.DistributedOptimizer(inner), initial_scale=8.0)
     else:
         optimizer = hvd.DistributedOptimizer(optimizers.LossScaleOptimizer(inner, initial_scale=8.0))
-    trained = training.model()
+    trained = models.model()
     trained.compile(optimizer=optimizer, loss="mse")
     before = trained.get_weights()
-    x, y = training.data()
-    x, y = training.share(x)[:4], training.share(y)[:4]
-    trained.train_on_batch(np.where(training.RANK == training.SIZE - 1, np.inf, x), y)
-    training.close(trained.get_weights(), before)
+    x, y = models.data()
+    x, y = models.share(x)[:4], models.share(y)[:4]
+    trained.train_on_batch(np.where(models.RANK == models.SIZE - 1, np.inf, x), y)
+    models.close(trained.get_weights(), before)
     assert float(keras.ops.convert_to_numpy(optimizer.dynamic_scale)) == 4.0
     trained.train_on_batch(x, y)
-    training.equal_on_all_ranks(trained.get_weights())
+    models.equal_on_all_ranks(trained.get_weights())
     assert not np.array_equal(trained.get_weights()[0], before[0])
 
 
@@ -138,7 +138,7 @@ def test_a_first_step_that_reduces_nothing_is_an_error():
 @pytest.mark.quick
 def test_what_is_refused():
     wrapped, built = hvd.DistributedOptimizer(sgd()), sgd()
-    built.build(training.model().trainable_variables)
+    built.build(models.model().trainable_variables)
     for function, says in [
         (lambda: hvd.DistributedOptimizer(wrapped), "is wrapped already; wrap it once"),
         (lambda: hvd.DistributedOptimizer(optimizers.LossScaleOptimizer(wrapped)), "is wrapped already"),
@@ -165,9 +165,9 @@ print(json.dumps({"class": type(model.optimizer).__name__, "state": state}))
 
 def test_a_saved_model_loads_without_us_and_goes_on_with_us(tmp_path_factory):
     path = hvd.broadcast_object(str(tmp_path_factory.mktemp("saved") / "model.keras"), 0)
-    whole = training.model()
-    training.fit(whole, hvd.DistributedOptimizer(optimizers.Adam(0.01)), together=True, epochs=2)
-    if training.RANK == 0:
+    whole = models.model()
+    models.fit(whole, hvd.DistributedOptimizer(optimizers.Adam(0.01)), together=True, epochs=2)
+    if models.RANK == 0:
         whole.save(path)
         variables = {name: value for name, value in os.environ.items() if not name.startswith(("OMPI_", "PMI"))}
         command = [sys.executable, "-c", WITHOUT_US, path]
@@ -175,13 +175,13 @@ def test_a_saved_model_loads_without_us_and_goes_on_with_us(tmp_path_factory):
         assert run.returncode == 0, run.stderr
         loaded = json.loads(run.stdout.splitlines()[-1])
         assert loaded["class"] == "Adam"
-        for mine, theirs in zip(training.numbers(whole.optimizer.variables), loaded["state"], strict=True):
+        for mine, theirs in zip(models.numbers(whole.optimizer.variables), loaded["state"], strict=True):
             np.testing.assert_allclose(mine, theirs, rtol=1e-6)
     hvd.barrier()
     resumed = hvd.load_model(path, custom_objects={"unused": int})
-    weights = training.fit_on(resumed, epochs=2, shuffle=False)
-    training.close(weights, training.fit(training.model(), optimizers.Adam(0.01), together=False, epochs=4))
-    training.equal_on_all_ranks(weights)
+    weights = models.fit_on(resumed, epochs=2, shuffle=False)
+    models.close(weights, models.fit(models.model(), optimizers.Adam(0.01), together=False, epochs=4))
+    models.equal_on_all_ranks(weights)
 
 
 @keras.saving.register_keras_serializable(package="tests")
@@ -195,9 +195,9 @@ class Own(optimizers.SGD):
 
 @pytest.mark.parametrize(("kind", "options"), [(Registered, {}), (Own, {"custom_optimizers": [Own]})])
 def test_optimizers_of_ones_own(tmp_path, kind, options):
-    trained = training.model()
-    weights = training.fit(trained, hvd.DistributedOptimizer(kind(0.1)), together=True, epochs=1)
-    training.close(weights, training.fit(training.model(), kind(0.1), together=False, epochs=1))
+    trained = models.model()
+    weights = models.fit(trained, hvd.DistributedOptimizer(kind(0.1)), together=True, epochs=1)
+    models.close(weights, models.fit(models.model(), kind(0.1), together=False, epochs=1))
     trained.save(tmp_path / "model.keras")
     loaded = hvd.load_model(tmp_path / "model.keras", **options)
     assert type(loaded.optimizer).__name__ == kind.__name__
@@ -206,12 +206,12 @@ def test_optimizers_of_ones_own(tmp_path, kind, options):
 
 
 def test_a_loop_of_ones_own():
-    trained, optimizer = training.model(), hvd.DistributedOptimizer(sgd())
+    trained, optimizer = models.model(), hvd.DistributedOptimizer(sgd())
     optimizer.build(trained.trainable_variables)
-    x, y = training.data()
-    for batch in np.array_split(np.arange(len(training.share(x))), 4) * 3:
-        LOOPS[training.BACKEND](trained, optimizer, training.share(x)[batch], training.share(y)[batch])
-    training.close(training.numbers(trained.weights), training.fit(training.model(), sgd(), together=False))
+    x, y = models.data()
+    for batch in np.array_split(np.arange(len(models.share(x))), 4) * 3:
+        LOOPS[models.BACKEND](trained, optimizer, models.share(x)[batch], models.share(y)[batch])
+    models.close(models.numbers(trained.weights), models.fit(models.model(), sgd(), together=False))
 
 
 def step_of_torch(trained, optimizer, x, y):
@@ -258,22 +258,22 @@ LOOPS = {"torch": step_of_torch, "tensorflow": step_of_tensorflow, "jax": step_o
 
 
 def test_xla_and_torch_compile():
-    if training.BACKEND == "tensorflow":
+    if models.BACKEND == "tensorflow":
         with pytest.raises(Exception, match=r"XLA cannot call it .* pass jit_compile=False to model.compile"):
-            training.fit(training.model(), hvd.DistributedOptimizer(sgd()), together=True, epochs=1, jit_compile=True)
+            models.fit(models.model(), hvd.DistributedOptimizer(sgd()), together=True, epochs=1, jit_compile=True)
         return
-    trained = training.fit(training.model(), hvd.DistributedOptimizer(sgd()), together=True, epochs=1, jit_compile=True)
-    training.close(trained, training.fit(training.model(), sgd(), together=False, epochs=1))
+    trained = models.fit(models.model(), hvd.DistributedOptimizer(sgd()), together=True, epochs=1, jit_compile=True)
+    models.close(trained, models.fit(models.model(), sgd(), together=False, epochs=1))
 
 
 def test_ranks_outside_the_process_set_train_alone():
-    last = hvd.add_process_set([training.SIZE - 1])
-    weights = training.fit(training.model(), hvd.DistributedOptimizer(sgd(), process_set=last), together=True, epochs=1)
-    training.close(weights, training.fit(training.model(), sgd(), together=True, epochs=1))
+    last = hvd.add_process_set([models.SIZE - 1])
+    weights = models.fit(models.model(), hvd.DistributedOptimizer(sgd(), process_set=last), together=True, epochs=1)
+    models.close(weights, models.fit(models.model(), sgd(), together=True, epochs=1))
     hvd.remove_process_set(last)
 
 
-@pytest.mark.skipif(training.BACKEND != "tensorflow", reason="only TensorFlow has IndexedSlices")
+@pytest.mark.skipif(models.BACKEND != "tensorflow", reason="only TensorFlow has IndexedSlices")
 @pytest.mark.parametrize("sparse_as_dense", [False, True])
 def test_embeddings(sparse_as_dense):
     def trained(optimizer, rank, size):
@@ -283,9 +283,9 @@ def test_embeddings(sparse_as_dense):
         table.add(keras.layers.Dense(1))
         table.compile(optimizer=optimizer, loss="mse")
         table.fit(words, np.float32(words[:, :1]), batch_size=24 // size, epochs=3, shuffle=False, verbose=0)
-        return training.numbers(table.weights)
+        return models.numbers(table.weights)
 
     wrapped = hvd.DistributedOptimizer(optimizers.SGD(0.1), sparse_as_dense=sparse_as_dense)
-    together = trained(wrapped, training.RANK, training.SIZE)
-    training.equal_on_all_ranks(together)
-    training.close(together, trained(optimizers.SGD(0.1), 0, 1))
+    together = trained(wrapped, models.RANK, models.SIZE)
+    models.equal_on_all_ranks(together)
+    models.close(together, trained(optimizers.SGD(0.1), 0, 1))

@@ -1,9 +1,9 @@
-"""Random jobs on threads and on real ranks: right results, no deadlock, whatever the order. See support/storm.py."""
+"""Random jobs on threads and on real ranks: right results, no deadlock, in any order. See support/random_job.py."""
 
 import pytest
 
 from ringreduce.settings import Settings
-from tests.support.storm import storm
+from tests.support.random_job import storm
 from tests.support.tiers import seeds
 from tests.support.world import on_every_world
 

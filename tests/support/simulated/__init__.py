@@ -9,6 +9,6 @@ Real: ringrun's Supervisor with all that it decides by, what goes over the wire,
 (survivors.py, worlds.py, reform.py), elastic.run, and the end of a rank. Simulated: processes, agents, MPI's messages
 and the clock; and an engine whose one operation exchanges a value with all ranks of the world.
 
-network.py has the plan, the clock and the messages; job.py ringrun's side; rank.py a rank with its agent; training.py
+network.py has the plan, the clock and the messages; job.py ringrun's side; rank.py a rank with its agent; fakes.py
 its MPI, its engine and its script; properties.py what must hold.
 """

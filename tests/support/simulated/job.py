@@ -25,9 +25,9 @@ from ringrun.job.events import Arrived, HostsCame, Reported
 from ringrun.job.plan import Job
 
 from . import properties
+from .fakes import CURRENT, Condition, Engine, MpiError, listen
 from .network import STALL_S, Fault, Network, Plan
 from .rank import Rank
-from .training import CURRENT, Condition, Engine, MpiError, listen
 
 CANNOT = "ringrun: the job cannot go on: "
 _jobs: list[SimulatedJob] = []  # the last one runs

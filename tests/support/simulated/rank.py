@@ -24,8 +24,8 @@ from ringrun.connection import wire
 from ringrun.job.events import RankDied, RankEnded, Reported
 from ringrun.report.outcome import RankEnd
 
+from .fakes import CURRENT, Comm, State, train
 from .network import FAILS, STALL_S, held_lock
-from .training import CURRENT, Comm, State, train
 
 if TYPE_CHECKING:
     from .job import SimulatedJob
