@@ -35,8 +35,11 @@ def through_attacker(address: str, attack: str, direction: str) -> str:
     with socket.socket(socket.AF_UNIX) as listening:
         listening.bind(his.path)
         listening.listen()
-        if os.fork():
+        if child := os.fork():
+            os.waitpid(child, 0)
             return str(his)
+        if os.fork():  # children of the agent's anchor end with the agent, before they have passed on its last words
+            os._exit(0)
         agent, ringrun = listening.accept()[0], socket.socket(socket.AF_UNIX)
     ringrun.connect(real.path)
     numbers = (1, -1) if direction == "ringrun" else (-1, 0)  # what follows Hello, or Setup
