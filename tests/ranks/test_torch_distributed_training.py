@@ -97,8 +97,8 @@ def compiled(rank, size, backend="eager"):
     for model in forms:
         trained += train(model, torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9), rank).parameters()
     FRAMES[dist.get_backend()] = torch._dynamo.utils.counters["frames"]["total"]
-    # some 26; once a few more over ring, on a busy machine; 188 where the engine is compiled, too
-    assert dist.get_backend() == "gloo" or FRAMES["ring"] < 2 * FRAMES["gloo"], FRAMES
+    # some 26; 188 where the engine is compiled, too
+    assert dist.get_backend() == "gloo" or FRAMES["ring"] <= FRAMES["gloo"], FRAMES
     return trained
 
 

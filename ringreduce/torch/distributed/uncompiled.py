@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import functools
 import sys
-import types
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -17,16 +15,22 @@ def uncompiled(method: Method) -> Method:
 
 
 class _Uncompiled:
-    """torch.compiler.disable would import Dynamo, which takes seconds: only a program that has it already needs it."""
+    """torch.compiler.disable would import Dynamo, which takes seconds: only a program that has it already needs it.
+
+    Disabled methods take the places of these in the class when the first is asked for: __get__ is Python, too, and
+    would be one more frame for Dynamo at every call.
+    """
 
     def __init__(self, method: Callable[..., Any]) -> None:
         self._method = method
 
-    @functools.cached_property
-    def _disabled(self) -> Callable[..., Any]:
-        disable: Callable[[Any], Callable[..., Any]] = sys.modules["torch._dynamo"].disable
-        return disable(self._method)
-
     def __get__(self, instance: object | None, owner: type) -> Any:
-        method = self._disabled if "torch._dynamo" in sys.modules else self._method
-        return method if instance is None else types.MethodType(method, instance)
+        method = self._method
+        if "torch._dynamo" in sys.modules:
+            disable = sys.modules["torch._dynamo"].disable
+            for base in owner.__mro__:
+                for name, each in list(vars(base).items()):
+                    if isinstance(each, _Uncompiled):
+                        setattr(base, name, disable(each._method))
+            method = disable(method)
+        return method if instance is None else method.__get__(instance, owner)
