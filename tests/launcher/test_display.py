@@ -97,7 +97,7 @@ def test_folding_the_lines_of_one_shown_rank_changes_nothing(ringrun: Run, pytho
 @pytest.mark.parametrize("flag", ["--timestamps", "--prefix-output-with-timestamp"])
 def test_the_time_stands_before_each_line(flag: str, ringrun: Run, python: str) -> None:
     begin = datetime.now()
-    done = ringrun("-np", 2, flag, python, "-c", "import time; print('one'); time.sleep(0.3); print(); print('two')")
+    done = ringrun("-np", 2, flag, python, "-c", "import time; print('one'); time.sleep(1); print(); print('two')")
     assert done.returncode == 0
     times: dict[int, list[datetime]] = {0: [], 1: []}
     for line in done.stdout.splitlines():
