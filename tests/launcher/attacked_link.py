@@ -7,15 +7,16 @@ import threading
 from collections.abc import Callable
 
 from ringrun.connection.frames import HEAD_BYTES, FrameWriter
-from ringrun.connection.link import NONCE_BYTES, PROOF_BYTES, Address
+from ringrun.connection.link import NONCE_BYTES, PROOF_BYTES, Address, keys
 
 TAG_BYTES = 16
+SEEN: list[bytes] = []  # both nonces, the agent's first, both proofs, and the frames, the agent's Hello first
 
 
 def of_another_job(frame: bytes, number: int) -> bytes:
     """The same message as the same frame of another job."""
-    frames = map(FrameWriter(b"another job's key").frame, [b""] * number + [frame[HEAD_BYTES:-TAG_BYTES]])
-    return list(frames)[number]
+    made = FrameWriter(keys(b"another job's key", SEEN[1] + SEEN[0])[not number])  # 0 is ringrun's
+    return [made.frame(each) for each in [b""] * number + [frame[HEAD_BYTES:-TAG_BYTES]]][number]
 
 
 ATTACKS: dict[str, Callable[[bytes, int, Callable[[], bytes]], bytes]] = {
@@ -24,6 +25,7 @@ ATTACKS: dict[str, Callable[[bytes, int, Callable[[], bytes]], bytes]] = {
     "another length": lambda frame, *_: b"\0\1\0\0" + frame[4:],
     "cut": lambda frame, *_: frame[: HEAD_BYTES + 1],
     "reordered": lambda frame, number, following: following() + frame,
+    "the agent's own": lambda *_: SEEN[4],
     "of another job": lambda frame, number, _: of_another_job(frame, number),
 }
 
@@ -53,7 +55,8 @@ def pass_on(source: socket.socket, sink: socket.socket, attack: str, at: int) ->
     read = source.makefile("rb").read
     with contextlib.suppress(OSError):
         for count in (NONCE_BYTES, PROOF_BYTES):
-            sink.sendall(read(count))
+            SEEN.append(read(count))
+            sink.sendall(SEEN[-1])
 
         def following() -> bytes:
             head = read(HEAD_BYTES)
@@ -61,6 +64,7 @@ def pass_on(source: socket.socket, sink: socket.socket, attack: str, at: int) ->
 
         number = 0
         while frame := following():
+            SEEN.append(frame)
             sink.sendall(ATTACKS[attack](frame, number, following) if number == at else frame)
             if attack == "cut" and number == at:
                 break
