@@ -151,6 +151,8 @@ def test_a_job_goes_on_without_hosts_that_came_and_cannot_start_ranks() -> None:
         "ringrun: going on without host h2.example, which came and is left out for 120 s",
         "ringrun: restart 1 of 1 in 1 s",
     ]
+    run = Attempts(grows, broken, OK)
+    assert restarts.run(replace(job, restarts=0), run.attempt, again, run.wait, run.said.append, blacklist) == 0
 
 
 def test_where_hosts_that_are_left_out_are_needed_it_waits_for_them() -> None:
