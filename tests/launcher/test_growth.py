@@ -13,7 +13,7 @@ from ringrun.elastic import LONGEST_COOLDOWN_S, Elastic
 from ringrun.errors import UsageError
 from ringrun.hosts import Host, is_here
 from ringrun.job.events import HostsCame
-from ringrun.job.growth import Blacklist, Growth, HostWatch, InUse
+from ringrun.job.growth import CANNOT_START_S, Blacklist, Growth, HostWatch, InUse
 from ringrun.job.losses import Losses
 from ringrun.job.plan import Job
 
@@ -190,4 +190,4 @@ def test_a_range_in_a_file_is_one_text(tmp_path) -> None:
         file.write_text(f"elastic: true\nblacklist_cooldown_range: {wrong}\n")
         with pytest.raises(UsageError, match=f"ringrun.yaml:2: --blacklist.*{why}"):
             cli.parse(["--config-file", str(file), "true"])
-    assert kept_commits._ABANDONED_S > LONGEST_COOLDOWN_S, "commits outlast a pause"
+    assert max(LONGEST_COOLDOWN_S, *CANNOT_START_S) < kept_commits._ABANDONED_S, "commits outlast a pause"
