@@ -108,6 +108,7 @@ def test_local_attributes_are_each_ranks_own_and_go_back_with_it(elastic):
             return state.drawn
 
         drawn = train(state)
+        assert set(state._committed.tree()) == {"step"}, "nothing else is ever sent"
         return drawn, lost[0] in drawn
 
     for rank, (drawn, replayed) in enumerate(run_ranks(3, program)):
