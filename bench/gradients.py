@@ -7,7 +7,7 @@
 Every rank has all gradients of a model (`bench/models.py`), float32, and all get the average. The rows:
 
     ringreduce, NumPy      allreduce_async_ with a name for every tensor, in backward's order, then synchronize all
-    ringreduce, compiled   the same with numba's sums, which a job has after 16 GiB
+    ringreduce, no compiler  the same without the compiled module, by NumPy's passes
     ringreduce, torch      the same through ringreduce.torch, on torch tensors
     DDP gloo               a backward that computes nothing but hands over the gradients, gradient_as_bucket_view=True,
                            less the time of the same backward without DDP

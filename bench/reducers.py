@@ -19,10 +19,10 @@ from fused_window import fused_window
 from models import MODELS, Shape
 
 import ringreduce as rr
-from ringreduce.kernels import copying, optional
+from ringreduce.kernels import native
 
 NUMPY, TORCH, GROUPED = "ringreduce, NumPy", "ringreduce, torch", "ringreduce, grouped"
-COMPILED = "ringreduce, compiled"
+UNCOMPILED = "ringreduce, no compiler"
 DDP, DDP_RING, ALONE, HOROVOD = "DDP gloo", "DDP ring", "its backward alone", "Horovod"
 WINDOW = "fused window, simplest"
 PACKED, ONE_BY_ONE, FLOOR = "MPI_Allreduce, packed", "MPI_Allreduce, each", "floor: one copy"
@@ -103,8 +103,8 @@ def known(low: int, count: int, tensor: int, rank: int) -> np.ndarray[Any, Any]:
 def reducers(gradients: Gradients) -> dict[str, Reducer]:
     """All that can be measured side by side in one process."""
     found = {NUMPY: ours(gradients, rr, gradients.arrays)}
-    if has("numba"):
-        found[COMPILED] = compiled(found[NUMPY])
+    if native.module is not None:
+        found[UNCOMPILED] = uncompiled(found[NUMPY])
     if has("torch"):
         import torch
 
@@ -134,15 +134,14 @@ def ours(gradients: Gradients, library: Any, tensors: Sequence[Any]) -> Reducer:
     return Reducer(run, lambda: gradients.arrays)
 
 
-def compiled(reducer: Reducer) -> Reducer:
-    """With the sums of a job that has summed so much that they are compiled; compiling takes part of the first runs."""
+def uncompiled(reducer: Reducer) -> Reducer:
+    """As where no compiler was there to install ringreduce."""
 
     def run() -> None:
-        after, copying.COMPILED_AFTER_BYTES = copying.COMPILED_AFTER_BYTES, 0
+        module, native.module = native.module, None
         reducer.run()
-        copying.COMPILED_AFTER_BYTES = after
+        native.module = module
 
-    optional.compiled_meanwhile("sum_numba", rr.size())
     return reducer._replace(run=run)
 
 

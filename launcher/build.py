@@ -17,6 +17,7 @@ from .errors import MachineError
 from .machine.topology import installed_cupy, read_topology
 from .text import counted
 
+_KERNELS = {"compiled (needs a compiler when ringreduce is installed)": "ringreduce.kernels._native", "NumPy": "numpy"}
 _FRAMEWORKS = {
     "NumPy": "numpy",
     "PyTorch": "torch",
@@ -27,7 +28,6 @@ _FRAMEWORKS = {
     "Optuna (sweeps)": "optuna",
     "PyYAML (--config-file)": "yaml",
 }
-_KERNELS = {"numba": "numba", "PyTorch": "torch", "NumPy": "numpy"}
 
 
 def build_table(python: str) -> str:
@@ -40,7 +40,7 @@ def build_table(python: str) -> str:
         ("Available Controllers", controllers(python)),
         ("Available Tensor Operations", _lines(operations)),
         ("Available for GPU Arrays", _lines(for_gpu_arrays())),
-        ("Available Kernels for 16-bit Floats", _found(_KERNELS)),
+        ("Available Kernels", _found(_KERNELS)),
     ]
     title = f"ringreduce v{ringreduce.__version__} ({python}):"
     return "\n".join([title, *(f"\n{name}:\n" + "\n".join(lines) for name, lines in sections)])

@@ -17,8 +17,7 @@ import numpy as np
 
 from ringreduce.arrays.dtypes import ElementType
 from ringreduce.errors import InputError
-from ringreduce.kernels import half
-from ringreduce.kernels.copying import Writer
+from ringreduce.kernels import half, native
 
 __all__ = ["Adasum", "Average", "Max", "Min", "Product", "ReduceOp", "Sum"]
 
@@ -62,6 +61,11 @@ NEUTRAL_UNSCALED = Min, Max, Product, ReduceOp.BITWISE_AND
 # they serve CuPy arrays too: CuPy implements NumPy's ufunc protocol
 _UFUNC = {Average: np.add, Sum: np.add, Min: np.minimum, Max: np.maximum, Product: np.multiply, **_BITWISE}
 
+
+# in the order of kernels/native.c
+_INTEGERS = [f"{kind}{bits}" for bits in (8, 16, 32, 64) for kind in ("uint", "int")]
+_COMPILED_TYPES = ["float32", "float64", "float16", "bfloat16", *_INTEGERS]
+_COMPILED_OPS = {Sum: 0, Average: 0, Min: 1, Max: 2, Product: 3}
 
 BLOCK_BYTES = 128 * 1024  # of partial results at a time: two blocks stay in a core's second-level cache
 
@@ -130,30 +134,44 @@ class Reduction(_Fields):
         Shape:  1-D arrays of `element.storage`, equal lengths, not prescaled. `out` may be one of them, but must not
                 overlap one otherwise; the other parts are not changed.
         Result: the bits of each element depend on that element of the parts alone, not on how an array was cut.
-        Cost:   each part is read once, `out` written once. Memory: two blocks of BLOCK_BYTES a thread, kept for reuse.
+        Cost:   each part is read once, `out` written once. Memory: two blocks of BLOCK_BYTES a thread, kept for reuse;
+                by the compiled module 8 KiB.
         """
-        if self._can_warn:
+        if self._is_compiled(*parts, out):
+            native.module.reduce([*parts], out, None, *self.compiled)  # type: ignore[misc]
+        elif self._can_warn:
             with np.errstate(over="ignore", invalid="ignore"):
                 self._reduce_arrays(parts, out)
         else:
             self._reduce_arrays(parts, out)
 
-    def reduce_to_two(self, parts: Sequence[Any], out: Any, copy: Any, writer: Writer) -> None:
-        """As `reduce_parts`, into `out` and `copy`, which overlaps no part; floats in one pass where there is a kernel.
+    def reduce_to_two(self, parts: Sequence[Any], out: Any, copy: Any) -> None:
+        """As `reduce_parts`, into `out` and `copy`, which overlaps no part.
 
         Cost: as `reduce_parts`; `copy` written once, and by NumPy's passes `out` is read once more for it.
         """
-        kernel = writer.summing(len(parts), out.nbytes) if self._is_float_sum and len(parts) > 1 else None
-        if kernel is not None and out.flags.carray and all(each.flags.carray for each in parts):
-            kernel(tuple(parts), out, copy, *self._divisor)
+        if self._is_compiled(*parts, out, copy):
+            native.module.reduce([*parts], out, copy, *self.compiled)  # type: ignore[misc]
         else:
             self.reduce_parts(parts, out)
-            writer.write(out, copy)
+            copy[...] = out
 
     @functools.cached_property
-    def _is_float_sum(self) -> bool:
-        """True where the result is the sum of floats in their own type, or their average."""
-        return self.element.kind == "f" and self.in_place and self.op in (Sum, Average) and not self._is_scaled
+    def compiled(self) -> tuple[int, int, float, float, float] | None:
+        """The compiled module's type and op, prescale factor, divisor, postscale factor; None: it has none."""
+        is_raw = self.op is not Average and not self._is_scaled
+        if self.element.name not in _COMPILED_TYPES or self.op not in _COMPILED_OPS:
+            return None
+        if self.element.kind != "f" and not is_raw:
+            return None
+        numbers = _COMPILED_TYPES.index(self.element.name), _COMPILED_OPS[self.op]
+        return *numbers, self.prescale, float(self.size if self.op is Average else 1), self.postscale
+
+    def _is_compiled(self, *arrays: Any) -> bool:
+        """True where the compiled module reduces these arrays."""
+        if native.module is None or self.compiled is None:
+            return False
+        return all(each.flags.c_contiguous for each in arrays)
 
     @functools.cached_property
     def _can_warn(self) -> bool:
@@ -180,7 +198,7 @@ class Reduction(_Fields):
 
     def _reduce_arrays(self, parts: Sequence[Any], out: Any) -> None:
         if self._is_half_sum:
-            half.kernels(self.element.name).sum_parts(parts, out, *self._divisor)
+            half.sum_parts(self.element.name, parts, out, *self._divisor)
             return
         if len(parts) == 2 and self.in_place and self.prescale == 1.0:
             _UFUNC[self.op](parts[0], parts[1], out=out)  # needs no scratch, so no blocks
@@ -222,7 +240,7 @@ class Reduction(_Fields):
 
     def _load(self, part: Any, target: Any) -> None:
         if self.element.is_half:
-            half.kernels(self.element.name).widen(part, target)
+            half.widen(self.element.name, part, target)
         else:
             np.copyto(target, part)
         scale(target, self.prescale)
@@ -274,7 +292,7 @@ class Reduction(_Fields):
         if self.in_place:
             return
         if self.element.is_half and isinstance(out, np.ndarray):
-            half.kernels(self.element.name).narrow(partial, out)
+            half.narrow(self.element.name, partial, out)
         else:
             out[...] = self.element.narrow(partial)
 

@@ -13,6 +13,7 @@ import pytest
 import pytest_timeout
 
 from ringreduce import log
+from ringreduce.kernels import native
 from tests.support import environments, fake_cupy, parts, tiers
 from tests.support.patience import patient
 from tests.support.world import pools, world  # noqa: F401 - fixtures
@@ -40,6 +41,15 @@ def pytest_runtest_setup(item):
 def pytest_timeout_set_timer(item, settings):
     """A limit is for a machine of one's own, too: whatever the test waits for is to give up first, and say why."""
     return pytest_timeout.pytest_timeout_set_timer(item, settings._replace(timeout=patient(settings.timeout)))
+
+
+@pytest.fixture(params=["numpy", "compiled"])
+def either_kernels(request, monkeypatch):
+    """NumPy's passes, or the compiled module."""
+    if request.param == "numpy":
+        monkeypatch.setattr(native, "module", None)
+    elif native.module is None:
+        pytest.skip("ringreduce was installed without a compiler")
 
 
 def is_whole(config):

@@ -64,7 +64,7 @@ def tree(folder: Path, source: Path) -> Path:
     for name in COPIED:
         path = source / name
         if path.is_dir():
-            shutil.copytree(path, folder / "tree" / name)  # with __pycache__: compiled kernels are in it
+            shutil.copytree(path, folder / "tree" / name)  # with what is compiled
         else:
             shutil.copy2(path, folder / "tree" / name)
     (folder / "imports").mkdir()
@@ -120,16 +120,25 @@ def noticed(copy: Path, paths: list[str], limit_s: float) -> str:
     return f"exit code {code}: {told.strip().splitlines()[-1] if told.strip() else ''}"
 
 
+def compile_again(copy: Path, path: Path) -> None:
+    """Compile a C file of the copy where tests import it."""
+    if path.suffix == ".c":
+        command = [sys.executable, "setup.py", "-q", "build_ext", "--inplace", "--force"]
+        subprocess.run(command, cwd=copy, check=True)
+
+
 def verdict(copy: Path, mutant: Mutant, source: Path, rest: bool) -> str:
     """Which test notices the mutant; empty when none does."""
     path = copy / mutant.file
     before = (source / mutant.file).read_text()
     path.write_text(mutated(before, mutant))
+    compile_again(copy, path)
     try:
         likely = [word for word in mutant.likely.split() if not word.startswith("tests/") or (copy / word).exists()]
         return noticed(copy, likely, LIKELY_S) or (noticed(copy, [], REST_S) if rest else "")
     finally:
         shutil.copy2(source / mutant.file, path)
+        compile_again(copy, path)
 
 
 def table(mutants: list[Mutant], source: Path, rest: bool) -> Iterator[bool]:

@@ -11,7 +11,7 @@ import numpy as np
 from ringreduce import mpi, runtime
 from ringreduce._version import __version__
 from ringreduce.cost_model import Constants
-from ringreduce.kernels import half
+from ringreduce.kernels import native
 from ringreduce.negotiation.negotiation import GLOBAL
 
 
@@ -46,8 +46,8 @@ class Info:
     """The cost model's constants: measured at the start, or set by RINGREDUCE_COSTS."""
     links: str
     """Which hosts have a slow link, and in which order a ring passes the hosts, where that is not their ranks'."""
-    half_kernels: str
-    """Whose kernels sum 16-bit floats: numba, torch or numpy."""
+    kernels: str
+    """What sums, copies and waits in a host's memory: "compiled"; "numpy" where no compiler was there for it."""
     shared_memory_bytes: int
     """Shared memory that this rank contributes on its host; 0: there is none."""
     process_sets: dict[int, tuple[int, ...]]
@@ -102,7 +102,7 @@ def info() -> Info:
         usable_algorithms=tuple(algorithms.usable),
         constants=engine.host.constants,
         links=str(engine.host.links),
-        half_kernels=half.kernel_name(),
+        kernels="numpy" if native.module is None else "compiled",
         shared_memory_bytes=0 if window is None else len(window.blocks[0]),
         process_sets=dict(engine.process_sets.sets),
         fusion_buffer_bytes=engine.memory.total_bytes,

@@ -38,14 +38,14 @@ class ElementType(NamedTuple):
         if not self.is_half:
             return flat.astype(self.sum_type)
         wide = np.empty(flat.shape, np.float32)
-        half.kernels(self.name).widen(flat, wide)
+        half.widen(self.name, flat, wide)
         return wide
 
     def narrow(self, values: Any) -> Any:
         """Round `values` (NumPy or CuPy, `sum_type` elements) to `storage`, to nearest, ties to even; NaN stays NaN."""
         if self.is_half and isinstance(values, np.ndarray):
             rounded = np.empty(values.shape, self.storage)
-            half.kernels(self.name).narrow(values, rounded)
+            half.narrow(self.name, values, rounded)
             return rounded
         if self.name == "bfloat16":
             return _bfloat16_bits(values)

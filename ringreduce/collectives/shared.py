@@ -208,7 +208,7 @@ class Slot:
     def pack(self, sequence: int) -> None:
         """See `SlotWork`."""
         region = self.region
-        mine, write = region.slots(sequence, self.dtype)[region.rank], region.writer.write
+        mine, write = region.slots(sequence, self.dtype)[region.rank], region.write
         for _, low, high, source, _ in self.packed:
             write(source, mine[low:high])
         region.publish(PACKED, sequence)
@@ -225,14 +225,14 @@ class Slot:
             if source is not None:
                 chunks[rank] = source
             if self.spreads and target is not None:
-                self.reduction.reduce_to_two(chunks, target, mine, region.writer)
+                self.reduction.reduce_to_two(chunks, target, mine)
             else:
                 self.reduction.reduce_parts(chunks, mine if target is None else target)
         region.publish(SUMMED, sequence)
 
     def copy_out(self, sequence: int) -> None:
         """See `SlotWork`."""
-        slots, read = self.region.slots(sequence, self.dtype), self.region.reader.read
+        slots, read = self.region.slots(sequence, self.dtype), self.region.read
         for owner, low, high, _, target in self.copied:
             read(slots[owner][low:high], target)
 

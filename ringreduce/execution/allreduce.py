@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import bisect
 import functools
+import itertools
 from collections.abc import Iterator, Sequence
 
 import numpy as np
 
 from ringreduce import fusion
-from ringreduce.collectives import shared
+from ringreduce.collectives import compiled, shared
 from ringreduce.collectives.overlap import overlapped
 from ringreduce.cost_model import BUCKETS_IN_FLIGHT, is_one_shot
 from ringreduce.execution import point_to_point
@@ -44,6 +46,8 @@ def allreduce(submissions: Sequence[Submission], context: Context) -> Steps[None
             on_gpu.append(GpuReduction(batch, reduction, path, context))
             continue
         algorithm = context.algorithms.choose(batch.nbytes, reduction)
+        if algorithm == "shared" and compiled.can(region, reduction) and not context.timeline.recording:
+            algorithm = "compiled"
         buckets = _buckets(batch, reduction, algorithm, context)
         batch.expect(buckets)
         if context.debugs:
@@ -54,7 +58,9 @@ def allreduce(submissions: Sequence[Submission], context: Context) -> Steps[None
     for each in on_gpu:
         yield from each.run()
     for batch, reduction, algorithm, buckets in work:
-        if algorithm in ("shared", "hierarchical"):
+        if algorithm == "compiled":
+            yield from _compiled(batch, reduction, context)
+        elif algorithm in ("shared", "hierarchical"):
             yield from _through_window(batch, reduction, buckets, context)
         else:
             yield from overlapped(_through_messages(batch, reduction, algorithm, buckets, context), BUCKETS_IN_FLIGHT)
@@ -82,6 +88,9 @@ def is_short(submission: Submission, region: Region) -> bool:
 def _buckets(batch: Batch, reduction: Reduction, algorithm: str, context: Context) -> Sequence[fusion.Bucket]:
     itemsize = reduction.element.itemsize
     region = context.algorithms.region
+    if algorithm == "compiled":  # cuts the tensors itself
+        whole = tuple(fusion.Piece(number, 0, count) for number, count in enumerate(batch.counts))
+        return [fusion.Bucket(whole, (0,) * len(whole), sum(batch.counts))]
     if algorithm == "hierarchical":
         return fusion.plan(batch.counts, context.algorithms.unit_bytes // itemsize)
     if algorithm == "shared" and region is not None:
@@ -89,6 +98,19 @@ def _buckets(batch: Batch, reduction: Reduction, algorithm: str, context: Contex
     if algorithm in ("ring", "halving") and not reduction.in_place:
         itemsize += reduction.sum_type.itemsize  # the finished elements follow the sums
     return plan(batch, context, itemsize)
+
+
+def _compiled(batch: Batch, reduction: Reduction, context: Context) -> Steps[None]:
+    region, ends, number = context.algorithms.region, list(itertools.accumulate(batch.counts)), 0
+
+    def progress(finished: int) -> None:
+        nonlocal number
+        end = bisect.bisect_right(ends, finished, number)
+        context.completions.settle(batch.owners[number:end])
+        number = end
+
+    inputs, outputs = [each.flat for each in batch.inputs], [each.flat for each in batch.outputs]
+    yield from compiled.allreduce(inputs, outputs, region, reduction, progress)  # type: ignore[arg-type]
 
 
 def _through_window(

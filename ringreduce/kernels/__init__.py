@@ -1,4 +1,1 @@
-"""What NumPy lacks, or does too slowly: 16-bit floats (half), and copies to and from other cores' caches (copying).
-
-Modules named after a library are imported when that library is installed and one of their kernels is needed.
-"""
+"""What NumPy lacks, or does too slowly: 16-bit floats, copies from other cores' caches; and the compiled module."""

@@ -1,33 +1,99 @@
-"""16-bit floats to float32 and back, by the fastest kernels available. All produce the same bits.
-
-numba   where it is installed: a thread imports it and compiles its kernels from the first reduction of 16-bit floats
-        on; until then, one of the others. Ranks need not change at once, since the bits are the same
-torch   where the user has imported it
-NumPy   otherwise
-"""
+"""16-bit floats to float32 and back: by the compiled module where there is one, else by NumPy, to the same bits."""
 
 from __future__ import annotations
 
-import sys
-from types import ModuleType
+import threading
+from collections.abc import Sequence
+from typing import Any
 
-from ringreduce.kernels import half_numpy
-from ringreduce.kernels.half_numpy import Kernels
-from ringreduce.kernels.optional import compiled_meanwhile, imported
+import numpy as np
 
+from ringreduce.kernels import native
 
-def kernels(name: str) -> Kernels:
-    """The kernels of "float16" or "bfloat16"."""
-    found: Kernels = _module().KERNELS[name]
-    return found
+BLOCK = 32 << 10  # elements at a time: a few blocks of float32, 128 KiB each, stay in a core's second-level cache
 
 
-def kernel_name() -> str:
-    """The library whose kernels are used now: "numba", "torch" or "numpy"."""
-    return _module().__name__.rpartition("_")[2]
+class _Scratch(threading.local):
+    """Each thread's blocks for reuse: new memory from the system would cost more than the arithmetic."""
+
+    def __init__(self) -> None:
+        self.total, self.other = np.empty(BLOCK, np.float32), np.empty(BLOCK, np.float32)
+        self.bits = np.empty(BLOCK, np.uint32)
 
 
-def _module() -> ModuleType:
-    return (
-        compiled_meanwhile("half_numba") or (imported("half_torch") if "torch" in sys.modules else None) or half_numpy
-    )
+_scratch = _Scratch()
+
+
+def _blocks(*arrays: Any) -> Any:
+    """Cut arrays of equal lengths at the same positions: tuples of blocks of at most BLOCK elements."""
+    count = len(arrays[0])
+    if count <= BLOCK:
+        return (arrays,)
+    return (tuple(each[low : low + BLOCK] for each in arrays) for low in range(0, count, BLOCK))
+
+
+def _narrow_float16(values: Any, target: Any) -> None:
+    with np.errstate(over="ignore"):  # rounds past the largest float16 to infinity, as every framework does
+        np.copyto(target, values, casting="same_kind")
+
+
+def _widen_bfloat16(source: Any, target: Any) -> None:
+    for few, wide in _blocks(source, target.view(np.uint32)):
+        np.copyto(wide, few)
+        np.left_shift(wide, np.uint32(16), out=wide)
+
+
+def _narrow_bfloat16(values: Any, target: Any) -> None:
+    """The upper halves, rounded to nearest even (the carry may rightly run into infinity)."""
+    for wide, few in _blocks(values, target):
+        bits = wide.view(np.uint32)
+        rounded = np.right_shift(bits, np.uint32(16), out=_scratch.bits[: len(bits)])
+        np.bitwise_and(rounded, np.uint32(1), out=rounded)
+        np.add(rounded, np.uint32(0x7FFF), out=rounded)
+        np.add(rounded, bits, out=rounded)
+        np.right_shift(rounded, np.uint32(16), out=rounded)
+        np.copyto(few, rounded, casting="unsafe")
+        if len(wide) and np.isnan(np.maximum.reduce(wide)):
+            few[np.isnan(wide)] = 0x7FC0  # rounding could carry a NaN's payload into infinity
+
+
+def widen(name: str, source: Any, target: Any) -> None:
+    """Write "float16" or "bfloat16" elements into a float32 array; exact.
+
+    Here, and below, arrays are NumPy's and of equal lengths; bfloat16 is held as uint16. A NaN stays a NaN; its payload
+    may change.
+    """
+    if native.module is not None and source.flags.c_contiguous and target.flags.c_contiguous:
+        native.module.widen(source, target, name == "bfloat16")
+    elif name == "float16":
+        np.copyto(target, source)
+    else:
+        _widen_bfloat16(source, target)
+
+
+def narrow(name: str, values: Any, target: Any) -> None:
+    """Round float32 elements to 16 bits: to nearest, ties to even, or to infinity."""
+    if native.module is not None and values.flags.c_contiguous and target.flags.c_contiguous:
+        native.module.narrow(values, target, name == "bfloat16")
+    elif name == "float16":
+        _narrow_float16(values, target)
+    else:
+        _narrow_bfloat16(values, target)
+
+
+def sum_parts(name: str, parts: Sequence[Any], out: Any, divisor: Any, reciprocal: Any) -> None:
+    """Add 16-bit arrays, 1-D, in float32, in this order, divide, round; `out` may be one of them.
+
+    divisor, reciprocal: float32 scalars; the reciprocal is 0 unless it is exact.
+    """
+    for target, first, *rest in _blocks(out, *parts):
+        total, other = _scratch.total[: len(target)], _scratch.other[: len(target)]
+        widen(name, first, total)
+        for part in rest:
+            widen(name, part, other)
+            np.add(total, other, out=total)
+        if not reciprocal:
+            np.divide(total, divisor, out=total)
+        elif reciprocal != 1:
+            np.multiply(total, reciprocal, out=total)  # the same bits, and faster
+        narrow(name, total, target)

@@ -170,6 +170,12 @@ class Cluster:
                 if cluster.carries:
                     super().reduce_parts(parts, out)
 
+            def reduce_to_two(self, parts: Sequence[Any], out: Any, copy: Any) -> None:
+                self.reduce_parts(parts, out)
+                cluster.charge(copy.nbytes)
+                if cluster.carries:
+                    copy[...] = out
+
         return Charged(*fields)
 
     def charge(self, nbytes: float) -> None:

@@ -30,6 +30,8 @@ class Leaf(Work):
 class SimulatedRegion(Region):
     """See `Region`; its flags have times, its copies take some."""
 
+    is_real = False
+
     def __init__(
         self,
         cluster: Cluster,
@@ -43,18 +45,14 @@ class SimulatedRegion(Region):
         window = Window(memory, fence=lambda: None)
         super().__init__(window, 0, slot_bytes, range(count), range(count), index)
         self._cluster, self._world_rank, self._needed, self._board = cluster, rank, len(members), board
-        self.writer = self.reader = self  # type: ignore[assignment]
 
     def write(self, source: Any, target: Any) -> None:
-        """See `Writer.write`, and `Reader.read`."""
+        """See `Region.write`, and `read`."""
         self._cluster.charge(source.nbytes)
         if self._cluster.carries:
             target[...] = source
 
     read = write
-
-    def summing(self, count: int, nbytes: int) -> None:
-        """See `Writer.summing`: passes are counted one by one."""
 
     def publish(self, flag: int, sequence: int) -> None:
         """See `Flags.publish`."""

@@ -12,6 +12,7 @@ others read the flag first and then the data, with a fence between.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 import platform
 import threading
@@ -21,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from ringreduce.kernels.copying import Reader, Writer
+from ringreduce.kernels import copying, native
 from ringreduce.settings import MOST_REGIONS, SHARED_SLOTS
 from ringreduce.transport import waiting
 from ringreduce.transport.base import Work
@@ -133,6 +134,12 @@ class Signatures(Flags):
         super().__init__(window, number, SIGNED, members, ranks, rank)
         low = (number * FLAGS_PER_REGION + SIGNED) * CACHE_LINE_BYTES + 8
         self._words = [memoryview(window.blocks[k][low : low + 32].view(np.int64)) for k in members]
+        self._lines = [window.blocks[k][low - 8 : low - 8 + CACHE_LINE_BYTES] for k in members]
+
+    @functools.cached_property
+    def compiled(self) -> Any:
+        """See `Region.compiled`; its memory is these lines."""
+        return native.module.Region(self._lines, self._lines, self.rank, 1)
 
     def sign(self, value: int, beside: int = 0) -> int:
         """Publish the hash of this rank's next operation, and another number; returns the operation's."""
@@ -155,6 +162,8 @@ class Signatures(Flags):
 class Region(Flags):
     """One process set's part of a window, as one of its members on this host uses it; see `Flags`."""
 
+    is_real = True  # and not simulated, so that the compiled module can work in it
+
     def __init__(
         self, window: Window, number: int, slot_bytes: int, members: Sequence[int], ranks: Sequence[int], rank: int
     ) -> None:
@@ -162,13 +171,26 @@ class Region(Flags):
         self.slot_bytes = slot_bytes
         first = FLAGS_BYTES + number * SLOTS * slot_bytes
         self._slots = [window.blocks[k][first : first + SLOTS * slot_bytes].reshape(SLOTS, -1) for k in members]
-        self.writer, self.reader = Writer(), Reader()
+        self._flag_lines = [window.blocks[k][flags_at(number, PACKED, SUMMED + 1)] for k in members]
         self._views: dict[Any, list[list[Any]]] = {}
+
+    @functools.cached_property
+    def compiled(self) -> Any:
+        """The compiled module's view of it; there must be such a module."""
+        return native.module.Region(self._flag_lines, self._slots, self.rank, SLOTS)
 
     @property
     def holds_a_piece_of_each(self) -> bool:
         """True when a slot has room for an element of each member, of any type."""
         return self.slot_bytes >= self.size * LARGEST_ITEMSIZE
+
+    def write(self, source: Any, target: Any) -> None:
+        """Copy into a slot."""
+        target[...] = source
+
+    def read(self, source: Any, target: Any) -> None:
+        """Copy out of a slot that another rank has written."""
+        copying.read(source, target)
 
     def slots(self, sequence: int, dtype: np.dtype[Any]) -> list[Any]:
         """The slot of a sequence number in every member's block: 1-D arrays of `dtype`."""

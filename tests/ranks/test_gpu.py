@@ -8,7 +8,6 @@ import pytest
 
 import ringreduce as rr
 from ringreduce import Sum
-from ringreduce.kernels import half, half_numpy
 from ringreduce.settings import Settings
 from ringreduce.testing import run_ranks
 from tests.ranks.on_threads import each_rank_of
@@ -115,7 +114,6 @@ def test_every_type_and_op_as_on_the_host(cupy, monkeypatch, world, dtype, op):
         return rr.allreduce(tensor, op=op, **chosen).cpu().view(host.dtype)
 
     monkeypatch.setitem(sys.modules, "torch", fake_torch)  # CuPy's arrays have no bfloat16
-    monkeypatch.setattr(half, "_module", lambda: half_numpy)  # torch's want a true torch, until numba has compiled
     for pairs in ranks(WORLDS[world], program):
         for on_gpu, on_host in pairs:
             assert on_gpu.dtype == on_host.dtype

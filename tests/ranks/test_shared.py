@@ -9,8 +9,7 @@ from ringreduce.arrays.dtypes import TABLE
 from ringreduce.collectives import shared
 from ringreduce.collectives.shared import COPY, DONE, PACK, REDUCE, cut
 from ringreduce.cost_model import ONE_SHOT_BYTES, is_one_shot
-from ringreduce.kernels import copying, sum_numba
-from ringreduce.ops import Average, Product, Reduction, Sum
+from ringreduce.ops import Product, Reduction, Sum
 from ringreduce.partition import chunk_bounds
 from ringreduce.transport.base import complete
 from ringreduce.transport.window import Region
@@ -57,23 +56,6 @@ def run_plan(size, plan, region_type=Region):
     results = on_a_host(size, program, region_type)
     for k, (_, op, _, _) in enumerate(plan):
         assert_all_got([each[k] for each in results], op, everyones[k])
-
-
-@pytest.mark.parametrize("size", [2, 3])
-def test_sums_in_one_pass_have_the_same_bits(monkeypatch, size):
-    sums = []
-
-    class Kernels:
-        @staticmethod
-        def total(*arguments):
-            sums.append(size)
-            sum_numba.total(*arguments)
-
-    monkeypatch.setattr(copying, "COMPILED_AFTER_BYTES", 0)
-    monkeypatch.setattr(copying, "compiled_meanwhile", lambda name, *case: Kernels)
-    variants = itertools.product(("float32", "float64"), (Sum, Average), (1000, 20003), (True, False))
-    run_plan(size, [(name, op, count, {"in_place": in_place}) for name, op, count, in_place in variants])
-    assert sums
 
 
 @pytest.mark.parametrize("seed", parted(range(4), lambda seed: seed < 2))

@@ -231,7 +231,7 @@ def test_what_a_rank_owns_is_not_packed():
 
     def program(region):
         written = []
-        region.writer.write = lambda source, target: written.append(source.size) or np.copyto(target, source)
+        region.write = lambda source, target: written.append(source.size) or np.copyto(target, source)
         reduce_scatter(region, "uint8", Sum, counts, 0)
         scattered = sum(written)
         written.clear()

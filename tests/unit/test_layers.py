@@ -17,8 +17,7 @@ LAUNCHER = Path(ringrun.__file__).parent
 
 # from the bottom to the top; modules between two < import none of each other
 ORDER = """
-_version, errors, log, not_there, pickling < mxnet < kernels.half_numpy < kernels.jit, kernels.optional <
-kernels.half_numba, kernels.half_torch, kernels.streaming_numba, kernels.sum_numba < kernels.half, kernels.copying <
+_version, errors, log, not_there, pickling < mxnet < kernels.native < kernels.half, kernels.copying <
 settings, arrays.dtypes, partition, trees < gpu.runtime < gpu.device_selection < arrays.buffer < arrays.gpu_buffer <
 arrays.torch_tensor, arrays.dlpack < ops, arrays.view, compression, fusion < gpu.kernels < mpi, membership < world <
 transport.waiting, transport.counters < transport.in_flight < transport.base < transport.window, transport.blocks <
@@ -30,11 +29,13 @@ collectives.ring, collectives.tree, collectives.bruck, collectives.pairwise <
 collectives.direct, collectives.doubling, collectives.halving <
 collectives.adasum, startup.clock, collectives.overlap, cost_model <
 collectives.shared, collectives.hashed, startup.measure, startup.links <
-collectives.shared_halves, collectives.shared_in_place, gpu.ipc_allreduce < collectives.hierarchical <
+collectives.compiled, collectives.shared_halves, collectives.shared_in_place, gpu.ipc_allreduce <
+collectives.hierarchical <
 execution.signature < execution.submission < gpu.stream, monitor.timeline < gpu.paths < execution.algorithms <
 execution.host, execution.context < execution.batch < execution.point_to_point < gpu.allreduce < gpu.through_host <
 execution.allreduce < execution.operations < execution.into_outputs < execution.executor, execution.opening <
-execution.send_receive, execution.shared_arrays < execution.channel < negotiation.protocol, negotiation.cache <
+execution.send_receive, execution.shared_arrays < execution.channel < execution.lane <
+negotiation.protocol, negotiation.cache <
 negotiation.coordinator, negotiation.leader, negotiation.neutral, negotiation.mailbox, negotiation.short <
 negotiation.negotiator < negotiation.process_set < negotiation.errors_for < negotiation.negotiation <
 monitor.side_job < monitor.recording, monitor.stalls < engine.inbox <

@@ -50,7 +50,7 @@ def test_mxnet_is_no_more():
         importlib.import_module("ringreduce.mxnet")
 
 
-FRAMEWORKS = {"cupy", "jax", "keras", "ml_dtypes", "mpi4py", "numba", "optax", "tensorflow", "torch"}
+FRAMEWORKS = {"cupy", "jax", "keras", "ml_dtypes", "mpi4py", "optax", "tensorflow", "torch"}
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,558 @@
+/* Sums, copies and waits in memory that the ranks of a host share, without the GIL; collectives/shared.py explains.
+ *
+ * Optional: where no compiler was there, NumPy's passes do the same, to the same bits, slot by slot; a rank that has
+ * this module and one that has not may work together. No intrinsics: compilers vectorise the loops.
+ */
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+#include <math.h>
+#include <sched.h>
+#include <stdint.h>
+#include <string.h>
+#include <time.h>
+
+#if !defined(__x86_64__) || !defined(__GLIBC__) || defined(BASELINE)
+#define CLONES
+#elif __GNUC__ >= 12 && !defined(__clang__) /* one is chosen for the processor when this is loaded */
+#define CLONES __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
+#else
+#define CLONES __attribute__((target_clones("avx2", "default")))
+#endif
+#define MOST 256 /* ranks of a host */
+#define BLOCK 1024 /* elements at a time: 4 to 8 KiB stay in a core's first-level cache */
+#define WORDS 8 /* of a flag's cache line */
+#define SPINS 100 /* tests of a flag before the core is yielded */
+
+enum { SUM, MIN, MAX, PRODUCT, OPS };
+enum { PACKED, SUMMED };
+
+/* ---- elements ---- */
+
+typedef union { float f; uint32_t u; } Bits;
+
+static inline float from_bf16(uint16_t h) { return ((Bits){.u = (uint32_t)h << 16}).f; }
+
+static inline uint16_t to_bf16(float f) { /* to nearest even; rounding could carry a NaN's payload into infinity */
+    uint32_t w = ((Bits){.f = f}).u, rounded = w + 0x7FFF + (w >> 16 & 1);
+    return (uint16_t)((f != f ? 0x7FC00000 : rounded) >> 16);
+}
+
+static inline float from_f16(uint16_t h) { /* without branches, after M. Dukhan's FP16 */
+    uint32_t w = (uint32_t)h << 16, two = w + w;
+    float normal = ((Bits){.u = (two >> 4) + (0xE0u << 23)}).f * 0x1.0p-112f;
+    float subnormal = ((Bits){.u = (two >> 17) | (126u << 23)}).f - 0.5f;
+    Bits magnitude = {.f = two < 1u << 27 ? subnormal : normal};
+    return ((Bits){.u = (w & 0x80000000u) | magnitude.u}).f;
+}
+
+static inline uint16_t to_f16(float f) {
+    uint32_t w = ((Bits){.f = f}).u, two = w + w, bias = two & 0xFF000000u;
+    float base = (fabsf(f) * 0x1.0p+112f) * 0x1.0p-110f;
+    bias = bias < 0x71000000u ? 0x71000000u : bias;
+    uint32_t bits = ((Bits){.f = ((Bits){.u = (bias >> 1) + 0x07800000u}).f + base}).u;
+    uint32_t magnitude = (bits >> 13 & 0x7C00) + (bits & 0x0FFF);
+    return (uint16_t)((w >> 16 & 0x8000) | (two > 0xFF000000u ? 0x7E00 : magnitude));
+}
+
+/* What is done to the elements of `count` parts, beside combining them in their order. */
+typedef struct {
+    double prescale, divisor, postscale;
+} Factors;
+
+typedef void (*Kernel)(const char *const *parts, int count, char *out, char *also, size_t length, const Factors *);
+
+#define SAME(x) (x)
+#define PLUS(a, b) ((a) + (b))
+#define TIMES(a, b) ((a) * (b))
+#define LESS(a, b) ((a) < (b) || (a) != (a) ? (a) : (b)) /* a NaN stays one */
+#define MORE(a, b) ((a) > (b) || (a) != (a) ? (a) : (b))
+#define ANYWHERE(T) T __attribute__((aligned(1), may_alias)) /* arrays may begin at any byte */
+#define EACH for (size_t i = 0; i < n; i++)
+#define SCALE(acc, factor)                                                                                            \
+    if ((factor) != 1) EACH acc[i] *= (factor)
+
+/* Parts of T are combined as S; `out` may be a part; `also` is NULL or apart from all. */
+#define KERNEL(NAME, TYPE, S, LOAD, STORE, COMBINE)                                                                   \
+    static void NAME(const char *const *parts, int count, char *out_, char *also_, size_t length, const Factors *f) { \
+        typedef ANYWHERE(TYPE) T;                                                                                     \
+        S acc[BLOCK], more[BLOCK], prescale = (S)f->prescale, postscale = (S)f->postscale, divisor = (S)f->divisor;   \
+        int exponent, exact = frexp(f->divisor, &exponent) == 0.5; /* a power of two: the same bits, and faster */    \
+        S reciprocal = (S)(exact ? 1 / f->divisor : 1);                                                               \
+        for (size_t low = 0; low < length; low += BLOCK) {                                                            \
+            size_t n = length - low < BLOCK ? length - low : BLOCK;                                                   \
+            const T *first = (const T *)parts[0] + low;                                                               \
+            T *out = (T *)out_ + low, *also = (T *)also_ + low;                                                       \
+            EACH acc[i] = LOAD(first[i]);                                                                             \
+            SCALE(acc, prescale);                                                                                     \
+            for (int k = 1; k < count; k++) {                                                                         \
+                const T *part = (const T *)parts[k] + low;                                                            \
+                if (prescale == 1) {                                                                                  \
+                    EACH acc[i] = COMBINE(acc[i], LOAD(part[i]));                                                     \
+                } else {                                                                                              \
+                    EACH more[i] = LOAD(part[i]);                                                                     \
+                    SCALE(more, prescale);                                                                            \
+                    EACH acc[i] = COMBINE(acc[i], more[i]);                                                           \
+                }                                                                                                     \
+            }                                                                                                         \
+            SCALE(acc, reciprocal);                                                                                   \
+            if (!exact) EACH acc[i] /= divisor;                                                                       \
+            SCALE(acc, postscale);                                                                                    \
+            if (also_ == NULL)                                                                                        \
+                EACH out[i] = STORE(acc[i]);                                                                          \
+            else                                                                                                      \
+                _Pragma("GCC ivdep") EACH also[i] = out[i] = STORE(acc[i]);                                           \
+        }                                                                                                             \
+    }
+#define FLOATS(NAME, T, S, LOAD, STORE)                                                                               \
+    CLONES KERNEL(NAME##_sum, T, S, LOAD, STORE, PLUS) CLONES KERNEL(NAME##_min, T, S, LOAD, STORE, LESS)             \
+    CLONES KERNEL(NAME##_max, T, S, LOAD, STORE, MORE) CLONES KERNEL(NAME##_product, T, S, LOAD, STORE, TIMES)
+#define INTEGERS(BITS, S, U) /* unsigned sums and products wrap, to the bits of signed ones */                        \
+    KERNEL(u##BITS##_sum, uint##BITS##_t, U, SAME, SAME, PLUS)                                                        \
+    KERNEL(u##BITS##_product, uint##BITS##_t, U, SAME, SAME, TIMES)                                                   \
+    KERNEL(u##BITS##_min, uint##BITS##_t, U, SAME, SAME, LESS)                                                        \
+    KERNEL(u##BITS##_max, uint##BITS##_t, U, SAME, SAME, MORE)                                                        \
+    KERNEL(i##BITS##_min, int##BITS##_t, S, SAME, SAME, LESS)                                                         \
+    KERNEL(i##BITS##_max, int##BITS##_t, S, SAME, SAME, MORE)
+#define ROW(NAME, SIZE) {SIZE, {NAME##_sum, NAME##_min, NAME##_max, NAME##_product}}
+#define ROWS(BITS)                                                                                                    \
+    ROW(u##BITS, BITS / 8), {BITS / 8, {u##BITS##_sum, i##BITS##_min, i##BITS##_max, u##BITS##_product}}
+
+FLOATS(f32, float, float, SAME, SAME)
+FLOATS(f64, double, double, SAME, SAME)
+FLOATS(f16, uint16_t, float, from_f16, to_f16)
+FLOATS(bf16, uint16_t, float, from_bf16, to_bf16)
+INTEGERS(8, int32_t, uint32_t)
+INTEGERS(16, int32_t, uint32_t)
+INTEGERS(32, int32_t, uint32_t)
+INTEGERS(64, int64_t, uint64_t)
+
+static const struct { size_t itemsize; Kernel kernels[OPS]; } TYPES[] = { /* in the order of ops.py */
+    ROW(f32, 4), ROW(f64, 8), ROW(f16, 2), ROW(bf16, 2), ROWS(8), ROWS(16), ROWS(32), ROWS(64)};
+
+#define CONVERSION(NAME, FROM, TO, CONVERT)                                                                           \
+    CLONES static void NAME(const char *source, char *target, size_t n) {                                             \
+        EACH ((ANYWHERE(TO) *)target)[i] = CONVERT(((const ANYWHERE(FROM) *)source)[i]);                              \
+    }
+CONVERSION(widen_f16, uint16_t, float, from_f16)
+CONVERSION(widen_bf16, uint16_t, float, from_bf16)
+CONVERSION(narrow_f16, float, uint16_t, to_f16)
+CONVERSION(narrow_bf16, float, uint16_t, to_bf16)
+
+/* A vector loop: memcpy's `rep movsb` reads another core's cache half as fast on some processors. */
+CLONES static void copy(char *target, const char *source, size_t n) {
+    size_t words = n / 8;
+    for (size_t i = 0; i < words; i++) {
+        uint64_t word;
+        memcpy(&word, source + 8 * i, 8);
+        memcpy(target + 8 * i, &word, 8);
+    }
+    memcpy(target + 8 * words, source + 8 * words, n % 8);
+}
+
+/* ---- flags and slots of all members of a process set ---- */
+
+typedef struct {
+    PyObject_HEAD
+    int size, rank, slots;
+    Py_ssize_t slot_bytes;
+    int64_t *flags[MOST];
+    char *memory[MOST];
+    int nviews;
+    Py_buffer views[2 * MOST];
+} Region;
+
+static double now_us(void) {
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return 1e6 * t.tv_sec + 1e-3 * t.tv_nsec;
+}
+
+static void publish(Region *r, int flag, int64_t sequence) {
+    __atomic_store_n(r->flags[r->rank] + flag * WORDS, sequence + 1, __ATOMIC_RELEASE);
+}
+
+static int late(Region *r, int flag, int64_t sequence) { /* the first member that has not published; -1: none */
+    for (int k = 0; k < r->size; k++)
+        if (__atomic_load_n(r->flags[k] + flag * WORDS, __ATOMIC_ACQUIRE) <= sequence) return k;
+    return -1;
+}
+
+static int arrived(Region *r, int flag, int64_t sequence, double patience_us) {
+    for (int i = 0; i < SPINS; i++) {
+        if (late(r, flag, sequence) < 0) return 1;
+        if (patience_us <= 0) return 0;
+#ifdef __x86_64__
+        __builtin_ia32_pause();
+#endif
+    }
+    for (double until = now_us() + patience_us; now_us() < until;) {
+        if (late(r, flag, sequence) < 0) return 1;
+        sched_yield(); /* the other rank may be waiting for this core */
+    }
+    return 0;
+}
+
+/* ---- one all-reduce: the elements of all arrays, one after the other, go through the slots ---- */
+
+typedef struct {
+    PyObject_HEAD
+    Region *region;
+    Kernel kernel;
+    Factors factors;
+    size_t itemsize;
+    int alone, step;                     /* one short slot that every rank sums; what is done next with `number` */
+    int64_t first;                       /* sequence number of slot 0 */
+    Py_ssize_t count, total, capacity, slots, number; /* arrays; elements of all, of a slot; as in shared.pipelined */
+    Py_ssize_t packing, summing, copying; /* the arrays where each has got to */
+    Py_ssize_t *starts;                  /* of arrays, in elements of all; count + 1 */
+    char **sources, **targets;
+    Py_buffer *views;
+    Py_ssize_t nviews;
+} Run;
+
+static Py_ssize_t bound(Py_ssize_t length, int size, int k) { /* partition.chunk_bounds */
+    return length / size * k + (k < length % size ? k : length % size);
+}
+
+enum { PACK, SUM_UP, COPY_OUT };
+
+/* Do `what` with the elements that `owner`'s chunk of a slot has, array by array. */
+static void work(Run *run, int what, Py_ssize_t slot, int owner, Py_ssize_t *array) {
+    Region *r = run->region;
+    Py_ssize_t base = slot * run->capacity, length = run->total - base < run->capacity ? run->total - base : run->capacity;
+    Py_ssize_t low = run->alone ? 0 : bound(length, r->size, owner);
+    Py_ssize_t high = run->alone ? length : bound(length, r->size, owner + 1);
+    size_t size = run->itemsize, offset = (run->first + slot) % r->slots * r->slot_bytes;
+    const char *parts[MOST];
+    while (low < high) {
+        while (run->starts[*array + 1] <= base + low) ++*array;
+        Py_ssize_t end = run->starts[*array + 1] - base < high ? run->starts[*array + 1] - base : high;
+        size_t within = (base + low - run->starts[*array]) * size, here = offset + low * size, n = end - low;
+        char *source = run->sources[*array] + within, *target = run->targets[*array] + within;
+        if (what == PACK) {
+            copy(r->memory[r->rank] + here, source, n * size);
+        } else if (what == COPY_OUT) {
+            copy(target, r->memory[owner] + here, n * size);
+        } else {
+            for (int k = 0; k < r->size; k++) parts[k] = k == r->rank && !run->alone ? source : r->memory[k] + here;
+            run->kernel(parts, r->size, target, run->alone ? NULL : r->memory[r->rank] + here, n, &run->factors);
+        }
+        low = end;
+    }
+}
+
+static void pack(Run *run, Py_ssize_t slot) {
+    Region *r = run->region;
+    for (int k = 0; k < (run->alone ? 1 : r->size); k++)
+        if (run->alone || k != r->rank) work(run, PACK, slot, k, &run->packing);
+    publish(r, PACKED, run->first + slot);
+}
+
+static void sum_up(Run *run, Py_ssize_t slot) {
+    work(run, SUM_UP, slot, run->region->rank, &run->summing);
+    if (!run->alone) publish(run->region, SUMMED, run->first + slot);
+}
+
+static void copy_out(Run *run, Py_ssize_t slot) {
+    for (int k = 0; k < run->region->size; k++)
+        if (k != run->region->rank) work(run, COPY_OUT, slot, k, &run->copying);
+}
+
+/* What the next step waits for; 0: nothing. */
+static int waits_for(const Run *run, int *flag, int64_t *sequence) {
+    *flag = run->step == 1 ? SUMMED : PACKED;
+    *sequence = run->first + run->number - (run->step == 1);
+    return run->step == 1 ? run->number > 0 && !run->alone : run->step == 2 && run->number >= 0 && run->number < run->slots;
+}
+
+/* Go on until it would wait longer, or has worked for `budget_us`. */
+static void go_on(Run *run, double patience_us, double budget_us) {
+    int flag;
+    int64_t sequence;
+    for (double until = now_us() + budget_us; run->number <= run->slots; ) {
+        if (waits_for(run, &flag, &sequence) && !arrived(run->region, flag, sequence, patience_us)) return;
+        if (run->step == 0 && run->number + 1 < run->slots) pack(run, run->number + 1);
+        if (run->step == 1 && run->number > 0 && !run->alone) copy_out(run, run->number - 1);
+        if (run->step == 2 && run->number >= 0 && run->number < run->slots) sum_up(run, run->number);
+        if (run->step++ < 2) continue;
+        run->step = 0, run->number++;
+        if (now_us() > until) return;
+    }
+}
+
+/* ---- Python ---- */
+
+static void release(Py_buffer *views, Py_ssize_t count) {
+    while (count > 0) PyBuffer_Release(views + --count);
+}
+
+static void freed(PyObject *self) {
+    PyTypeObject *type = Py_TYPE(self);
+    PyObject_Free(self);
+    Py_DECREF(type);
+}
+
+static void region_dealloc(Region *r) {
+    release(r->views, r->nviews);
+    freed((PyObject *)r);
+}
+
+/* Region(flags, memory, rank, slots): lists of what each member has; its flags' lines, its slots one after the other */
+static PyObject *region_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
+    PyObject *flags, *memory;
+    int rank, slots;
+    (void)kwargs;
+    if (!PyArg_ParseTuple(args, "O!O!ii", &PyList_Type, &flags, &PyList_Type, &memory, &rank, &slots)) return NULL;
+    Py_ssize_t size = PyList_Size(flags);
+    if (size < 1 || size > MOST || PyList_Size(memory) != size || rank < 0 || rank >= size || slots < 1)
+        return PyErr_Format(PyExc_ValueError, "%zd members, rank %d, %d slots", size, rank, slots);
+    Region *r = PyObject_New(Region, type);
+    if (r == NULL) return NULL;
+    r->size = (int)size, r->rank = rank, r->slots = slots;
+    for (r->nviews = 0; r->nviews < 2 * size; r->nviews++) {
+        PyObject *from = PyList_GetItem(r->nviews % 2 ? memory : flags, r->nviews / 2);
+        if (PyObject_GetBuffer(from, r->views + r->nviews, PyBUF_WRITABLE)) {
+            Py_DECREF(r);
+            return NULL;
+        }
+    }
+    for (int k = 0; k < size; k++) r->flags[k] = r->views[2 * k].buf, r->memory[k] = r->views[2 * k + 1].buf;
+    r->slot_bytes = r->views[1].len / slots;
+    return (PyObject *)r;
+}
+
+static int kernel_of(int type, int op) { /* whether there is one */
+    if (type >= 0 && type < (int)(sizeof TYPES / sizeof *TYPES) && op >= SUM && op < OPS) return 1;
+    PyErr_Format(PyExc_ValueError, "type %d, op %d", type, op);
+    return 0;
+}
+
+static PyTypeObject *run_type;
+
+static void run_dealloc(Run *run) {
+    release(run->views, run->nviews);
+    PyMem_Free(run->views), PyMem_Free(run->sources), PyMem_Free(run->starts);
+    Py_XDECREF((PyObject *)run->region);
+    freed((PyObject *)run);
+}
+
+/* Region.allreduce(sources, targets, type, op, prescale, divisor, postscale, sequence, alone) -> Run */
+static PyObject *region_allreduce(Region *r, PyObject *args) {
+    PyObject *sources, *targets;
+    int type, op, alone;
+    Factors f;
+    long long first;
+    if (!PyArg_ParseTuple(args, "O!O!iidddLp", &PyList_Type, &sources, &PyList_Type, &targets, &type, &op, &f.prescale,
+                          &f.divisor, &f.postscale, &first, &alone) || !kernel_of(type, op))
+        return NULL;
+    Run *run = PyObject_New(Run, run_type);
+    if (run == NULL) return NULL;
+    memset((char *)run + sizeof(PyObject), 0, sizeof(Run) - sizeof(PyObject));
+    Py_ssize_t count = PyList_Size(sources), itemsize = TYPES[type].itemsize;
+    Py_INCREF((PyObject *)r);
+    run->region = r, run->kernel = TYPES[type].kernels[op], run->factors = f, run->itemsize = itemsize;
+    run->first = first, run->alone = alone, run->count = count, run->capacity = r->slot_bytes / itemsize;
+    run->views = PyMem_Malloc(2 * (count + 1) * sizeof(Py_buffer));
+    run->sources = PyMem_Malloc(2 * (count + 1) * sizeof(char *));
+    run->starts = PyMem_Malloc((count + 2) * sizeof(Py_ssize_t));
+    if (run->views == NULL || run->sources == NULL || run->starts == NULL) {
+        PyErr_NoMemory();
+        goto failed;
+    }
+    run->targets = run->sources + count + 1, run->starts[0] = 0;
+    for (Py_ssize_t k = 0; k < count; k++) {
+        PyObject *source = PyList_GetItem(sources, k), *target = PyList_GetItem(targets, k);
+        Py_buffer *view = run->views + run->nviews;
+        if (target == NULL || PyObject_GetBuffer(target, view, PyBUF_WRITABLE)) goto failed;
+        run->nviews++;
+        run->targets[k] = run->sources[k] = view->buf;
+        run->starts[k + 1] = run->starts[k] + view->len / itemsize;
+        if (source == target) continue;
+        if (PyObject_GetBuffer(source, view + 1, PyBUF_SIMPLE)) goto failed;
+        run->nviews++;
+        run->sources[k] = view[1].buf;
+        if (view[1].len != view->len) {
+            PyErr_Format(PyExc_ValueError, "array %zd: %zd B into %zd", k, view[1].len, view->len);
+            goto failed;
+        }
+    }
+    run->total = run->starts[count], run->slots = (run->total + run->capacity - 1) / run->capacity;
+    run->number = run->slots ? -1 : 1; /* or nothing to do */
+    return (PyObject *)run;
+failed:
+    Py_DECREF(run);
+    return NULL;
+}
+
+/* Run.advance(patience_us, budget_us) -> how many elements are finished */
+static PyObject *run_advance(Run *run, PyObject *args) {
+    double patience_us, budget_us;
+    if (!PyArg_ParseTuple(args, "dd", &patience_us, &budget_us)) return NULL;
+    Py_BEGIN_ALLOW_THREADS
+    go_on(run, patience_us, budget_us);
+    Py_END_ALLOW_THREADS
+    Py_ssize_t slots = run->number - (run->step < 2); /* copied out */
+    Py_ssize_t finished = run->number > run->slots ? run->total : slots > 0 && !run->alone ? slots * run->capacity : 0;
+    return PyLong_FromSsize_t(finished < run->total ? finished : run->total);
+}
+
+/* Run.waits_for() -> the flag and the sequence number that `advance` has waited for in vain, or None */
+static PyObject *run_waits_for(Run *run, PyObject *unused) {
+    int flag;
+    int64_t sequence;
+    (void)unused;
+    if (!waits_for(run, &flag, &sequence)) Py_RETURN_NONE;
+    return Py_BuildValue("iL", flag, (long long)sequence);
+}
+
+/* What each rank's target gets of the slots into which all have packed their sources. */
+enum { REDUCED, GATHERED, OF_ONE, NOTHING };
+
+/* Region.exchange(signatures, number, hash, sequence, (what, type, op, prescale, divisor, postscale, low or root),
+ * source or None, target or None, patience_us, resumed): a short operation, if all ranks publish this hash, and no word
+ * beside it -> 0: it is done; 1: they differ; 2: some are late; then it may be resumed, or go on by other means.
+ * signatures: a Region whose memory is its flags' lines, with two hashes and two words behind each flag. */
+static PyObject *region_exchange(Region *r, PyObject *args) {
+    Region *s;
+    long long number, hash, sequence;
+    int what, type, op, resumed, low, found = 2;
+    Factors f;
+    PyObject *from, *to;
+    double patience_us;
+    if (!PyArg_ParseTuple(args, "OLLL(iiidddi)OOdp", &s, &number, &hash, &sequence, &what, &type, &op, &f.prescale,
+                          &f.divisor, &f.postscale, &low, &from, &to, &patience_us, &resumed))
+        return NULL;
+    Py_buffer source = {.len = 0}, target = {.len = 0};
+    if (from != Py_None && PyObject_GetBuffer(from, &source, PyBUF_SIMPLE)) return NULL;
+    if (to != Py_None && PyObject_GetBuffer(to, &target, PyBUF_WRITABLE)) {
+        PyBuffer_Release(&source);
+        return NULL;
+    }
+    size_t offset = sequence % r->slots * r->slot_bytes, size = TYPES[type].itemsize, k;
+    const char *parts[MOST];
+    if (source.len <= r->slot_bytes) {
+        Py_BEGIN_ALLOW_THREADS
+        if (!resumed) {
+            int64_t *line = s->flags[s->rank];
+            memcpy(r->memory[r->rank] + offset, source.buf, source.len);
+            line[1 + number % 2] = hash, line[3 + number % 2] = 0;
+            publish(s, PACKED, number);
+        }
+        if (arrived(s, PACKED, number, patience_us)) {
+            found = 0;
+            for (int m = 0; m < s->size; m++)
+                found |= s->flags[m][1 + number % 2] != hash || s->flags[m][3 + number % 2] != 0;
+        }
+        if (found == 0 && what == REDUCED) {
+            for (int m = 0; m < r->size; m++) parts[m] = r->memory[m] + offset + low;
+            TYPES[type].kernels[op](parts, r->size, target.buf, NULL, target.len / size, &f);
+        } else if (found == 0 && what == GATHERED) {
+            for (k = 0; k < (size_t)r->size; k++)
+                memcpy((char *)target.buf + k * source.len, r->memory[k] + offset, source.len);
+        } else if (found == 0 && what == OF_ONE) {
+            memcpy(target.buf, r->memory[low] + offset, target.len);
+        }
+        Py_END_ALLOW_THREADS
+    } else {
+        PyErr_Format(PyExc_ValueError, "%zd B; a slot has %zd", source.len, r->slot_bytes);
+    }
+    PyBuffer_Release(&source), PyBuffer_Release(&target);
+    return PyErr_Occurred() ? NULL : PyLong_FromLong(found);
+}
+
+/* reduce(parts, out, also or None, type, op, prescale, divisor, postscale) */
+static PyObject *reduce(PyObject *module, PyObject *args) {
+    PyObject *parts, *out, *also;
+    int type, op;
+    Factors f;
+    (void)module;
+    if (!PyArg_ParseTuple(args, "O!OOiiddd", &PyList_Type, &parts, &out, &also, &type, &op, &f.prescale, &f.divisor,
+                          &f.postscale) || !kernel_of(type, op))
+        return NULL;
+    Py_ssize_t count = PyList_Size(parts), n = 0, all = count + 1 + (also != Py_None);
+    if (count < 1 || count > MOST) return PyErr_Format(PyExc_ValueError, "%zd parts", count);
+    Py_buffer views[MOST + 2];
+    const char *pointers[MOST];
+    for (; n < all; n++) {
+        PyObject *array = n < count ? PyList_GetItem(parts, n) : n == count ? out : also;
+        if (PyObject_GetBuffer(array, views + n, n < count ? PyBUF_SIMPLE : PyBUF_WRITABLE)) break;
+        if (n < count) pointers[n] = views[n].buf;
+        if (views[n].len == views[0].len) continue;
+        PyErr_Format(PyExc_ValueError, "array %zd: %zd B, not %zd", n, views[n].len, views[0].len);
+        n++;
+        break;
+    }
+    if (!PyErr_Occurred()) {
+        Py_BEGIN_ALLOW_THREADS
+        TYPES[type].kernels[op](pointers, (int)count, views[count].buf, all > count + 1 ? views[count + 1].buf : NULL,
+                                views[0].len / TYPES[type].itemsize, &f);
+        Py_END_ALLOW_THREADS
+    }
+    release(views, n);
+    if (PyErr_Occurred()) return NULL;
+    Py_RETURN_NONE;
+}
+
+typedef void (*Conversion)(const char *source, char *target, size_t n);
+
+static PyObject *converted(PyObject *args, Conversion f16, Conversion bf16, int source_size, int target_size) {
+    Py_buffer source, target;
+    int is_bf16;
+    if (!PyArg_ParseTuple(args, "y*w*p", &source, &target, &is_bf16)) return NULL;
+    if (source.len / source_size == target.len / target_size) {
+        Py_BEGIN_ALLOW_THREADS
+        (is_bf16 ? bf16 : f16)(source.buf, target.buf, source.len / source_size);
+        Py_END_ALLOW_THREADS
+    } else {
+        PyErr_Format(PyExc_ValueError, "%zd B into %zd", source.len, target.len);
+    }
+    PyBuffer_Release(&source), PyBuffer_Release(&target);
+    if (PyErr_Occurred()) return NULL;
+    Py_RETURN_NONE;
+}
+
+/* widen(source, target, is_bf16), narrow(source, target, is_bf16): 16-bit floats to float32 and back */
+static PyObject *widen(PyObject *module, PyObject *args) {
+    (void)module;
+    return converted(args, widen_f16, widen_bf16, 2, 4);
+}
+
+static PyObject *narrow(PyObject *module, PyObject *args) {
+    (void)module;
+    return converted(args, narrow_f16, narrow_bf16, 4, 2);
+}
+
+static PyMethodDef region_methods[] = {{"allreduce", (PyCFunction)region_allreduce, METH_VARARGS, NULL},
+                                       {"exchange", (PyCFunction)region_exchange, METH_VARARGS, NULL},
+                                       {0}};
+static PyType_Slot region_slots[] = {
+    {Py_tp_new, region_new}, {Py_tp_dealloc, region_dealloc}, {Py_tp_methods, region_methods}, {0, NULL}};
+static PyType_Spec region_spec = {"ringreduce.kernels._native.Region", sizeof(Region), 0, Py_TPFLAGS_DEFAULT,
+                                  region_slots};
+static PyMethodDef run_methods[] = {{"advance", (PyCFunction)run_advance, METH_VARARGS, NULL},
+                                    {"waits_for", (PyCFunction)run_waits_for, METH_NOARGS, NULL},
+                                    {0}};
+static PyType_Slot run_slots[] = {{Py_tp_dealloc, run_dealloc}, {Py_tp_methods, run_methods}, {0, NULL}};
+static PyType_Spec run_spec = {"ringreduce.kernels._native.Run", sizeof(Run), 0,
+                               Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION, run_slots};
+
+static PyMethodDef functions[] = {{"reduce", reduce, METH_VARARGS, NULL},
+                                  {"widen", widen, METH_VARARGS, NULL},
+                                  {"narrow", narrow, METH_VARARGS, NULL},
+                                  {0}};
+
+static int fill(PyObject *module) {
+    PyObject *region = PyType_FromSpec(&region_spec);
+    run_type = (PyTypeObject *)PyType_FromSpec(&run_spec);
+    return region == NULL || run_type == NULL || PyModule_AddObject(module, "Region", region) ? -1 : 0;
+}
+
+static PyModuleDef_Slot module_slots[] = {
+    {Py_mod_exec, fill},
+#ifdef Py_mod_gil
+    {Py_mod_gil, Py_MOD_GIL_NOT_USED},
+#endif
+    {0, NULL}};
+static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "_native", NULL, 0, functions, module_slots, NULL, NULL, NULL};
+
+PyMODINIT_FUNC PyInit__native(void) { return PyModuleDef_Init(&module); }

@@ -1,0 +1,134 @@
+"""The all-reduce of the compiled module, on threads: as NumPy's, whether a rank has the one or the other."""
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ringreduce.arrays.dtypes import TABLE
+from ringreduce.collectives import compiled, shared
+from ringreduce.kernels import native
+from ringreduce.ops import Average, Reduction, Sum
+from ringreduce.transport.base import complete
+from ringreduce.transport.window import Signatures
+from tests.support.reference import MATRIX, data, folded
+from tests.support.slots import SLOT_BYTES, on_a_host
+
+pytestmark = [
+    pytest.mark.usefixtures("threads_that_take_turns_quickly"),
+    pytest.mark.skipif(native.module is None, reason="ringreduce was installed without a compiler"),
+]
+
+
+def allreduce(arrays, region, reduction, by_numpy, progress=lambda count: None):
+    """Arrays in one go, in place, or into others where `by_numpy` is None; returns the results."""
+    targets = [np.zeros_like(each) for each in arrays] if by_numpy is None else arrays
+    if by_numpy:
+        capacity = SLOT_BYTES // reduction.element.itemsize
+        bounds = list(itertools.accumulate([each.size for each in arrays], initial=0))
+        slots = [[] for _ in range(-(-bounds[-1] // capacity))]
+        for array, start in zip(arrays, bounds, strict=False):
+            cuts = [0, *range(capacity - start % capacity, array.size, capacity), array.size]
+            for low, high in itertools.pairwise(cuts):
+                if low < high:
+                    slots[(start + low) // capacity].append(shared.Part(array[low:high], array[low:high]))
+        complete(shared.allreduce(slots, region, reduction))
+    else:
+        assert compiled.can(region, reduction)
+        complete(compiled.allreduce(arrays, targets, region, reduction, progress))
+    return targets
+
+
+CASES = [(name, op) for name, op in MATRIX if Reduction(op, TABLE[name], 2).compiled]
+counts = st.lists(st.sampled_from([0, 1, 2, 7, 300, 5000, 20001]), min_size=1, max_size=6)
+
+
+@given(st.lists(st.tuples(st.sampled_from(CASES), counts), min_size=1, max_size=4), st.integers(2, 5), st.randoms())
+def test_as_numpy_does_on_any_of_the_ranks(operations, size, draw):
+    """One operation after the other; each rank's own choice of the two, and of in place or not."""
+    kinds = [[draw.choice([True, False, None]) for _ in operations] for _ in range(size)]
+    draws = [
+        [[data(name, count, rank, 10 * k + j) for j, count in enumerate(lengths)] for rank in range(size)]
+        for k, ((name, _), lengths) in enumerate(operations)
+    ]
+
+    def program(region):
+        results = []
+        for number, ((name, op), _) in enumerate(operations):
+            arrays = [each.copy().view(TABLE[name].storage) for each in draws[number][region.rank]]
+            reduction = Reduction(op, TABLE[name], size)
+            results.append(
+                [each.tobytes() for each in allreduce(arrays, region, reduction, kinds[region.rank][number])]
+            )
+        return results
+
+    expected = [
+        [folded(op, parts).tobytes() for parts in zip(*by_rank, strict=True)]
+        for ((_, op), _), by_rank in zip(operations, draws, strict=True)
+    ]
+    assert on_a_host(size, program) == [expected] * size
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_arrays_are_reported_when_they_are_finished(size):
+    """Not before their last slot is copied out, and not all at the end."""
+    lengths = [100, 3 * SLOT_BYTES // 4, 5, 4 * SLOT_BYTES // 4]
+
+    def program(region):
+        arrays = [data("float32", count, region.rank, k) for k, count in enumerate(lengths)]
+        seen = []
+
+        def progress(finished):
+            whole = [end <= finished for end in itertools.accumulate(lengths)]
+            copies = [each.copy() for each, is_whole in zip(arrays, whole, strict=True) if is_whole]
+            seen.append((finished, copies))
+
+        results = allreduce(arrays, region, Reduction(Sum, TABLE["float32"], size), False, progress)
+        assert seen[-1][0] == sum(lengths)
+        for _, copies in seen:
+            for early, late in zip(copies, results, strict=False):
+                np.testing.assert_array_equal(early, late)
+
+    on_a_host(size, program)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_no_flag_is_seen_before_its_data(size):
+    """A litmus: short and long operations follow each other as fast as ranks can, and each has other data."""
+    how, long = (0, *Reduction(Sum, TABLE["float32"], size).compiled, 0), 3 * SLOT_BYTES // 4
+
+    def program(region):
+        signatures = Signatures(region.window, 1, range(size), range(size), region.rank)
+        short, many = np.empty(16, np.float32), np.empty(long, np.float32)
+        for number in range(2000):
+            short[...] = size * number + region.rank
+            passed = short, short, 1e6, False
+            assert region.compiled.exchange(signatures.compiled, number, 7, region.sequence, how, *passed) == 0
+            assert (short == size * size * number + size * (size - 1) / 2).all()
+            region.sequence += 1
+            if number % 10 == 0:
+                many[...] = number + region.rank
+                allreduce([many], region, Reduction(Sum, TABLE["float32"], size), False)
+                assert (many == size * number + size * (size - 1) / 2).all()
+
+    on_a_host(size, program)
+
+
+def test_arguments_that_do_not_fit_are_refused():
+    flags, memory = [np.zeros(128, np.uint8)] * 2, [np.zeros(4 * 64, np.uint8)] * 2
+    region = native.module.Region(flags, memory, 0, 4)
+    ones, numbers = np.ones(4, np.float32), Reduction(Average, TABLE["float32"], 2).compiled
+    with pytest.raises(ValueError, match="array 0: 12 B into 16"):
+        region.allreduce([ones[:3]], [ones], *numbers, 0, False)
+    with pytest.raises(ValueError, match="type 12, op 0"):
+        region.allreduce([ones], [ones], 12, *numbers[1:], 0, False)
+    with pytest.raises(ValueError, match="array 1: 12 B, not 16"):
+        native.module.reduce([ones, ones[:3]], ones.copy(), None, *numbers)
+    with pytest.raises(ValueError, match="2 members, rank 2"):
+        native.module.Region(flags, memory, 2, 4)
+    with pytest.raises((ValueError, BufferError)):
+        native.module.reduce([np.ones((2, 4))[:, 0]], np.ones(2), None, *numbers)
+    with pytest.raises(ValueError, match="16 B into 16"):
+        native.module.widen(ones, ones.copy(), False)
