@@ -28,6 +28,7 @@ from ringreduce.engine.submitting import Submitting
 from ringreduce.engine.timeline_control import TimelineControl
 from ringreduce.execution.context import Context
 from ringreduce.execution.host import Host
+from ringreduce.execution.lane import Lane
 from ringreduce.execution.submission import Handle
 from ringreduce.gpu.stream import Gpu
 from ringreduce.log import LOGGER
@@ -96,6 +97,11 @@ class Engine:
                 self.process_sets.add(members)
         self._thread = threading.Thread(target=self._run, name=f"ringreduce engine {world.rank}", daemon=True)
         self._thread.start()
+
+    def lane(self, number: int) -> Lane | None:
+        """The lane of a channel; None where it has none."""
+        channel = self.negotiation.channels.get(number)
+        return None if channel is None else Lane(channel, self._polling.lock, self._break)
 
     def leave(self, why: str, interrupted: Callable[[], bool] = lambda: False) -> bool:
         """Announce that this rank leaves, and wait until all ranks do; operations that are not ready fail.

@@ -55,7 +55,9 @@ class Channel(Running):
         super().__init__(number, Executor(context), name)
         self.process_set = process_set
         self.patient = False  # the stall watch leaves it alone
-        self._context, self._world, self._signatures = context, world, signatures
+        self._context, self._world, self.signatures = context, world, signatures
+        self.signed: int | None = None
+        """The number of an operation that the lane (lane.py) has signed, and which is submitted next."""
         self._senders: dict[int, Executor] = {}  # by peer
         self._receivers: dict[int, tuple[Executor, Receiver]] = {}  # by rank of the world
         self._count = 0
@@ -81,7 +83,7 @@ class Channel(Running):
         end: Callable[[], object] = submission.complete
         try:
             steps = opened(host, context.members, self.name, context.transport)
-            context.algorithms, self._signatures = yield from steps
+            context.algorithms, self.signatures = yield from steps
         except RingreduceError as exc:  # raised on all ranks
             context.algorithms.abandon = nothing
             end = functools.partial(submission.fail, exc)
@@ -157,7 +159,7 @@ class Channel(Running):
     def _packed(self, submission: Submission) -> list[Any]:
         """The slots of all ranks for a short sum, with this rank's elements; none for other operations."""
         region, (kind, _, _, details, _) = self._context.algorithms.shared_region, submission.signature
-        if region is None or self._signatures is None or kind != "allreduce" or operations.ADASUM in details:
+        if region is None or self.signatures is None or kind != "allreduce" or operations.ADASUM in details:
             return []
         return packed(submission.inputs[0].flat, region) if is_short(submission, region) else []
 
@@ -173,13 +175,15 @@ class Channel(Running):
 
     def _compare(self, submission: Submission) -> Steps[list[int] | None]:
         """None when ranks have called different operations; else their words (shared_arrays.py). On all ranks alike."""
-        mine, signatures = _hash(submission.signature), self._signatures
+        mine, signatures = hash_of(submission.signature), self.signatures
         if signatures is None:
             partial, combine = self._partial(submission)
             found = yield from hashed.allreduce(mine, partial, self._context.transport, combine)
             submission.partial = b"" if found is None else found.tobytes()
             return None if found is None else [0]
-        number = signatures.sign(mine, getattr(submission.payload, "number", 0))
+        number, self.signed = self.signed, None
+        if number is None:
+            number = signatures.sign(mine, getattr(submission.payload, "number", 0))
         if not signatures.arrived(0, number):
             yield signatures.arrival(0, number)
         return signatures.beside(number) if all(each == mine for each in signatures.read(number)) else None
@@ -203,6 +207,6 @@ class Channel(Running):
 
 
 @functools.lru_cache(maxsize=4096)
-def _hash(signature: Signature) -> int:
+def hash_of(signature: Signature) -> int:
     """The same on all ranks."""
     return int.from_bytes(hashlib.blake2b(repr(signature).encode(), digest_size=8).digest(), "little", signed=True)

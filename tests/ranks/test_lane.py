@@ -1,0 +1,123 @@
+"""Short sums of a channel without a submission: as with one, beside these, and when ranks are late or differ."""
+
+import random
+import re
+import time
+
+import numpy as np
+import pytest
+
+import ringreduce as rr
+from ringreduce.kernels import native
+from tests.support.world import on_every_world
+
+pytestmark = [
+    pytest.mark.timeout(60),
+    pytest.mark.skipif(native.module is None, reason="ringreduce was installed without a compiler"),
+]
+
+
+def counted(channel):
+    """How many of its calls have taken the lane, and how many have not."""
+    lane, counts = channel._lane, [0, 0]
+    run = lane.run
+
+    def counting(*arguments):
+        taken = run(*arguments)
+        counts[not taken] += 1
+        return taken
+
+    lane.run = counting
+    return counts
+
+
+def element(rank, number, count):
+    return np.arange(count, dtype=np.float32) % 7 + 100 * rank + number
+
+
+@on_every_world
+@pytest.mark.parametrize("seed", range(3))
+def test_sums_are_the_same_whichever_way_each_rank_takes(world, size, seed):
+    def program():
+        channel, draw, mine = rr.ordered(), random.Random(seed), random.Random(f"{seed} {rr.rank()}")
+        counts, lane = counted(channel), channel._lane
+        found, pending = [], []
+        for number in range(200):
+            count, op = draw.choice([1, 2, 999, 4096]), draw.choice([rr.Sum, rr.Max, rr.Average])
+            if draw.random() < 0.1:  # under way while others come
+                pending.append(channel.allreduce_async(element(rr.rank(), number, 50_000), op=rr.Sum))
+            channel._lane = lane if mine.random() < 0.8 else None
+            if mine.random() < 0.03:
+                time.sleep(0.002)
+            array = element(rr.rank(), number, count)
+            assert channel.allreduce_(array, op=op) is array
+            found.append(array.tobytes())
+        found += [each.wait().tobytes() for each in pending]
+        return found, counts[0], size
+
+    draw, expected, pending = random.Random(seed), [], []
+    for number in range(200):
+        count, op = draw.choice([1, 2, 999, 4096]), draw.choice([rr.Sum, rr.Max, rr.Average])
+        if draw.random() < 0.1:
+            pending.append(sum(element(rank, number, 50_000) for rank in range(size)).tobytes())
+        arrays = [element(rank, number, count) for rank in range(size)]
+        total = np.maximum.reduce(arrays) if op is rr.Max else sum(arrays[1:], arrays[0])
+        expected.append((total / np.float32(size) if op is rr.Average else total).tobytes())
+    results = world(size).run(program)
+    assert [found for found, *_ in results] == [expected + pending] * size
+    assert all(taken > 10 for _, taken, _ in results)
+
+
+@on_every_world
+def test_late_ranks_and_operations_that_differ(world, size):
+    def program():
+        channel, rank = rr.ordered(), rr.rank()
+        ones, two = np.ones(3), np.ones((2, 2))
+        for _ in range(3):
+            channel.allreduce_(ones, op=rr.Max)
+            channel.allreduce_(two, op=rr.Max)
+        counts = counted(channel)
+        time.sleep(0.05 * (rank == 0))
+        channel.allreduce_(ones, op=rr.Sum)  # not known yet
+        time.sleep(0.05 * (rank == 0))
+        channel.allreduce_(ones, op=rr.Sum)  # known, and rank 0 is late
+        late, total = list(counts), ones.tolist()
+        messages = []
+        for first, other in ((ones, two), (two, ones)):
+            with pytest.raises(rr.MismatchError) as raised:
+                channel.allreduce_(other if rank else first, op=rr.Max)
+            messages.append(str(raised.value))
+        with pytest.raises(rr.MismatchError) as raised:
+            channel.barrier() if rank else channel.allreduce_(ones, op=rr.Max)
+        messages.append(str(raised.value))
+        return late, total, messages, channel.allreduce_(np.full(3, float(rank)), op=rr.Max).tolist()
+
+    for rank, (late, total, messages, after) in enumerate(world(size).run(program)):
+        assert late[0] == (rank == 0)  # whoever came last
+        assert total == [size**2] * 3
+        for message, text in zip(
+            messages, [r"float64\[2, 2\], but rank 0", r"\[3\], but rank 0", "barrier"], strict=True
+        ):
+            assert re.search(text, message), message
+            assert "test_lane.py" in message
+        assert after == [size - 1] * 3
+
+
+@on_every_world
+def test_memory_that_the_lane_cannot_take(world, size):
+    def program():
+        channel = rr.ordered()
+        wide = np.full((4, 6), float(rr.rank()))
+        for _ in range(3):
+            channel.allreduce_(wide[:, ::2], op=rr.Sum)  # rows with gaps
+        read_only = np.ones(3)
+        channel.allreduce_(read_only.copy(), op=rr.Sum)
+        read_only.flags.writeable = False
+        with pytest.raises(rr.InputError, match="read-only"):
+            channel.allreduce_(read_only, op=rr.Sum)
+        return wide.tolist(), channel.allreduce_(np.float64([[1, 2]]).T.copy(), op=rr.Sum).tolist()
+
+    for rank, (wide, small) in enumerate(world(size).run(program)):
+        total = size * (size - 1) / 2 * size**2
+        assert wide == [[total, float(rank)] * 3] * 4
+        assert small == [[size], [2 * size]]
