@@ -12,8 +12,8 @@ import numpy as np
 
 from ringreduce import pickling, runtime
 from ringreduce.api import broadcast as broadcasts
-from ringreduce.api import control, objects
 from ringreduce.api import gather as gathers
+from ringreduce.api import objects
 from ringreduce.api import reduce as reductions
 from ringreduce.api.arguments import arguments_of
 from ringreduce.api.process_sets import ProcessSet, global_process_set, number_of
@@ -62,10 +62,9 @@ class Ordered(ProcessSet):
     reducescatter, reducescatter_async = _of(reductions.reducescatter), _of(reductions.reducescatter_async)
     allgather, allgather_async = _of(gathers.allgather), _of(gathers.allgather_async)
     alltoall, alltoall_async = _of(gathers.alltoall), _of(gathers.alltoall_async)
-    broadcast, broadcast_ = _of(broadcasts.broadcast), _of(broadcasts.broadcast_)
+    broadcast = _of(broadcasts.broadcast)
     broadcast_async, broadcast_async_ = _of(broadcasts.broadcast_async), _of(broadcasts.broadcast_async_)
     broadcast_object, allgather_object = _of(objects.broadcast_object), _of(objects.allgather_object)
-    barrier = _of(control.barrier)
     _lane: Lane | None = None
 
     def allreduce_(
@@ -78,17 +77,40 @@ class Ordered(ProcessSet):
         postscale_factor: float = 1.0,
     ) -> Any:
         """See `ringreduce.allreduce_`."""
+
+        def submit() -> Handle:
+            arguments = arguments_of("allreduce", average, op, prescale_factor, postscale_factor)
+            return reductions.submit([tensor], name, None, arguments, self, in_place=True, one=True, waits=True)
+
+        return self._at_once(submit, tensor, "allreduce", average, op, prescale_factor, postscale_factor)
+
+    def broadcast_(self, tensor: Any, root_rank: int, name: str | None = None) -> Any:
+        """See `ringreduce.broadcast_`."""
+
+        def submit() -> Handle:
+            return broadcasts.submit_one(tensor, root_rank, name, self, in_place=True, waits=True)
+
+        return self._at_once(submit, tensor, "broadcast", root_rank)
+
+    def barrier(self) -> None:
+        """See `ringreduce.barrier`."""
+
+        def submit() -> Handle:
+            return runtime.current("barrier").engine.submit("barrier", None, number_of(self, "barrier"), waits=True)
+
+        self._at_once(submit, None, "barrier")
+
+    def _at_once(self, submit: Callable[[], Handle], tensor: Any, *arguments: Any) -> Any:
+        """An operation in place that this rank waits for: by the lane, if one like it went the usual way before."""
         lane, array = self._lane, _host_array(tensor)
-        key = array is not None and (array.dtype, array.shape, average, op, prescale_factor, postscale_factor)
-        if runtime.current("allreduce").world is not self.world:
-            lane = None
-        if lane is not None and lane.run(key, array, array):
+        if lane is None or (array is None) != (tensor is None) or runtime.current("ordered").world is not self.world:
+            return submit().wait()
+        key = arguments if array is None else (*arguments, array.dtype, array.shape)
+        if lane.run(key, array):
             return tensor
-        arguments = arguments_of("allreduce", average, op, prescale_factor, postscale_factor)
-        handle = reductions.submit([tensor], name, None, arguments, self, in_place=True, one=True, waits=True)
+        handle = submit()
         result = handle.wait()
-        if lane is not None and array is not None:
-            lane.learn(key, handle)
+        lane.learn(key, handle)
         return result
 
     def barrier_async(self) -> Handle:

@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ringreduce.cost_model import is_one_shot
-from ringreduce.kernels import native
 from ringreduce.ops import Reduction
 from ringreduce.transport.base import Steps
 from ringreduce.transport.window import Region
@@ -20,7 +19,7 @@ BUDGET_US = 2000.0  # how long it works before what is finished completes
 
 def can(region: Region | None, reduction: Reduction) -> bool:
     """True where the compiled module reduces such elements in this memory."""
-    return native.module is not None and region is not None and region.is_real and reduction.compiled is not None
+    return region is not None and region.can_be_compiled and reduction.compiled is not None
 
 
 def allreduce(

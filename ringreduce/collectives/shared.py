@@ -103,10 +103,11 @@ def _packed_one_shot(parts: Sequence[Part], region: Region, reduction: Reduction
     watch(0, DONE)
 
 
-def packed(source: Any, region: Region) -> list[Any]:
+def packed(source: Any, region: Region, packs: bool = True) -> list[Any]:
     """Copy an array into this rank's next slot; returns the slots of all ranks, to be read when all have packed."""
     slots = [each[: source.size] for each in region.slots(region.sequence, source.dtype)]
-    slots[region.rank][...] = source
+    if packs:
+        slots[region.rank][...] = source
     return slots
 
 

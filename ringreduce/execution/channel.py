@@ -141,7 +141,7 @@ class Channel(Running):
             return
         self._context.timeline.agreed(submission)
         if slots and not any(words):
-            self._sum(submission, slots)
+            self._finish(submission, slots)
             return
         if set(words) == {WISHED}:
             exchange = functools.partial(everyones, transport=self._context.transport)
@@ -157,20 +157,29 @@ class Channel(Running):
             submission.complete()
 
     def _packed(self, submission: Submission) -> list[Any]:
-        """The slots of all ranks for a short sum, with this rank's elements; none for other operations."""
+        """The slots of all ranks for a short sum or broadcast, with this rank's elements; none for other operations."""
         region, (kind, _, _, details, _) = self._context.algorithms.shared_region, submission.signature
-        if region is None or self.signatures is None or kind != "allreduce" or operations.ADASUM in details:
+        if region is None or self.signatures is None or not is_short(submission, region):
             return []
-        return packed(submission.inputs[0].flat, region) if is_short(submission, region) else []
+        (source,) = submission.inputs
+        if kind == "allreduce" and operations.ADASUM not in details:
+            return packed(source.flat, region)
+        if kind == "broadcast" and (root := submission.signature.detail("root_rank")) in self.members:
+            return packed(source.flat, region, root == self._world.rank)
+        return []
 
-    def _sum(self, submission: Submission, slots: Sequence[Any]) -> None:
-        """Sum what all ranks have packed."""
+    def _finish(self, submission: Submission, slots: Sequence[Any]) -> None:
+        """Sum, or copy, what ranks have packed."""
         context, (source,), (target,) = self._context, submission.inputs, submission.outputs
         if context.algorithms.shared_region is not None:
             context.algorithms.shared_region.sequence += 1
         context.divisor = len(context.members)
-        with context.timeline.phase([submission], "ALLREDUCE"):
-            context.reduction(submission, source.element).reduce_parts(slots, target.flat)
+        kind = submission.signature.kind
+        with context.timeline.phase([submission], kind.upper()):
+            if kind == "broadcast":
+                target.flat[...] = slots[self.members.index(submission.signature.detail("root_rank"))]
+            else:
+                context.reduction(submission, source.element).reduce_parts(slots, target.flat)
         submission.complete()
 
     def _compare(self, submission: Submission) -> Steps[list[int] | None]:

@@ -17,7 +17,8 @@ from ringreduce.execution.allreduce import is_short
 from ringreduce.execution.channel import Channel, hash_of
 from ringreduce.execution.context import reduction_of
 
-REDUCED = 0  # as in kernels/native.c
+REDUCED, OF_ONE, NOTHING = range(3)  # as in kernels/native.c
+NO_NUMBERS = 0, 0, 1.0, 1.0, 1.0
 MOST_KNOWN = 1024
 
 
@@ -36,16 +37,26 @@ class Lane:
         """Operations of this key are as this one, which is over."""
         context, signatures = self._channel.executor.context, self._channel.signatures
         region, (kind, _, _, details, _) = context.algorithms.shared_region, submission.signature
-        if region is None or signatures is None or kind != "allreduce" or operations.ADASUM in details:
+        if region is None or not region.can_be_compiled or signatures is None or len(self._known) >= MOST_KNOWN:
             return
-        reduction = reduction_of(submission, submission.inputs[0].element, len(context.members))
-        if is_short(submission, region) and compiled.can(region, reduction) and len(self._known) < MOST_KNOWN:
-            how = REDUCED, *reduction.compiled, 0  # type: ignore[misc]
+        how: tuple[Any, ...] | None = None
+        if kind == "barrier":
+            how = NOTHING, *NO_NUMBERS, 0
+        elif is_short(submission, region) and kind == "broadcast":
+            how = OF_ONE, *NO_NUMBERS, self._channel.members.index(submission.signature.detail("root_rank"))
+        elif is_short(submission, region) and kind == "allreduce" and operations.ADASUM not in details:
+            reduction = reduction_of(submission, submission.inputs[0].element, len(context.members))
+            how = None if reduction.compiled is None else (REDUCED, *reduction.compiled, 0)
+        if how is not None:
             self._known[key] = region, signatures, hash_of(submission.signature), how
 
-    def run(self, key: Hashable, source: Any, target: Any) -> bool:
-        """True when it is done; else it must be submitted."""
-        found, channel = self._known.get(key), self._channel
+    def run(self, key: Hashable, array: Any) -> bool:
+        """Run it in place; True when it is done; else it must be submitted."""
+        channel = self._channel
+        try:
+            found = self._known.get(key)
+        except TypeError:  # an argument that cannot be hashed, nor be right
+            return False
         if found is None or not self._polling.acquire(blocking=False):
             return False
         try:
@@ -54,14 +65,12 @@ class Lane:
                 return False
             region, signatures, signature, how = found
             number, sequence, patience_us = signatures.sequence, region.sequence, compiled.PATIENCE_US
-            state = region.compiled.exchange(
-                signatures.compiled, number, signature, sequence, how, source, target, patience_us, False
-            )
+            state = region.compiled.exchange(signatures.compiled, number, signature, sequence, how, array, patience_us)
             signatures.sequence = number + 1
             if state:
                 channel.signed = number
                 return False
-            region.sequence = sequence + 1
+            region.sequence = sequence + (how[0] != NOTHING)
             return True
         except (BufferError, ValueError):  # not contiguous, or read-only; nothing was signed
             return False

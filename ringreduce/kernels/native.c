@@ -405,59 +405,52 @@ static PyObject *run_waits_for(Run *run, PyObject *unused) {
     return Py_BuildValue("iL", flag, (long long)sequence);
 }
 
-/* What each rank's target gets of the slots into which all have packed their sources. */
-enum { REDUCED, GATHERED, OF_ONE, NOTHING };
+/* What each rank's array gets of the slots: all of them, combined; the root's; there is none. */
+enum { REDUCED, OF_ONE, NOTHING };
 
-/* Region.exchange(signatures, number, hash, sequence, (what, type, op, prescale, divisor, postscale, low or root),
- * source or None, target or None, patience_us, resumed): a short operation, if all ranks publish this hash, and no word
- * beside it -> 0: it is done; 1: they differ; 2: some are late; then it may be resumed, or go on by other means.
+/* Region.exchange(signatures, number, hash, sequence, (what, type, op, prescale, divisor, postscale, root), array or None,
+ * patience_us): a short operation in place, if all ranks publish this hash, and no word beside it
+ * -> 0: it is done; 1: they differ; 2: some are late; then it goes on by other means.
  * signatures: a Region whose memory is its flags' lines, with two hashes and two words behind each flag. */
 static PyObject *region_exchange(Region *r, PyObject *args) {
     Region *s;
     long long number, hash, sequence;
-    int what, type, op, resumed, low, found = 2;
+    int what, type, op, root, found = 2;
     Factors f;
-    PyObject *from, *to;
+    PyObject *array;
     double patience_us;
-    if (!PyArg_ParseTuple(args, "OLLL(iiidddi)OOdp", &s, &number, &hash, &sequence, &what, &type, &op, &f.prescale,
-                          &f.divisor, &f.postscale, &low, &from, &to, &patience_us, &resumed))
+    if (!PyArg_ParseTuple(args, "OLLL(iiidddi)Od", &s, &number, &hash, &sequence, &what, &type, &op, &f.prescale,
+                          &f.divisor, &f.postscale, &root, &array, &patience_us))
         return NULL;
-    Py_buffer source = {.len = 0}, target = {.len = 0};
-    if (from != Py_None && PyObject_GetBuffer(from, &source, PyBUF_SIMPLE)) return NULL;
-    if (to != Py_None && PyObject_GetBuffer(to, &target, PyBUF_WRITABLE)) {
-        PyBuffer_Release(&source);
+    Py_buffer view = {.len = 0};
+    if (what != NOTHING && PyObject_GetBuffer(array, &view, PyBUF_WRITABLE)) return NULL;
+    if (view.len > r->slot_bytes) {
+        PyErr_Format(PyExc_ValueError, "%zd B; a slot has %zd", view.len, r->slot_bytes);
+        PyBuffer_Release(&view);
         return NULL;
     }
-    size_t offset = sequence % r->slots * r->slot_bytes, size = TYPES[type].itemsize, k;
+    size_t offset = sequence % r->slots * r->slot_bytes;
+    int64_t *line = s->flags[s->rank];
     const char *parts[MOST];
-    if (source.len <= r->slot_bytes) {
-        Py_BEGIN_ALLOW_THREADS
-        if (!resumed) {
-            int64_t *line = s->flags[s->rank];
-            memcpy(r->memory[r->rank] + offset, source.buf, source.len);
-            line[1 + number % 2] = hash, line[3 + number % 2] = 0;
-            publish(s, PACKED, number);
-        }
-        if (arrived(s, PACKED, number, patience_us)) {
-            found = 0;
-            for (int m = 0; m < s->size; m++)
-                found |= s->flags[m][1 + number % 2] != hash || s->flags[m][3 + number % 2] != 0;
-        }
-        if (found == 0 && what == REDUCED) {
-            for (int m = 0; m < r->size; m++) parts[m] = r->memory[m] + offset + low;
-            TYPES[type].kernels[op](parts, r->size, target.buf, NULL, target.len / size, &f);
-        } else if (found == 0 && what == GATHERED) {
-            for (k = 0; k < (size_t)r->size; k++)
-                memcpy((char *)target.buf + k * source.len, r->memory[k] + offset, source.len);
-        } else if (found == 0 && what == OF_ONE) {
-            memcpy(target.buf, r->memory[low] + offset, target.len);
-        }
-        Py_END_ALLOW_THREADS
-    } else {
-        PyErr_Format(PyExc_ValueError, "%zd B; a slot has %zd", source.len, r->slot_bytes);
+    Py_BEGIN_ALLOW_THREADS
+    if (what == REDUCED || (what == OF_ONE && r->rank == root))
+        memcpy(r->memory[r->rank] + offset, view.buf, view.len);
+    line[1 + number % 2] = hash, line[3 + number % 2] = 0;
+    publish(s, PACKED, number);
+    if (arrived(s, PACKED, number, patience_us)) {
+        found = 0;
+        for (int m = 0; m < s->size; m++)
+            found |= s->flags[m][1 + number % 2] != hash || s->flags[m][3 + number % 2] != 0;
     }
-    PyBuffer_Release(&source), PyBuffer_Release(&target);
-    return PyErr_Occurred() ? NULL : PyLong_FromLong(found);
+    if (found == 0 && what == REDUCED) {
+        for (int m = 0; m < r->size; m++) parts[m] = r->memory[m] + offset;
+        TYPES[type].kernels[op](parts, r->size, view.buf, NULL, view.len / TYPES[type].itemsize, &f);
+    } else if (found == 0 && what == OF_ONE && r->rank != root) {
+        memcpy(view.buf, r->memory[root] + offset, view.len);
+    }
+    Py_END_ALLOW_THREADS
+    PyBuffer_Release(&view);
+    return PyLong_FromLong(found);
 }
 
 /* reduce(parts, out, also or None, type, op, prescale, divisor, postscale) */

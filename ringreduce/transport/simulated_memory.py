@@ -30,7 +30,7 @@ class Leaf(Work):
 class SimulatedRegion(Region):
     """See `Region`; its flags have times, its copies take some."""
 
-    is_real = False
+    is_simulated = True
 
     def __init__(
         self,

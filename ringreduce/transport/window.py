@@ -162,7 +162,12 @@ class Signatures(Flags):
 class Region(Flags):
     """One process set's part of a window, as one of its members on this host uses it; see `Flags`."""
 
-    is_real = True  # and not simulated, so that the compiled module can work in it
+    is_simulated = False
+
+    @property
+    def can_be_compiled(self) -> bool:
+        """True when the compiled module can work in it."""
+        return native.module is not None and not self.is_simulated
 
     def __init__(
         self, window: Window, number: int, slot_bytes: int, members: Sequence[int], ranks: Sequence[int], rank: int

@@ -104,7 +104,7 @@ def test_no_flag_is_seen_before_its_data(size):
         short, many = np.empty(16, np.float32), np.empty(long, np.float32)
         for number in range(2000):
             short[...] = size * number + region.rank
-            passed = short, short, 1e6, False
+            passed = short, 1e6
             assert region.compiled.exchange(signatures.compiled, number, 7, region.sequence, how, *passed) == 0
             assert (short == size * size * number + size * (size - 1) / 2).all()
             region.sequence += 1

@@ -35,37 +35,54 @@ def element(rank, number, count):
     return np.arange(count, dtype=np.float32) % 7 + 100 * rank + number
 
 
+def plan(seed, size):
+    """Operations of all kinds: what, how many elements, op or root; "under way" is one while others come."""
+    draw = random.Random(seed)
+    kinds = ["allreduce", "allreduce", "allreduce", "broadcast", "barrier", "under way"]
+    for number in range(200):
+        kind = draw.choice(kinds)
+        chosen = draw.randrange(size) if kind == "broadcast" else draw.choice([rr.Sum, rr.Max, rr.Average])
+        yield number, kind, 50_000 if kind == "under way" else draw.choice([1, 2, 999, 4096]), chosen
+
+
+def reference(arrays, kind, chosen):
+    if kind == "broadcast":
+        return arrays[chosen]
+    total = np.maximum.reduce(arrays) if chosen is rr.Max else sum(arrays[1:], arrays[0])
+    return total / np.float32(len(arrays)) if chosen is rr.Average else total
+
+
 @on_every_world
 @pytest.mark.parametrize("seed", range(3))
-def test_sums_are_the_same_whichever_way_each_rank_takes(world, size, seed):
+def test_operations_are_the_same_whichever_way_each_rank_takes(world, size, seed):
     def program():
-        channel, draw, mine = rr.ordered(), random.Random(seed), random.Random(f"{seed} {rr.rank()}")
+        channel, mine = rr.ordered(), random.Random(f"{seed} {rr.rank()}")
         counts, lane = counted(channel), channel._lane
         found, pending = [], []
-        for number in range(200):
-            count, op = draw.choice([1, 2, 999, 4096]), draw.choice([rr.Sum, rr.Max, rr.Average])
-            if draw.random() < 0.1:  # under way while others come
-                pending.append(channel.allreduce_async(element(rr.rank(), number, 50_000), op=rr.Sum))
+        for number, kind, count, chosen in plan(seed, size):
             channel._lane = lane if mine.random() < 0.8 else None
-            if mine.random() < 0.03:
-                time.sleep(0.002)
+            time.sleep(0.002 * (mine.random() < 0.03))
             array = element(rr.rank(), number, count)
-            assert channel.allreduce_(array, op=op) is array
-            found.append(array.tobytes())
-        found += [each.wait().tobytes() for each in pending]
-        return found, counts[0], size
+            if kind == "barrier":
+                channel.barrier()
+            elif kind == "broadcast":
+                assert channel.broadcast_(array, chosen) is array
+                found.append(array.tobytes())
+            elif kind == "allreduce":
+                assert channel.allreduce_(array, op=chosen) is array
+                found.append(array.tobytes())
+            else:
+                pending.append(channel.allreduce_async(array, op=chosen))
+        return found + [each.wait().tobytes() for each in pending], counts[0]
 
-    draw, expected, pending = random.Random(seed), [], []
-    for number in range(200):
-        count, op = draw.choice([1, 2, 999, 4096]), draw.choice([rr.Sum, rr.Max, rr.Average])
-        if draw.random() < 0.1:
-            pending.append(sum(element(rank, number, 50_000) for rank in range(size)).tobytes())
+    expected, pending = [], []
+    for number, kind, count, chosen in plan(seed, size):
         arrays = [element(rank, number, count) for rank in range(size)]
-        total = np.maximum.reduce(arrays) if op is rr.Max else sum(arrays[1:], arrays[0])
-        expected.append((total / np.float32(size) if op is rr.Average else total).tobytes())
+        if kind != "barrier":
+            (pending if kind == "under way" else expected).append(reference(arrays, kind, chosen).tobytes())
     results = world(size).run(program)
-    assert [found for found, *_ in results] == [expected + pending] * size
-    assert all(taken > 10 for _, taken, _ in results)
+    assert [found for found, _ in results] == [expected + pending] * size
+    assert all(taken > 10 for _, taken in results)
 
 
 @on_every_world
