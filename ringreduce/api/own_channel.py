@@ -6,7 +6,7 @@ Where an operation has arrays for each rank, those of rank r are r * k to (r + 1
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ringreduce import runtime
@@ -18,6 +18,7 @@ from ringreduce.ops import ReduceOp, Reduction
 
 Arrays = Sequence[Buffer]
 Details = tuple[tuple[str, Any], ...]
+IN_PLACE = "allreduce", "broadcast", "barrier"  # what the lane takes, of one array or none
 
 
 class OwnChannel:
@@ -41,6 +42,7 @@ class OwnChannel:
         except BaseException:
             self.shut()
             raise
+        self._lane = self.engine.lane(self._number)
 
     def begin(
         self,
@@ -64,12 +66,20 @@ class OwnChannel:
                 f"{kind}: this process group belongs to a world that has ended; destroy it, and make it anew: "
                 + self._anew
             )
+        key = None
+        if self._lane and kind in IN_PLACE and len(inputs) < 2 and options.get("waits") and not options.get("payload"):
+            key = kind, details, *[(each.element, each.shape, each.device) for each in inputs]
+            if self._lane.run(key, inputs[0].flat if inputs else None):
+                return _ended(options)
         arrays = inputs if signed is None else signed
         signed = [each.part(0, each.count) for each in arrays] if counted else arrays
         options = {"timeout_s": self.timeout_s, **options}
-        return self.engine.submit(
+        handle = self.engine.submit(
             kind, None, self._number, details=details, signed=signed, inputs=inputs, outputs=outputs, **options
         )
+        if key and self._lane:
+            self._lane.learn(key, handle)
+        return handle
 
     def shut(self) -> None:
         """End it on this rank: what is not complete fails."""
@@ -165,6 +175,21 @@ class OwnChannel:
         else:
             of_root = [nothing] * self.size
         return [mine if rank == root else nothing for rank in range(self.size)], of_root
+
+
+class _Ended(Handle):
+    """Of what the lane has done."""
+
+    ended = True
+
+    def _result(self) -> None:
+        return None
+
+
+def _ended(options: Mapping[str, Any]) -> Handle:
+    if then := options.get("then"):
+        then(None)
+    return _Ended()
 
 
 def _check_equal(kind: str, mine: Buffer, others: Arrays) -> None:

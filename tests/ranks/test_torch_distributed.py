@@ -72,6 +72,25 @@ def reductions(rank, size):
         dist.all_reduce(mine(rank), dist.ReduceOp.BAND)
 
 
+def again_and_again(rank, size):
+    """Short operations that are known take the lane, beside others and of any layout."""
+    lane = dist.group.WORLD._get_backend(torch.device("cpu")).channel._lane
+    taken, run = [], lane.run
+    lane.run = lambda *arguments: taken.append(run(*arguments)) or taken[-1]
+    for number in range(40):
+        for dtype in (torch.float32, torch.bfloat16, torch.int64):
+            found, other = mine(rank + number, dtype=dtype), mine(rank + number, dtype=dtype)[::2]
+            work = dist.all_reduce(mine(rank, 5000), async_op=True) if number % 7 == 3 else None
+            dist.all_reduce(found)
+            equal(found, sum(mine(each + number, dtype=dtype) for each in range(size)))
+            dist.broadcast(other, number % size)
+            equal(other, mine(number % size + number, dtype=dtype)[::2])
+            dist.barrier()
+            if work is not None:
+                work.wait()
+    assert sum(taken) > 40
+
+
 def layouts(rank, size):
     total = sum(range(1, size + 1))
     for dtype in (torch.float16, torch.bfloat16, torch.float64, torch.uint8, torch.int64, torch.complex64):
@@ -413,7 +432,20 @@ def timeline(rank, size):
 @pytest.mark.parametrize(("world", "size"), [("mpi", 2), pytest.param("mpi", 3, marks=extended)], indirect=["world"])
 @pytest.mark.parametrize(
     "program",
-    [reductions, layouts, sparse, gathers, exchanges, messages, differences, groups, futures, timeouts, timeline],
+    [
+        reductions,
+        again_and_again,
+        layouts,
+        sparse,
+        gathers,
+        exchanges,
+        messages,
+        differences,
+        groups,
+        futures,
+        timeouts,
+        timeline,
+    ],
     ids=lambda program: program.__name__,
 )
 def test_operations(world, size, program, tmp_path):

@@ -35,6 +35,7 @@ class Work(dist.Work):
         super().__init__()
         self.handle: Handle
         self._channel, self._outputs = channel, outputs
+        self._waits = getattr(opts, "asyncOp", True) is False  # torch waits for it at once
         self._timeout_s = seconds(getattr(opts, "timeout", None), channel.timeout_s)
         self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._devices: list[torch.device | str | int] = []  # the GPU, if it has tensors there
@@ -61,7 +62,7 @@ class Work(dist.Work):
 
     def begin(self, operation: Callable[..., Handle], *arguments: Any, **options: Any) -> Work:
         """Begin an operation of the channel."""
-        waits = BACKWARD.runs() and not self._channel.engine.host.overlaps
+        waits = self._waits or (BACKWARD.runs() and not self._channel.engine.host.overlaps)
         self.handle = operation(*arguments, then=self._end, timeout_s=self._timeout_s, waits=waits, **options)
         return self
 
