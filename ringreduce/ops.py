@@ -169,7 +169,7 @@ class Reduction(_Fields):
 
     def _is_compiled(self, *arrays: Any) -> bool:
         """True where the compiled module reduces these arrays."""
-        if native.module is None or self.compiled is None:
+        if native.module is None or self.compiled is None or len(arrays) > native.MOST_PARTS:
             return False
         return all(each.flags.c_contiguous for each in arrays)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
+MOST_PARTS = 256  # of a sum, so also ranks of a host, as in native.c
 module: Any
 try:
     module = importlib.import_module("ringreduce.kernels._native")

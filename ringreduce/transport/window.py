@@ -167,7 +167,7 @@ class Region(Flags):
     @property
     def can_be_compiled(self) -> bool:
         """True when the compiled module can work in it."""
-        return native.module is not None and not self.is_simulated
+        return native.module is not None and self.size <= native.MOST_PARTS and not self.is_simulated
 
     def __init__(
         self, window: Window, number: int, slot_bytes: int, members: Sequence[int], ranks: Sequence[int], rank: int
