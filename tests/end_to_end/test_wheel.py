@@ -31,7 +31,7 @@ CORE = [
     "ranks/test_shared",
     "ranks/test_ordered",
     "ranks/test_engine",
-    "ranks/test_api",
+    "ranks/test_halving",
 ]
 COMPILED = "ringreduce/kernels/_native.abi3.so"
 JOB = """
