@@ -29,7 +29,7 @@ def broadcast(
             PeerLostError.
     Source: Horovod's broadcast.
     """
-    result: Array = submit_one(tensor, root_rank, name, process_set, in_place=False, waits=True).wait()
+    result: Array = _broadcast_one(tensor, root_rank, name, process_set, in_place=False, waits=True).wait()
     return result
 
 
@@ -37,29 +37,35 @@ def broadcast_async(
     tensor: Any, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Handle:
     """Begin a `broadcast`; `synchronize(handle)` returns its result."""
-    return submit_one(tensor, root_rank, name, process_set, in_place=False, waits=False)
+    return _broadcast_one(tensor, root_rank, name, process_set, in_place=False, waits=False)
 
 
 def broadcast_(
     tensor: Array, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Array:
     """Overwrite `tensor` with the root's, and return it; otherwise as `broadcast`."""
-    result: Array = submit_one(tensor, root_rank, name, process_set, in_place=True, waits=True).wait()
+    result: Array = _broadcast_one(tensor, root_rank, name, process_set, in_place=True, waits=True).wait()
     return result
 
 
 def broadcast_async_(
-    tensor: Any, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
+    tensor: Any,
+    root_rank: int,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+    *,
+    waits: bool = False,
 ) -> Handle:
-    """Begin a `broadcast_`; `tensor` must not be used until `synchronize(handle)` returns it."""
-    return submit_one(tensor, root_rank, name, process_set, in_place=True, waits=False)
+    """Begin a `broadcast_`; `tensor` must not be used until `synchronize(handle)` returns it.
+
+    waits: the caller does so at once.
+    """
+    return _broadcast_one(tensor, root_rank, name, process_set, in_place=True, waits=waits)
 
 
-def submit_one(
+def _broadcast_one(
     tensor: Any, root_rank: int, name: str | None, process_set: ProcessSet, in_place: bool, waits: bool
 ) -> Handle:
-    """Submit a broadcast of one tensor, into itself or a new array."""
-
     def finish(submission: Submission) -> Any:
         if not in_place:
             return like(tensor, target)

@@ -89,6 +89,11 @@ def barrier(process_set: ProcessSet = global_process_set) -> None:
     agree("barrier", None, number_of(process_set, "barrier"))
 
 
+def barrier_async(process_set: ProcessSet = global_process_set, *, waits: bool = False) -> Handle:
+    """Begin a `barrier`.  waits: the caller waits for it at once."""
+    return runtime.current("barrier").engine.submit("barrier", None, number_of(process_set, "barrier"), waits=waits)
+
+
 def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
     """Record a timeline of all ranks, for chrome://tracing or https://ui.perfetto.dev.
 

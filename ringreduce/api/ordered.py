@@ -12,8 +12,8 @@ import numpy as np
 
 from ringreduce import pickling, runtime
 from ringreduce.api import broadcast as broadcasts
+from ringreduce.api import control, objects
 from ringreduce.api import gather as gathers
-from ringreduce.api import objects
 from ringreduce.api import reduce as reductions
 from ringreduce.api.arguments import arguments_of
 from ringreduce.api.process_sets import ProcessSet, global_process_set, number_of
@@ -38,6 +38,27 @@ def _of(function: Callable[..., Any]) -> Callable[..., Any]:
     return method
 
 
+def _at_once(function: Callable[..., Any], begin: Callable[..., Handle]) -> Callable[..., Any]:
+    """The function, in place, of this channel: by the lane, if a call like this one went the usual way before."""
+
+    @functools.wraps(function)
+    def method(self: Ordered, *args: Any, **kwargs: Any) -> Any:
+        lane, tensor = self._lane, args[0] if args else None
+        array = _host_array(tensor)
+        is_unusual = "tensor" in kwargs or (array is None) != (tensor is None)
+        if lane is None or is_unusual or runtime.current("ordered").world is not self.world:
+            return begin(*args, **kwargs, process_set=self).wait()
+        key = begin, *args[1:], *kwargs.items(), array is not None and (array.dtype, array.shape)
+        if lane.run(key, array):
+            return tensor
+        handle = begin(*args, **kwargs, process_set=self)
+        result = handle.wait()
+        lane.learn(key, handle)
+        return result
+
+    return method
+
+
 def _host_array(tensor: Any) -> Any:
     """A NumPy array of the same memory, if that takes no time; else None."""
     if type(tensor) is np.ndarray:
@@ -58,64 +79,18 @@ class Ordered(ProcessSet):
     """In which it was made."""
 
     allreduce = _of(reductions.allreduce)
+    allreduce_ = _at_once(reductions.allreduce_, functools.partial(reductions.allreduce_async_, waits=True))
     allreduce_async, allreduce_async_ = _of(reductions.allreduce_async), _of(reductions.allreduce_async_)
     reducescatter, reducescatter_async = _of(reductions.reducescatter), _of(reductions.reducescatter_async)
     allgather, allgather_async = _of(gathers.allgather), _of(gathers.allgather_async)
     alltoall, alltoall_async = _of(gathers.alltoall), _of(gathers.alltoall_async)
     broadcast = _of(broadcasts.broadcast)
+    broadcast_ = _at_once(broadcasts.broadcast_, functools.partial(broadcasts.broadcast_async_, waits=True))
     broadcast_async, broadcast_async_ = _of(broadcasts.broadcast_async), _of(broadcasts.broadcast_async_)
     broadcast_object, allgather_object = _of(objects.broadcast_object), _of(objects.allgather_object)
+    barrier = _at_once(control.barrier, functools.partial(control.barrier_async, waits=True))
+    barrier_async = _of(control.barrier_async)
     _lane: Lane | None = None
-
-    def allreduce_(
-        self,
-        tensor: Any,
-        average: bool | None = None,
-        name: str | None = None,
-        op: ReduceOp | None = None,
-        prescale_factor: float = 1.0,
-        postscale_factor: float = 1.0,
-    ) -> Any:
-        """See `ringreduce.allreduce_`."""
-
-        def submit() -> Handle:
-            arguments = arguments_of("allreduce", average, op, prescale_factor, postscale_factor)
-            return reductions.submit([tensor], name, None, arguments, self, in_place=True, one=True, waits=True)
-
-        return self._at_once(submit, tensor, "allreduce", average, op, prescale_factor, postscale_factor)
-
-    def broadcast_(self, tensor: Any, root_rank: int, name: str | None = None) -> Any:
-        """See `ringreduce.broadcast_`."""
-
-        def submit() -> Handle:
-            return broadcasts.submit_one(tensor, root_rank, name, self, in_place=True, waits=True)
-
-        return self._at_once(submit, tensor, "broadcast", root_rank)
-
-    def barrier(self) -> None:
-        """See `ringreduce.barrier`."""
-
-        def submit() -> Handle:
-            return runtime.current("barrier").engine.submit("barrier", None, number_of(self, "barrier"), waits=True)
-
-        self._at_once(submit, None, "barrier")
-
-    def _at_once(self, submit: Callable[[], Handle], tensor: Any, *arguments: Any) -> Any:
-        """An operation in place that this rank waits for: by the lane, if one like it went the usual way before."""
-        lane, array = self._lane, _host_array(tensor)
-        if lane is None or (array is None) != (tensor is None) or runtime.current("ordered").world is not self.world:
-            return submit().wait()
-        key = arguments if array is None else (*arguments, array.dtype, array.shape)
-        if lane.run(key, array):
-            return tensor
-        handle = submit()
-        result = handle.wait()
-        lane.learn(key, handle)
-        return result
-
-    def barrier_async(self) -> Handle:
-        """Begin a `barrier`."""
-        return runtime.current("barrier").engine.submit("barrier", None, number_of(self, "barrier"))
 
     def reduce(self, tensor: Any, root_rank: int, op: ReduceOp = Average) -> Any:
         """The reduced tensor on the root, None on other ranks. Cost: as allreduce."""

@@ -90,10 +90,15 @@ def allreduce_async_(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
+    *,
+    waits: bool = False,
 ) -> Handle:
-    """Begin an `allreduce_`; `tensor` must not be used until `synchronize(handle)` returns it."""
+    """Begin an `allreduce_`; `tensor` must not be used until `synchronize(handle)` returns it.
+
+    waits: the caller does so at once.
+    """
     reduction = arguments_of("allreduce", average, op, prescale_factor, postscale_factor)
-    return submit([tensor], name, None, reduction, process_set, in_place=True, one=True)
+    return submit([tensor], name, None, reduction, process_set, in_place=True, one=True, waits=waits)
 
 
 def grouped_allreduce(

@@ -202,7 +202,7 @@ typedef struct {
     size_t itemsize;
     int alone, step;                     /* one short slot that every rank sums; what is done next with `number` */
     int64_t first;                       /* sequence number of slot 0 */
-    Py_ssize_t count, total, capacity, slots, number; /* arrays; elements of all, of a slot; as in shared.pipelined */
+    Py_ssize_t total, capacity, slots, number; /* elements of all, of a slot; as in shared.pipelined */
     Py_ssize_t packing, summing, copying; /* the arrays where each has got to */
     Py_ssize_t *starts;                  /* of arrays, in elements of all; count + 1 */
     char **sources, **targets;
@@ -351,7 +351,7 @@ static PyObject *region_allreduce(Region *r, PyObject *args) {
     Py_ssize_t count = PyList_Size(sources), itemsize = TYPES[type].itemsize;
     Py_INCREF((PyObject *)r);
     run->region = r, run->kernel = TYPES[type].kernels[op], run->factors = f, run->itemsize = itemsize;
-    run->first = first, run->alone = alone, run->count = count, run->capacity = r->slot_bytes / itemsize;
+    run->first = first, run->alone = alone, run->capacity = r->slot_bytes / itemsize;
     run->views = PyMem_Malloc(2 * (count + 1) * sizeof(Py_buffer));
     run->sources = PyMem_Malloc(2 * (count + 1) * sizeof(char *));
     run->starts = PyMem_Malloc((count + 2) * sizeof(Py_ssize_t));
