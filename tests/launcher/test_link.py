@@ -249,25 +249,37 @@ def test_strangers_that_say_nothing_are_few_at_a_time_and_not_for_ever(
 def test_a_connection_for_which_no_descriptor_is_free_is_taken_later(
     listener: Listener, served: queue.SimpleQueue
 ) -> None:
+    """The last of several: a thread of an earlier test may free a descriptor for the first of them meanwhile."""
     said: queue.SimpleQueue[str] = queue.SimpleQueue()
-    ours = socket.socket(socket.AF_UNIX)
+    ours = [socket.socket(socket.AF_UNIX) for _ in range(8)]
+    connected: list[socket.socket] = []
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     fillers: list[int] = []
     try:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (ours.fileno() + 1, hard))  # none is free above it
+        most = max(each.fileno() for each in ours) + 1
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))  # none is free above it
         with contextlib.suppress(OSError):
             while True:
                 fillers.append(os.open(os.devnull, os.O_RDONLY))
         listener.start(keeping(served), said.put)
-        ours.connect(listener.address.path)
-        assert "Too many open files" in said.get(timeout=10)
+        complaint = ""
+        while ours and not complaint:
+            connected.append(ours.pop())
+            connected[-1].settimeout(10.0)  # the queue of connections is short
+            connected[-1].connect(listener.address.path)
+            with contextlib.suppress(queue.Empty):
+                complaint = said.get(timeout=1)
+        assert "Too many open files" in complaint
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
         for filler in fillers:
             os.close(filler)
-    link = introduce(ours, listener.authkey, 30.0)
-    served.get(timeout=10).close()
-    link.close()
+        for each in ours:
+            each.close()
+    for each in connected:
+        link = introduce(each, listener.authkey, 30.0)
+        served.get(timeout=10).close()
+        link.close()
     assert said.empty(), "it is said once"
 
 
