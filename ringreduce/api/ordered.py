@@ -6,7 +6,7 @@ import contextlib
 import functools
 import pickle
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -38,19 +38,25 @@ def _of(function: Callable[..., Any]) -> Callable[..., Any]:
     return method
 
 
-def _at_once(function: Callable[..., Any], begin: Callable[..., Handle]) -> Callable[..., Any]:
-    """The function, in place, of this channel: by the lane, if a call like this one went the usual way before."""
+def _at_once(function: Callable[..., Any], begin: Callable[..., Handle], in_place: bool = True) -> Callable[..., Any]:
+    """The function, of this channel: by the lane, if a call like this one went the usual way before."""
 
     @functools.wraps(function)
     def method(self: Ordered, *args: Any, **kwargs: Any) -> Any:
-        lane, tensor = self._lane, args[0] if args else None
+        lane, tensor = self._lane, cast("Any", args[0] if args else None)
         array = _host_array(tensor)
         is_unusual = "tensor" in kwargs or (array is None) != (tensor is None)
+        if not in_place:
+            is_unusual = is_unusual or len(args) > 1 or "compression" in kwargs or array.ndim == 0
         if lane is None or is_unusual or runtime.current("ordered").world is not self.world:
-            return begin(*args, **kwargs, process_set=self).wait()
+            return function(*args, **kwargs, process_set=self)
         key = begin, *args[1:], *kwargs.items(), array is not None and (array.dtype, array.shape)
-        if lane.run(key, array):
-            return tensor
+        result, target = tensor, array
+        if not in_place and lane.knows(key):
+            result = np.empty(array.shape, array.dtype) if array is tensor else tensor.new_empty(tensor.shape)
+            target = _host_array(result)
+        if lane.run(key, array, target):
+            return result
         handle = begin(*args, **kwargs, process_set=self)
         result = handle.wait()
         lane.learn(key, handle)
@@ -78,7 +84,9 @@ class Ordered(ProcessSet):
     world: World | None = None
     """In which it was made."""
 
-    allreduce = _of(reductions.allreduce)
+    allreduce = _at_once(
+        reductions.allreduce, functools.partial(reductions.allreduce_async, waits=True), in_place=False
+    )
     allreduce_ = _at_once(reductions.allreduce_, functools.partial(reductions.allreduce_async_, waits=True))
     allreduce_async, allreduce_async_ = _of(reductions.allreduce_async), _of(reductions.allreduce_async_)
     reducescatter, reducescatter_async = _of(reductions.reducescatter), _of(reductions.reducescatter_async)

@@ -18,7 +18,7 @@ from ringreduce.ops import ReduceOp, Reduction
 
 Arrays = Sequence[Buffer]
 Details = tuple[tuple[str, Any], ...]
-IN_PLACE = "allreduce", "broadcast", "barrier"  # what the lane takes, of one array or none
+IN_PLACE = "allreduce", "broadcast"
 
 
 class OwnChannel:
@@ -52,12 +52,14 @@ class OwnChannel:
         details: Details = (),
         signed: Arrays | None = None,
         counted: bool = False,
+        lane: tuple[Buffer, Buffer] | None = None,
         **options: Any,
     ) -> Handle:
         """Submit an operation.
 
         signed: the arrays whose types and shapes, or (counted) numbers of elements, must be equal on all ranks; by
                 default the inputs.
+        lane:   the one source and the one target of what the lane (execution/lane.py) may do at once.
         """
         if self._number is None:
             raise CollectiveError(f"{kind}: this process group was destroyed")
@@ -66,10 +68,13 @@ class OwnChannel:
                 f"{kind}: this process group belongs to a world that has ended; destroy it, and make it anew: "
                 + self._anew
             )
+        if lane is None and kind in IN_PLACE and len(inputs) == 1:
+            lane = inputs[0], inputs[0]
         key = None
-        if self._lane and kind in IN_PLACE and len(inputs) < 2 and options.get("waits") and not options.get("payload"):
-            key = kind, details, *[(each.element, each.shape, each.device) for each in inputs]
-            if self._lane.run(key, inputs[0].flat if inputs else None):
+        if self._lane and (lane or kind == "barrier") and options.get("waits") and not options.get("payload"):
+            source, target = lane or (None, None)
+            key = kind, details, source and (source.element, source.shape, source.device)
+            if self._lane.run(key, source and source.flat, target and target.flat):
                 return _ended(options)
         arrays = inputs if signed is None else signed
         signed = [each.part(0, each.count) for each in arrays] if counted else arrays
@@ -113,6 +118,15 @@ class OwnChannel:
             _check_equal("reduce_scatter", inputs[self.rank * len(outputs) + number], [each])
         details = self._reduction(inputs, op, factor)
         return self.begin("reduce_scatter", inputs, outputs, details, counted=True, **options)
+
+    def all_gather_single(self, mine: Buffer, whole: Buffer, **options: Any) -> Handle:
+        """As `all_gather`, one after the other into one array."""
+        return self.all_gather([mine], self.equal_parts("all_gather", whole), lane=(mine, whole), **options)
+
+    def reduce_scatter_single(self, whole: Buffer, mine: Buffer, op: ReduceOp, factor: float, **options: Any) -> Handle:
+        """As `reduce_scatter`, of equal parts of one array."""
+        parts = self.equal_parts("reduce_scatter", whole)
+        return self.reduce_scatter(parts, [mine], op, factor, lane=(whole, mine), **options)
 
     def all_to_all(self, inputs: Arrays, outputs: Arrays, **options: Any) -> Handle:
         """Input r goes to rank r, from which output r comes."""

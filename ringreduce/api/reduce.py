@@ -61,10 +61,15 @@ def allreduce_async(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
+    *,
+    waits: bool = False,
 ) -> Handle:
-    """Begin an `allreduce`; `synchronize(handle)` returns its result. `tensor` must not change until then."""
+    """Begin an `allreduce`; `synchronize(handle)` returns its result. `tensor` must not change until then.
+
+    waits: the caller does so at once.
+    """
     reduction = arguments_of("allreduce", average, op, prescale_factor, postscale_factor)
-    return submit([tensor], name, None, reduction, process_set, one=True)
+    return submit([tensor], name, None, reduction, process_set, one=True, waits=waits)
 
 
 def allreduce_(

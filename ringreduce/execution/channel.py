@@ -11,19 +11,18 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 from ringreduce.collectives import hashed, shared_in_place
-from ringreduce.collectives.shared import packed
 from ringreduce.errors import CollectiveError, MismatchError, RingreduceError
 from ringreduce.execution import operations
-from ringreduce.execution.allreduce import is_short
 from ringreduce.execution.context import Context
 from ringreduce.execution.executor import Executor, Running
 from ringreduce.execution.host import Host
+from ringreduce.execution.in_slot import in_slot
 from ringreduce.execution.opening import everyones, nothing, opened
 from ringreduce.execution.send_receive import Receiver, send
 from ringreduce.execution.shared_arrays import WISHED, SharedArrays
@@ -134,14 +133,18 @@ class Channel(Running):
 
     def _checked(self, submission: Submission) -> Steps[None]:
         """Run an operation, if all ranks have called the same."""
-        slots = self._packed(submission)  # first: the flag that publishes the hash publishes them, too
+        fits = None if self.signatures is None else in_slot(submission, self._context)
+        if fits is not None and self.signed is None:  # else the lane has packed it
+            fits.pack([each.flat for each in submission.inputs])
         words = yield from self._compare(submission)
         if words is None:
             yield from self._mismatch(submission)
             return
         self._context.timeline.agreed(submission)
-        if slots and not any(words):
-            self._finish(submission, slots)
+        if fits is not None and not any(words):
+            with self._context.timeline.phase([submission], submission.signature.kind.upper()):
+                yield from fits.finish([each.flat for each in submission.outputs])
+            submission.complete()
             return
         if set(words) == {WISHED}:
             exchange = functools.partial(everyones, transport=self._context.transport)
@@ -155,32 +158,6 @@ class Channel(Running):
             with self._context.timeline.phase([submission], "ALLREDUCE"):
                 yield from shared_in_place.allreduce(arrays, region, reduction)
             submission.complete()
-
-    def _packed(self, submission: Submission) -> list[Any]:
-        """The slots of all ranks for a short sum or broadcast, with this rank's elements; none for other operations."""
-        region, (kind, _, _, details, _) = self._context.algorithms.shared_region, submission.signature
-        if region is None or self.signatures is None or not is_short(submission, region):
-            return []
-        (source,) = submission.inputs
-        if kind == "allreduce" and operations.ADASUM not in details:
-            return packed(source.flat, region)
-        if kind == "broadcast" and (root := submission.signature.detail("root_rank")) in self.members:
-            return packed(source.flat, region, root == self._world.rank)
-        return []
-
-    def _finish(self, submission: Submission, slots: Sequence[Any]) -> None:
-        """Sum, or copy, what ranks have packed."""
-        context, (source,), (target,) = self._context, submission.inputs, submission.outputs
-        if context.algorithms.shared_region is not None:
-            context.algorithms.shared_region.sequence += 1
-        context.divisor = len(context.members)
-        kind = submission.signature.kind
-        with context.timeline.phase([submission], kind.upper()):
-            if kind == "broadcast":
-                target.flat[...] = slots[self.members.index(submission.signature.detail("root_rank"))]
-            else:
-                context.reduction(submission, source.element).reduce_parts(slots, target.flat)
-        submission.complete()
 
     def _compare(self, submission: Submission) -> Steps[list[int] | None]:
         """None when ranks have called different operations; else their words (shared_arrays.py). On all ranks alike."""

@@ -405,52 +405,116 @@ static PyObject *run_waits_for(Run *run, PyObject *unused) {
     return Py_BuildValue("iL", flag, (long long)sequence);
 }
 
-/* What each rank's array gets of the slots: all of them, combined; the root's; there is none. */
-enum { REDUCED, OF_ONE, NOTHING };
+/* ---- a short operation whose flag is a signature: all ranks have called the same, and packed ---- */
 
-/* Region.exchange(signatures, number, hash, sequence, (what, type, op, prescale, divisor, postscale, root), array or None,
- * patience_us): a short operation in place, if all ranks publish this hash, and no word beside it
- * -> 0: it is done; 1: they differ; 2: some are late; then it goes on by other means.
- * signatures: a Region whose memory is its flags' lines, with two hashes and two words behind each flag. */
+/* What this rank gets of the slots: all, combined, by each rank or chunk by chunk; its own part, combined; each rank's,
+ * one after the other; the root's; there is none. */
+enum { REDUCED, IN_CHUNKS, OWN_PART, GATHERED, OF_ROOT, NOTHING }; /* execution/in_slot.py */
+enum { DONE, DIFFERENT, LATE, SUMS_LATE };
+
+typedef struct {
+    PyObject_HEAD
+    Region *region, *signatures; /* of the latter the flags' lines: two hashes and two words behind each flag */
+    long long hash;
+    int what, root;
+    Py_ssize_t low, itemsize; /* the own part's first element */
+    Kernel kernel;
+    Factors factors;
+} Exchange;
+
+static PyTypeObject *exchange_type;
+
+static void exchange_dealloc(Exchange *e) {
+    Py_XDECREF((PyObject *)e->region), Py_XDECREF((PyObject *)e->signatures);
+    freed((PyObject *)e);
+}
+
+/* Region.exchange(signatures, hash, what, type, op, prescale, divisor, postscale, where) -> Exchange;
+ * where: the root, or the own part's first element */
 static PyObject *region_exchange(Region *r, PyObject *args) {
-    Region *s;
-    long long number, hash, sequence;
-    int what, type, op, root, found = 2;
+    PyObject *signatures;
+    long long hash;
+    int what, type, op;
+    Py_ssize_t where;
     Factors f;
-    PyObject *array;
-    double patience_us;
-    if (!PyArg_ParseTuple(args, "OLLL(iiidddi)Od", &s, &number, &hash, &sequence, &what, &type, &op, &f.prescale,
-                          &f.divisor, &f.postscale, &root, &array, &patience_us))
+    if (!PyArg_ParseTuple(args, "O!Liiidddn", Py_TYPE((PyObject *)r), &signatures, &hash, &what, &type, &op, &f.prescale, &f.divisor,
+                          &f.postscale, &where) || !kernel_of(type, op))
         return NULL;
-    Py_buffer view = {.len = 0};
-    if (what != NOTHING && PyObject_GetBuffer(array, &view, PyBUF_WRITABLE)) return NULL;
-    if (view.len > r->slot_bytes) {
-        PyErr_Format(PyExc_ValueError, "%zd B; a slot has %zd", view.len, r->slot_bytes);
-        PyBuffer_Release(&view);
-        return NULL;
-    }
-    size_t offset = sequence % r->slots * r->slot_bytes;
-    int64_t *line = s->flags[s->rank];
+    if (what == OF_ROOT && (where < 0 || where >= r->size)) return PyErr_Format(PyExc_ValueError, "root %zd", where);
+    Exchange *e = PyObject_New(Exchange, exchange_type);
+    if (e == NULL) return NULL;
+    Py_INCREF((PyObject *)r), Py_INCREF(signatures);
+    e->region = r, e->signatures = (Region *)signatures, e->hash = hash, e->what = what, e->root = e->low = where;
+    e->itemsize = TYPES[type].itemsize, e->kernel = TYPES[type].kernels[op], e->factors = f;
+    return (PyObject *)e;
+}
+
+static void combine(Exchange *e, size_t offset, Py_ssize_t low, Py_ssize_t high, char *target, char *also) {
     const char *parts[MOST];
-    Py_BEGIN_ALLOW_THREADS
-    if (what == REDUCED || (what == OF_ONE && r->rank == root))
-        memcpy(r->memory[r->rank] + offset, view.buf, view.len);
-    line[1 + number % 2] = hash, line[3 + number % 2] = 0;
+    Region *r = e->region;
+    for (int k = 0; k < r->size; k++) parts[k] = r->memory[k] + offset + low * e->itemsize;
+    e->kernel(parts, r->size, target, also, high - low, &e->factors);
+}
+
+static int exchanged(Exchange *e, char *source, Py_ssize_t packed, char *target, Py_ssize_t length, int64_t number,
+                     int64_t sequence, double patience_us) {
+    Region *r = e->region, *s = e->signatures;
+    size_t offset = sequence % r->slots * r->slot_bytes, size = e->itemsize;
+    int64_t *line = s->flags[s->rank];
+    if (e->what != OF_ROOT || r->rank == e->root) copy(r->memory[r->rank] + offset, source, packed);
+    line[1 + number % 2] = e->hash, line[3 + number % 2] = 0;
     publish(s, PACKED, number);
-    if (arrived(s, PACKED, number, patience_us)) {
-        found = 0;
-        for (int m = 0; m < s->size; m++)
-            found |= s->flags[m][1 + number % 2] != hash || s->flags[m][3 + number % 2] != 0;
+    if (!arrived(s, PACKED, number, patience_us)) return LATE;
+    for (int k = 0; k < s->size; k++)
+        if (s->flags[k][1 + number % 2] != e->hash || s->flags[k][3 + number % 2] != 0) return DIFFERENT;
+    if (e->what == REDUCED || e->what == OWN_PART) {
+        Py_ssize_t low = e->what == REDUCED ? 0 : e->low;
+        combine(e, offset, low, low + length / size, target, NULL);
+    } else if (e->what == GATHERED) {
+        for (int k = 0; k < r->size; k++) copy(target + k * packed, r->memory[k] + offset, packed);
+    } else if (e->what == OF_ROOT && r->rank != e->root) {
+        copy(target, r->memory[e->root] + offset, length);
+    } else if (e->what == IN_CHUNKS) {
+        Py_ssize_t n = length / size, low = bound(n, r->size, r->rank), high = bound(n, r->size, r->rank + 1);
+        combine(e, offset, low, high, target + low * size, r->memory[r->rank] + offset + low * size);
+        publish(r, SUMMED, sequence);
+        if (!arrived(r, SUMMED, sequence, patience_us)) return SUMS_LATE;
+        for (int k = 0; k < r->size; k++) {
+            low = bound(n, r->size, k), high = bound(n, r->size, k + 1);
+            if (k != r->rank) copy(target + low * size, r->memory[k] + offset + low * size, (high - low) * size);
+        }
     }
-    if (found == 0 && what == REDUCED) {
-        for (int m = 0; m < r->size; m++) parts[m] = r->memory[m] + offset;
-        TYPES[type].kernels[op](parts, r->size, view.buf, NULL, view.len / TYPES[type].itemsize, &f);
-    } else if (found == 0 && what == OF_ONE && r->rank != root) {
-        memcpy(view.buf, r->memory[root] + offset, view.len);
+    return DONE;
+}
+
+/* Exchange.run(source or None, target, number, sequence, patience_us)
+ * -> 0: it is done; 1: ranks differ; 2: some are late; 3: all have called it, but some of their sums are late.
+ * Then it goes on by other means: it is signed and packed, in the last case also summed. Checked here is only what could
+ * write beside the slot, or the target. */
+static PyObject *exchange_run(Exchange *e, PyObject *const *args, Py_ssize_t count) {
+    Py_buffer source = {.len = 0}, target = {.len = 0};
+    int found = -1;
+    if (count != 5) return PyErr_Format(PyExc_TypeError, "%zd arguments", count);
+    int64_t number = PyLong_AsLongLong(args[2]), sequence = PyLong_AsLongLong(args[3]);
+    double patience_us = PyFloat_AsDouble(args[4]);
+    if (PyErr_Occurred()) return NULL;
+    if (e->what != NOTHING) {
+        if (PyObject_GetBuffer(args[0], &source, PyBUF_SIMPLE)) return NULL;
+        if (PyObject_GetBuffer(args[1], &target, PyBUF_WRITABLE)) {
+            PyBuffer_Release(&source);
+            return NULL;
+        }
     }
-    Py_END_ALLOW_THREADS
-    PyBuffer_Release(&view);
-    return PyLong_FromLong(found);
+    Py_ssize_t slot = e->region->slot_bytes, end = e->what == OWN_PART ? e->low * e->itemsize + target.len : target.len;
+    if (source.len > slot || (e->what == GATHERED ? end != source.len * e->region->size : end > source.len)) {
+        PyErr_Format(PyExc_ValueError, "%zd B into %zd, by a slot of %zd", source.len, target.len, slot);
+    } else {
+        Py_BEGIN_ALLOW_THREADS
+        found = exchanged(e, source.buf, source.len, target.buf, target.len, number, sequence, patience_us);
+        Py_END_ALLOW_THREADS
+    }
+    if (e->what != NOTHING) PyBuffer_Release(&source), PyBuffer_Release(&target);
+    return found < 0 ? NULL : PyLong_FromLong(found);
 }
 
 /* reduce(parts, out, also or None, type, op, prescale, divisor, postscale) */
@@ -526,6 +590,10 @@ static PyMethodDef run_methods[] = {{"advance", (PyCFunction)run_advance, METH_V
                                     {"waits_for", (PyCFunction)run_waits_for, METH_NOARGS, NULL},
                                     {0}};
 static PyType_Slot run_slots[] = {{Py_tp_dealloc, run_dealloc}, {Py_tp_methods, run_methods}, {0, NULL}};
+static PyMethodDef exchange_methods[] = {{"run", (PyCFunction)(void (*)(void))exchange_run, METH_FASTCALL, NULL}, {0}};
+static PyType_Slot exchange_slots[] = {{Py_tp_dealloc, exchange_dealloc}, {Py_tp_methods, exchange_methods}, {0, NULL}};
+static PyType_Spec exchange_spec = {"ringreduce.kernels._native.Exchange", sizeof(Exchange), 0,
+                                    Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION, exchange_slots};
 static PyType_Spec run_spec = {"ringreduce.kernels._native.Run", sizeof(Run), 0,
                                Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION, run_slots};
 
@@ -537,7 +605,8 @@ static PyMethodDef functions[] = {{"reduce", reduce, METH_VARARGS, NULL},
 static int fill(PyObject *module) {
     PyObject *region = PyType_FromSpec(&region_spec);
     run_type = (PyTypeObject *)PyType_FromSpec(&run_spec);
-    return region == NULL || run_type == NULL || PyModule_AddObject(module, "Region", region) ? -1 : 0;
+    exchange_type = (PyTypeObject *)PyType_FromSpec(&exchange_spec);
+    return region == NULL || run_type == NULL || exchange_type == NULL || PyModule_AddObject(module, "Region", region) ? -1 : 0;
 }
 
 static PyModuleDef_Slot module_slots[] = {

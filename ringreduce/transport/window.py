@@ -103,6 +103,10 @@ class Flags:
         self.window.fence()
         self._flags[self.rank][flag] = sequence + 1
 
+    def published(self, flag: int, sequence: int) -> bool:
+        """True when this rank has published this sequence number."""
+        return bool(self._flags[self.rank][flag] > sequence)
+
     def arrived(self, flag: int, sequence: int) -> bool:
         """True when every member has published this sequence number."""
         for each in self._flags:

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from ringreduce.arrays.dtypes import TABLE
 from ringreduce.collectives import compiled, shared
+from ringreduce.execution.in_slot import Gets, InSlot
 from ringreduce.kernels import native
 from ringreduce.ops import Average, Reduction, Sum
 from ringreduce.transport.base import complete
@@ -97,15 +98,17 @@ def test_arrays_are_reported_when_they_are_finished(size):
 @pytest.mark.parametrize("size", [2, 4])
 def test_no_flag_is_seen_before_its_data(size):
     """A litmus: short and long operations follow each other as fast as ranks can, and each has other data."""
-    how, long = (0, *Reduction(Sum, TABLE["float32"], size).compiled, 0), 3 * SLOT_BYTES // 4
+    reduction, long = Reduction(Sum, TABLE["float32"], size), 3 * SLOT_BYTES // 4
 
     def program(region):
         signatures = Signatures(region.window, 1, range(size), range(size), region.rank)
         short, many = np.empty(16, np.float32), np.empty(long, np.float32)
+        exchanges = [
+            InSlot(gets, region, 0, reduction).compiled(signatures, 7) for gets in (Gets.REDUCED, Gets.IN_CHUNKS)
+        ]
         for number in range(2000):
             short[...] = size * number + region.rank
-            passed = short, 1e6
-            assert region.compiled.exchange(signatures.compiled, number, 7, region.sequence, how, *passed) == 0
+            assert exchanges[number % 2].run(short, short, number, region.sequence, 1e6) == 0
             assert (short == size * size * number + size * (size - 1) / 2).all()
             region.sequence += 1
             if number % 10 == 0:
@@ -132,3 +135,15 @@ def test_arguments_that_do_not_fit_are_refused():
         native.module.reduce([np.ones((2, 4))[:, 0]], np.ones(2), None, *numbers)
     with pytest.raises(ValueError, match="16 B into 16"):
         native.module.widen(ones, ones.copy(), False)
+    run = {gets: region.exchange(region, 0, gets, *numbers, 2).run for gets in Gets if gets is not Gets.OF_ROOT}
+    with pytest.raises(ValueError, match="root 2"):
+        region.exchange(region, 0, Gets.OF_ROOT, *numbers, 2)
+    more = np.ones(20, np.float32)
+    for gets, source, target in (
+        (Gets.REDUCED, more, more.copy()),  # longer than a slot
+        (Gets.REDUCED, ones, more[:5].copy()),
+        (Gets.OWN_PART, ones, more[:3].copy()),  # from element 2 on
+        (Gets.GATHERED, ones, more[:7].copy()),
+    ):
+        with pytest.raises(ValueError, match=f"{source.nbytes} B into {target.nbytes}, by a slot of 64"):
+            run[gets](source, target, 0, 0, 0.0)

@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 
 import ringreduce as rr
+from ringreduce.api.own_channel import OwnChannel
+from ringreduce.arrays.view import to_write
 from ringreduce.kernels import native
 from tests.support.world import on_every_world
 
@@ -38,11 +40,11 @@ def element(rank, number, count):
 def plan(seed, size):
     """Operations of all kinds: what, how many elements, op or root; "under way" is one while others come."""
     draw = random.Random(seed)
-    kinds = ["allreduce", "allreduce", "allreduce", "broadcast", "barrier", "under way"]
+    kinds = ["allreduce", "allreduce", "new", "new", "broadcast", "barrier", "under way"]
     for number in range(200):
         kind = draw.choice(kinds)
         chosen = draw.randrange(size) if kind == "broadcast" else draw.choice([rr.Sum, rr.Max, rr.Average])
-        yield number, kind, 50_000 if kind == "under way" else draw.choice([1, 2, 999, 4096]), chosen
+        yield number, kind, 50_000 if kind == "under way" else draw.choice([1, 2, 999, 4096, 30_001]), chosen
 
 
 def reference(arrays, kind, chosen):
@@ -71,6 +73,9 @@ def test_operations_are_the_same_whichever_way_each_rank_takes(world, size, seed
             elif kind == "allreduce":
                 assert channel.allreduce_(array, op=chosen) is array
                 found.append(array.tobytes())
+            elif kind == "new":
+                found.append(channel.allreduce(array, op=chosen).tobytes())
+                np.testing.assert_array_equal(array, element(rr.rank(), number, count))
             else:
                 pending.append(channel.allreduce_async(array, op=chosen))
         return found + [each.wait().tobytes() for each in pending], counts[0]
@@ -83,6 +88,71 @@ def test_operations_are_the_same_whichever_way_each_rank_takes(world, size, seed
     results = world(size).run(program)
     assert [found for found, _ in results] == [expected + pending] * size
     assert all(taken > 10 for _, taken in results)
+
+
+@on_every_world
+@pytest.mark.parametrize("seed", range(2))
+def test_parts_of_all_ranks(world, size, seed):
+    """Into arrays that the caller gives; some ranks' calls take the lane, others' do not."""
+
+    def program():
+        rank, mine = rr.rank(), random.Random(f"{seed} {rr.rank()}")
+        channel = OwnChannel(range(size), "of a test", 30, "call it again")
+        counts, lane = counted(channel), channel._lane
+        results = []
+        for number in range(60):
+            channel._lane = lane if mine.random() < 0.8 else None
+            time.sleep(0.002 * (mine.random() < 0.03))
+            count = (1, 999, 20_000)[number % 3]
+            part, whole = element(rank, number, count), element(rank, number, size * count)
+            gathered, own = np.empty(size * count, np.float32), np.empty(count, np.float32)
+            arrays = [to_write([each])[0][0] for each in (part, gathered, whole, own)]
+            channel.all_gather_single(*arrays[:2], waits=True).wait()
+            channel.reduce_scatter_single(*arrays[2:], rr.Sum, 0.5, waits=True).wait()
+            results.append((gathered.tobytes(), own.tobytes()))
+        return results, counts[0]
+
+    for rank, (results, taken) in enumerate(world(size).run(program)):
+        assert taken > 20
+        for number, (gathered, own) in enumerate(results):
+            count = (1, 999, 20_000)[number % 3]
+            assert gathered == np.concatenate([element(each, number, count) for each in range(size)]).tobytes()
+            halves = [np.float32(0.5) * element(each, number, size * count) for each in range(size)]
+            assert own == sum(halves[1:], halves[0])[rank * count : (rank + 1) * count].tobytes()
+
+
+@on_every_world
+def test_a_rank_that_is_late_with_its_chunk(world, size):
+    """All have signed; the others' calls leave the lane when they wait for its sums."""
+
+    def program():
+        channel, rank = rr.ordered(), rr.rank()
+        for _ in range(2):
+            channel.allreduce_(np.ones(30_000, np.float32), op=rr.Sum)
+        counts = counted(channel)
+        channel._lane, lane = None if rank == 0 else channel._lane, channel._lane
+        if rank == 0:  # signs, sums late
+            lane._channel.executor.context.algorithms.shared_region.publish = late(lane._channel)
+        array = element(rank, 0, 30_000)
+        channel.allreduce_(array, op=rr.Sum)
+        taken = list(counts)
+        return array.tobytes(), channel.allreduce(np.ones(1), op=rr.Sum).tolist(), taken
+
+    def late(channel):
+        region = channel.executor.context.algorithms.shared_region
+        publish = region.publish
+
+        def published(flag, sequence):
+            time.sleep(0.05)
+            publish(flag, sequence)
+
+        return published
+
+    arrays = [element(rank, 0, 30_000) for rank in range(size)]
+    for rank, (array, one, taken) in enumerate(world(size).run(program)):
+        assert array == sum(arrays[1:], arrays[0]).tobytes()
+        assert one == [size]
+        assert rank == 0 or taken == [0, 1]
 
 
 @on_every_world

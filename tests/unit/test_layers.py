@@ -34,7 +34,7 @@ collectives.hierarchical <
 execution.signature < execution.submission < gpu.stream, monitor.timeline < gpu.paths < execution.algorithms <
 execution.host, execution.context < execution.batch < execution.point_to_point < gpu.allreduce < gpu.through_host <
 execution.allreduce < execution.operations < execution.into_outputs < execution.executor, execution.opening <
-execution.send_receive, execution.shared_arrays < execution.channel < execution.lane <
+execution.send_receive, execution.shared_arrays, execution.in_slot < execution.channel < execution.lane <
 negotiation.protocol, negotiation.cache <
 negotiation.coordinator, negotiation.leader, negotiation.neutral, negotiation.mailbox, negotiation.short <
 negotiation.negotiator < negotiation.process_set < negotiation.errors_for < negotiation.negotiation <

@@ -60,7 +60,8 @@ class Operations:
 
     def all_gather_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> Work:
         """Copy the inputs of all ranks into the output, one after the other."""
-        return self.all_gather_single_coalesced([output], [tensor], opts)
+        work = Work(self.channel, opts, [output])
+        return work.begin(self.channel.all_gather_single, *work.read([tensor]), *work.write([output]))
 
     def reduce_scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any = None) -> Work:
         """Reduce inputs[k][r] of all ranks into outputs[k] of rank r; they may differ in size by r."""
@@ -77,7 +78,9 @@ class Operations:
 
     def reduce_scatter_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> Work:
         """Reduce the r-th parts of all ranks' inputs into the output of rank r."""
-        return self.reduce_scatter_single_coalesced([output], [tensor], opts)
+        work = Work(self.channel, opts, [output])
+        arrays = *work.read([tensor]), *work.write([output])
+        return work.begin(self.channel.reduce_scatter_single, *arrays, *op_and_factor(opts))
 
     def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Work:
         """inputs[r] goes to rank r, from which outputs[r] comes."""

@@ -1,0 +1,115 @@
+"""Operations of a channel that fit in one slot of shared memory: packed first, and published by the signature's flag.
+
+So they cost one wait, for all to have signed the same, and two where each rank sums a chunk only. The compiled module
+does the same in one call (lane.py); ranks that use it and ranks that do not may work together.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ringreduce.cost_model import is_one_shot
+from ringreduce.execution import operations
+from ringreduce.execution.context import Context, reduction_of
+from ringreduce.execution.submission import Submission
+from ringreduce.ops import Reduction
+from ringreduce.partition import chunk_bounds
+from ringreduce.transport.base import Steps
+from ringreduce.transport.window import SUMMED, Region, Signatures
+
+
+class Gets(enum.IntEnum):
+    """What a rank's target gets of the slots, as in kernels/native.c."""
+
+    REDUCED = 0  # of all, combined by each rank
+    IN_CHUNKS = 1  # of all, combined chunk by chunk, each by one rank
+    OWN_PART = 2  # combined
+    GATHERED = 3  # each rank's, one after the other
+    OF_ROOT = 4
+    NOTHING = 5
+
+
+class InSlot(NamedTuple):
+    """One operation, of one source and one target, which may be the same."""
+
+    gets: Gets
+    region: Region
+    where: int = 0  # the root, or the own part's first element
+    reduction: Reduction | None = None
+
+    def pack(self, sources: Sequence[Any]) -> None:
+        """Copy sources of one type, one after the other, into this rank's next slot."""
+        if self.gets is not Gets.OF_ROOT or self.region.rank == self.where:
+            low = 0
+            for each in sources:
+                self._slots(each.dtype, low, low + each.size)[self.region.rank][...] = each
+                low += each.size
+
+    def finish(self, targets: Sequence[Any]) -> Steps[None]:
+        """Fill the target, or that of each rank, when all ranks have packed."""
+        region, reduction = self.region, self.reduction
+        if self.gets is Gets.NOTHING:
+            return
+        (target, *_), rank = targets, region.rank
+        slots = self._slots(target.dtype, 0, target.size)
+        if self.gets is Gets.IN_CHUNKS and reduction is not None:
+            sequence, bounds = region.sequence, chunk_bounds(target.size, region.size)
+            if not region.published(SUMMED, sequence):  # as the lane may have
+                chunks = [each[bounds[rank] : bounds[rank + 1]] for each in slots]
+                reduction.reduce_parts(chunks, chunks[rank])
+                region.publish(SUMMED, sequence)
+            if not region.arrived(SUMMED, sequence):
+                yield region.arrival(SUMMED, sequence)
+            for each, low, high in zip(slots, bounds, bounds[1:], strict=False):
+                region.read(each[low:high], target[low:high])
+        elif reduction is not None:
+            low = self.where if self.gets is Gets.OWN_PART else 0
+            reduction.reduce_parts(self._slots(target.dtype, low, low + target.size), target)
+        elif self.gets is Gets.OF_ROOT:
+            target[...] = slots[self.where]
+        else:
+            for each, into in zip(slots, targets, strict=True):
+                into[...] = each
+        region.sequence += 1
+
+    def compiled(self, signatures: Signatures, signature: int) -> Any:
+        """The compiled module's form of it, and None where there is none.  signature: its hash."""
+        numbers: tuple[Any, ...] | None = (0, 0, 1.0, 1.0, 1.0)
+        if self.reduction is not None:
+            numbers = self.reduction.compiled
+        if numbers is None or not self.region.can_be_compiled:
+            return None
+        return self.region.compiled.exchange(signatures.compiled, signature, self.gets, *numbers, self.where)
+
+    def _slots(self, dtype: np.dtype[Any], low: int, high: int) -> list[Any]:
+        return [each[low:high] for each in self.region.slots(self.region.sequence, dtype)]
+
+
+def in_slot(submission: Submission, context: Context) -> InSlot | None:
+    """None for an operation that runs otherwise. Alike on all ranks, but where ranks have arrays in shared memory."""
+    region, (kind, _, _, details, _), inputs = context.algorithms.shared_region, submission.signature, submission.inputs
+    if region is None:
+        return None
+    if kind == "barrier":
+        return InSlot(Gets.NOTHING, region)
+    if len(inputs) != (region.size if kind == "reduce_scatter" else 1) or any(each.on_gpu for each in inputs):
+        return None
+    nbytes = sum(each.nbytes for each in inputs)
+    if not 0 < nbytes <= region.slot_bytes or getattr(submission.payload, "number", None):
+        return None
+    if kind == "broadcast":
+        root = submission.signature.detail("root_rank")
+        return InSlot(Gets.OF_ROOT, region, context.members.index(root)) if root in context.members else None
+    if kind == "all_gather":
+        return InSlot(Gets.GATHERED, region)
+    if kind not in ("allreduce", "reduce_scatter") or operations.ADASUM in details:
+        return None
+    reduction = reduction_of(submission, inputs[0].element, len(context.members))
+    if kind == "reduce_scatter":
+        is_equal = len({each.count for each in inputs}) == len({each.element for each in inputs}) == 1
+        return InSlot(Gets.OWN_PART, region, region.rank * inputs[0].count, reduction) if is_equal else None
+    return InSlot(Gets.REDUCED if is_one_shot(nbytes, region.size) else Gets.IN_CHUNKS, region, 0, reduction)
