@@ -9,7 +9,9 @@
 #include <sched.h>
 #include <stdint.h>
 #include <string.h>
+#include <sys/syscall.h>
 #include <time.h>
+#include <unistd.h>
 
 #if !defined(__x86_64__) || !defined(__GLIBC__) || defined(BASELINE)
 #define CLONES
@@ -22,6 +24,10 @@
 #define BLOCK 1024 /* elements at a time: 4 to 8 KiB stay in a core's first-level cache */
 #define WORDS 8 /* of a flag's cache line */
 #define SPINS 100 /* tests of a flag before the core is yielded */
+#define TAKEN_US 1000 /* who yields for so long has lost the core to others' work, which a sleeper's waking interrupts */
+#define SLEEPS 100 /* so many waits sleep then */
+#define SLEEP_US 2000 /* at most */
+#define ASLEEP 7  /* the word of a member's first flag that says so; transport/window.py has the rule */
 
 enum { SUM, MIN, MAX, PRODUCT, OPS };
 enum { PACKED, SUMMED };
@@ -153,7 +159,7 @@ CLONES static void copy(char *target, const char *source, size_t n) {
 
 typedef struct {
     PyObject_HEAD
-    int size, rank, slots;
+    int size, rank, slots, sleeps; /* how many of the next waits sleep */
     Py_ssize_t slot_bytes;
     int64_t *flags[MOST];
     char *memory[MOST];
@@ -167,14 +173,41 @@ static double now_us(void) {
     return 1e6 * t.tv_sec + 1e-3 * t.tv_nsec;
 }
 
+static long futex(const int64_t *word, int op, uint32_t value, const struct timespec *limit) {
+#ifdef SYS_futex
+    return syscall(SYS_futex, word, op, value, limit, NULL, 0); /* its low half, which is first */
+#else
+    return (void)word, (void)op, (void)value, (void)limit, sched_yield();
+#endif
+}
+
 static void publish(Region *r, int flag, int64_t sequence) {
-    __atomic_store_n(r->flags[r->rank] + flag * WORDS, sequence + 1, __ATOMIC_RELEASE);
+    int64_t *word = r->flags[r->rank] + flag * WORDS;
+    __atomic_store_n(word, sequence + 1, __ATOMIC_SEQ_CST);
+    __atomic_thread_fence(__ATOMIC_SEQ_CST);
+    for (int k = 0; k < r->size; k++) {
+        if (!__atomic_load_n(r->flags[k] + ASLEEP, __ATOMIC_RELAXED)) continue;
+        futex(word, 1, INT32_MAX, NULL); /* FUTEX_WAKE */
+        return;
+    }
 }
 
 static int late(Region *r, int flag, int64_t sequence) { /* the first member that has not published; -1: none */
     for (int k = 0; k < r->size; k++)
         if (__atomic_load_n(r->flags[k] + flag * WORDS, __ATOMIC_ACQUIRE) <= sequence) return k;
     return -1;
+}
+
+/* Sleep until a member that is late publishes, or the time is over. */
+static void sleep_for(Region *r, int flag, int64_t sequence, double left_us) {
+    struct timespec limit = {0, (long)(left_us * 1e3)};
+    int64_t *mine = r->flags[r->rank] + ASLEEP;
+    __atomic_store_n(mine, 1, __ATOMIC_SEQ_CST);
+    __atomic_thread_fence(__ATOMIC_SEQ_CST);
+    int k = late(r, flag, sequence);
+    int64_t *word = r->flags[k < 0 ? 0 : k] + flag * WORDS, seen = __atomic_load_n(word, __ATOMIC_ACQUIRE);
+    if (k >= 0 && seen <= sequence) futex(word, 0, (uint32_t)seen, &limit); /* FUTEX_WAIT */
+    __atomic_store_n(mine, 0, __ATOMIC_RELEASE);
 }
 
 static int arrived(Region *r, int flag, int64_t sequence, double patience_us) {
@@ -185,9 +218,16 @@ static int arrived(Region *r, int flag, int64_t sequence, double patience_us) {
         __builtin_ia32_pause();
 #endif
     }
-    for (double until = now_us() + patience_us; now_us() < until;) {
+    int sleeps = r->sleeps > 0;
+    r->sleeps -= sleeps;
+    if (sleeps && patience_us < SLEEP_US) patience_us = SLEEP_US;
+    for (double now = now_us(), until = now + patience_us; now < until; ) {
         if (late(r, flag, sequence) < 0) return 1;
-        sched_yield(); /* the other rank may be waiting for this core */
+        double before = now;
+        if (sleeps) sleep_for(r, flag, sequence, until - now);
+        else sched_yield(); /* the other rank may be waiting for this core */
+        now = now_us();
+        if (!sleeps && now - before > TAKEN_US) r->sleeps = SLEEPS;
     }
     return 0;
 }
@@ -308,7 +348,7 @@ static PyObject *region_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
         return PyErr_Format(PyExc_ValueError, "%zd members, rank %d, %d slots", size, rank, slots);
     Region *r = PyObject_New(Region, type);
     if (r == NULL) return NULL;
-    r->size = (int)size, r->rank = rank, r->slots = slots;
+    r->size = (int)size, r->rank = rank, r->slots = slots, r->sleeps = 0;
     for (r->nviews = 0; r->nviews < 2 * size; r->nviews++) {
         PyObject *from = PyList_GetItem(r->nviews % 2 ? memory : flags, r->nviews / 2);
         if (PyObject_GetBuffer(from, r->views + r->nviews, PyBUF_WRITABLE)) {

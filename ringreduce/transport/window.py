@@ -7,6 +7,10 @@ set that uses shared memory at the same time, and a region into slots:
 
 Flags only grow, and only their owner writes them. A rank writes data first and then its flag, with a fence between;
 others read the flag first and then the data, with a fence between.
+
+Who waits tests the flag, and yields the core between tests: it is almost there, and where ranks share a core the other
+needs it. When that took the core for long, other programs have it, and it sleeps (futex.py): a sleeper that is woken
+interrupts them. It first sets a word of its own, ASLEEP; who publishes then looks at all of these, with fences between.
 """
 
 from __future__ import annotations
@@ -24,13 +28,14 @@ import numpy as np
 
 from ringreduce.kernels import copying, native
 from ringreduce.settings import MOST_REGIONS, SHARED_SLOTS
-from ringreduce.transport import waiting
+from ringreduce.transport import futex, waiting
 from ringreduce.transport.base import Work
 
 CACHE_LINE_BYTES = 64
 PACKED, SUMMED = 0, 1
 """A region's flags: how many slots its owner has filled, and in how many it has finished its own chunk."""
 GPU_PACKED = 2  # the first of two more for slots on GPUs: there the flags count slots whose work the owner has queued
+ASLEEP = 7  # the word of a member's first flag's line; kernels/native.c does as this file does
 SIGNED = 4  # the first of two more for `Signatures`
 FLAGS_PER_REGION = 6
 FLAGS_BYTES = MOST_REGIONS * FLAGS_PER_REGION * CACHE_LINE_BYTES
@@ -38,6 +43,9 @@ SLOTS = SHARED_SLOTS  # slots of a region
 LARGEST_ITEMSIZE = 16  # of an element
 SPINS = 20  # tests of a flag before yielding the core: the other rank is usually microseconds behind
 YIELD_S = 200e-6  # then a wait yields this long before the engine looks for other work, which takes it 50 µs
+TAKEN_S = 1e-3  # who yields for so long has lost the core to others' work
+SLEEPS = 100  # so many waits sleep then
+SLEEP_S = 2e-3  # at most
 
 
 _LOCK = threading.Lock()
@@ -96,12 +104,21 @@ class Flags:
         # a memoryview's items are read ten times faster than an array's
         flags = [memoryview(window.blocks[k][flags_at(number, first, first + 2)].view(np.int64)) for k in members]
         self._flags = [each[:: CACHE_LINE_BYTES // 8] for each in flags]
-        self._flags[rank][PACKED] = self._flags[rank][SUMMED] = 0
+        self._asleep = [each[ASLEEP : ASLEEP + 1] for each in flags]
+        self._flags[rank][PACKED] = self._flags[rank][SUMMED] = self._asleep[rank][0] = 0
+        self._lines = [window.blocks[k][flags_at(number, first, first + 2)] for k in members]
+        self._sleeps = 0  # how many of the next waits sleep
 
     def publish(self, flag: int, sequence: int) -> None:
         """Announce that this rank has done its part of `sequence`, and of all sequence numbers before."""
         self.window.fence()
         self._flags[self.rank][flag] = sequence + 1
+        if futex.EXISTS:
+            self.window.fence()
+            for each in self._asleep:
+                if each[0]:
+                    futex.wake(self._address(self.rank, flag))
+                    break
 
     def published(self, flag: int, sequence: int) -> bool:
         """True when this rank has published this sequence number."""
@@ -114,6 +131,43 @@ class Flags:
                 return False
         self.window.fence()
         return True
+
+    def arrived_soon(self, flag: int, sequence: int) -> bool:
+        """As `arrived`; waits for up to `YIELD_S`, or `SLEEP_S` where others' work has the core."""
+        for _ in range(SPINS):
+            if self.arrived(flag, sequence):
+                return True
+        sleeps = self._sleeps > 0
+        self._sleeps -= sleeps
+        before_s = time.monotonic()
+        until_s = before_s + (SLEEP_S if sleeps else YIELD_S)
+        while before_s < until_s:
+            if sleeps:
+                self._sleep(flag, sequence, until_s - before_s)
+            else:
+                os.sched_yield()
+            if self.arrived(flag, sequence):
+                return True
+            now_s = time.monotonic()
+            if futex.EXISTS and not sleeps and now_s - before_s > TAKEN_S:
+                self._sleeps = SLEEPS
+            before_s = now_s
+        return False
+
+    def _sleep(self, flag: int, sequence: int, limit_s: float) -> None:
+        """Sleep until a member that is late publishes, or the time is over."""
+        mine = self._asleep[self.rank]
+        mine[0] = 1
+        self.window.fence()
+        for member, each in enumerate(self._flags):
+            seen = each[flag]
+            if seen <= sequence:
+                futex.wait(self._address(member, flag), seen, limit_s)
+                break
+        mine[0] = 0
+
+    def _address(self, member: int, flag: int) -> int:
+        return int(self._lines[member].ctypes.data) + flag * CACHE_LINE_BYTES
 
     def arrival(self, flag: int, sequence: int) -> Arrival:
         """A `Work` that is done when every member has published this sequence number."""
@@ -138,7 +192,6 @@ class Signatures(Flags):
         super().__init__(window, number, SIGNED, members, ranks, rank)
         low = (number * FLAGS_PER_REGION + SIGNED) * CACHE_LINE_BYTES + 8
         self._words = [memoryview(window.blocks[k][low : low + 32].view(np.int64)) for k in members]
-        self._lines = [window.blocks[k][low - 8 : low - 8 + CACHE_LINE_BYTES] for k in members]
 
     @functools.cached_property
     def compiled(self) -> Any:
@@ -180,13 +233,12 @@ class Region(Flags):
         self.slot_bytes = slot_bytes
         first = FLAGS_BYTES + number * SLOTS * slot_bytes
         self._slots = [window.blocks[k][first : first + SLOTS * slot_bytes].reshape(SLOTS, -1) for k in members]
-        self._flag_lines = [window.blocks[k][flags_at(number, PACKED, SUMMED + 1)] for k in members]
         self._views: dict[Any, list[list[Any]]] = {}
 
     @functools.cached_property
     def compiled(self) -> Any:
         """The compiled module's view of it; there must be such a module."""
-        return native.module.Region(self._flag_lines, self._slots, self.rank, SLOTS)
+        return native.module.Region(self._lines, self._slots, self.rank, SLOTS)
 
     @property
     def holds_a_piece_of_each(self) -> bool:
@@ -228,17 +280,8 @@ class Arrival(Work):
         return self._flags.arrived(self._flag, self._sequence)
 
     def done_soon(self) -> bool:
-        """See `Work.done`; polls for up to `YIELD_S`, since the others are usually almost there."""
-        arrived, flag, sequence = self._flags.arrived, self._flag, self._sequence
-        for _ in range(SPINS):
-            if arrived(flag, sequence):
-                return True
-        until_s = time.monotonic() + YIELD_S
-        while time.monotonic() < until_s:
-            os.sched_yield()
-            if arrived(flag, sequence):
-                return True
-        return False
+        """See `Work.done`."""
+        return self._flags.arrived_soon(self._flag, self._sequence)
 
     def wait(self) -> None:
         """See `Work.wait`."""

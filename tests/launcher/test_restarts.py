@@ -323,10 +323,16 @@ def test_a_script_with_a_checkpoint_goes_on(ringrun: Run, program: Script, wait_
 @pytest.mark.without_mpi
 def test_it_gives_up_after_the_last_restart(ringrun: Run, script: Script, tmp_path: Path, wait_until_gone) -> None:
     source = """
-        import os, sys
+        import os, pathlib, sys, time
         count = int(os.environ["RINGREDUCE_RESTART_COUNT"])
         print("words of attempt", count, file=sys.stderr)
-        sys.exit(20 + count if os.environ["RANK"] == "1" else 0)
+        others = pathlib.Path(f"said {count}")
+        if os.environ["RANK"] == "0":
+            others.touch()
+            sys.exit()
+        while not others.exists():  # else it is ended within its words
+            time.sleep(0.01)
+        sys.exit(20 + count)
     """
     done = ringrun("-np", 2, "--restarts", 2, "--output-filename", "kept", *script(source))
     wait_until_gone()

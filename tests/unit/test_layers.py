@@ -20,8 +20,8 @@ ORDER = """
 _version, errors, log, not_there, pickling < mxnet < kernels.native < kernels.half, kernels.copying <
 settings, arrays.dtypes, partition, trees < gpu.runtime < gpu.device_selection < arrays.buffer < arrays.gpu_buffer <
 arrays.torch_tensor, arrays.dlpack < ops, arrays.view, compression, fusion < gpu.kernels < mpi, membership < world <
-transport.waiting, transport.counters < transport.in_flight < transport.base < transport.window, transport.blocks <
-transport.simulated_memory, transport.simulated_wire <
+transport.waiting, transport.futex, transport.counters < transport.in_flight < transport.base < transport.window,
+transport.blocks < transport.simulated_memory, transport.simulated_wire <
 transport.message, transport.threads, transport.subset, transport.simulated, monitor.excepthook,
 monitor.launcher_link <
 gpu.stage, gpu.ipc < gpu.cuda_aware, gpu.nccl <

@@ -3,13 +3,16 @@
 import itertools
 import os
 import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 
 from ringreduce.execution.host import Host
+from ringreduce.kernels import native
 from ringreduce.settings import MOST_REGIONS, Settings
-from ringreduce.transport import blocks, window
+from ringreduce.transport import blocks, futex, window
 from ringreduce.transport.base import complete
 from ringreduce.transport.threads import Exchange
 from ringreduce.transport.window import PACKED, SLOTS, SUMMED, Region, Signatures, Window, block_bytes
@@ -122,11 +125,53 @@ def test_a_fence_stands_before_a_flag_is_written_and_after_it_was_read():
         return int(shared.blocks[0][: window.FLAGS_BYTES].view(np.int64).max())
 
     region.publish(PACKED, 4)
-    assert story == [0], "the fence came first"
+    assert story[0] == 0, "the fence came first"
+    assert story[1:] == [5] * futex.EXISTS, "before it looks who sleeps"
+    story.clear()
     assert region.arrived(PACKED, 4)
-    assert story == [0, 5]
+    assert story == [5]
     assert not region.arrived(PACKED, 5)
-    assert len(story) == 2
+    assert len(story) == 1
+
+
+@pytest.mark.timeout(30)
+@pytest.mark.skipif(not futex.EXISTS, reason="no futex here: nobody sleeps")
+def test_who_sleeps_is_woken(monkeypatch, either_kernels):
+    """By whoever publishes the flag that it waits for, from Python or from the compiled module."""
+    monkeypatch.setattr(window, "SLEEP_S", 3600.0)
+    shared = host_window(2)
+    mine, other = views_of(shared, 0, [0, 1])
+    array = np.ones(8, np.float32)
+    for number in range(3):
+        mine._sleeps = 1
+        with ThreadPoolExecutor() as pool:
+            found = pool.submit(mine.arrived_soon, PACKED, number)
+            mine.publish(PACKED, number)
+            while not mine._asleep[0][0]:
+                time.sleep(1e-3)
+            if native.module is None:
+                other.publish(PACKED, number)
+            else:
+                other.compiled.allreduce([array], [array], 0, 0, 1.0, 1.0, 1.0, number, False).advance(0.0, 0.0)
+            assert found.result()
+
+
+@pytest.mark.skipif(not futex.EXISTS, reason="no futex here: nobody sleeps")
+def test_a_wait_sleeps_where_others_have_the_core(monkeypatch):
+    shared, slept = host_window(2), []
+    mine, _ = views_of(shared, 0, [0, 1])
+    monkeypatch.setattr(futex, "wait", lambda address, value, limit_s: slept.append((address, value)))
+    mine.publish(PACKED, 0)
+    monkeypatch.setattr(window, "TAKEN_S", 3600.0)
+    assert not mine.arrived_soon(PACKED, 0)
+    assert not mine.arrived_soon(PACKED, 0)
+    assert slept == [], "it yields"
+    monkeypatch.setattr(window, "TAKEN_S", 1e-3)
+    monkeypatch.setattr(os, "sched_yield", lambda: time.sleep(2 * window.TAKEN_S))
+    assert not mine.arrived_soon(PACKED, 0)
+    assert slept == []
+    assert not mine.arrived_soon(PACKED, 0)
+    assert slept[-1] == (shared.blocks[1].ctypes.data, 0)
 
 
 def test_whoever_makes_a_region_again_starts_from_zero():
