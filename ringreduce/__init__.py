@@ -34,11 +34,11 @@ if _TYPE_CHECKING:
     from ringreduce.compression import Compression as Compression
     from ringreduce.errors import *
     from ringreduce.execution.submission import Handle as Handle
+    from ringreduce.lifecycle import shutdown as shutdown
     from ringreduce.ops import *
     from ringreduce.optimizer import DistributedOptimizer as DistributedOptimizer
     from ringreduce.run_function import run as run
     from ringreduce.runtime import is_initialized as is_initialized
-    from ringreduce.runtime import shutdown as shutdown
     from ringreduce.sampler import DistributedSampler as DistributedSampler
     from ringreduce.sweeps import sweep as sweep
 
@@ -69,10 +69,11 @@ _API = {
         "RingreduceError SettingsError StalledError StartupError UnsupportedArrayError"
     ),
     "execution.submission": "Handle",
+    "lifecycle": "shutdown",
     "ops": "Adasum Average Max Min Product ReduceOp Sum",
     "optimizer": "DistributedOptimizer",
     "run_function": "run",
-    "runtime": "is_initialized shutdown",
+    "runtime": "is_initialized",
     "sampler": "DistributedSampler",
     "sweeps": "sweep",
 }

@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from ringreduce import log, runtime
+from ringreduce import lifecycle, log, runtime
 from ringreduce.errors import InputError, PeerLostError
 from ringreduce.execution.host import Host, window_bytes
 from ringreduce.settings import Settings
@@ -59,7 +59,7 @@ def run_ranks(
     settings = settings or Settings()
     log.configure(settings.log_level, settings.log_timestamp)
     exchange = Exchange(size, buffered=buffered, timeout_s=timeout_s)
-    sets = runtime.check_sets(process_sets, size)
+    sets = lifecycle.check_sets(process_sets, size)
     if not settings.stall_abort_s:
         settings = dataclasses.replace(settings, stall_abort_s=timeout_s)
     results: list[Any] = [None] * size
@@ -72,7 +72,7 @@ def run_ranks(
         transport = exchange.transport(rank)
         window = Window([blocks[each] for each in range(size) if host_of[each] == host_of[rank]])
         host = Host(world, transport, settings, window)
-        own = runtime.Runtime(world, transport, settings, host, process_sets=sets)
+        own = runtime.Runtime(runtime.Setup(world, transport, host, process_sets=sets), settings)
         why = "its function returned"
         try:
             with runtime.bound(own):

@@ -16,7 +16,7 @@ from ringreduce.errors import InputError as InputError
 from ringreduce.errors import MismatchError as MismatchError
 from ringreduce.errors import PeerLostError as PeerLostError
 from ringreduce.errors import StalledError as StalledError
+from ringreduce.lifecycle import shutdown as shutdown
 from ringreduce.ops import *
 from ringreduce.runtime import is_initialized as is_initialized
-from ringreduce.runtime import shutdown as shutdown
 from ringreduce.sampler import DistributedSampler as DistributedSampler

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from ringreduce import runtime
+from ringreduce import lifecycle, runtime
 from ringreduce.api.process_sets import ProcessSet, global_process_set, number_of
 from ringreduce.api.submit import agree
 from ringreduce.errors import InputError
@@ -39,7 +39,7 @@ def init(comm: Any = None, process_sets: str | Sequence[ProcessSet | Sequence[in
         raise InputError(f'init: process_sets={process_sets!r}; expected a list of ProcessSet, or "{DYNAMIC}"')
     listed: Sequence[Any] = [] if process_sets is None or isinstance(process_sets, str) else process_sets
     given = [each if isinstance(each, ProcessSet) else ProcessSet(each) for each in listed]
-    own = runtime.start(comm, [each.comm or each.ranks for each in given], dynamic=process_sets == DYNAMIC)
+    own = lifecycle.start(comm, [each.comm or each.ranks for each in given], dynamic=process_sets == DYNAMIC)
     if own is None:
         return
     current = runtime.current("init")

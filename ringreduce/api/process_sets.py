@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from ringreduce import runtime
+from ringreduce import lifecycle, runtime
 from ringreduce.api.submit import agree
 from ringreduce.errors import InputError
 from ringreduce.negotiation.negotiation import GLOBAL
@@ -116,7 +116,7 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
         process_set = ProcessSet(process_set)
     if process_set.comm is not None:
         process_set.ranks = current.world.ranks_of(process_set.comm)
-    members = runtime.check_members(process_set.ranks or [], current.world.size)
+    members = lifecycle.check_members(process_set.ranks or [], current.world.size)
     _check_dynamic(current, "add_process_set")
     if (number := _number(members)) is not None:
         raise InputError(f"add_process_set: process set {number} has the ranks {list(members)} already; use that")

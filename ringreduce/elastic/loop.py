@@ -6,12 +6,13 @@ import functools
 import re
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
-from ringreduce import reform
 from ringreduce.elastic.state import State
 from ringreduce.errors import CollectiveError, HostsUpdatedInterrupt, MismatchError
 from ringreduce.log import LOGGER
+from ringreduce.monitor.launcher_link import report_ready
+from ringreduce.runtime import Runtime, current, is_initialized
 
 
 def run(func: Callable[..., Any]) -> Callable[..., Any]:
@@ -39,8 +40,8 @@ def run(func: Callable[..., Any]) -> Callable[..., Any]:
         try:
             return _train(lambda: func(state, *args, **kwargs), state)
         except BaseException as error:
-            if not (isinstance(error, SystemExit) and error.code in (None, 0)):
-                reform.give_up()  # the others go on as soon as this process has ended
+            if is_initialized() and not (isinstance(error, SystemExit) and error.code in (None, 0)):
+                current("elastic.run").has_failed = True  # the others go on as soon as this process has ended
             raise
 
     return training
@@ -48,7 +49,7 @@ def run(func: Callable[..., Any]) -> Callable[..., Any]:
 
 def _train(func: Callable[[], Any], state: State) -> Any:
     """Call `func` until it returns, each time in the world of the ranks that are left."""
-    is_changed, needs_sync = False, True
+    own, is_changed, needs_sync = current("elastic.run"), False, True
     state.resume()
     while True:
         try:
@@ -56,24 +57,24 @@ def _train(func: Callable[[], Any], state: State) -> Any:
                 state.on_reset()
             if needs_sync:
                 state.sync()
-                reform.has_state()
+                own.has_state = True
             return func()
         except HostsUpdatedInterrupt as interrupt:
             needs_sync = not interrupt.skip_sync
-            if reform.membership_changed():
-                _keep(state)
-                needs_sync = not _reform(state)
-            elif reform.hosts_came():
-                _keep(state)
-                reform.await_restart()
+            if own.membership_changed():
+                _keep(state, own)
+                needs_sync = not _reform(state, own)
+            elif own.hosts_came():
+                _keep(state, own)
+                _await_restart(own)
         except BaseException as error:
-            if not (_is_loss(error) and reform.is_elastic()):
+            if not (_is_loss(error) and own.is_elastic):
                 raise
             start_s = time.perf_counter()
-            reform.await_gpu(after_loss=True)  # it may write to the state's arrays
+            own.await_gpu(after_loss=True)  # it may write to the state's arrays
             state.restore()
             LOGGER.debug(f"elastic: the state is restored after {(time.perf_counter() - start_s) * 1e3:.1f} ms")
-            needs_sync = not _reform(state)
+            needs_sync = not _reform(state, own)
         is_changed = True
 
 
@@ -88,11 +89,19 @@ def _is_loss(error: BaseException) -> bool:
     return is_wrapped and re.search(r"\b(PeerLost|Stalled|Collective)Error: ", str(error)) is not None
 
 
-def _keep(state: State) -> None:
+def _keep(state: State, own: Runtime) -> None:
     """Commit the state, which is whole: the interrupt comes between two steps; but not what a GPU has got wrong."""
-    state.restore() if reform.await_gpu() else state.save()
+    state.restore() if own.await_gpu() else state.save()
 
 
-def _reform(state: State) -> bool:
+def _reform(state: State, own: Runtime) -> bool:
     """Form a world of the ranks that are left; True when all have the same state."""
-    return reform.reform(state.commits).is_equal and state.commits > 0
+    return own.reform(state.commits) and state.commits > 0
+
+
+def _await_restart(own: Runtime) -> NoReturn:
+    """This rank has committed: let the launcher start the job again, with the hosts that came; it ends this process."""
+    LOGGER.info(f"elastic: {own.hosts_came()} came; this attempt of the job ends, and the next one goes on")
+    report_ready(own.settings.error_file, own.hosts_came())
+    while True:
+        time.sleep(1.0)

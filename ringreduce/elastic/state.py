@@ -6,7 +6,6 @@ import itertools
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from ringreduce import reform
 from ringreduce.api.broadcast import broadcast_
 from ringreduce.api.objects import allgather_object, broadcast_object
 from ringreduce.api.world import rank
@@ -16,6 +15,7 @@ from ringreduce.elastic.sampler import ElasticSampler
 from ringreduce.errors import HostsUpdatedInterrupt, InputError
 from ringreduce.log import LOGGER
 from ringreduce.optimizer import ReducingOptimizer
+from ringreduce.runtime import current, is_initialized
 
 NAME = "elastic state"  # of the operations, so that they match on ranks with different numbers of unnamed operations
 
@@ -66,7 +66,7 @@ class State:
         Raises: HostsUpdatedInterrupt, see `check_host_updates`; PeerLostError in a job that reduces arrays on GPUs,
                 where results may be wrong that a rank was lost in.
         """
-        if error := reform.await_gpu():
+        if error := current("commit").await_gpu():
             raise error
         self.save()
         self.check_host_updates()
@@ -77,7 +77,8 @@ class State:
         Nothing is communicated; a rank that has not heard of it yet will in its next operation. Its `skip_sync` is True
         where hosts have only gone.
         """
-        if self._updates or reform.membership_changed() or reform.hosts_came():
+        own = current("check_host_updates")
+        if self._updates or own.membership_changed() or own.hosts_came():
             raise HostsUpdatedInterrupt(skip_sync=self._updates == _GONE)
 
     def save(self) -> None:
@@ -157,8 +158,10 @@ class ObjectState(State):
 
     def resume(self) -> None:
         """Take the newest commit that is kept on this host, if there is one."""
-        folder = reform.kept_commits()
-        if folder and (found := Kept(folder, self._number).newest()):
+        own = current("resume")
+        if not own.was_restarted() or own.root is not None:
+            return
+        if own.settings.state_dir and (found := Kept(own.settings.state_dir, self._number).newest()):
             self._committed.read(found)
             self.restore()
 
@@ -197,10 +200,9 @@ class ObjectState(State):
 
     def _root(self) -> int:
         """The rank whose state all are to have."""
-        if (latest := reform.latest()) is not None:
-            return latest.root
-        if not reform.was_restarted():
-            return 0
+        own = current("sync")
+        if own.root is not None or not own.was_restarted():
+            return own.root or 0
         everyones = allgather_object(self.commits, f"{NAME}, its number")
         if rank() == 0:
             most = max(everyones)
@@ -215,9 +217,10 @@ class ObjectState(State):
 
     def _next_file(self) -> KeptFile | None:
         """Where the next commit is kept for a restart, if this rank is to do that."""
-        if not (folder := reform.keeps_commits()):
+        own = current("save") if is_initialized() else None
+        if own is None or not (own.is_elastic and own.settings.state_dir) or own.world.local_rank:
             return None
-        self._kept = self._kept or Kept(folder, self._number)
+        self._kept = self._kept or Kept(own.settings.state_dir, self._number)
         return self._kept.next(after=self._committed.file)
 
     def _use_spare(self) -> None:

@@ -18,9 +18,9 @@ import socket
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from ringreduce.log import LOGGER
-from ringreduce.membership import Members
 
 PACKAGE = str(Path(__file__).parents[1])
 LONGEST_REQUEST = 64 << 10
@@ -30,14 +30,19 @@ MOST_MAPPED = 256  # lines of maps in one datagram: far more than any MPI's file
 class StatusServer:
     """Answers the launcher's requests until it is closed."""
 
-    def __init__(self, error_file: str, waiting_for: Callable[[], str], members: Members | None = None) -> None:
+    def __init__(
+        self,
+        error_file: str,
+        waiting_for: Callable[[], str],
+        hear: Callable[[Mapping[str, Any]], object] | None = None,
+    ) -> None:
         """Listen beside `error_file`; does nothing without one, or where that is not possible.
 
         waiting_for: returns what this rank waits for, empty for nothing.
-        members: of an elastic job: hears of the launcher's lists.
+        hear: of an elastic job: is called with what the launcher says of it, in the thread that answers.
         """
         self.waiting_for = waiting_for
-        self._members = members
+        self._hear = hear
         self._path = f"{error_file}.ask"
         self._socket: socket.socket | None = None
         if error_file:
@@ -69,8 +74,8 @@ class StatusServer:
                     LOGGER.error(f"a request of the launcher was not answered: {type(error).__name__}: {error}")
 
     def _answer(self, own: socket.socket, request: bytes, sender: str) -> None:
-        if self._members is not None and request.startswith(b"{"):
-            self._members.hear(json.loads(request))
+        if self._hear is not None and request.startswith(b"{"):
+            self._hear(json.loads(request))
         elif sender:  # there is an address to answer to
             answer = json.dumps({"doing": self.waiting_for(), "package": PACKAGE}).encode()
             with contextlib.suppress(OSError):  # the sender has gone

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar
 
-from ringreduce import reform, runtime
+from ringreduce import runtime
 from ringreduce.api.objects import allgather_object
 from ringreduce.api.ordered import Ordered, ordered
 from ringreduce.compression import Compressor
@@ -85,7 +85,7 @@ def through(action: Callable[[], Result], again: Callable[[], object]) -> Result
         except MismatchError:
             raise
         except CollectiveError:
-            if not reform.is_elastic():
+            if not runtime.current("ps").is_elastic:
                 raise
         again()
 
@@ -93,11 +93,12 @@ def through(action: Callable[[], Result], again: Callable[[], object]) -> Result
 def meet_again(job: Job, own: Any) -> tuple[Job, dict[int, Any]]:
     """The job of the ranks that are left, and what each of them says, by the rank with which it began.
 
-    Raises: PeerLostError when a server is lost, or all workers; what `reform` raises.
+    Raises: PeerLostError when a server is lost, or all workers; what `Runtime.reform` raises.
     """
     while True:
-        reform.reform(0)
-        origins = runtime.current("ps").world.origins
+        current = runtime.current("ps")
+        current.reform(0)
+        origins = current.world.origins
         try:
             said = dict(zip(origins, allgather_object(own, name="parameter server"), strict=True))
             channel = ordered()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import types
 from typing import Any
 
-from ringreduce import reform, runtime, trees
+from ringreduce import runtime, trees
 from ringreduce.compression import Compression, Compressor
 from ringreduce.errors import InputError
 from ringreduce.execution.submission import Handle
@@ -78,7 +78,7 @@ class Worker:
             raise InputError(f"push: gradient {extra!r} is of no parameter")
         packed = self._post(messages.PUSH, arrays)
         self._pushes += 1
-        if reform.is_elastic():
+        if runtime.current("ps").is_elastic:
             self._unanswered.append(packed)
         through(self._flush, self._meet_again)
         nbytes = sum(each.nbytes for push in self._unanswered for parts in push for each in parts)

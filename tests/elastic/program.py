@@ -27,8 +27,8 @@ from pathlib import Path
 import numpy as np
 
 import ringreduce as rr
-from ringreduce import mpi, runtime
-from ringreduce.startup import survivors
+from ringreduce import lifecycle, mpi, runtime
+from ringreduce.recovery import rendezvous
 from ringreduce.transport.message import MessageTransport
 from ringreduce.transport.window import Flags
 from ringreduce.world import World
@@ -110,11 +110,11 @@ def main() -> None:
     steps, folder, rank = int(sys.argv[1]), Path(sys.argv[2]), int(os.environ["RANK"])
     wanted = [] if int(os.environ["RINGREDUCE_RESTART_COUNT"]) else sys.argv[3:]
     deaths = Deaths(rank, wanted, folder / f"{rank}.died")
-    deaths.before(survivors, "everyones", "meeting")
+    deaths.before(rendezvous, "everyones", "meeting")
     with (folder / f"{rank}.pid").open("a") as file:
         file.write(f"{os.getpid()}\n")
     if "TRAINING_PER_HOST" in os.environ:
-        runtime.form_world = form
+        lifecycle.form_world = form
     rr.init()
     deaths.begin()
     deaths.before(MessageTransport, "send_control", "control")
@@ -123,7 +123,7 @@ def main() -> None:
 
     class State(rr.elastic.ObjectState):
         def sync(self):
-            deaths.at("sync", rr.reform.latest().number if rr.reform.latest() else 0)
+            deaths.at("sync", runtime.current("a test").world.number)
             super().sync()
 
     state = State(parameters=np.zeros(COUNT), history=[], step=0)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ringreduce import runtime
+from ringreduce import lifecycle
 from tests.end_to_end.conftest import ringrun
 from tests.support.jobs import ROOT
 from tests.support.tiers import extended, parted
@@ -91,8 +91,8 @@ def test_data_loaders_of_torch_that_fork(finished):
         ranks=2,
     )
     assert (done.returncode, done.stdout.count("sum 570.0")) == (0, 2), done.stdout
-    registers = any(map(runtime._has_entries, runtime._REGISTERING_CARDS))
-    assert done.stdout.count(runtime.FORK_WARNING) == 2 * registers, (
+    registers = any(map(lifecycle._has_entries, lifecycle._REGISTERING_CARDS))
+    assert done.stdout.count(lifecycle.FORK_WARNING) == 2 * registers, (
         "once a rank, and only where a card registers memory"
     )
 

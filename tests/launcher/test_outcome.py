@@ -4,7 +4,7 @@ import signal
 
 import pytest
 
-from ringreduce.runtime import FORK_WARNING
+from ringreduce.lifecycle import FORK_WARNING
 from ringrun.connection.wire import RankError
 from ringrun.report import outcome
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from ringreduce.membership import Members
 from ringreduce.monitor import launcher_link
+from ringreduce.recovery.membership import Members
 from ringrun.agent.rank_socket import RankSocket
 from ringrun.connection import wire
 from ringrun.connection.wire import Report

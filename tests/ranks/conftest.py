@@ -3,8 +3,8 @@
 import pytest
 
 import ringreduce as rr
-from ringreduce import reform
 from ringreduce.optim import reducer
+from ringreduce.runtime import Runtime
 from tests.support import fake_cupy
 from tests.support.tiers import parted
 
@@ -29,16 +29,15 @@ def gpu(request):
 @pytest.fixture
 def elastic(monkeypatch):
     """Lets jobs be elastic. Its list has, for each reform, how many commits this rank had; by rank 0."""
-    seen, worlds = [], {}
+    seen = []
 
-    def again(commits):
+    def reform(self, commits):
         everyones = rr.allgather_object(commits)
         if rr.rank() == 0:
             seen.append(everyones)
-        worlds[rr.rank()] = reform.Reformed(1, everyones.index(max(everyones)), len(set(everyones)) == 1, ())
-        return worlds[rr.rank()]
+        self.root = everyones.index(max(everyones))
+        return len(set(everyones)) == 1
 
-    monkeypatch.setattr(reform, "is_elastic", lambda: True)
-    monkeypatch.setattr(reform, "reform", again)
-    monkeypatch.setattr(reform, "latest", lambda: worlds.get(rr.rank()))
+    monkeypatch.setattr(Runtime, "is_elastic", True)
+    monkeypatch.setattr(Runtime, "reform", reform)
     return seen

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import ringreduce as rr
-from ringreduce import runtime
+from ringreduce import lifecycle
 from ringreduce.execution import context
 from ringreduce.execution.submission import Submission
 from ringreduce.settings import Settings
@@ -105,7 +105,7 @@ def test_settings_that_differ_are_told_at_the_start():
     def program():
         settings = Settings(ring_segment_bytes=64 if rr.rank() == 1 else 128, error_file=str(rr.rank()))
         with pytest.raises(rr.MismatchError, match=r"rank 1 of 2, init .*ring_segment_bytes=64, but rank 0 has .*=128"):
-            runtime.agree_on_settings(Two(rr.rank(), 2, (0, 0)), settings)
+            lifecycle.agree_on_settings(Two(rr.rank(), 2, (0, 0)), settings)
 
     run_ranks(2, program)
 

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 import ringreduce as rr
-from ringreduce import reform
 from ringreduce.elastic import ElasticSampler, HostsUpdatedInterrupt, ObjectState, State, run
 from ringreduce.errors import CollectiveError, MismatchError, PeerLostError
+from ringreduce.runtime import Runtime
 from ringreduce.testing import run_ranks
 from tests.ranks.on_threads import each_rank_of
 
@@ -209,10 +209,10 @@ def test_a_loss_inside_a_jitted_function_is_one_though_only_its_text_is_left(ela
 
 
 def test_an_error_that_reforming_raises_ends_the_function(elastic, monkeypatch):
-    def fails(commits):
+    def fails(self, commits):
         raise CollectiveError("the ranks did not meet")
 
-    monkeypatch.setattr(reform, "reform", fails)
+    monkeypatch.setattr(Runtime, "reform", fails)
 
     def program():
         @run
@@ -231,7 +231,7 @@ def test_a_change_of_ranks_between_steps_goes_on_from_there(elastic, monkeypatch
 
     def program():
         state, again = new_state(), []
-        monkeypatch.setattr(reform, "membership_changed", lambda: changed[rr.rank()])
+        monkeypatch.setattr(Runtime, "membership_changed", lambda self: changed[rr.rank()])
 
         @run
         def train(state):

@@ -7,8 +7,8 @@ import pytest
 from sklearn.datasets import load_digits
 
 import ringreduce as rr
-from ringreduce import reform
 from ringreduce.ps import worker as ps_worker
+from ringreduce.runtime import Runtime
 from ringreduce.testing import run_ranks
 from tests.ranks.on_threads import each_rank_of
 
@@ -237,7 +237,7 @@ def test_gradients_of_another_form_are_refused_and_training_goes_on(pushed, mess
     ("mode", "kept_bytes", "most"), [("sync", 1 << 20, 16), ("async", 1 << 20, 16), ("async", 1, 1)]
 )
 def test_pushes_without_pulls_are_not_all_kept_for_a_loss(monkeypatch, mode, kept_bytes, most):
-    monkeypatch.setattr(reform, "is_elastic", lambda: True)
+    monkeypatch.setattr(Runtime, "is_elastic", True)
     monkeypatch.setattr(ps_worker, "UNANSWERED_BYTES", kept_bytes)
     kept = []
 

@@ -7,10 +7,11 @@ import pytest
 import torch
 
 import ringreduce as rr
-from ringreduce import reform
 from ringreduce.elastic import ObjectState, kept
 from ringreduce.elastic.commit import Commit
 from ringreduce.elastic.kept import Kept
+from ringreduce.runtime import Runtime
+from ringreduce.settings import Settings
 from ringreduce.testing import run_ranks
 
 
@@ -91,12 +92,12 @@ def test_after_a_restart_all_ranks_go_on_with_the_most_advanced_commit(tmp_path,
     """Each host has what its own ranks kept; one has nothing, since it is new."""
     for host, number in enumerate((3, 5)):
         take(Kept(tmp_path / str(host), 0), Commit(), number) if (tmp_path / str(host)).mkdir() is None else None
-    monkeypatch.setattr(reform, "was_restarted", lambda: True)
-    monkeypatch.setattr(reform, "kept_commits", lambda: str(tmp_path / str(rr.rank())))
+    monkeypatch.setattr(Runtime, "was_restarted", lambda self: True)
+    monkeypatch.setattr("ringreduce.elastic.state.Kept", lambda _, state: Kept(tmp_path / str(rr.rank()), state))
     monkeypatch.setattr(ObjectState, "_numbers", iter([0] * 3))
 
     def program():
         state = ObjectState(w=np.zeros(1000), b=torch.zeros(3, dtype=torch.int64), step=0, text="")
         return rr.elastic.run(lambda state: (state.step, state.w[-1], state.b.tolist(), state.commits))(state)
 
-    assert run_ranks(3, program) == [(5, 1004.0, [5] * 3, 6)] * 3
+    assert run_ranks(3, program, settings=Settings(state_dir="x")) == [(5, 1004.0, [5] * 3, 6)] * 3

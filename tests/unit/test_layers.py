@@ -19,7 +19,7 @@ LAUNCHER = Path(ringrun.__file__).parent
 ORDER = """
 _version, errors, log, not_there, pickling < mxnet < kernels.native < kernels.half, kernels.copying <
 settings, arrays.dtypes, partition, trees < gpu.runtime < gpu.device_selection < arrays.buffer < arrays.gpu_buffer <
-arrays.torch_tensor, arrays.dlpack < ops, arrays.view, compression, fusion < gpu.kernels < mpi, membership < world <
+arrays.torch_tensor, arrays.dlpack < ops, arrays.view, compression, fusion < gpu.kernels < mpi < world <
 transport.waiting, transport.futex, transport.counters < transport.in_flight < transport.base < transport.window,
 transport.blocks < transport.simulated_memory, transport.simulated_wire <
 transport.message, transport.threads, transport.subset, transport.simulated, monitor.excepthook,
@@ -40,8 +40,9 @@ negotiation.coordinator, negotiation.leader, negotiation.neutral, negotiation.ma
 negotiation.negotiator < negotiation.process_set < negotiation.errors_for < negotiation.negotiation <
 monitor.side_job < monitor.recording, monitor.stalls < engine.inbox <
 engine.process_sets, engine.submitting, engine.timeline_control, engine.activity < engine.leaving, engine.polling <
-engine.engine < startup.shared_memory, startup.survivors, startup.daemon, startup.death_notice < startup.worlds <
-runtime < reform < api.submit, api.world, api.info, sampler < api.process_sets, api.arguments <
+engine.engine < startup.shared_memory < runtime <
+recovery.membership, recovery.death_notice, recovery.daemon < recovery.rendezvous < recovery.elastic_runtime <
+lifecycle < api.submit, api.world, api.info, sampler < api.process_sets, api.arguments <
 api.reduce, api.gather, api.broadcast, api.objects, api.control <
 api.ordered, api.own_channel, api.on_host < api.common, optim.exchange, optim.parameters < optim.buckets <
 optim.reducer < ps.layout, ps.messages, ps.consistency, ps.arrays < ps.roles < ps.server, ps.worker < sweeps.study <
@@ -163,6 +164,15 @@ def test_one_picture_shows_every_part_of_the_launcher():
     parts = {path.name if path.is_dir() else path.stem for path in LAUNCHER.iterdir() if path.suffix in ("", ".py")}
     shown = set(re.findall(r"\w+", picture))
     assert parts - {"__init__", "__main__", "__pycache__"} <= shown
+
+
+def test_one_picture_shows_what_happens_after_a_death():
+    text = ast.get_docstring(ast.parse((PACKAGE / "recovery" / "__init__.py").read_text()), clean=False)
+    picture = text.partition("Who calls what:\n\n")[2].partition("\n\nA spare")[0]
+    assert picture
+    assert picture in (ROOT / "docs" / "architecture.md").read_text()
+    for file in re.findall(r"[\w/]+\.py", picture):
+        assert any((folder / file).exists() for folder in (PACKAGE, PACKAGE / "recovery")), file
 
 
 def test_the_launcher_starts_without_ringreduce():

@@ -6,7 +6,6 @@ import sys
 import threading
 import time
 
-from ringreduce.membership import EXPELLED_EXIT_CODE, Members
 from ringreduce.monitor.launcher_link import (
     StatusServer,
     report_leaving,
@@ -14,6 +13,7 @@ from ringreduce.monitor.launcher_link import (
     report_reformed,
     report_suspects,
 )
+from ringreduce.recovery.membership import EXPELLED_EXIT_CODE, Members
 from tests.support.jobs import run
 
 
@@ -45,7 +45,7 @@ def test_who_waits_for_a_list_is_woken():
 
 def test_a_rank_that_a_list_calls_dead_ends():
     program = (
-        "from ringreduce.membership import Members\n"
+        "from ringreduce.recovery.membership import Members\n"
         "Members(1).hear({'membership': {'number': 1, 'ranks': [0], 'dead': {'1': 'has stalled'}}})\n"
         "print('goes on')\n"
     )
@@ -60,7 +60,7 @@ def test_lists_come_by_datagram_and_answers_go_on(tmp_path):
         agent.settimeout(5)
         agent.bind(f"{error_file}.agent")
         members = Members(0)
-        server = StatusServer(error_file, lambda: "x", members)
+        server = StatusServer(error_file, lambda: "x", members.hear)
         assert json.loads(agent.recv(100_000))["started"] == "ringreduce"
         many = [(rank, "was killed by SIGKILL") for rank in range(1, 1000)]
         agent.sendto(json.dumps(said(7, [0], many)).encode(), f"{error_file}.ask")

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from ringreduce import mpi, runtime
+from ringreduce import lifecycle, mpi
 from ringreduce.errors import LauncherMismatchError, NotInitializedError, StartupError
 from ringreduce.mpi import check_launcher, check_process, check_world_size
 from ringreduce.world import World, local_ranks
@@ -149,11 +149,11 @@ def test_an_mpi_that_lets_one_thread_at_a_time_call_it_is_refused(level):
 
 
 def test_a_rank_that_forks_is_warned_where_a_card_registers_memory(tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(runtime, "_process_runtime", SimpleNamespace(world=SimpleNamespace(size=2)))
-    monkeypatch.setattr(runtime.log.LOGGER, "propagate", True)
-    monkeypatch.setattr(runtime, "_REGISTERING_CARDS", (str(tmp_path / "absent"), str(tmp_path)))
-    runtime._before_fork.__wrapped__()
+    monkeypatch.setattr(lifecycle.process, "runtime", SimpleNamespace(world=SimpleNamespace(size=2)))
+    monkeypatch.setattr(lifecycle.log.LOGGER, "propagate", True)
+    monkeypatch.setattr(lifecycle, "_REGISTERING_CARDS", (str(tmp_path / "absent"), str(tmp_path)))
+    lifecycle._before_fork.__wrapped__()
     assert caplog.messages == []
     (tmp_path / "mlx5_0").mkdir()
-    runtime._before_fork.__wrapped__()
-    assert set(caplog.messages) == {runtime.FORK_WARNING}  # another thread of the tests may fork as well
+    lifecycle._before_fork.__wrapped__()
+    assert set(caplog.messages) == {lifecycle.FORK_WARNING}  # another thread of the tests may fork as well

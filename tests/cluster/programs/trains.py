@@ -7,19 +7,19 @@ from pathlib import Path
 import numpy as np
 
 import ringreduce as rr
-from ringreduce import reform
+from ringreduce import runtime
 from ringreduce.errors import CollectiveError
 
 rr.init()
+own = runtime.current("this test")
 steps, last, total = 0, 1000, np.zeros(1 << 14)
 while steps < last:
     try:
         done = rr.allreduce(np.full(total.shape, steps + 1.0), name="step")
     except CollectiveError:
-        if not reform.reform(steps).is_equal:
-            root = reform.latest().root
-            steps = rr.broadcast_object(steps, root_rank=root)
-            rr.broadcast_(total, root, name="state")
+        if not own.reform(steps):
+            steps = rr.broadcast_object(steps, root_rank=own.root)
+            rr.broadcast_(total, own.root, name="state")
         last = steps + 5
         continue
     steps, total = steps + 1, total + done

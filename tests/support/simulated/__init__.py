@@ -6,7 +6,7 @@
         job.said       # what ringrun has printed
 
 Real: ringrun's Supervisor with all that it decides by, what goes over the wire, what a rank hears and says, re-forming
-(survivors.py, worlds.py, reform.py), elastic.run, and the end of a rank. Simulated: processes, agents, MPI's messages
+(recovery/), elastic.run, and the end of a rank. Simulated: processes, agents, MPI's messages
 and the clock; and an engine whose one operation exchanges a value with all ranks of the world.
 
 network.py has the plan, the clock and the messages; job.py ringrun's side; rank.py a rank with its agent; fakes.py

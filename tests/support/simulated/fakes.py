@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ringreduce import elastic, reform, runtime
+from ringreduce import elastic, runtime
 from ringreduce.monitor import launcher_link
 from ringreduce.world import World
 
@@ -128,8 +128,8 @@ class State(elastic.State):
         self.history = list(self._saved)
 
     def sync(self) -> None:
-        latest, engine = reform.latest(), runtime.current("sync").engine
-        root = latest.root if latest else 0
+        own = runtime.current("sync")
+        root, engine = own.root or 0, own.engine
         origins = engine.world.origins
         has_state = self.owner.job.ranks[origins[root]].has_state
         self.history, self.commits = engine.exchange("sync", (list(self.history), self.commits))[root]
@@ -151,9 +151,9 @@ def train(state: State) -> None:
         state.commit()
 
 
-def listen(error_file: str, waiting_for: Callable[[], str], members: Any) -> Any:
+def listen(error_file: str, waiting_for: Callable[[], str], hear: Any) -> Any:
     """Let the rank hear of lists: in place of a StatusServer."""
-    CURRENT.rank.members = members
+    CURRENT.rank.members = hear.__self__
     launcher_link._send(error_file, {"started": "ringreduce", "shared": []})
     return SimpleNamespace()
 

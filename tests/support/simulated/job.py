@@ -12,10 +12,9 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
-import ringreduce.membership
-from ringreduce import reform, runtime
+from ringreduce import runtime
 from ringreduce.monitor import launcher_link
-from ringreduce.startup import survivors, worlds
+from ringreduce.recovery import death_notice, elastic_runtime, membership, rendezvous
 from ringreduce.transport import in_flight
 from ringreduce.transport.message import MessageTransport
 from ringrun.connection import wire
@@ -183,11 +182,11 @@ def simulation() -> Iterator[None]:
     system = SimpleNamespace(sched_yield=lambda: _sleep(1.0), _exit=_exit)
     of_members = {"time": clock, "os": system, "threading": SimpleNamespace(Condition=Condition), "print": mock.Mock()}
     replaced = [
-        *((module, {"time": clock}) for module in (reform, runtime, losses, supervise)),
-        (survivors, {"time": clock, "os": system}),
-        (ringreduce.membership, of_members),
-        (worlds, {"StatusServer": listen, "outlive_daemon": lambda: None}),
-        (worlds.death_notice, {"give": lambda error_file: None}),
+        *((module, {"time": clock}) for module in (elastic_runtime, losses, supervise)),
+        (rendezvous, {"time": clock, "os": system}),
+        (membership, of_members),
+        (elastic_runtime, {"StatusServer": listen, "outlive_daemon": lambda: None}),
+        (death_notice, {"give": lambda error_file: None}),
         (launcher_link, {"_send": lambda error_file, message: CURRENT.rank.say(message)}),
         (runtime, {"Engine": Engine}),
         (MessageTransport, {"_mpi": mpi}),

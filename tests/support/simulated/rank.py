@@ -10,13 +10,13 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
-import ringreduce.membership
 from ringreduce import elastic, runtime
 from ringreduce.errors import PeerLostError
 from ringreduce.execution.host import Host
 from ringreduce.monitor import launcher_link
+from ringreduce.recovery.elastic_runtime import ElasticRuntime
+from ringreduce.recovery.membership import Members
 from ringreduce.settings import Settings
-from ringreduce.startup import worlds
 from ringreduce.transport.message import MessageTransport
 from ringreduce.world import World
 from ringrun.agent.rank_socket import _report
@@ -45,7 +45,7 @@ class Rank:
         self.died_s = math.inf
         self.failure: BaseException | None = None  # to be raised in it
         self.killed_by: list[int] = []  # signals of ringrun's
-        self.members: ringreduce.membership.Members | None = None
+        self.members: Members | None = None
         self.kept: dict[type, dict[str, Any]] = {}  # what its agent has kept for it
         self.mail: defaultdict[Any, dict[int, Any]] = defaultdict(dict)  # of its engine
         self.left = self.mail["left"]  # ranks that have left their world in order
@@ -97,8 +97,7 @@ class Rank:
         self._await_init()
         transport = MessageTransport(whole)
         host = Host(whole, transport, settings, cores=1)
-        elastic_job, entered = worlds.begin(worlds.Entered(whole, transport, host, [0.0] * plan.size, ()))
-        made = runtime.Runtime(*entered[:2], settings, *entered[2:], elastic=elastic_job)
+        made = ElasticRuntime(runtime.Setup(whole, transport, host, [0.0] * plan.size), settings)
         with runtime.bound(made):
             state = State(self)
             elastic.run(train)(state)
@@ -106,7 +105,7 @@ class Rank:
             if isinstance(self.failure, PeerLostError) and not self.cause:
                 self.cause = "blame"
                 raise self.failure
-        runtime._leave_elastic(made, elastic_job, "its script ended")
+        made.leave_at_exit("its script ended")
 
     def _await_init(self) -> None:
         """Wait until all ranks call it, for ever if one does not; all go on together."""

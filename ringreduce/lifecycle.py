@@ -1,0 +1,232 @@
+"""init() and shutdown(): how a process becomes a rank, and how it ends."""
+
+from __future__ import annotations
+
+import atexit
+import dataclasses
+import functools
+import gc
+import hashlib
+import logging
+import os
+import signal
+import socket
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from ringreduce import log, runtime
+from ringreduce._version import __version__
+from ringreduce.errors import InputError, MismatchError, StalledError
+from ringreduce.execution.algorithms import fitted, usable_algorithms
+from ringreduce.execution.signature import Signature, SubmissionRecord, calling_line, mismatch_message
+from ringreduce.gpu import device_selection
+from ringreduce.monitor import excepthook
+from ringreduce.monitor.launcher_link import report_init
+from ringreduce.mpi import finalize_mpi, mpi_library
+from ringreduce.negotiation.negotiation import GLOBAL
+from ringreduce.recovery.elastic_runtime import ElasticRuntime, check_start
+from ringreduce.runtime import Runtime, Setup, process
+from ringreduce.settings import PER_RANK, Settings, horovod_notice
+from ringreduce.startup import clock
+from ringreduce.startup.shared_memory import prepare_host
+from ringreduce.transport.message import MessageTransport
+from ringreduce.world import World, form_world
+
+_process_id = 0
+_generations = 0
+_is_elastic = False  # then lost ranks could not take part in MPI_Finalize
+_gpu = device_selection.NOT_ASKED
+
+
+def start(comm: Any, process_sets: Sequence[Any], dynamic: bool) -> list[tuple[int, tuple[int, ...]]] | None:
+    """Form the world, see `ringreduce.init`; returns numbers and members of `process_sets`, or None."""
+    global _process_id, _generations, _gpu, _is_elastic
+    if runtime.is_initialized():
+        return None
+    settings = Settings.from_environment(os.environ)
+    _is_elastic = settings.elastic
+    if settings.elastic:
+        check_start(settings, comm, _generations)
+    log.configure(settings.log_level, settings.log_timestamp)
+    if dynamic:
+        settings = dataclasses.replace(settings, dynamic_process_sets=True)
+    if _generations:
+        gc.collect()  # frees the shared memory of the engine before, whose objects refer to each other
+    else:  # a later init() keeps the current GPU
+        report_init(settings.error_file, settings.stall_check_s)
+        _gpu = device_selection.select(settings, os.environ)
+    world = form_world(comm, _generations)
+    if settings.elastic:
+        world = dataclasses.replace(world, origins=tuple(range(world.size)))
+    if _generations == 0:
+        atexit.register(_at_exit)
+        os.register_at_fork(before=_before_fork, after_in_child=_after_fork)
+    _generations += 1
+    _process_id = os.getpid()
+    excepthook.install(settings.error_file)  # from here on the other ranks may wait for this one
+    transport = MessageTransport(world)
+    try:
+        own, everyones = static_sets(world, process_sets)
+        sets = check_sets(everyones, world.size - settings.spares)
+        agree_on_settings(world, settings, sets)
+        host = prepare_host(world, transport, settings)
+        usable = usable_algorithms(world.hosts, host.window is not None)
+        settings = fitted(settings, world.hosts, usable, host.constants)
+        made = ElasticRuntime if settings.elastic else Runtime
+        process.runtime = made(Setup(world, transport, host, clock.offsets_us(world), sets), settings, _gpu)
+        _log_init(process.runtime)
+    except MismatchError:
+        world.free()  # raised on all ranks, so all free it
+        raise
+    return [(1 + everyones.index(members), members) for members in own]
+
+
+def _log_init(made: Runtime) -> None:
+    """Log what init() has found and chosen: on rank 0 for the whole job, on each rank its host, pid and GPU."""
+    world = made.world
+    if world.rank == 0 and world.generation == 0 and (notice := horovod_notice(os.environ)):
+        log.LOGGER.warning(notice)
+    if world.rank == 0 and log.LOGGER.isEnabledFor(logging.INFO):
+        log.LOGGER.info(_summary(made))
+    if log.LOGGER.isEnabledFor(logging.DEBUG):
+        place = f"local rank {world.local_rank} of {world.local_size}, on host {world.hosts[world.rank]}"
+        log.LOGGER.debug(
+            f"rank {world.rank} of {world.size}: {place} ({socket.gethostname()}), pid {os.getpid()}, GPU {made.gpu}"
+        )
+
+
+def _summary(made: Runtime) -> str:
+    world, engine, defaults = made.world, made.engine, dataclasses.asdict(Settings())
+    hosts, window = len(set(world.hosts)), engine.host.window
+    parts = [
+        f"ringreduce {__version__}: {world.size} ranks on {hosts} host{'' if hosts == 1 else 's'}",
+        " with thread level ".join(mpi_library()),
+        "no shared memory" if window is None else f"{len(window.blocks[0])} B of shared memory a rank",
+        f"allreduce by {engine.states[GLOBAL].algorithms.text()}",
+        f"costs {engine.host.constants}",
+    ]
+    for name, value in dataclasses.asdict(made.settings).items():
+        if name not in PER_RANK and value != defaults[name]:
+            parts.append(f"{name} is {value!r}")
+    return "; ".join(parts)
+
+
+def static_sets(world: World, process_sets: Sequence[Any]) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
+    """The members of this rank's process sets, passed as ranks or communicators, and of those of all ranks.
+
+    All ranks pass equal ranks. A communicator may differ by rank, as after Split: each distinct one is a set, in the
+    order of the ranks that pass them.
+    """
+    own: list[tuple[int, ...]] = []
+    everyones: list[tuple[int, ...]] = []
+    for each in process_sets:
+        is_comm = hasattr(each, "Get_group")
+        members = tuple(world.ranks_of(each) if is_comm else sorted(each))
+        own.append(members)
+        everyones += dict.fromkeys(world.allgather_object(members)) if is_comm else [members]
+    return own, everyones
+
+
+def agree_on_settings(world: World, settings: Settings, process_sets: Sequence[Sequence[int]] = ()) -> None:
+    """Raise MismatchError when ranks have different versions or different settings that must be equal.
+
+    Cost: gathers a digest of 16 bytes per rank, and the settings where digests differ.
+    """
+    shared = {**dataclasses.asdict(settings), "version": __version__, "process_sets": list(map(list, process_sets))}
+    details = tuple((name, repr(value)) for name, value in shared.items() if name not in PER_RANK)
+    if len(set(world.allgather_object(hashlib.blake2b(repr(details).encode(), digest_size=16).digest()))) > 1:
+        record = SubmissionRecord(Signature("init", "settings", details=details), calling_line())
+        raise MismatchError(mismatch_message(dict(enumerate(world.allgather_object(record))), world.size))
+
+
+def shutdown() -> None:
+    """Leave the world: wait until every rank leaves it too, and free its communicators. Idempotent.
+
+    Pending operations of this rank fail; ranks that wait for this one get PeerLostError, which names the calling line.
+    In an elastic job the loss of a rank ends the wait, and communicators are not freed.
+    Raises: StalledError when a rank that this one waits for has been stopped for `stall_abort_s`.
+    """
+    _leave(f"it called shutdown() ({calling_line()})", lambda: False)
+
+
+def _leave(why: str, interrupted: Callable[[], bool]) -> bool:
+    """Leave the world; True when all ranks have, and the communicators are freed."""
+    if (made := runtime.unbind()) is not None:
+        return made.engine.leave(why, interrupted)
+    if process.runtime is None:
+        return True
+    made, process.runtime = process.runtime, None
+    has_left = made.leave(why, interrupted)
+    if has_left:
+        excepthook.uninstall()
+    return has_left
+
+
+def _at_exit() -> None:
+    """Leave the world when the interpreter exits.
+
+    SIGTERM ends the wait for the other ranks but not the exit under way, so that the launcher learns this rank's own
+    exit code: `sys.exit(3)` on one rank while the others wait for it ends the job with 3.
+    """
+    if os.getpid() != _process_id:  # a forked child: the rank is its parent
+        return
+    why = "its script ended"
+    if isinstance(process.runtime, ElasticRuntime):
+        process.runtime.leave_at_exit(why)
+        return
+    terminated = threading.Event()
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, lambda *_: terminated.set())
+    try:
+        if _leave(why, terminated.is_set) and not _is_elastic:
+            finalize_mpi()
+    except StalledError as error:
+        log.LOGGER.error(str(error))
+        excepthook.flush()
+        os._exit(excepthook.EXIT_CODE)  # the only way to fail from here: the stopped rank would keep the job for ever
+
+
+FORK_WARNING = (
+    "this rank forks a process, and memory that a network card has registered may not survive that, neither here nor "
+    "in the child; start processes by spawn or forkserver, as in DataLoader(…, multiprocessing_context='forkserver')"
+)
+_REGISTERING_CARDS = ("/sys/class/infiniband", "/sys/class/cxi")  # verbs (EFA and Omni-Path, too), and Slingshot
+
+
+@functools.cache  # warns once
+def _before_fork() -> None:
+    """Warn when a rank of several forks and MPI may use such a card; `subprocess` does not come here."""
+    if process.runtime is not None and process.runtime.world.size > 1 and any(map(_has_entries, _REGISTERING_CARDS)):
+        log.LOGGER.warning(FORK_WARNING)
+
+
+def _has_entries(folder: str) -> bool:
+    return os.path.isdir(folder) and bool(os.listdir(folder))
+
+
+def _after_fork() -> None:
+    """A forked child, such as a data loader's worker, is no rank: it has neither the engine's thread nor MPI."""
+    if process.runtime is not None:
+        process.parents_world, process.runtime = process.runtime.world, None
+        excepthook.uninstall()
+
+
+def check_sets(process_sets: Sequence[Sequence[int]], size: int) -> list[tuple[int, ...]]:
+    """The sorted ranks of each of init()'s process sets; raises InputError for duplicate sets."""
+    sets = [tuple(range(size))]
+    for ranks in process_sets:
+        members = check_members(ranks, size)
+        if members in sets:
+            which = "that of all ranks" if members == sets[0] else "another one"
+            raise InputError(f"process_sets: {list(members)} has the same ranks as {which}; pass each set once")
+        sets.append(members)
+    return sets[1:]
+
+
+def check_members(ranks: Sequence[int], size: int) -> tuple[int, ...]:
+    """The sorted ranks of a process set; raises InputError for duplicates and for ranks that do not exist."""
+    members = tuple(sorted(ranks))
+    if not members or len(set(members)) < len(members) or not 0 <= members[0] <= members[-1] < size:
+        raise InputError(f"process set {list(ranks)}: expected different ranks from 0 to {size - 1}, at least one")
+    return members
