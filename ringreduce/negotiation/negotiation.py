@@ -10,9 +10,9 @@ import logging
 import math
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
 from ringreduce import errors
+from ringreduce.engine.inbox import Inbox
 from ringreduce.execution.channel import Channel
 from ringreduce.execution.executor import Running
 from ringreduce.execution.signature import Signature
@@ -29,9 +29,6 @@ from ringreduce.negotiation.protocol import Announcement, Failure, Overdue, Read
 from ringreduce.settings import Settings
 from ringreduce.transport.waiting import WaitsFor
 from ringreduce.world import World
-
-if TYPE_CHECKING:
-    from ringreduce.engine.inbox import Inbox
 
 GLOBAL = 0  # the number of the process set of all ranks
 JOIN = "join"
