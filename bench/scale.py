@@ -4,7 +4,7 @@
     python bench/scale.py --hosts 8,64,512 --per-host 1 --sizes 1000000 100000000 --json scale.json --plot scale.png
 
 Every simulated rank runs the real generators of ringreduce/collectives and the real negotiation; what is computed is
-time: see ringreduce/transport/simulated.py for what takes how long, and what is not modelled. Of the ranks of a host,
+time: see bench/simulated/cluster.py for what takes how long, and what is not modelled. Of the ranks of a host,
 which do the same at the same time, one is simulated, and one of all ranks where each does the same counted from itself;
 `--full` simulates them all.
 
@@ -28,10 +28,10 @@ from typing import Any
 
 import plots
 from common import Column, Report, machine, parse, parser
+from simulated.cluster import Cluster, Costs
 from simulation import Reducing, Training, costs_of
 
 from ringreduce.cost_model import LARGE_BYTES, MANY, Constants, choose, plan, predict_us, segment_bytes
-from ringreduce.transport.simulated import Cluster, Costs
 
 SIZES = (4096, 65536, 1_000_000, 100_000_000)
 COPIES = 2.6  # of a buffer, in which a rank of `hierarchical` reads and writes: packing, sums, copying out

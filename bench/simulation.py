@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 from models import resnet50
+from simulated.cluster import Cluster, Costs
 
 from ringreduce.arrays.dtypes import TABLE
 from ringreduce.collectives import direct, doubling, halving, hierarchical, ring
@@ -26,7 +27,6 @@ from ringreduce.negotiation.protocol import decode, encode
 from ringreduce.ops import Sum
 from ringreduce.transport.base import Steps, Transport
 from ringreduce.transport.counters import group_bytes
-from ringreduce.transport.simulated import Cluster, Costs
 from ringreduce.transport.subset import channels
 from ringreduce.transport.window import Region
 

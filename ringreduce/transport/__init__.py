@@ -9,5 +9,4 @@ waiting    how a thread waits for other ranks
 window     memory and flags that the ranks of one host share
 blocks     makes that memory: a block of each rank
 threads    ranks as threads of one process, for tests
-simulated  ranks in virtual time, on one thread: with simulated_wire, simulated_memory
 """

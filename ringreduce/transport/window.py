@@ -219,12 +219,10 @@ class Signatures(Flags):
 class Region(Flags):
     """One process set's part of a window, as one of its members on this host uses it; see `Flags`."""
 
-    is_simulated = False
-
     @property
     def can_be_compiled(self) -> bool:
         """True when the compiled module can work in it."""
-        return native.module is not None and self.size <= native.MOST_PARTS and not self.is_simulated
+        return native.module is not None and self.size <= native.MOST_PARTS
 
     def __init__(
         self, window: Window, number: int, slot_bytes: int, members: Sequence[int], ranks: Sequence[int], rank: int

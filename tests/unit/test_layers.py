@@ -21,9 +21,8 @@ _version, errors, log, not_there, pickling < mxnet < kernels.native < kernels.ha
 settings, arrays.dtypes, partition, trees < gpu.runtime < gpu.device_selection < arrays.buffer < arrays.gpu_buffer <
 arrays.torch_tensor, arrays.dlpack < ops, arrays.view, compression, fusion < gpu.kernels < mpi < world <
 transport.waiting, transport.futex, transport.counters < transport.in_flight < transport.base < transport.window,
-transport.blocks < transport.simulated_memory, transport.simulated_wire <
-transport.message, transport.threads, transport.subset, transport.simulated, monitor.excepthook,
-monitor.launcher_link <
+transport.blocks <
+transport.message, transport.threads, transport.subset, monitor.excepthook, monitor.launcher_link <
 gpu.stage, gpu.ipc < gpu.cuda_aware, gpu.nccl <
 collectives.ring, collectives.tree, collectives.bruck, collectives.pairwise <
 collectives.direct, collectives.doubling, collectives.halving <

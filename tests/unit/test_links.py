@@ -9,11 +9,11 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from bench.simulated.cluster import Cluster, Costs
 from ringreduce.arrays.dtypes import TABLE
 from ringreduce.collectives import ring
 from ringreduce.ops import Sum
 from ringreduce.startup.links import arrival_gbs, best_order, distances, judged, measured
-from ringreduce.transport.simulated import Cluster, Costs
 from ringreduce.transport.subset import SubsetTransport
 from ringreduce.transport.threads import Exchange
 

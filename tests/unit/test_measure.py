@@ -4,9 +4,9 @@ from types import SimpleNamespace
 
 import pytest
 
+from bench.simulated.cluster import Cluster, Costs
 from ringreduce.startup import measure
 from ringreduce.transport.base import complete
-from ringreduce.transport.simulated import Cluster, Costs
 
 QUIET = [2e-4, 0.0, 0.0, 50.0, 3200.0]  # µs: a byte copied; between hosts a small message, and a large one
 WIRE_GBS = 1e-3 * measure.LARGE_BYTES / 3150

@@ -1,4 +1,4 @@
-"""What simulated ranks wait for, and the memory that those of a host share, in virtual time; see simulated.py."""
+"""What simulated ranks wait for, and the memory that those of a host share, in virtual time; see cluster.py."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ringreduce.transport.base import Work
 from ringreduce.transport.window import SLOTS, Region, Window
 
 if TYPE_CHECKING:
-    from ringreduce.transport.simulated import Cluster
+    from .cluster import Cluster
 
 
 class Leaf(Work):
@@ -30,7 +30,7 @@ class Leaf(Work):
 class SimulatedRegion(Region):
     """See `Region`; its flags have times, its copies take some."""
 
-    is_simulated = True
+    can_be_compiled = False  # type: ignore[assignment]
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""A wire in virtual time; see simulated.py."""
+"""A wire in virtual time; see cluster.py."""
 
 from __future__ import annotations
 

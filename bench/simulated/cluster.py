@@ -37,9 +37,10 @@ from ringreduce.arrays import buffer
 from ringreduce.errors import CollectiveError
 from ringreduce.ops import Reduction
 from ringreduce.transport.base import ControlMessage, Steps, Work
-from ringreduce.transport.simulated_memory import Leaf, SimulatedRegion
-from ringreduce.transport.simulated_wire import Wire
 from ringreduce.transport.window import FLAGS_BYTES, SLOTS
+
+from .memory import Leaf, SimulatedRegion
+from .wire import Wire
 
 OUT, IN = "out", "in"  # the ways of a host's wire
 Event = tuple[float, int, Callable[..., None], tuple[Any, ...]]
