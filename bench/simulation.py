@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from collections import deque
@@ -18,14 +19,14 @@ from simulated.cluster import Cluster, Costs
 
 from ringreduce.arrays.dtypes import TABLE
 from ringreduce.collectives import direct, doubling, halving, hierarchical, ring
-from ringreduce.collectives.overlap import AnyOf, Running, overlapped
+from ringreduce.collectives.overlap import AnyOf, overlapped
 from ringreduce.collectives.shared import Part
 from ringreduce.cost_model import BUCKETS_IN_FLIGHT, Constants, Plan, segment_bytes
 from ringreduce.execution.signature import Signature, TensorSignature
 from ringreduce.negotiation.negotiator import Group, Negotiator
 from ringreduce.negotiation.protocol import decode, encode
 from ringreduce.ops import Sum
-from ringreduce.transport.base import Steps, Transport
+from ringreduce.transport.base import Steps, Task, Transport
 from ringreduce.transport.counters import group_bytes
 from ringreduce.transport.subset import channels
 from ringreduce.transport.window import Region
@@ -135,7 +136,7 @@ class Training:
         """Submit all tensors, a batch when the one before is ready, as an engine does; reduce what is ready."""
         negotiator, cluster = self.negotiators[rank], self.cluster
         neighbours = [each for each in self.groups[cluster.hosts[rank]].ranks if each != rank]
-        coming, queue, missing = list(self.batches), deque[Running](), 0
+        coming, queue, missing = list(self.batches), deque[Task[None]](), 0
         while coming or missing or queue:
             moved = False
             if coming and not missing:
@@ -149,7 +150,7 @@ class Training:
                 missing -= len(getattr(entry, "new", entry))
                 moved = True
                 if not missing:
-                    queue.append(Running(self._reduce(rank, coming.pop(0))))
+                    queue.append(Task(self._reduce(rank, coming.pop(0))))
             if moved:
                 for each in neighbours:
                     cluster.wake(each)
@@ -158,8 +159,9 @@ class Training:
             if queue and queue[0].ended:
                 queue.popleft()
             elif not moved:
-                waits = [queue[0].request] if queue and queue[0].request is not None else []
-                yield AnyOf([cluster.mail(rank), *waits])
+                mail = Task(each for each in [cluster.mail(rank)])
+                mail.step()
+                yield AnyOf([mail, *itertools.islice(queue, 1)])
 
     def _submission(self, k: int) -> Any:
         signature = self.signatures[k]

@@ -372,7 +372,7 @@ def _leaves(work: Work) -> list[Leaf]:
         if isinstance(each, Leaf):
             found.append(each)
         else:
-            works += getattr(each, "requests", ())
+            works += [task.work for task in getattr(each, "tasks", ()) if task.work is not None]
     return found
 
 

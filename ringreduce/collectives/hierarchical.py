@@ -29,12 +29,12 @@ from typing import Any
 import numpy as np
 
 from ringreduce.collectives import halving, ring
-from ringreduce.collectives.overlap import Running, until_ended
+from ringreduce.collectives.overlap import until_ended
 from ringreduce.collectives.shared import COPY, DONE, PACK, REDUCE, Part, Watch, pieces_of
 from ringreduce.collectives.shared_halves import allgather, reduce_scatter
 from ringreduce.cost_model import UNITS_AHEAD
 from ringreduce.ops import Average, Reduction, Sum
-from ringreduce.transport.base import Steps, Transport
+from ringreduce.transport.base import Steps, Task, Transport
 from ringreduce.transport.subset import SubsetTransport
 from ringreduce.transport.window import Region
 
@@ -95,7 +95,7 @@ def allreduce(
     halves = sum(part.source.nbytes for unit in units for part in unit) <= hierarchy.halved_bytes
     across = halving.allreduce if halves else ring.allreduce
 
-    def wires() -> list[Running]:
+    def wires() -> list[Task[None]]:
         return [each.crossing for each in under_way]
 
     def poll(number: int, phase: int) -> None:
@@ -108,16 +108,16 @@ def allreduce(
             unit = under_way.popleft()
             watch(unit.number, COPY)
             gather = allgather(unit.finished_pieces, unit.targets, region, poll)
-            yield from until_ended(Running(gather), wires())
+            yield from until_ended(Task(gather), wires())
             watch(unit.number, DONE)
         if number < len(units):
             watch(number, PACK)
             unit = _Unit(number, units[number], region.rank, region.size, hierarchy, reduction)
             inside = _Inside(reduction)
             scatter = reduce_scatter(unit.sources, unit.partial_pieces, region, inside, poll)  # type: ignore[arg-type]
-            yield from until_ended(Running(scatter), wires())
+            yield from until_ended(Task(scatter), wires())
             watch(number, REDUCE)
-            unit.crossing = Running(unit.cross(hierarchy, across, segment_bytes))
+            unit.crossing = Task(unit.cross(hierarchy, across, segment_bytes))
             under_way.append(unit)
             poll(number, REDUCE)
 
@@ -129,7 +129,7 @@ class _Unit:
         self, number: int, parts: Sequence[Part], rank: int, size: int, hierarchy: Hierarchy, reduction: Reduction
     ) -> None:
         self.number, self.reduction = number, reduction
-        self.crossing: Running
+        self.crossing: Task[None]
         pieces = pieces_of(parts, hierarchy.chunks)
         self.sources = [[each.source for each in pieces if each.owner == owner] for owner in range(size)]
         self.targets = [[each.target for each in pieces if each.owner == owner] for owner in range(size)]

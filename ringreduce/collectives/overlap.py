@@ -5,25 +5,26 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from collections.abc import Iterable, Sequence
+from typing import Any
 
-from ringreduce.transport.base import Steps, Work
+from ringreduce.transport.base import Steps, Task, Work
 
 
 class AnyOf(Work):
-    """See `Work`: one of several is done."""
+    """See `Work`: one of several tasks can go on."""
 
-    def __init__(self, requests: Sequence[Work]) -> None:
-        self.requests = requests
+    def __init__(self, tasks: Sequence[Task[Any]]) -> None:
+        self.tasks = [each for each in tasks if not each.ended]
 
     @property
     def peer(self) -> int:  # type: ignore[override]
         """The rank that the oldest waits for."""
-        return self.requests[0].peer
+        return next(each.work.peer for each in self.tasks if each.work is not None)
 
     def done(self) -> bool:
         """See `Work.done`."""
-        for each in self.requests:  # noqa: SIM110, half the time of any() and a generator
-            if each.done():
+        for each in self.tasks:  # noqa: SIM110, half the time of any() and a generator
+            if each.ready():
                 return True
         return False
 
@@ -48,26 +49,6 @@ class InOrder(Work):
         return self._order.passed == self._number
 
 
-class Running:
-    """One collective, and what it waits for."""
-
-    def __init__(self, steps: Steps[None]) -> None:
-        self.steps = steps
-        self.request: Work | None = None
-        self.ended = False
-
-    def advance(self) -> bool:
-        """Advance as far as possible without waiting; True when it advanced."""
-        advanced = False
-        while not self.ended and (self.request is None or self.request.done()):
-            advanced = True
-            try:
-                self.request = next(self.steps)
-            except StopIteration:
-                self.ended, self.request = True, None
-        return advanced
-
-
 def overlapped(collectives: Iterable[Steps[None]], width: int) -> Steps[None]:
     """Run collectives, `width` at a time.
 
@@ -75,23 +56,24 @@ def overlapped(collectives: Iterable[Steps[None]], width: int) -> Steps[None]:
     numbered n % width. The oldest advances first.
     """
     coming = iter(collectives)
-    running: deque[Running] = deque()
+    running: deque[Task[None]] = deque()
     while True:
-        running.extend(Running(steps) for steps in itertools.islice(coming, width - len(running)))
+        running.extend(Task(steps) for steps in itertools.islice(coming, width - len(running)))
         if not running:
             return
-        advanced = sum(each.advance() for each in running) > 0
+        moved = [each.advance() for each in running]
         while running and running[0].ended:
             running.popleft()
-        if not advanced and running:
-            yield AnyOf([each.request for each in running if each.request is not None])
+        if not any(moved):
+            yield AnyOf(running)
 
 
-def until_ended(one: Running, others: Sequence[Running]) -> Steps[None]:
+def until_ended(one: Task[None], others: Sequence[Task[None]]) -> Steps[None]:
     """Run one collective to its end, and others as far as they come meanwhile."""
+    tasks = [one, *(each for each in others if each is not one)]
     while True:
-        moved = [each.advance() for each in (one, *others)]
+        moved = [each.advance() for each in tasks]
         if one.ended:
             return
         if not any(moved):
-            yield AnyOf([each.request for each in (one, *others) if each.request is not None])
+            yield AnyOf(tasks)

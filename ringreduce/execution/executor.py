@@ -10,7 +10,7 @@ from ringreduce.execution import operations
 from ringreduce.execution.context import Context
 from ringreduce.execution.signature import Signature
 from ringreduce.execution.submission import Submission
-from ringreduce.transport.base import Steps, Work
+from ringreduce.transport.base import Steps, Task, Work
 from ringreduce.transport.waiting import WaitsFor
 
 
@@ -23,8 +23,7 @@ class Executor:
     def __init__(self, context: Context) -> None:
         self.context = context
         self.moved_s = time.monotonic()
-        self.work: Work | None = None  # what the current operation waits for
-        self._queue: deque[Steps[None]] = deque()
+        self._queue: deque[Task[None]] = deque()
 
     @property
     def busy(self) -> bool:
@@ -39,7 +38,7 @@ class Executor:
         """Run these steps after all earlier ones."""
         if not self._queue:
             self.moved_s = time.monotonic()
-        self._queue.append(steps)
+        self._queue.append(Task(steps))
 
     def advance(self, latency_critical: bool) -> bool:
         """Run the queue as far as possible without waiting; True when anything moved.
@@ -48,15 +47,10 @@ class Executor:
         """
         moved = False
         try:
-            while self._queue:
-                work = self.work
-                if work is not None and not (work.done_soon() if latency_critical else work.done()):
-                    break
+            while self._queue and self._queue[0].ready(latency_critical):
                 moved = True
-                try:
-                    self.work = next(self._queue[0])
-                except StopIteration:
-                    self.work = None
+                self._queue[0].step()
+                if self._queue[0].ended:
                     self._queue.popleft()
         finally:
             if moved:
@@ -67,19 +61,20 @@ class Executor:
 
     def waits_for(self) -> WaitsFor:
         """What the current operation must be polled for."""
-        if self.work is not None:
-            return self.work.waits_for
-        return WaitsFor.FLAGS if self._queue else WaitsFor.NOTHING
+        if not self._queue:
+            return WaitsFor.NOTHING
+        work = self._queue[0].work
+        return WaitsFor.FLAGS if work is None else work.waits_for
 
     def stuck_on(self) -> int | None:
         """The rank that the current operation waits for."""
-        return None if self.work is None else self.work.peer
+        work = self._queue[0].work if self._queue else None
+        return None if work is None else work.peer
 
     def abandon(self) -> None:
         """Drop all operations; the current one will never complete. Its messages are `InFlight`'s affair."""
-        self.work = None
         if self._queue and self.context.gpu.is_used:
-            self.context.gpu.abandoned.append(self._queue[0])
+            self.context.gpu.abandoned.append(self._queue[0].steps)
         self._queue.clear()
 
 

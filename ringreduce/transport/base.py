@@ -1,13 +1,13 @@
 """What the collectives and the engine ask of a transport: ordered messages between ranks, control messages, and sleep.
 
-A collective is a generator: it yields each `Work` that it has to wait for, so that its driver may do something else
-meanwhile. `complete` drives one to its end.
+A collective is a generator: it yields each `Work` that it has to wait for, so that something else may be done
+meanwhile. A `Task` is one under way; `complete` runs one to its end.
 """
 
 from __future__ import annotations
 
 from collections.abc import Generator
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 from ringreduce.transport import waiting
 from ringreduce.transport.in_flight import InFlight
@@ -38,15 +38,47 @@ Steps = Generator[Work, None, Result]
 """A running collective: yields the work it waits for, and is resumed when that is done."""
 
 
-def complete(steps: Steps[Result]) -> Result:
-    """Drive a collective to its end, waiting for each work in order; returns its result."""
-    while True:
+class Task(Generic[Result]):
+    """A collective under way. `work`: what it waits for, None when it may go on; `result`: once it has `ended`."""
+
+    result: Result
+
+    def __init__(self, steps: Steps[Result]) -> None:
+        self.steps = steps
+        self.work: Work | None = None
+        self.ended = False
+
+    def ready(self, soon: bool = False) -> bool:
+        """True when it can go on;  soon: may poll for some microseconds."""
+        work = self.work
+        if work is not None and (work.done_soon() if soon else work.done()):
+            work = self.work = None
+        return work is None and not self.ended
+
+    def step(self) -> None:
+        """Run it until it waits, or has ended."""
         try:
-            work = next(steps)
+            self.work = next(self.steps)
         except StopIteration as stop:
-            result: Result = stop.value
-            return result
-        work.wait()
+            self.work, self.ended, self.result = None, True, stop.value
+
+    def advance(self) -> bool:
+        """Run it as far as possible without waiting; True when it moved."""
+        moved = False
+        while self.ready():
+            self.step()
+            moved = True
+        return moved
+
+
+def complete(steps: Steps[Result]) -> Result:
+    """Run a collective to its end, waiting for each work in order; returns its result."""
+    task = Task(steps)
+    while not task.ended:
+        if task.work is not None:
+            task.work.wait()
+        task.step()
+    return task.result
 
 
 class Transport(Protocol):

@@ -3,7 +3,7 @@
 import pytest
 
 from ringreduce.collectives.overlap import AnyOf, overlapped
-from ringreduce.transport.base import Work, complete
+from ringreduce.transport.base import Task, Work, complete
 
 
 class Wait(Work):
@@ -100,6 +100,9 @@ def test_a_collective_that_fails_ends_all():
 
 @pytest.mark.parametrize("looks", [(0, 9), (9, 0), (5, 5)])
 def test_any_of_several_is_done_when_one_is(looks):
-    either = AnyOf([Wait(each, peer=k) for k, each in enumerate(looks)])
+    tasks = [Task(collective(k, [Wait(each, peer=k)], [])) for k, each in enumerate(looks)]
+    for each in tasks:
+        each.step()
+    either = AnyOf(tasks)
     assert either.peer == 0
     either.wait()
