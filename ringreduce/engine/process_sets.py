@@ -14,11 +14,11 @@ from ringreduce.errors import CollectiveError, InputError
 from ringreduce.execution.algorithms import Algorithms
 from ringreduce.execution.allreduce import allreduce
 from ringreduce.execution.channel import Channel
-from ringreduce.execution.context import Context, Operation, reduction_of
+from ringreduce.execution.context import Context, Operation
 from ringreduce.execution.executor import Ended, Executor
 from ringreduce.execution.host import Host, Resources
 from ringreduce.execution.opening import before_opening
-from ringreduce.execution.operations import ADASUM, alltoall
+from ringreduce.execution.operations import alltoall
 from ringreduce.execution.signature import Signature, calling_line
 from ringreduce.execution.submission import Handle, Submission
 from ringreduce.negotiation import errors_for
@@ -27,7 +27,6 @@ from ringreduce.negotiation.negotiation import GLOBAL, Negotiation
 from ringreduce.negotiation.negotiator import Group, Negotiator
 from ringreduce.negotiation.process_set import ProcessSetState
 from ringreduce.negotiation.short import Short
-from ringreduce.ops import Reduction
 from ringreduce.transport.base import Steps
 from ringreduce.transport.waiting import WaitsFor
 from ringreduce.world import World
@@ -92,8 +91,8 @@ class ProcessSets:
                 self._host.algorithms(resources, members), tuple(members), operations=operations
             )
             blocks = self._host.group_blocks(resources.region, members)
-            hosts = members if blocks is None else [self._world.hosts[each] for each in members]
-            group = Group(members, hosts, rank)
+            memories = range(len(members)) if blocks is None else [self._world.hosts[each] for each in members]
+            group, short_bytes = Group(members, memories, rank), context.algorithms.short_bytes
             negotiator = Negotiator(
                 number,
                 members,
@@ -105,7 +104,7 @@ class ProcessSets:
                 fence=self._host.window.fence if self._host.window is not None else lambda: None,
                 send=self._mailbox.send_others,
                 resubmit=self._negotiation.again.extend,
-                short=self._short(group, context),
+                short=Short(short_bytes, group.below) if short_bytes and len(group.ranks) == 1 else None,
             )
             state = ProcessSetState(number, Executor(context), negotiator)
         with self._inbox.lock:
@@ -115,19 +114,6 @@ class ProcessSets:
                 self._states[number] = state
         self._negotiation.added(number)
         return number
-
-    def _short(self, group: Group, context: Context) -> Short | None:
-        """None where a host has several ranks, or the user says how elements are to be reduced."""
-        short_bytes = context.algorithms.short_bytes
-        if len(group.ranks) > 1 or not short_bytes:
-            return None
-
-        def reduction(submission: Submission) -> Reduction | None:
-            signature = submission.signature
-            is_short = signature.kind == "allreduce" and ADASUM not in signature.details
-            return reduction_of(submission, submission.inputs[0].element, len(context.members)) if is_short else None
-
-        return Short(reduction, short_bytes, group.below)
 
     # Operations: queued, so that all ranks run them in the same order
 

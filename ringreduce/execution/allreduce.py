@@ -19,9 +19,11 @@ from ringreduce.execution.context import Context
 from ringreduce.execution.submission import Submission
 from ringreduce.gpu.allreduce import GpuReduction, nccl_can
 from ringreduce.log import LOGGER
-from ringreduce.ops import Reduction
+from ringreduce.ops import Adasum, Reduction
 from ringreduce.transport.base import Steps
 from ringreduce.transport.window import Region
+
+ADASUM = ("op", Adasum.value)
 
 
 def allreduce(submissions: Sequence[Submission], context: Context) -> Steps[None]:
@@ -33,11 +35,11 @@ def allreduce(submissions: Sequence[Submission], context: Context) -> Steps[None
     alone = len(submissions) == 1 and not context.timeline.recording
     if alone and region is not None and is_short(submissions[0], region):
         (source,), (target,) = submissions[0].inputs, submissions[0].outputs
-        yield from shared.one_shot(source.flat, target.flat, region, context.reduction(submissions[0], source.element))
+        yield from shared.one_shot(source.flat, target.flat, region, submissions[0].reduction(source.element))
         submissions[0].complete()
         return
     work, on_gpu = [], []
-    found = [(batch, context.reduction(submissions[0], batch.inputs[0].element)) for batch in batches(submissions)]
+    found = [(batch, submissions[0].reduction(batch.inputs[0].element)) for batch in batches(submissions)]
     can = [nccl_can(reduction) for batch, reduction in found if batch.on_gpu]
     # one path for all: a submission completes on one stream
     path = (yield from context.algorithms.gpu.choose(context.gpu, all(can))) if can else ""
@@ -68,13 +70,26 @@ def allreduce(submissions: Sequence[Submission], context: Context) -> Steps[None
 
 def _finish(submission: Submission, context: Context) -> None:
     """The sum is here already, with the schedule."""
-    reduction = context.reduction(submission, submission.inputs[0].element)
+    reduction = submission.reduction(submission.inputs[0].element)
     partial, flat = np.frombuffer(submission.partial, reduction.sum_type).copy(), submission.outputs[0].flat
     with context.timeline.phase([submission], "ALLREDUCE"):
         reduction.finish(partial, flat)
         if reduction.in_place:
             flat[...] = partial
     submission.complete()
+
+
+def is_by_elements(submission: Submission) -> bool:
+    """True for an all-reduce that Adasum, which compares whole tensors, is not."""
+    return submission.signature.kind == "allreduce" and ADASUM not in submission.signature.details
+
+
+def travelling(submission: Submission, most_bytes: int) -> Reduction | None:
+    """Its reduction, where the elements travel with what the ranks agree on by messages, into `partial`; else None."""
+    if not is_by_elements(submission) or len(submission.inputs) != 1 or submission.inputs[0].on_gpu:
+        return None
+    reduction = submission.reduction(submission.inputs[0].element)
+    return reduction if submission.inputs[0].count * reduction.sum_type.itemsize <= most_bytes else None
 
 
 def is_short(submission: Submission, region: Region) -> bool:

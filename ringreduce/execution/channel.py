@@ -19,6 +19,7 @@ import numpy as np
 from ringreduce.collectives import hashed, shared_in_place
 from ringreduce.errors import CollectiveError, MismatchError, RingreduceError
 from ringreduce.execution import operations
+from ringreduce.execution.allreduce import travelling
 from ringreduce.execution.context import Context
 from ringreduce.execution.executor import Executor, Running
 from ringreduce.execution.host import Host
@@ -93,7 +94,7 @@ class Channel(Running):
         """Run an operation after those submitted before, in the same order on all ranks."""
         kind, transport = submission.signature.kind, self._context.algorithms.channels[1]
         self._count += 1
-        submission.key = str(self._count)
+        submission.key, submission.divisor = str(self._count), len(self.members)
         submission.begin(self.running)
         if kind == "send":
             peer = self._context.members.index(submission.payload[0])
@@ -151,10 +152,9 @@ class Channel(Running):
             words = [(yield from self._shared.share(submission, len(self._context.members), exchange))]
         arrays, region = self._shared.common(words, submission), self._context.algorithms.shared_region
         if arrays is None or region is None:
-            yield from operations.run([submission], self._context, len(self._context.members))
+            yield from operations.run([submission], self._context)
         else:
-            self._context.divisor = len(arrays)
-            reduction = self._context.reduction(submission, submission.outputs[0].element)
+            reduction = submission.reduction(submission.outputs[0].element)
             with self._context.timeline.phase([submission], "ALLREDUCE"):
                 yield from shared_in_place.allreduce(arrays, region, reduction)
             submission.complete()
@@ -176,14 +176,10 @@ class Channel(Running):
 
     def _partial(self, submission: Submission) -> tuple[Any, Callable[[Any, Any], object]]:
         """The elements that travel with the hash, those of a short sum, and what combines two ranks'."""
-        context, kind, details = self._context, submission.signature.kind, submission.signature.details
-        if kind == "allreduce" and len(submission.inputs) == 1 and operations.ADASUM not in details:
-            (source,) = submission.inputs
-            context.divisor = len(context.members)
-            reduction = context.reduction(submission, source.element)
-            if not source.on_gpu and source.count * reduction.sum_type.itemsize <= context.algorithms.short_bytes:
-                return reduction.start(source.flat.copy()), reduction.combine
-        return NOTHING, lambda *_: None
+        reduction = travelling(submission, self._context.algorithms.short_bytes)
+        if reduction is None:
+            return NOTHING, lambda *_: None
+        return reduction.start(submission.inputs[0].flat.copy()), reduction.combine
 
     def _mismatch(self, submission: Submission) -> Steps[None]:
         record = SubmissionRecord(submission.signature, submission.line)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -11,7 +10,6 @@ from typing import Any
 
 from ringreduce import fusion
 from ringreduce.arrays.buffer import Buffer
-from ringreduce.arrays.dtypes import ElementType
 from ringreduce.errors import InputError
 from ringreduce.execution.algorithms import Algorithms
 from ringreduce.execution.signature import ranks_text
@@ -19,7 +17,6 @@ from ringreduce.execution.submission import Submission
 from ringreduce.gpu.stream import Gpu
 from ringreduce.log import LOGGER
 from ringreduce.monitor.timeline import Timeline
-from ringreduce.ops import ReduceOp, Reduction
 from ringreduce.settings import Settings
 from ringreduce.transport.base import Steps, Transport
 
@@ -69,7 +66,6 @@ class Context:
     """By kind: those that are not execution's own, but must run in the same order."""
     debugs: bool = dataclasses.field(default_factory=lambda: LOGGER.isEnabledFor(logging.DEBUG))
     completions: Completions = dataclasses.field(default_factory=Completions)
-    divisor: int = 1  # of an Average in the current operation: the set's size, or the number of its live ranks
 
     @property
     def transport(self) -> Transport:
@@ -80,10 +76,6 @@ class Context:
         """A new buffer on the device and of the element type of `like`."""
         return self.gpu.empty(like, shape) if like.on_gpu else like.empty(shape)
 
-    def reduction(self, submission: Submission, element: ElementType) -> Reduction:
-        """The reduction of a submission, for this element type."""
-        return reduction_of(submission, element, self.divisor)
-
     def set_rank(self, kind: str, root_rank: Any) -> int:
         """The rank in the set of a rank of the world; raises InputError for a rank outside the set."""
         if not isinstance(root_rank, int) or root_rank not in self.members:
@@ -92,15 +84,3 @@ class Context:
                 what = f"one of the process set's {ranks_text(self.members)}"
             raise InputError(f"{kind}: root_rank={root_rank!r}; expected {what}")
         return self.members.index(root_rank)
-
-
-def reduction_of(submission: Submission, element: ElementType, divisor: int) -> Reduction:
-    """The reduction of a submission, for this element type."""
-    return _reduction(submission.signature.details, element, divisor)
-
-
-@functools.lru_cache(maxsize=256)
-def _reduction(details: tuple[tuple[str, Any], ...], element: ElementType, divisor: int) -> Reduction:
-    """One object for equal reductions: it keeps what it has found out about itself."""
-    values = dict(details)
-    return Reduction(ReduceOp(values["op"]), element, divisor, values["prescale_factor"], values["postscale_factor"])

@@ -32,7 +32,9 @@ class Executor:
 
     def run(self, submissions: Sequence[Submission], divisor: int) -> None:
         """Run operations after all earlier ones.  divisor: of an Average."""
-        self.enqueue(operations.run(submissions, self.context, divisor))
+        for each in submissions:
+            each.divisor = divisor
+        self.enqueue(operations.run(submissions, self.context))
 
     def enqueue(self, steps: Steps[None]) -> None:
         """Run these steps after all earlier ones."""

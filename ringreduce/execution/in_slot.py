@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ringreduce.cost_model import is_one_shot
-from ringreduce.execution import operations
-from ringreduce.execution.context import Context, reduction_of
+from ringreduce.execution.allreduce import is_by_elements
+from ringreduce.execution.context import Context
 from ringreduce.execution.submission import Submission
 from ringreduce.ops import Reduction
 from ringreduce.partition import chunk_bounds
@@ -91,7 +91,7 @@ class InSlot(NamedTuple):
 
 def in_slot(submission: Submission, context: Context) -> InSlot | None:
     """None for an operation that runs otherwise. Alike on all ranks, but where ranks have arrays in shared memory."""
-    region, (kind, _, _, details, _), inputs = context.algorithms.shared_region, submission.signature, submission.inputs
+    region, kind, inputs = context.algorithms.shared_region, submission.signature.kind, submission.inputs
     if region is None:
         return None
     if kind == "barrier":
@@ -106,9 +106,9 @@ def in_slot(submission: Submission, context: Context) -> InSlot | None:
         return InSlot(Gets.OF_ROOT, region, context.members.index(root)) if root in context.members else None
     if kind == "all_gather":
         return InSlot(Gets.GATHERED, region)
-    if kind not in ("allreduce", "reduce_scatter") or operations.ADASUM in details:
+    if kind != "reduce_scatter" and not is_by_elements(submission):
         return None
-    reduction = reduction_of(submission, inputs[0].element, len(context.members))
+    reduction = submission.reduction(inputs[0].element)
     if kind == "reduce_scatter":
         is_equal = len({each.count for each in inputs}) == len({each.element for each in inputs}) == 1
         return InSlot(Gets.OWN_PART, region, region.rank * inputs[0].count, reduction) if is_equal else None

@@ -54,7 +54,7 @@ def reduce_scatter(submissions: Sequence[Submission], context: Context) -> Steps
     for submission in submissions:
         sources, targets = yield from _on_host(submission, context)
         parts = _by_rank(sources, size)
-        reductions = [context.reduction(submission, each.element) for each in submission.outputs]
+        reductions = [submission.reduction(each.element) for each in submission.outputs]
         for reduction in dict.fromkeys(reductions):
             mine = [k for k, each in enumerate(reductions) if each == reduction]
             chunks, results = [[each[k] for k in mine] for each in parts], [targets[k] for k in mine]

@@ -15,21 +15,19 @@ import numpy as np
 from ringreduce.collectives import adasum, bruck, direct, pairwise, ring, shared_halves, tree
 from ringreduce.cost_model import BUCKETS_IN_FLIGHT
 from ringreduce.errors import InputError
-from ringreduce.execution.allreduce import allreduce
+from ringreduce.execution.allreduce import ADASUM, allreduce
 from ringreduce.execution.batch import Batch, batches, carry, plan
 from ringreduce.execution.context import Context, Operation
 from ringreduce.execution.submission import Submission
 from ringreduce.gpu.allreduce import GpuBatch
 from ringreduce.gpu.through_host import down, room, up
-from ringreduce.ops import Adasum
 from ringreduce.partition import bounds_of, by_chunk, chunk_bounds
 from ringreduce.transport.base import Steps
 from ringreduce.transport.window import Region
 
 
-def run(submissions: Sequence[Submission], context: Context, divisor: int) -> Steps[None]:
-    """Run ready submissions; completes each as soon as its tensors are finished.  divisor: see Context."""
-    context.divisor = divisor
+def run(submissions: Sequence[Submission], context: Context) -> Steps[None]:
+    """Run ready submissions; completes each as soon as its tensors are finished."""
     batches: dict[Any, list[Submission]] = {}
     last: tuple[str, Any] | None = None
     batch: list[Submission] = []
@@ -60,7 +58,7 @@ def _adasum(submissions: Sequence[Submission], context: Context) -> Steps[None]:
         raise InputError(f"op=Adasum: {size} ranks; expected a power of two, such as 2, 4 or 8")
     for submission in submissions:
         for source, target in zip(submission.inputs, submission.outputs, strict=True):
-            reduction = context.reduction(submission, source.element)
+            reduction = submission.reduction(source.element)
             flat = yield from down(source, context)
             if not target.on_gpu and target is not source:
                 target.flat[...], flat = flat, target.flat
@@ -198,7 +196,7 @@ def _scattered(
     submission: Submission, sources: list[Any], targets: list[Any], bounds: list[list[int]], context: Context
 ) -> Steps[None]:
     """See `Move`."""
-    reductions = [context.reduction(submission, each.element) for each in submission.inputs]
+    reductions = [submission.reduction(each.element) for each in submission.inputs]
     transport, rank = context.transport, context.transport.rank
     if context.algorithms.shared_region is not None:
         for reduction in dict.fromkeys(reductions):
@@ -252,5 +250,4 @@ OPERATIONS: dict[str, Operation] = {
     "barrier": _nothing,
     "join": _nothing,
 }
-ADASUM = ("op", Adasum.value)
 FUSED = ("allreduce", "broadcast")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import math
 import threading
 import time
@@ -10,10 +11,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ringreduce.arrays.buffer import Buffer
+from ringreduce.arrays.dtypes import ElementType
 from ringreduce.arrays.gpu_buffer import GpuBuffer
 from ringreduce.errors import StalledError
 from ringreduce.execution.signature import Signature
 from ringreduce.gpu.runtime import Event
+from ringreduce.ops import ReduceOp, Reduction
 
 _MAKING_GATES = threading.Lock()
 
@@ -87,6 +90,7 @@ class Submission(Handle):
 
     ready: Sequence[Event] = ()  # of the caller's streams, after which inputs on a GPU may be read
     missing_pieces = 1  # the planning itself
+    divisor = 1  # of an Average: the set's size, or the number of its live ranks
     partial = b""  # the sum of all ranks' elements, where it came with the schedule
     deadline_s = math.inf  # when it must be over; for operations of channels only
     retire: Callable[[Sequence[Buffer]], Event] | None = None
@@ -129,6 +133,10 @@ class Submission(Handle):
         self.in_flight = in_flight
         in_flight[self.key] = self
 
+    def reduction(self, element: ElementType) -> Reduction:
+        """Its reduction, for this element type."""
+        return _reduction(self.signature.details, element, self.divisor)
+
     def complete(self) -> None:
         """End it: the outputs hold the results, or will when the GPU has done the engine's work."""
         if self.retire is not None:
@@ -159,3 +167,10 @@ class Submission(Handle):
         self.ended = True
         if self._gate is not None:
             self._gate.release()
+
+
+@functools.lru_cache(maxsize=256)
+def _reduction(details: tuple[tuple[str, Any], ...], element: ElementType, divisor: int) -> Reduction:
+    """One object for equal reductions: it keeps what it has found out about itself."""
+    values = dict(details)
+    return Reduction(ReduceOp(values["op"]), element, divisor, values["prescale_factor"], values["postscale_factor"])

@@ -30,12 +30,12 @@ Message = Announcement | Response | Ready | Scheduled | Overdue
 class Group:
     """The ranks of a process set that share memory."""
 
-    def __init__(self, members: Sequence[int], hosts: Sequence[int], rank: int) -> None:
-        """hosts: by member, equal for those that share memory;  rank: a member."""
-        by_host: dict[int, list[int]] = {}
-        for member, host in zip(members, hosts, strict=True):
-            by_host.setdefault(host, []).append(member)
-        groups = list(by_host.values())
+    def __init__(self, members: Sequence[int], memories: Sequence[int], rank: int) -> None:
+        """memories: by member, equal numbers for those that share memory;  rank: a member."""
+        by_memory: dict[int, list[int]] = {}
+        for member, memory in zip(members, memories, strict=True):
+            by_memory.setdefault(memory, []).append(member)
+        groups = list(by_memory.values())
         number = next(number for number, ranks in enumerate(groups) if rank in ranks)
         self.ranks = groups[number]  # the first one leads
         self.above = groups[parent_of(number)][0] if number else None  # the leader above

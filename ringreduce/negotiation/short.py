@@ -16,24 +16,22 @@ the sum is dropped, which costs time only; the elements themselves do not change
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
 
+from ringreduce.execution.allreduce import travelling
 from ringreduce.execution.submission import Submission
 from ringreduce.negotiation.protocol import Ready
-from ringreduce.ops import Reduction
 
 
 class Short:
     """Of one leader, the only rank of its group."""
 
-    def __init__(
-        self, reduction: Callable[[Submission], Reduction | None], most_bytes: int, children: Iterable[int]
-    ) -> None:
-        """reduction: of an all-reduce, None for anything else;  most_bytes: of a short one."""
-        self._reduction, self._most_bytes = reduction, most_bytes
+    def __init__(self, most_bytes: int, children: Iterable[int]) -> None:
+        """most_bytes: of the sums of a short one."""
+        self._most_bytes = most_bytes
         self._below: dict[int, tuple[list[int], bytes] | None] = dict.fromkeys(children)
 
     def receive(self, child: int, message: Ready) -> None:
@@ -49,9 +47,7 @@ class Short:
         if len(ids) != 1 or len(counted) != 1 or not all(each is not None and each[0] == ids for each in below):
             return b""
         (own,) = counted
-        if not own.waits or len(own.inputs) != 1 or own.inputs[0].on_gpu or own.inputs[0].nbytes > self._most_bytes:
-            return b""
-        reduction = self._reduction(own)
+        reduction = travelling(own, self._most_bytes) if own.waits else None
         if reduction is None:
             return b""
         partial: Any = reduction.start(own.inputs[0].flat.copy())

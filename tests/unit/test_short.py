@@ -9,23 +9,25 @@ from ringreduce.execution.signature import Signature
 from ringreduce.execution.submission import Submission
 from ringreduce.negotiation.protocol import Ready
 from ringreduce.negotiation.short import Short
-from ringreduce.ops import Max, Reduction, Sum
+from ringreduce.ops import Max, Sum
 
 X, Y = 3, 5
 
 
-def submission(values=(1, 2, 4), waits=True):
+def submission(values=(1, 2, 4), waits=True, op=Sum):
     array = np.array(values, np.float32)
     buffer = Buffer(array, TABLE["float32"], array.shape, "cpu", array.dtype)
-    return Submission(Signature("allreduce", "x"), 0, [buffer], [buffer], lambda _: None, None, "line", waits)
+    details = ("op", op.value), ("prescale_factor", 1.0), ("postscale_factor", 1.0)
+    signature = Signature("allreduce", "x", details=details)
+    return Submission(signature, 0, [buffer], [buffer], lambda _: None, None, "line", waits)
 
 
 def ready(values, ids=(X,)):
     return Ready(0, list(ids), [], 0, np.array(values, np.float32).tobytes())
 
 
-def leader(children=(), op=Sum, most_bytes=12):
-    return Short(lambda _: Reduction(op, TABLE["float32"], 4), most_bytes, children)
+def leader(children=(), most_bytes=12):
+    return Short(most_bytes, children)
 
 
 def summed(short, counted=None, ids=(X,)):
@@ -76,9 +78,9 @@ def test_there_is_no_sum(counted, ids):
 
 
 def test_a_child_without_a_sum_leaves_none():
-    short = leader([1, 2], op=Max)
+    short, own = leader([1, 2]), [submission(op=Max)]
     short.receive(1, ready([10, 0, 40]))
-    assert summed(short) == []
+    assert summed(short, own) == []
     short.receive(1, ready([10, 0, 40]))
     short.receive(2, ready([0, 20, 0]))
-    assert summed(short) == [10, 20, 40]
+    assert summed(short, own) == [10, 20, 40]
