@@ -37,8 +37,7 @@ class Consistency:
 
     def wait_to_pull(self, worker: int) -> None:
         """Wait until this worker may have the parameters; call it with `changed` held, and read them before it goes."""
-        self.changed.wait_for(lambda: self.error or self._ahead(worker) <= self._staleness)
-        self.check()
+        self._wait_for(lambda: self._ahead(worker) <= self._staleness)
         self.most_stale = max(self.most_stale, self._ahead(worker))
 
     def leave(self, worker: int) -> None:
@@ -53,12 +52,12 @@ class Consistency:
             self.error = self.error or error
             self.changed.notify_all()
 
-    def begin_again(self, workers: Sequence[int]) -> None:
+    def resume(self, workers: Sequence[int]) -> None:
         """Go on with these workers after an error; no thread calls it meanwhile."""
         self.error, self.pushes = None, {worker: self.pushes.get(worker, 0) for worker in workers}
 
-    def check(self) -> None:
-        """Raise the error of `fail`."""
+    def _wait_for(self, condition: Callable[[], bool]) -> None:
+        self.changed.wait_for(lambda: self.error or condition())
         if self.error is not None:
             raise self.error
 
@@ -78,8 +77,7 @@ class Sync(Consistency):
         with self.changed:
             self._pushed[worker] = gradients
             self._step()
-            self.changed.wait_for(lambda: self.error or worker not in self._pushed)
-            self.check()
+            self._wait_for(lambda: worker not in self._pushed)
 
     def leave(self, worker: int) -> None:
         """Wait for this worker no more."""
@@ -87,9 +85,9 @@ class Sync(Consistency):
             super().leave(worker)
             self._step()
 
-    def begin_again(self, workers: Sequence[int]) -> None:
+    def resume(self, workers: Sequence[int]) -> None:
         """Go on with these workers, who push again what was not applied."""
-        super().begin_again(workers)
+        super().resume(workers)
         self._pushed.clear()
 
     def _step(self) -> None:

@@ -10,7 +10,7 @@ from ringreduce.api.objects import allgather_object
 from ringreduce.api.ordered import Ordered, ordered
 from ringreduce.compression import Compressor
 from ringreduce.errors import CollectiveError, InputError, MismatchError, PeerLostError
-from ringreduce.ps.layout import Key, Piece, shard
+from ringreduce.ps.layout import Key, Shard, shards_of
 
 Mode: TypeAlias = Literal["sync", "async", "ssp"]
 Result = TypeVar("Result")
@@ -23,8 +23,7 @@ class Job(NamedTuple):
     workers: list[int]  # those that are left, by the ranks with which the job began
     servers: list[int]
     ranks: dict[int, int]  # today's, which an elastic job changes, by those
-    keys: list[Key]
-    layout: list[list[Piece]]  # by server
+    layout: list[list[Shard]]  # by server
     channel: Ordered
 
 
@@ -48,7 +47,7 @@ def is_server(servers: int | None = None) -> bool:
     return runtime.current("ps.is_server").world.rank in servers_of(servers)
 
 
-def agree(
+def begin(
     servers: int | None,
     compression: type[Compressor],
     keys: Sequence[Key] | None = None,
@@ -68,17 +67,17 @@ def agree(
         role, expected = ("server", "Server") if rank in ranks else ("worker", "Worker")
         raise InputError(f"ps: rank {rank} is a {role}; expected ps.{expected}(...); ps.is_server() tells which it is")
     mine = len(ranks), compression.__name__, keys, mode, staleness
-    everyones = dict(enumerate(allgather_object(mine, name="parameter server")))
-    workers = [each for each in everyones if each not in ranks]
-    _check_equal("number of servers and compression", {each: of[:2] for each, of in everyones.items()})
-    _check_equal("parameters", {each: everyones[each][2] for each in workers})
-    _check_equal("mode and staleness", {each: everyones[each][3:] for each in ranks})
-    agreed = everyones[workers[0]][2]
-    return Job(workers, ranks, {each: each for each in everyones}, agreed, shard(agreed, len(ranks)), ordered())
+    passed = dict(enumerate(allgather_object(mine, name="parameter server")))
+    workers = [each for each in passed if each not in ranks]
+    _check_equal("number of servers and compression", {each: of[:2] for each, of in passed.items()})
+    _check_equal("parameters", {each: passed[each][2] for each in workers})
+    _check_equal("mode and staleness", {each: passed[each][3:] for each in ranks})
+    layout = shards_of(passed[workers[0]][2], len(ranks))
+    return Job(workers, ranks, {each: each for each in passed}, layout, ordered())
 
 
-def through(action: Callable[[], Result], again: Callable[[], object]) -> Result:
-    """Do it; in an elastic job, when a rank was lost meanwhile, call `again` and begin anew."""
+def retried(action: Callable[[], Result], recover: Callable[[], object]) -> Result:
+    """Do it; in an elastic job, when a rank was lost meanwhile, call `recover` and begin anew."""
     while True:
         try:
             return action()
@@ -87,10 +86,10 @@ def through(action: Callable[[], Result], again: Callable[[], object]) -> Result
         except CollectiveError:
             if not runtime.current("ps").is_elastic:
                 raise
-        again()
+        recover()
 
 
-def meet_again(job: Job, own: Any) -> tuple[Job, dict[int, Any]]:
+def regrouped(job: Job, own: Any) -> tuple[Job, dict[int, Any]]:
     """The job of the ranks that are left, and what each of them says, by the rank with which it began.
 
     Raises: PeerLostError when a server is lost, or all workers; what `Runtime.reform` raises.

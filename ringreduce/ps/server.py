@@ -14,7 +14,7 @@ from ringreduce.errors import CollectiveError, InputError
 from ringreduce.ps import messages
 from ringreduce.ps.arrays import to_numpy
 from ringreduce.ps.consistency import Consistency, Gradients, Sync
-from ringreduce.ps.roles import Mode, agree, meet_again, through
+from ringreduce.ps.roles import Mode, begin, regrouped, retried
 
 Rule = Callable[[dict[str, Any], Gradients], None]
 
@@ -58,13 +58,12 @@ class Server:
             raise InputError(f"ps.Server: mode={mode!r}; expected sync, async or ssp")
         if (mode == "ssp") is (staleness is None) or (staleness or 0) < 0:
             raise InputError(f"ps.Server: mode={mode!r}, staleness={staleness}; expected 0 or more, and only for ssp")
-        self._rule, self._compression, self._place = rule, compression, place
-        self._job = agree(servers, compression, mode=mode, staleness=staleness or 0)
+        self._rule, self._compression, self._place = rule, compression, place or (lambda array: array)
+        self._job = begin(servers, compression, mode=mode, staleness=staleness or 0)
         begun = messages.receive(self._job.channel, self._job.workers[0], compression)
-        self._parameters = {name: self._placed(array.copy()) for name, array in begun.arrays.items()}
-        self._consistency: Consistency
+        self._parameters = {name: self._place(array.copy()) for name, array in begun.arrays.items()}
         if mode == "sync":
-            self._consistency = Sync(self._job.workers, self._apply)
+            self._consistency: Consistency = Sync(self._job.workers, self._apply)
         else:
             bound = math.inf if staleness is None else staleness
             self._consistency = Consistency(self._job.workers, bound, self._apply)
@@ -77,7 +76,7 @@ class Server:
         In an elastic job a worker that is lost is waited for no more.
         Raises: what the rule raises; PeerLostError when a rank is lost, of an elastic job a server.
         """
-        through(self._serve, self._meet_again)
+        retried(self._serve, self._recover)
         return Served(self._parameters, self._applied, self._received, self._sent, self._consistency.most_stale)
 
     def _serve(self) -> None:
@@ -96,9 +95,9 @@ class Server:
             raise lost
         self._job.channel.barrier()
 
-    def _meet_again(self) -> None:
-        self._job, _ = meet_again(self._job, self._consistency.pushes)
-        self._consistency.begin_again(self._job.workers)
+    def _recover(self) -> None:
+        self._job, _ = regrouped(self._job, self._consistency.pushes)
+        self._consistency.resume(self._job.workers)
 
     def _run(self, worker: int) -> None:
         try:
@@ -118,15 +117,12 @@ class Server:
             self._received += message.nbytes
         match message.kind:
             case messages.PUSH:
-                consistency.push(worker, {name: self._placed(each) for name, each in message.arrays.items()})
+                consistency.push(worker, {name: self._place(each) for name, each in message.arrays.items()})
             case messages.PULL:
                 self._send(worker)
             case messages.DONE:
                 consistency.leave(worker)
         return message.kind != messages.DONE
-
-    def _placed(self, array: Any) -> Any:
-        return array if self._place is None else self._place(array)
 
     def _send(self, worker: int) -> None:
         with self._consistency.changed:

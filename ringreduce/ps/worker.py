@@ -12,7 +12,7 @@ from ringreduce.execution.submission import Handle
 from ringreduce.ps import messages
 from ringreduce.ps.arrays import as_kind, to_numpy
 from ringreduce.ps.layout import Key, joined
-from ringreduce.ps.roles import agree, meet_again, through
+from ringreduce.ps.roles import begin, regrouped, retried
 
 MOST_UNANSWERED, UNANSWERED_BYTES = 16, 64 << 20
 """In an elastic job, so many pushes are kept between two pulls, and no more bytes than these but for one push."""
@@ -39,7 +39,7 @@ class Worker:
         self._keys = [Key(name, each.shape, each.dtype) for name, each in named.items()]
         if not self._keys:
             raise InputError("ps.Worker: no parameters; expected arrays, in dicts, lists or tuples")
-        self._job = agree(servers, compression, self._keys)
+        self._job = begin(servers, compression, self._keys)
         self.index = self._job.workers.index(runtime.current("ps.Worker").world.rank)
         self.count = len(self._job.workers)
         self._outbox: list[tuple[int, messages.Packed]] = []  # by server
@@ -57,8 +57,8 @@ class Worker:
         Each server's part is as it was at one moment; between servers moments differ, but in mode sync.
         Cost: all parameters, from each server its part. Raises: PeerLostError when a rank is lost.
         """
-        pieces = through(self._pull, self._meet_again)
-        arrays = joined(pieces, self._job.layout, self._keys)
+        values = retried(self._pull, self._recover)
+        arrays = joined(values, self._job.layout, self._keys)
         return trees.map_leaves(self._tree, lambda name, leaf: as_kind(leaf, arrays[name]))
 
     def push(self, gradients: Any) -> None:
@@ -80,16 +80,16 @@ class Worker:
         self._pushes += 1
         if runtime.current("ps").is_elastic:
             self._unanswered.append(packed)
-        through(self._flush, self._meet_again)
+        retried(self._flush, self._recover)
         nbytes = sum(each.nbytes for push in self._unanswered for parts in push for each in parts)
         if len(self._unanswered) == MOST_UNANSWERED or nbytes > UNANSWERED_BYTES:
-            through(self._pull, self._meet_again)
+            retried(self._pull, self._recover)
 
     def close(self) -> None:
         """Tell the servers that this worker has finished, and wait for the others; `with` does so. Idempotent."""
         if not self._closed:
             self._closed = True
-            through(self._close, self._meet_again)
+            retried(self._close, self._recover)
 
     def __enter__(self) -> Worker:
         return self
@@ -101,12 +101,12 @@ class Worker:
     def _pull(self) -> dict[str, Any]:
         self._post(messages.PULL)
         self._flush()
-        pieces: dict[str, Any] = {}
+        values: dict[str, Any] = {}
         first = self.index % len(self._job.servers)  # each worker begins with another, or all would wait for one's link
         for server in (*self._job.servers[first:], *self._job.servers[:first]):
-            pieces |= messages.receive(self._job.channel, self._job.ranks[server], self._compression).arrays
+            values |= messages.receive(self._job.channel, self._job.ranks[server], self._compression).arrays
         self._unanswered.clear()  # they are applied: a server does one thing after the other
-        return pieces
+        return values
 
     def _close(self) -> None:
         self._post(messages.DONE)
@@ -117,8 +117,8 @@ class Worker:
     def _post(self, kind: int, arrays: dict[str, Any] | None = None) -> list[messages.Packed]:
         """Put a message for each server into the outbox, with its part of the arrays."""
         packed = [
-            messages.pack(kind, {each.name: each.of(arrays[each.key]) for each in pieces if arrays}, self._compression)
-            for pieces in self._job.layout
+            messages.pack(kind, {each.name: each.of(arrays[each.key]) for each in held if arrays}, self._compression)
+            for held in self._job.layout
         ]
         self._outbox += zip(self._job.servers, packed, strict=True)
         return packed
@@ -134,10 +134,10 @@ class Worker:
         while self._sending:
             self._sending.pop().wait()
 
-    def _meet_again(self) -> None:
+    def _recover(self) -> None:
         """A rank was lost: push again, to each server, what that has not applied."""
         me = self._job.workers[self.index]
-        self._job, said = meet_again(self._job, None)
+        self._job, said = regrouped(self._job, None)
         self.index, self.count = self._job.workers.index(me), len(self._job.workers)
         self._sending.clear()
         self._outbox.clear()

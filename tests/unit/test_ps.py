@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from ringreduce.ps.consistency import Consistency, Sync
-from ringreduce.ps.layout import Key, joined, shard
+from ringreduce.ps.layout import Key, joined, shards_of
 
 F4 = np.dtype(np.float32)
 
@@ -22,18 +22,18 @@ def test_servers_hold_about_equally_many_bytes(servers):
     draw = random.Random(servers)
     keys = [Key(f"k{at}", (draw.randint(1, 40), 64), F4) for at in range(40)] + [Key("large", (1000, 64), F4)]
     arrays = {key.name: np.zeros(key.shape, key.dtype) for key in keys}
-    held = [sum(piece.of(arrays[piece.key]).nbytes for piece in pieces) for pieces in shard(keys, servers)]
+    held = [sum(shard.of(arrays[shard.key]).nbytes for shard in shards) for shards in shards_of(keys, servers)]
     assert sum(held) == sum(key.nbytes for key in keys)
     assert max(held) - min(held) <= 40 * 64 * 4  # the largest that is not cut
 
 
 @pytest.mark.parametrize("servers", [1, 2, 3, 7])
-def test_pieces_make_the_arrays_again(servers):
+def test_shards_make_the_arrays_again(servers):
     arrays = {"w": np.arange(50.0).reshape(10, 5), "scalar": np.float64(3.5), "b": np.arange(7), "none": np.empty(0)}
     arrays = {name: np.asarray(array) for name, array in arrays.items()}
-    layout = shard(keys_of(arrays), servers)
-    pieces = {piece.name: piece.of(arrays[piece.key]) for held in layout for piece in held}
-    for name, array in joined(pieces, layout, keys_of(arrays)).items():
+    layout = shards_of(keys_of(arrays), servers)
+    values = {shard.name: shard.of(arrays[shard.key]) for held in layout for shard in held}
+    for name, array in joined(values, layout, keys_of(arrays)).items():
         np.testing.assert_array_equal(array, arrays[name])
         assert array.dtype == arrays[name].dtype
 
