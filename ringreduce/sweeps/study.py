@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
 from ringreduce.errors import InputError, MissingExtraError
 
-State: TypeAlias = Literal["complete", "pruned", "failed"]
+TrialState: TypeAlias = Literal["complete", "pruned", "failed"]
 Direction: TypeAlias = Literal["minimize", "maximize"]
 REPEATS = "repeats"  # the attribute of a trial with the values of one that ended with its job: that one's number
 JOB = "job"  # the attribute of a study in use: host, pid and start of the process that has it
@@ -24,7 +24,7 @@ class Finished(NamedTuple):
     """A trial that has ended."""
 
     number: int  # from 0
-    state: State
+    state: TrialState
     value: float | None  # None unless complete
     params: dict[str, Any]
     error: str  # of one that has failed: the rank and its traceback
@@ -44,7 +44,13 @@ class Study:
         if direction not in get_args(Direction):
             raise InputError(f"sweep: direction={direction!r}; expected minimize or maximize")
         optuna.logging.set_verbosity(optuna.logging.WARNING)  # there is a line of our own
-        self._states = optuna.trial.TrialState
+        states = optuna.trial.TrialState
+        self._running_state = states.RUNNING
+        self._ended_states: dict[TrialState, Any] = {
+            "complete": states.COMPLETE,
+            "pruned": states.PRUNED,
+            "failed": states.FAIL,
+        }
         self._study = optuna.create_study(
             storage=_storage(storage), study_name=name, direction=direction, load_if_exists=True, **options
         )
@@ -88,10 +94,10 @@ class Study:
     def _repeat_interrupted(self) -> None:
         """Trials that ran when an earlier job ended are tried again, with the same values."""
         repeated = self._repeated()
-        for trial in self._study.get_trials(deepcopy=False, states=(self._states.RUNNING,)):
+        for trial in self._study.get_trials(deepcopy=False, states=(self._running_state,)):
             if trial.number not in repeated:
                 self._study.enqueue_trial(trial.params, user_attrs={REPEATS: trial.number})
-            self._study.tell(trial.number, state=self._states.FAIL)
+            self._study.tell(trial.number, state=self._ended_states["failed"])
 
     def _repeated(self) -> set[Any]:
         """The numbers of those, and None."""
@@ -113,36 +119,29 @@ class Study:
         with self._lock:
             return getattr(self._running[number], method)(*args, **kwargs)
 
-    def tell(self, number: int, state: State, value: float | None, error: str) -> None:
+    def tell(self, number: int, state: TrialState, value: float | None, error: str) -> None:
         """A trial has ended; prints how far the sweep is."""
-        states = {"complete": self._states.COMPLETE, "pruned": self._states.PRUNED, "failed": self._states.FAIL}
         with self._lock:
             self._check_job()
             trial = self._running.pop(number)
             if error:
                 trial.set_user_attr("error", error)
-            self._study.tell(trial, value, states[state])
+            self._study.tell(trial, value, self._ended_states[state])
             print(self.progress(), file=sys.stderr, flush=True)
 
     def finished(self) -> list[Finished]:
         """The trials that have ended, in the order in which they began."""
+        names = {state: name for name, state in self._ended_states.items()}
         with self._lock:
-            ended = self._study.get_trials(
-                deepcopy=False, states=(self._states.COMPLETE, self._states.PRUNED, self._states.FAIL)
-            )
+            ended = self._study.get_trials(deepcopy=False, states=tuple(names))
         repeated = self._repeated()
-        names: dict[Any, State] = {self._states.COMPLETE: "complete", self._states.PRUNED: "pruned"}
-        return [
-            Finished(
-                each.number,
-                names.get(each.state, "failed"),
-                each.value if each.state is self._states.COMPLETE else None,
-                dict(each.params),
-                each.user_attrs.get("error", ""),
-            )
-            for each in ended
-            if each.number not in repeated
-        ]
+        found = []
+        for each in ended:
+            if each.number not in repeated:
+                state, error = names[each.state], each.user_attrs.get("error", "")
+                value = each.value if state == "complete" else None
+                found.append(Finished(each.number, state, value, dict(each.params), error))
+        return found
 
     def best(self) -> Finished | None:
         """The complete trial with the best value."""

@@ -15,7 +15,7 @@ from ringreduce.api.ordered import ordered
 from ringreduce.api.process_sets import set_of
 from ringreduce.errors import CollectiveError, InputError, PeerLostError
 from ringreduce.log import LOGGER
-from ringreduce.sweeps.study import Direction, Finished, State, Study
+from ringreduce.sweeps.study import Direction, Finished, Study, TrialState
 from ringreduce.sweeps.teams import HEAD, Team, answer, tried
 from ringreduce.sweeps.trial import Pruned, Trial
 
@@ -87,22 +87,22 @@ class _Outcome(NamedTuple):
     """What a trial has come to on one rank."""
 
     rank: int
-    state: State
+    state: TrialState
     value: float | None = None
     error: str = ""
     is_consequence: bool = False  # of what happened on another rank
 
 
-def _outcome(objective: Callable[[Trial], float], trial: Trial) -> tuple[State, float | None, str]:
+def _outcome(objective: Callable[[Trial], float], trial: Trial) -> tuple[TrialState, float | None, str]:
     """Train once; what came out, the same on all ranks of the team."""
     own = _tried(objective, trial)
     join(process_set=trial.process_set)  # the other ranks may be in an allreduce that this one will not call
-    everyones: list[_Outcome] = allgather_object(own, "sweep.outcome", trial.process_set)
-    failed = [each for each in everyones if each.state == "failed"]
+    outcomes: list[_Outcome] = allgather_object(own, "sweep.outcome", trial.process_set)
+    failed = [each for each in outcomes if each.state == "failed"]
     if not failed:
-        return everyones[0][1:4]
+        return outcomes[0][1:4]
     first = min(failed, key=lambda each: each.is_consequence)
-    if own.rank == everyones[0].rank:
+    if own.rank == outcomes[0].rank:
         LOGGER.warning(f"sweep: trial {trial.number} failed on rank {first.rank}, with {trial.params}:\n{first.error}")
     return "failed", None, f"rank {first.rank}: {first.error}"
 
@@ -114,14 +114,10 @@ def _tried(objective: Callable[[Trial], float], trial: Trial) -> _Outcome:
     except PeerLostError:
         raise
     except Exception as exc:
-        if isinstance(exc, Pruned) or _is_optunas(exc):
+        optuna = sys.modules.get("optuna")
+        if isinstance(exc, Pruned) or (optuna is not None and isinstance(exc, optuna.TrialPruned)):
             return _Outcome(rank, "pruned")
         return _Outcome(rank, "failed", None, traceback.format_exc(), isinstance(exc, CollectiveError))
     if math.isnan(value):
         return _Outcome(rank, "failed", None, "the objective returned nan")
     return _Outcome(rank, "complete", value)
-
-
-def _is_optunas(exc: Exception) -> bool:
-    optuna = sys.modules.get("optuna")
-    return optuna is not None and isinstance(exc, optuna.TrialPruned)
