@@ -62,25 +62,15 @@ def _bfloat16_bits(values: Any) -> Any:
     return (rounded * ~is_nan + quiet_nan * is_nan).astype(np.uint16)
 
 
-def _table() -> dict[str, ElementType]:
-    def row(name: str, kind: str, storage: str = "", sum_type: str = "") -> ElementType:
-        return ElementType(name, np.dtype(storage or name), kind, np.dtype(sum_type or storage or name))
-
-    rows = [
-        row("bool", "b"),
-        *(row(f"uint{bits}", "u") for bits in (8, 16, 32, 64)),
-        *(row(f"int{bits}", "i") for bits in (8, 16, 32, 64)),
-        row("float16", "f", sum_type="float32"),
-        row("bfloat16", "f", storage="uint16", sum_type="float32"),
-        row("float32", "f"),
-        row("float64", "f"),
-        row("complex64", "c"),
-        row("complex128", "c"),
-    ]
-    return {each.name: each for each in rows}
+def _row(name: str) -> ElementType:
+    if name in ("float16", "bfloat16"):
+        return ElementType(name, np.dtype("float16" if name == "float16" else "uint16"), "f", np.dtype("float32"))
+    return ElementType(name, np.dtype(name), np.dtype(name).kind, np.dtype(name))
 
 
-TABLE = _table()
+_INTEGERS = ("uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64")
+_FLOATS = ("float16", "bfloat16", "float32", "float64", "complex64", "complex128")
+TABLE = {name: _row(name) for name in ("bool", *_INTEGERS, *_FLOATS)}
 
 
 @functools.lru_cache(maxsize=256)

@@ -6,7 +6,6 @@ that point, for other streams to wait for; `follow` makes the caller's stream wa
 
 from __future__ import annotations
 
-import functools
 import math
 import sys
 from collections.abc import Sequence
@@ -38,7 +37,7 @@ class GpuBuffer(Buffer):
         self._flat: Any = None
         self.element = element
         self.shape = shape
-        self.device = _name(index)
+        self.device = f"cuda:{index}"
         self.dtype = dtype
 
     @property
@@ -103,11 +102,6 @@ class GpuBuffer(Buffer):
 def any_on_gpu(inputs: Sequence[Buffer], outputs: Sequence[Buffer]) -> bool:
     """True when one of these is GPU memory, of which there is none without CuPy."""
     return "cupy" in sys.modules and any(each.on_gpu for each in (*inputs, *outputs))
-
-
-@functools.cache
-def _name(index: int) -> str:
-    return f"cuda:{index}"
 
 
 def ready(inputs: Sequence[Buffer]) -> tuple[Event, ...]:

@@ -48,7 +48,7 @@ def is_torch(array: Any) -> bool:
     return torch is not None and isinstance(array, torch.Tensor)
 
 
-class _Memory:
+class _TensorBytes:
     """A contiguous tensor's bytes, for NumPy, which keeps this and so the tensor."""
 
     __slots__ = ("__array_interface__", "tensor")
@@ -70,10 +70,11 @@ def torch_buffer(tensor: Any, writable: bool, resizable: bool = False) -> Buffer
         return _torch_gpu_buffer(tensor, element, writable)
     if resizable and tensor.device.type == "cpu":
         return _TorchBuffer(
-            np.asarray(_Memory(tensor)).view(element.storage), element, tuple(tensor.shape), "cpu", dtype
+            np.asarray(_TensorBytes(tensor)).view(element.storage), element, tuple(tensor.shape), "cpu", dtype
         )
     try:
-        array = _as_numpy_knows(tensor, element).numpy()
+        known = tensor.detach() if tensor.requires_grad else tensor
+        array = (known.view(sys.modules["torch"].int16) if element.name == "bfloat16" else known).numpy()
     except (TypeError, RuntimeError) as exc:
         raise UnsupportedArrayError(_why_not(tensor) or str(exc)) from exc
     return _TorchBuffer(flat_view(array, element, writable), element, array.shape, "cpu", dtype)
@@ -92,13 +93,6 @@ def _torch_gpu_buffer(tensor: Any, element: ElementType, writable: bool) -> Buff
         tensor = tensor.contiguous()
     pointer, index = tensor.data_ptr(), tensor.device.index
     return _TorchGpuBuffer(tensor, pointer, index, element, tuple(tensor.shape), tensor.dtype)
-
-
-def _as_numpy_knows(tensor: Any, element: ElementType) -> Any:
-    """The same memory without autograd history, bfloat16 as int16, which NumPy knows."""
-    if tensor.requires_grad:
-        tensor = tensor.detach()
-    return tensor.view(sys.modules["torch"].int16) if element.name == "bfloat16" else tensor
 
 
 def _why_not(tensor: Any) -> str:
