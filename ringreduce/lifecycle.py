@@ -21,8 +21,7 @@ from ringreduce.errors import InputError, MismatchError, StalledError
 from ringreduce.execution.algorithms import fitted, usable_algorithms
 from ringreduce.execution.signature import Signature, SubmissionRecord, calling_line, mismatch_message
 from ringreduce.gpu import device_selection
-from ringreduce.monitor import excepthook
-from ringreduce.monitor.launcher_link import report_init
+from ringreduce.monitor import excepthook, launcher_link
 from ringreduce.mpi import finalize_mpi, mpi_library
 from ringreduce.negotiation.negotiation import GLOBAL
 from ringreduce.recovery.elastic_runtime import ElasticRuntime, check_start
@@ -54,7 +53,8 @@ def start(comm: Any, process_sets: Sequence[Any], dynamic: bool) -> list[tuple[i
     if _generations:
         gc.collect()  # frees the shared memory of the engine before, whose objects refer to each other
     else:  # a later init() keeps the current GPU
-        report_init(settings.error_file, settings.stall_check_s)
+        if settings.stall_check_s:
+            launcher_link.report(settings.error_file, init=settings.stall_check_s, package=launcher_link.PACKAGE)
         _gpu = device_selection.select(settings, os.environ)
     world = form_world(comm, _generations)
     if settings.elastic:

@@ -13,8 +13,8 @@ from ringreduce.engine.engine import Engine
 from ringreduce.errors import CollectiveError, NotInitializedError, StalledError
 from ringreduce.execution.host import Host
 from ringreduce.gpu import device_selection
-from ringreduce.monitor import stalls
-from ringreduce.monitor.launcher_link import StatusServer, report_leaving
+from ringreduce.monitor import launcher_link, stalls
+from ringreduce.monitor.launcher_link import StatusServer
 from ringreduce.settings import Settings
 from ringreduce.transport.message import MessageTransport
 from ringreduce.transport.threads import ThreadTransport
@@ -114,7 +114,7 @@ class Runtime:
 
         Raises: StalledError when a rank that this one waits for has been stopped for `stall_abort_s`.
         """
-        report_leaving(self.settings.error_file, why)
+        launcher_link.report(self.settings.error_file, left=why)
         failed_before = self.engine.negotiation.error
         if self.engine.leave(why, interrupted):
             self._free()

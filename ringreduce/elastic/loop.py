@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 from ringreduce.elastic.state import State
 from ringreduce.errors import CollectiveError, HostsUpdatedInterrupt, MismatchError
 from ringreduce.log import LOGGER
-from ringreduce.monitor.launcher_link import report_ready
+from ringreduce.monitor import launcher_link
 from ringreduce.runtime import Runtime, current, is_initialized
 
 
@@ -102,6 +102,6 @@ def _reform(state: State, own: Runtime) -> bool:
 def _await_restart(own: Runtime) -> NoReturn:
     """This rank has committed: let the launcher start the job again, with the hosts that came; it ends this process."""
     LOGGER.info(f"elastic: {own.hosts_came()} came; this attempt of the job ends, and the next one goes on")
-    report_ready(own.settings.error_file, own.hosts_came())
+    launcher_link.report(own.settings.error_file, ready=own.hosts_came())
     while True:
         time.sleep(1.0)

@@ -32,7 +32,7 @@ from ringreduce.execution.lane import Lane
 from ringreduce.execution.submission import Handle
 from ringreduce.gpu.stream import Gpu
 from ringreduce.log import LOGGER
-from ringreduce.monitor.launcher_link import report_suspects
+from ringreduce.monitor import launcher_link
 from ringreduce.monitor.recording import Recording
 from ringreduce.monitor.stalls import StallWatch
 from ringreduce.monitor.timeline import Timeline
@@ -202,7 +202,8 @@ class Engine:
     def _stalled(self, error: errors.StalledError, ranks: Sequence[int]) -> None:
         """These ranks, perhaps this one, keep others waiting too long: in an elastic job the launcher ends them."""
         if self.settings.elastic:
-            report_suspects(self.settings.error_file, [self.world.origins[each] for each in ranks], str(error))
+            suspects = [self.world.origins[each] for each in ranks]
+            launcher_link.report(self.settings.error_file, suspects=suspects, why=str(error))
         else:
             self._fail_all(error)
             if self.negotiation.leaving:  # the others wait for this rank, too

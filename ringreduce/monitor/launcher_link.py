@@ -16,7 +16,7 @@ import json
 import os
 import socket
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -48,11 +48,10 @@ class StatusServer:
         if error_file:
             with contextlib.suppress(OSError):
                 self._listen()
-                _send(error_file, {"started": "ringreduce", "shared": _mapped()})
+                report(error_file, started="ringreduce", shared=_mapped())
 
     def _listen(self) -> None:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(self._path)  # of an earlier world of this process
+        Path(self._path).unlink(missing_ok=True)  # of an earlier world of this process
         own = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         try:
             own.bind(self._path)
@@ -92,41 +91,26 @@ class StatusServer:
         self.waiting_for = str  # the thread may live on for a moment: let it keep no engine, and its memory, alive
 
 
-def report_init(error_file: str, report_after_s: float) -> None:
-    """Report to the launcher that this rank is in init(), and may wait there for others; 0: no report."""
-    if error_file and report_after_s:
-        _send(error_file, {"init": str(report_after_s), "package": PACKAGE})
+def report(error_file: str, **message: object) -> bool:
+    """Send the launcher a report; True when it is there to read it. Nothing happens without an `error_file`.
 
-
-def report_stall(error_file: str, report: str) -> bool:
-    """Report a stall to the launcher, which then shows all ranks' stacks; False when no launcher listens."""
-    return bool(error_file) and _send(error_file, {"stalled": report})
-
-
-def report_suspects(error_file: str, ranks: Sequence[int], why: str) -> bool:
-    """Report to the launcher ranks (of the job's start) that hold the others up, so that it ends them; as above."""
-    return bool(error_file) and _send(error_file, {"suspects": list(ranks), "why": why})
-
-
-def report_meeting(error_file: str, number: int) -> None:
-    """Report to the launcher that this rank waits for the others of this list; it ends those that do not say so."""
-    _send(error_file, {"meeting": str(number)})
-
-
-def report_reformed(error_file: str, number: int) -> None:
-    """Report to the launcher that the world of this list works."""
-    _send(error_file, {"reformed": str(number)})
-
-
-def report_ready(error_file: str, hosts: str) -> None:
-    """Report to the launcher that this rank has committed, and awaits the restart with these hosts."""
-    _send(error_file, {"ready": hosts})
-
-
-def report_leaving(error_file: str, why: str) -> None:
-    """Report to the launcher that this rank leaves in order: its end is no loss."""
-    if error_file:
-        _send(error_file, {"left": why})
+    init, package    this rank is in init(), and may wait there for others: after so many seconds
+    started, shared  MPI has started, and these are its files in shared memory
+    stalled          a stall, in words: the launcher shows all ranks' stacks
+    suspects, why    ranks (of the job's start) that hold the others up, so that it ends them
+    meeting          this rank waits for the others of the list with this number; it ends those that do not say so
+    reformed         the world of the list with this number works
+    ready            this rank has committed, and awaits the restart with these hosts
+    left             why this rank leaves in order: its end is no loss
+    """
+    if not error_file:
+        return False
+    try:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as own:
+            own.sendto(json.dumps(message).encode(), socket.MSG_DONTWAIT, f"{error_file}.agent")
+    except OSError:
+        return False
+    return True
 
 
 def _mapped() -> list[str]:
@@ -137,13 +121,3 @@ def _mapped() -> list[str]:
         lines = Path("/proc/self/maps").read_text(errors="replace").splitlines()
         return [each for each in lines if " /dev/shm/" in each and not each.endswith(" (deleted)")][:MOST_MAPPED]
     return []
-
-
-def _send(error_file: str, message: Mapping[str, object]) -> bool:
-    """Send the launcher a datagram; True when it is there to read it."""
-    try:
-        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as own:
-            own.sendto(json.dumps(message).encode(), socket.MSG_DONTWAIT, f"{error_file}.agent")
-    except OSError:
-        return False
-    return True

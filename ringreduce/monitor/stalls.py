@@ -22,7 +22,7 @@ from ringreduce.execution.channel import Channel
 from ringreduce.execution.executor import Running
 from ringreduce.execution.signature import PACKAGE, Signature, ranks_text, tensor_text
 from ringreduce.log import LOGGER
-from ringreduce.monitor.launcher_link import report_stall
+from ringreduce.monitor import launcher_link
 from ringreduce.monitor.side_job import SideJob
 from ringreduce.negotiation.coordinator import Coordinator, Waiting
 from ringreduce.negotiation.mailbox import Mailbox
@@ -263,7 +263,7 @@ class StallWatch:
 
 def warn(settings: Settings, text: str, full: str = "") -> None:
     """Report `text` to ringrun, which adds the stacks of all ranks; without ringrun log the full text."""
-    if not report_stall(settings.error_file, text):
+    if not launcher_link.report(settings.error_file, stalled=text):
         LOGGER.warning(f"stalled: {full or text}")
 
 

@@ -12,7 +12,8 @@ from ringreduce.errors import CollectiveError, PeerLostError, StartupError
 from ringreduce.execution.signature import ranks_text
 from ringreduce.gpu import device_selection
 from ringreduce.log import LOGGER
-from ringreduce.monitor.launcher_link import StatusServer, report_leaving, report_reformed
+from ringreduce.monitor import launcher_link
+from ringreduce.monitor.launcher_link import StatusServer
 from ringreduce.monitor.timeline import BY_HAND, Event, now_us
 from ringreduce.recovery import death_notice
 from ringreduce.recovery.daemon import outlive_daemon
@@ -48,7 +49,7 @@ class ElasticRuntime(Runtime):
         if not self.has_state:
             self.members.wait(lambda each: whole.rank in each.ranks)
             setup, _ = self._rendezvous(start, NO_COMMITS, None)
-            report_reformed(settings.error_file, setup.world.number)
+            launcher_link.report(settings.error_file, reformed=setup.world.number)
         elif trainers < whole.size:
             world = world_of(whole, Membership(0, whole.origins[:trainers], {}))
             setup = setup_of(start, world, MessageTransport(world), start.process_sets)
@@ -93,7 +94,7 @@ class ElasticRuntime(Runtime):
         engine.gpu.free(of_lost_world=True)  # all have unmapped it before they met
         met_s = time.monotonic()
         self.enter(setup)
-        report_reformed(self.settings.error_file, setup.world.number)
+        launcher_link.report(self.settings.error_file, reformed=setup.world.number)
         heard_s = self.members.newest.heard_s
         self.times_s = {"heard": heard_s, "failed": begun_s, "stopped": stopped_s, "met": met_s}
         self.times_s["new engine"] = time.monotonic()
@@ -136,7 +137,7 @@ class ElasticRuntime(Runtime):
 
     def leave(self, why: str, interrupted: Callable[[], bool]) -> bool:
         """Leave the world; the loss of a rank ends the wait, and nothing is freed in which lost ranks have a part."""
-        report_leaving(self.settings.error_file, why)
+        launcher_link.report(self.settings.error_file, left=why)
         self.engine.leave(why, interrupted)
         self._status_server.close()
         return True
@@ -148,7 +149,7 @@ class ElasticRuntime(Runtime):
         """
         # launcher/hook/sitecustomize.py writes that file for sys.exit() with another code than 0
         if not self.has_failed and not os.path.exists(f"{self.settings.error_file}.exit"):
-            report_leaving(self.settings.error_file, why)
+            launcher_link.report(self.settings.error_file, left=why)
             until_s = time.monotonic() + LEAVE_S
             self.engine.leave(why, lambda: time.monotonic() > until_s)
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from ringreduce.errors import CollectiveError
 from ringreduce.execution.host import Host, clear_block
 from ringreduce.execution.opening import everyones
-from ringreduce.monitor.launcher_link import report_meeting
+from ringreduce.monitor import launcher_link
 from ringreduce.recovery.membership import Members, Membership
 from ringreduce.runtime import ProcessSets, Setup
 from ringreduce.transport.base import Steps
@@ -90,7 +90,7 @@ def _meet(start: Setup, last: Setup, members: Members, membership: Membership, v
         if members.newer_than(membership.number):
             raise _NewerError
         if (now_s := time.monotonic()) > report_s:
-            report_meeting(settings.error_file, membership.number)
+            launcher_link.report(settings.error_file, meeting=membership.number)
             report_s = now_s + REPORT_EVERY_S
         if now_s > until_s:
             raise CollectiveError(

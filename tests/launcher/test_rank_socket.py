@@ -47,15 +47,15 @@ def ranks(tmp_path: Path):
 def test_all_that_a_rank_has_said_is_passed_on_in_order(tmp_path: Path, agents: RankSocket, heard: list[Report]):
     files, mapped = str(tmp_path / "rank1.json"), []
     agents._on_init = mapped.extend
-    launcher_link.report_init(files, 10.0)
+    launcher_link.report(files, init=10.0, package=launcher_link.PACKAGE)
     agents.read()
-    launcher_link._send(files, {"started": "ringreduce", "shared": ["a line of maps"]})
-    launcher_link.report_stall(files, "'w' waits")
-    launcher_link.report_suspects(files, [2, 5], "'w' waits for ranks 2,5")
-    launcher_link.report_meeting(files, 3)
-    launcher_link.report_reformed(files, 3)
-    launcher_link.report_leaving(files, "its script ended")
-    launcher_link.report_ready(files, "h3:2")
+    launcher_link.report(files, started="ringreduce", shared=["a line of maps"])
+    launcher_link.report(files, stalled="'w' waits")
+    launcher_link.report(files, suspects=[2, 5], why="'w' waits for ranks 2,5")
+    launcher_link.report(files, meeting=3)
+    launcher_link.report(files, reformed=3)
+    launcher_link.report(files, left="its script ended")
+    launcher_link.report(files, ready="h3:2")
     assert heard == [wire.InInit(10.0)], "nobody has read it yet"
     agents.read()
     of_rank = [
@@ -84,7 +84,7 @@ def test_a_rank_that_is_late_gets_the_last_list(tmp_path: Path, agents: RankSock
     agents.tell(LIST)
     sent = {"membership": {"number": 3, "ranks": [0, 1, 3], "dead": {"2": "was killed by SIGKILL"}}}
     assert [json.loads(ranks.recv(1 << 16))["membership"]["number"] for _ in range(2)] == [2, 3]
-    launcher_link._send(str(tmp_path / "rank1.json"), {"started": "ringreduce"})
+    launcher_link.report(str(tmp_path / "rank1.json"), started="ringreduce")
     agents.read()
     assert json.loads(ranks.recv(1 << 16)) == sent
 
@@ -94,7 +94,7 @@ def test_hosts_that_came_are_told_too(tmp_path: Path, agents: RankSocket, ranks:
     members = Members(1)
     members.hear(json.loads(ranks.recv(1 << 16)))
     assert (members.hosts, members.newest.number) == ("h3:2", -1)
-    launcher_link._send(str(tmp_path / "rank1.json"), {"started": "ringreduce"})
+    launcher_link.report(str(tmp_path / "rank1.json"), started="ringreduce")
     agents.read()
     assert json.loads(ranks.recv(1 << 16)) == {"hosts": "h3:2"}, "for a rank that is late"
 

@@ -12,7 +12,7 @@ from contextlib import closing
 import pytest
 
 import ringreduce
-from ringreduce.monitor.launcher_link import StatusServer, report_stall
+from ringreduce.monitor.launcher_link import StatusServer, report
 
 
 @pytest.fixture
@@ -94,10 +94,10 @@ def test_it_costs_nothing_while_nobody_asks(error_file):
 
 
 def test_a_stall_is_told(agent, error_file):
-    assert report_stall(error_file, "allreduce 'w': waiting")
+    assert report(error_file, stalled="allreduce 'w': waiting")
     assert json.loads(agent.recv(100_000)) == {"stalled": "allreduce 'w': waiting"}
 
 
 def test_whoever_is_not_told_learns_it(error_file):
-    assert not report_stall("", "x")
-    assert not report_stall(error_file, "x")
+    assert not report("", stalled="x")
+    assert not report(error_file, stalled="x")

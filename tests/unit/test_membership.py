@@ -8,10 +8,7 @@ import time
 
 from ringreduce.monitor.launcher_link import (
     StatusServer,
-    report_leaving,
-    report_meeting,
-    report_reformed,
-    report_suspects,
+    report,
 )
 from ringreduce.recovery.membership import EXPELLED_EXIT_CODE, Members
 from tests.support.jobs import run
@@ -69,11 +66,11 @@ def test_lists_come_by_datagram_and_answers_go_on(tmp_path):
         assert time.monotonic() - 5 < members.newest.heard_s <= time.monotonic()
         agent.sendto(b"doing", f"{error_file}.ask")
         assert json.loads(agent.recv(10000))["doing"] == "x"
-        report_suspects(error_file, [2, 3], "they wait")
-        report_meeting(error_file, 7)
-        report_reformed(error_file, 7)
-        report_leaving(error_file, "its script ended")
-        expected = [{"suspects": [2, 3], "why": "they wait"}, {"meeting": "7"}, {"reformed": "7"}]
+        report(error_file, suspects=[2, 3], why="they wait")
+        report(error_file, meeting=7)
+        report(error_file, reformed=7)
+        report(error_file, left="its script ended")
+        expected = [{"suspects": [2, 3], "why": "they wait"}, {"meeting": 7}, {"reformed": 7}]
         expected.append({"left": "its script ended"})
         assert [json.loads(agent.recv(10000)) for _ in expected] == expected
         server.close()

@@ -154,7 +154,7 @@ def train(state: State) -> None:
 def listen(error_file: str, waiting_for: Callable[[], str], hear: Any) -> Any:
     """Let the rank hear of lists: in place of a StatusServer."""
     CURRENT.rank.members = hear.__self__
-    launcher_link._send(error_file, {"started": "ringreduce", "shared": []})
+    launcher_link.report(error_file, started="ringreduce", shared=[])
     return SimpleNamespace()
 
 

@@ -187,7 +187,7 @@ def simulation() -> Iterator[None]:
         (membership, of_members),
         (elastic_runtime, {"StatusServer": listen, "outlive_daemon": lambda: None}),
         (death_notice, {"give": lambda error_file: None}),
-        (launcher_link, {"_send": lambda error_file, message: CURRENT.rank.say(message)}),
+        (launcher_link, {"report": lambda error_file, **message: CURRENT.rank.say(message)}),
         (runtime, {"Engine": Engine}),
         (MessageTransport, {"_mpi": mpi}),
         (signal, {"valid_signals": functools.cache(signal.valid_signals)}),  # quicker

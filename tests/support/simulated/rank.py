@@ -174,7 +174,7 @@ class Rank:
             if job.now_s > waits_s + STALL_S:
                 mute = [each for each in missing if job.ranks[each].stopped or not job.ranks[each].runs]
                 if mute or world.rank == 0:
-                    launcher_link.report_suspects(str(self.number), mute or missing, "it waits")
+                    launcher_link.report(str(self.number), suspects=mute or missing, why="it waits")
                 waits_s = job.now_s
             self.wait(STALL_S + 1)
         check()
