@@ -28,7 +28,7 @@ from ringreduce.negotiation.coordinator import Coordinator, Waiting
 from ringreduce.negotiation.mailbox import Mailbox
 from ringreduce.negotiation.negotiation import GLOBAL, Negotiation
 from ringreduce.negotiation.process_set import ProcessSetState
-from ringreduce.negotiation.protocol import Failure, StackReply, StackRequest, StallProbe
+from ringreduce.negotiation.protocol import Failure, StackReply, StackRequest
 from ringreduce.settings import Settings
 from ringreduce.transport.waiting import WaitsFor
 
@@ -42,7 +42,6 @@ SILENT = "it is stopped, or in C code that holds the interpreter"
 class Inquiry(NamedTuple):
     """A report that waits for replies."""
 
-    number: int
     headline: str
     queried: tuple[int, ...]
     until_s: float
@@ -71,7 +70,7 @@ class StallWatch:
         self._doing, self._give_up = doing, give_up
         self._init_thread = threading.get_ident()
         self._job = SideJob("the stall watch", mailbox.rank)
-        messages = (StallProbe, StackRequest, StackReply)
+        messages = (StackRequest, StackReply)
         mailbox.handlers |= dict.fromkeys(messages, lambda *args: self._job(lambda: self._receive(*args)))
         self._check_s = min(filter(None, (settings.stall_check_s, settings.stall_abort_s)), default=0.0)
         self._next_poll_s = 0.0
@@ -108,7 +107,7 @@ class StallWatch:
 
     def _end(self, inquiry: Inquiry) -> None:
         """Report; or give up those that do not reply: others may wait for a rank that waits for these."""
-        _, headline, queried, _, replies, over, of_leaving = inquiry
+        headline, queried, _, replies, over, of_leaving = inquiry
         mute = [each for each in queried if each not in replies]
         now = time.monotonic()
         if of_leaving:
@@ -223,7 +222,7 @@ class StallWatch:
         request = StackRequest(self._requests, state.number, kind, tuple(each.name for each in stalled))
         queried = tuple(ranks if is_over else ranks[:QUERIED])
         until_s, over = time.monotonic() + REPLY_S, state if is_over else None
-        self._inquiry = Inquiry(self._requests, text, queried, until_s, {}, over, of_leaving)
+        self._inquiry = Inquiry(text, queried, until_s, {}, over, of_leaving)
         for rank in queried:
             if rank == self._mailbox.rank:
                 self._inquiry.replies[rank] = self._reply(request)
@@ -235,7 +234,7 @@ class StallWatch:
         probed_s = self._probed_s.get(state.number)
         if probed_s is None:
             self._probed_s[state.number] = now
-            self._mailbox.send(StallProbe(state.number), state.negotiator.coordinator_rank)
+            self._mailbox.send(StackRequest(-state.number, state.number), state.negotiator.coordinator_rank)
         text = f"rank {state.negotiator.coordinator_rank}, which coordinates, does not answer"
         if probed_s and now - probed_s > REPLY_S:
             self._probed_s[state.number] = 0.0
@@ -244,16 +243,14 @@ class StallWatch:
         if state.number in self._silent and self._is_over(waited_s):
             self._give_up(StalledError(text), [state.negotiator.coordinator_rank])
 
-    def _receive(self, source: int, message: StallProbe | StackRequest | StackReply) -> None:
+    def _receive(self, source: int, message: StackRequest | StackReply) -> None:
         """Handle a message of another rank's stall watch."""
-        if isinstance(message, StallProbe):
-            self._mailbox.send(StackReply(-message.process_set, "", ""), source)
-        elif isinstance(message, StackRequest):
+        if isinstance(message, StackRequest):
             self._mailbox.send(self._reply(message), source)
         elif message.number <= 0:  # the reply to a probe
             self._probed_s[-message.number] = 0.0
             self._silent.discard(-message.number)
-        elif self._inquiry is not None and message.number == self._inquiry.number:
+        elif self._inquiry is not None and message.number == self._requests:
             self._inquiry.replies[source] = message
             self._next_poll_s = 0.0
 

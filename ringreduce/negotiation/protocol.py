@@ -77,16 +77,10 @@ class ShutdownAck(NamedTuple):
     """From rank 0 to all: every rank has left, the job may end."""
 
 
-class StallProbe(NamedTuple):
-    """From a rank that has waited long to the coordinator, which must reply."""
-
-    process_set: int
-
-
 class StackRequest(NamedTuple):
-    """From a coordinator to the missing ranks of a stall."""
+    """From a coordinator to the missing ranks of a stall; or from a rank that has waited long to the coordinator."""
 
-    number: int
+    number: int  # for the reply
     process_set: int = 0
     kind: str = ""  # the kind of operation of the first stalled tensor
     names: tuple[str, ...] = ()  # the first stalled tensors
@@ -127,7 +121,7 @@ class TimelineEvents(NamedTuple):
 
 KINDS: tuple[type[Any], ...] = (
     *(Announcement, Response, Ready, Scheduled, Overdue, ShutdownAck, Broken),
-    *(StallProbe, StackRequest, StackReply, TimelineStart, TimelineStop, TimelineEvents),
+    *(StackRequest, StackReply, TimelineStart, TimelineStop, TimelineEvents),
 )
 _NUMBERS = {kind: bytes([number]) for number, kind in enumerate(KINDS)}
 
