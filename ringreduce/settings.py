@@ -42,9 +42,7 @@ NO_EFFECT = (
     *("HOROVOD_START_TIMEOUT", "HOROVOD_ELASTIC_TIMEOUT"),
 )
 """Horovod's variables of which docs/settings.md says why they change nothing."""
-LEAST_FUSION_BYTES = (
-    8 << 20
-)  # of the buffer, with slots as they are by default; also where Horovod's users want no fusion
+LEAST_FUSION_BYTES = 8 << 20  # of the buffer, with slots as by default; also where Horovod's users want no fusion
 SHARED_SLOTS = 4  # slots of shared memory per process set; collectives/shared.py explains why 4 suffice
 MOST_REGIONS = 32  # process sets that have flags in shared memory
 PCI_BUS_ID = r"[0-9a-fA-F]{4,8}:[0-9a-fA-F]{2}:[0-9a-fA-F]{2}\.[0-7]"  # of a device: domain, bus, device, function
@@ -133,38 +131,38 @@ class Settings:
         values: dict[str, object] = {}
         for variable, name in {**HOROVOD, **known}.items():  # ours last: they win
             if variable in environ:
-                values[name] = _parse(variable, environ[variable], fields[name].default)
+                values[name] = _parse(variable, name, environ[variable], fields[name].default)
         return cls(**values)  # type: ignore[arg-type]
 
 
 def horovod_notice(environ: Mapping[str, str]) -> str:
     """The warning for a user who sets variables of Horovod's that have no effect here, else empty."""
-    given = [name for name in NO_EFFECT if environ.get(name, "").lower() not in FALSE]
-    if not given:
+    names = [name for name in NO_EFFECT if environ.get(name, "").lower() not in FALSE]
+    if not names:
         return ""
     return (
-        f"no effect here: {', '.join(given)}. Nothing needs tuning: the algorithm of an all-reduce is chosen by its "
+        f"no effect here: {', '.join(names)}. Nothing needs tuning: the algorithm of an all-reduce is chosen by its "
         "size, and the other defaults are as fast as what a search finds. docs/settings.md has more"
     )
 
 
 _EXPECTED_LEVEL = f"expected one of {', '.join(LEVELS)}"
 _COUNTS = {
-    "CAPACITY": (0, "tensors of 0 or more"),
-    "RESTART_COUNT": (0, "restarts of 0 or more"),
-    "MIN_NP": (1, "ranks of 1 or more"),
-    "SPARES": (0, "ranks of 0 or more"),
-    "SERVERS": (0, "ranks of 0 or more"),
+    "cache_capacity": (0, "tensors of 0 or more"),
+    "restart_count": (0, "restarts of 0 or more"),
+    "min_np": (1, "ranks of 1 or more"),
+    "spares": (0, "ranks of 0 or more"),
+    "servers": (0, "ranks of 0 or more"),
 }
-"""Integers that do not count bytes, by the end of the variable's name: the minimum, and what is counted."""
+"""Integers that do not count bytes: the minimum, and what is counted."""
 
 
-def _parse(variable: str, text: str, default: object) -> object:
-    """`text` in the type of `default`."""
+def _parse(variable: str, name: str, text: str, default: object) -> object:
+    """`text` in the type of `default`, which the field `name` has."""
     if variable == "HOROVOD_FUSION_THRESHOLD":
         expected = "a whole number of bytes of 0 or more, such as 134217728"
         return max(LEAST_FUSION_BYTES, _number(variable, text, int, 0, expected))
-    if variable.endswith("_LOG_LEVEL"):
+    if name == "log_level":
         if text.lower() not in LEVELS:
             raise SettingsError(f"{variable}={text!r}: {_EXPECTED_LEVEL}")
         return text.lower()
@@ -175,9 +173,9 @@ def _parse(variable: str, text: str, default: object) -> object:
             raise SettingsError(f"{variable}={text!r}: expected 1 or 0")
         return text.lower() in TRUE
     if isinstance(default, float):
-        unit = "milliseconds" if variable.endswith(("_MS", "CYCLE_TIME")) else "seconds"
+        unit = "milliseconds" if name.endswith("_ms") else "seconds"
         return _number(variable, text, float, 0.0, f"a number of {unit} of 0 or more, such as {default}")
-    lowest, what = next((each for ending, each in _COUNTS.items() if variable.endswith(ending)), (1, "bytes above 0"))
+    lowest, what = _COUNTS.get(name, (1, "bytes above 0"))
     return _number(variable, text, int, lowest, f"a whole number of {what}, such as {default}")
 
 
