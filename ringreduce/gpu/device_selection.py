@@ -62,22 +62,18 @@ def select(settings: Settings, environ: Mapping[str, str]) -> Choice:
     if not imported:
         return NOT_ASKED
     try:
-        return _select(settings, environ, [library() for library in imported])
+        libraries = [library for library in (of() for of in imported) if library.bus_ids]
+        if not libraries:
+            return Choice(None, "no GPU here")
+        own = next((index for each in libraries if (index := each.current())), None)
+        choice = chosen(settings, environ, libraries[0].bus_ids, own)
+        if choice.index is not None:
+            for each in libraries:
+                each.use(choice.index)
     except SettingsError:
         raise
     except RuntimeError as exc:  # CuPy's or torch's, such as a GPU that another process uses exclusively
         return Choice(None, f"CUDA says: {exc}")  # a job that needs a GPU will get the error from CUDA; others go on
-
-
-def _select(settings: Settings, environ: Mapping[str, str], imported: Sequence[_Library]) -> Choice:
-    libraries = [library for library in imported if library.bus_ids]
-    if not libraries:
-        return Choice(None, "no GPU here")
-    own = next((index for each in libraries if (index := each.current())), None)
-    choice = chosen(settings, environ, libraries[0].bus_ids, own)
-    if choice.index is not None:
-        for each in libraries:
-            each.use(choice.index)
     return choice
 
 

@@ -32,14 +32,14 @@ from ringreduce.transport import waiting
 from ringreduce.transport.base import Work
 from ringreduce.transport.window import PACKED, SLOTS, SUMMED, Flags
 
-IPC_HANDLE_BYTES = 64  # of memory or of an event
+IPC_HANDLE = np.dtype("V64")  # of memory or of an event
 _HANDLE = np.dtype(
     [
         ("process", np.int64),
         ("memory", np.uint64),
         ("events", np.uint64, (2, SLOTS)),
-        ("memory_handle", np.uint8, IPC_HANDLE_BYTES),
-        ("event_handles", np.uint8, (2, SLOTS, IPC_HANDLE_BYTES)),
+        ("memory_handle", IPC_HANDLE),
+        ("event_handles", IPC_HANDLE, (2, SLOTS)),
     ]
 )
 HANDLE_BYTES = _HANDLE.itemsize
@@ -68,8 +68,8 @@ class OwnSlots:
         handle["process"], handle["memory"] = process(), self.block.pointer
         handle["events"] = self.events
         with self.device:
-            handle["memory_handle"] = _bytes(runtime().ipcGetMemHandle(self.block.pointer))
-            handle["event_handles"] = [[_bytes(runtime().ipcGetEventHandle(e)) for e in kind] for kind in self.events]
+            handle["memory_handle"] = np.void(runtime().ipcGetMemHandle(self.block.pointer))
+            handle["event_handles"] = [[np.void(runtime().ipcGetEventHandle(e)) for e in kind] for kind in self.events]
         return handle.reshape(1).view(np.uint8)
 
     def free(self) -> None:
@@ -77,10 +77,6 @@ class OwnSlots:
         self.block.free()
         for event in (*self.events[PACKED], *self.events[SUMMED]):
             runtime().eventDestroy(event)
-
-
-def _bytes(handle: bytes) -> Any:
-    return np.frombuffer(handle, np.uint8)
 
 
 class PeerSlots:

@@ -196,8 +196,8 @@ class GpuPaths:
         mine = np.zeros(TEXT_BYTES, np.uint8)
         encoded = sentence.encode()[:TEXT_BYTES]
         mine[: len(encoded)] = np.frombuffer(encoded, np.uint8)
-        everyones = yield from bruck.allgather(mine, self._channel)
-        return [bytes(each).rstrip(b"\0").decode(errors="replace") for each in everyones]
+        texts = yield from bruck.allgather(mine, self._channel)
+        return [bytes(each).rstrip(b"\0").decode(errors="replace") for each in texts]
 
     def check(self) -> None:
         """Raise CollectiveError when a queued NCCL operation has failed."""
