@@ -30,14 +30,17 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ringreduce import pickling
 from ringreduce.errors import InputError, JobFailedError, StartupError
-
-if TYPE_CHECKING:
-    from ringrun.connection.link import Gone, Link
-    from ringrun.connection.wire import Message
+from ringrun.connection.link import Address, Gone, Link, connect
+from ringrun.connection.listener import Listener
+from ringrun.connection.wire import Hello, Input, Message, Output
+from ringrun.errors import LauncherError
+from ringrun.network import own_addresses, parse_interfaces
+from ringrun.processes import die_with_parent
+from ringrun.text import numbered
 
 __all__ = ["run"]
 
@@ -82,9 +85,7 @@ def run(
             start; KeyboardInterrupt once all ranks have ended.
     Source: horovod.run.
     """
-    from ringrun.connection.listener import Listener
-    from ringrun.errors import LauncherError
-    from ringrun.job.plan import run_module
+    from ringrun.job.plan import run_module  # no rank needs it
 
     if isinstance(args, str) or not isinstance(args, Iterable):
         raise InputError(f"run(): args={args!r}: expected a tuple of the function's arguments, such as ({args!r},)")
@@ -134,7 +135,6 @@ def _arguments(np: object, flags: Mapping[str, object]) -> Iterator[str]:
 def _addresses(flags: Mapping[str, Any]) -> Sequence[str]:
     """Return this host's addresses for ranks on other hosts, if there are any."""
     from ringrun.hosts import is_here, named_hosts
-    from ringrun.network import own_addresses, parse_interfaces
 
     script = shlex.split(flags.get("host_discovery_script") or "")
     found = named_hosts(flags.get("hosts"), flags.get("hostfile"), script=script)
@@ -155,8 +155,6 @@ class _Results:
 
     def by_rank(self, *, some_are_lost: bool) -> list[Any]:
         """Return the results; of an elastic job, where some ranks may be lost, of those that are left."""
-        from ringrun.text import numbered
-
         missing = set(range(self.size or 1)) - self.pickled.keys()
         if missing and not (some_are_lost and self.pickled):
             raise JobFailedError(
@@ -177,15 +175,12 @@ class _Rank:
 
     def handle(self, message: Message | Gone) -> bool:
         """Handle a message; when it is Gone, ringrun says how the rank has ended."""
-        from ringrun.connection.link import Gone
-        from ringrun.connection.wire import Hello, Input, Output
-
         with contextlib.suppress(OSError):
             match message:
                 case Hello(rank, size):
                     self._rank, self._results.size = rank, size
                     # in a thread: the rank may be slow to take it
-                    threading.Thread(target=self._give, args=(self._results.function,), daemon=True).start()
+                    threading.Thread(target=self._give, daemon=True).start()
                     return True
                 case Output(_, piece) if piece:
                     self._pieces.append(piece)
@@ -197,11 +192,9 @@ class _Rank:
                     print(f"run(): a rank's connection is broken: {error}", file=sys.stderr)
         return False
 
-    def _give(self, function: bytes) -> None:
-        from ringrun.connection.wire import Input
-
+    def _give(self) -> None:
         with contextlib.suppress(OSError):
-            _send(self.link, Input, function)
+            _send(self.link, Input, self._results.function)
 
 
 def _cells() -> dict[str, tuple[Any, ...]]:
@@ -215,8 +208,6 @@ def _finish(command: Sequence[str], environment: Mapping[str, str]) -> tuple[int
 
     All in this thread: in a notebook that decides which cell shows it.
     """
-    from ringrun.processes import die_with_parent
-
     out, errors = _Printer("stdout"), _Report("stderr")
     is_interrupted = False
     process = subprocess.Popen(
@@ -296,9 +287,6 @@ class _Report(_Printer):
 
 def serve() -> None:
     """What a rank runs: get the function, call it, send what it returns."""
-    from ringrun.connection.link import Address, connect
-    from ringrun.connection.wire import Hello, Output
-
     key = bytes.fromhex(os.environ.pop(KEY_VARIABLE))
     link = connect(Address.parse(sys.argv.pop()), key)
     link.send(Hello(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), "", 0))
