@@ -64,11 +64,10 @@ class Info:
     settings: dict[str, Any]
 
     def __str__(self) -> str:
-        rows = [(field.name, getattr(self, field.name)) for field in dataclasses.fields(self)]
-        flat = [(name, value) for name, value in rows if name != "settings"]
-        flat += [(f"settings.{name}", value) for name, value in self.settings.items()]
-        width = max(len(name) for name, _ in flat)
-        return "\n".join(f"{name:<{width}}  {value}" for name, value in flat)
+        rows = dict(vars(self))
+        rows |= {f"settings.{name}": value for name, value in rows.pop("settings").items()}
+        width = max(map(len, rows))
+        return "\n".join(f"{name:<{width}}  {value}" for name, value in rows.items())
 
 
 def info() -> Info:

@@ -141,6 +141,6 @@ class Worker:
         self.index, self.count = self._job.workers.index(me), len(self._job.workers)
         self._sending.clear()
         self._outbox.clear()
-        for place, server in enumerate(self._job.servers):
+        for index, server in enumerate(self._job.servers):
             missing = self._pushes - said[server][me]
-            self._outbox += [(server, packed[place]) for packed in self._unanswered[-missing:] if missing]
+            self._outbox += [(server, packed[index]) for packed in self._unanswered[-missing:] if missing]

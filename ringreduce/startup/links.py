@@ -63,10 +63,10 @@ def measured(world: World, transport: Transport) -> Links:
     for _ in range(ATTEMPTS):
         for distance in distances(len(leaders)):
             own = complete(arrival_gbs(transport, leaders, distance)) if world.rank in leaders else 0.0
-            everyones = world.allgather_object(own)
+            rates = world.allgather_object(own)
             for index, rank in enumerate(leaders):
                 pair = (index - distance) % len(leaders), index
-                gbs[pair] = max(gbs.get(pair, 0.0), everyones[rank])
+                gbs[pair] = max(gbs.get(pair, 0.0), rates[rank])
         found = judged(gbs, [world.hosts[rank] for rank in leaders], [names[rank] for rank in leaders])
         if not str(found):
             break

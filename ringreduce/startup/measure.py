@@ -71,10 +71,10 @@ def figures(
     return found
 
 
-def slowest(everyones: Sequence[Sequence[float]]) -> Constants:
+def slowest(figures_of_all: Sequence[Sequence[float]]) -> Constants:
     """The constants from the figures of all ranks, equal on all."""
     names = ("copy_gbs", "message_us", "message_gbs", "wire_us", "wire_gbs")
-    own = [(each[0], each[1], _us_per_byte(*each[1:3]), each[3], _us_per_byte(*each[3:])) for each in everyones]
+    own = [(each[0], each[1], _us_per_byte(*each[1:3]), each[3], _us_per_byte(*each[3:])) for each in figures_of_all]
     found = zip(names, map(max, zip(*own, strict=True)), strict=True)
     return Constants(**{name: value if name.endswith("_us") else 1e-3 / value for name, value in found if value > 0})
 
