@@ -37,8 +37,7 @@ from contenders import BY_HAND, DTYPES, GLOO, MPI_NAME, ORDERED, PUBLIC, missing
 from network import Network, why_not
 from simulation import simulated_us
 
-from ringreduce.cost_model import ALGORITHMS, Constants, Plan, predict_us
-from ringreduce.cost_model import plan as plan_of
+from ringreduce.cost_model import ALGORITHMS, Constants, Units, best_units, predict_us
 
 SIZES = (64 << 10, 1 << 20, 4 << 20, 16 << 20, 64 << 20)
 WHO = ("ring", "halving", "hierarchical", PUBLIC, MPI_NAME, GLOO)
@@ -104,7 +103,7 @@ def expected(who: str, nbytes: int, hosts: Sequence[int], constants: Constants) 
     """The time of one of our algorithms by the cost model, and simulated, with what init() has measured."""
     if who not in ALGORITHMS:
         return {}
-    made = plan_of(who, tuple(hosts), constants) if who == "hierarchical" else Plan(nbytes)
+    made = best_units(who, tuple(hosts), constants) if who == "hierarchical" else Units(nbytes)
     return {
         "model_us": predict_us(who, nbytes, hosts, constants, made),
         "simulated_us": simulated_us(who, nbytes, hosts, constants, made),

@@ -31,7 +31,7 @@ from common import Column, Report, machine, parse, parser
 from simulated.cluster import Cluster, Costs
 from simulation import Reducing, Training, costs_of
 
-from ringreduce.cost_model import LARGE_BYTES, MANY, Constants, choose, plan, predict_us, segment_bytes
+from ringreduce.cost_model import LARGE_BYTES, MANY, Constants, best_units, choose, predict_us, segment_bytes
 
 SIZES = (4096, 65536, 1_000_000, 100_000_000)
 COPIES = 2.6  # of a buffer, in which a rank of `hierarchical` reads and writes: packing, sums, copying out
@@ -109,7 +109,9 @@ class Job:
 
     def halves(self, algorithm: str, nbytes: int) -> bool:
         """True when so many bytes are halved between hosts."""
-        return algorithm == "halving" or nbytes <= plan(algorithm, tuple(self.layout), self.constants).halved_bytes
+        return (
+            algorithm == "halving" or nbytes <= best_units(algorithm, tuple(self.layout), self.constants).halved_bytes
+        )
 
     def algorithms(self) -> list[str]:
         """Those that can be used here."""
@@ -119,7 +121,7 @@ class Job:
     def messages(self, algorithm: str, nbytes: int) -> float:
         """How many messages a simulation takes, about."""
         hierarchic = algorithm == "hierarchical"
-        made, segment = plan(algorithm, tuple(self.layout), self.constants), segment_bytes(self.constants)
+        made, segment = best_units(algorithm, tuple(self.layout), self.constants), segment_bytes(self.constants)
         ranks = self.hosts * (self.local // self.mirrors if hierarchic else self.local)
         ranks = 1 if self.is_alike(algorithm, nbytes) else ranks
         size = self.hosts if hierarchic else len(self.layout)
@@ -138,7 +140,7 @@ class Job:
         bound_us = 2 * nbytes * (self.hosts - 1) / self.hosts / (125 * self.costs.gbits)
         found = []
         for algorithm in self.algorithms():
-            made = plan(algorithm, tuple(layout), constants)
+            made = best_units(algorithm, tuple(layout), constants)
             row: dict[str, Any] = {"hosts": self.hosts, "per_host": self.local, "gbits": self.costs.gbits}
             row |= {
                 "size": nbytes,
@@ -188,7 +190,7 @@ class Job:
         """A step of known tensors, negotiated while earlier ones travel, and the same without negotiation."""
         started, layout = time.perf_counter(), self.layout
         algorithm = choose(LARGE_BYTES, LARGE_BYTES, layout, self.algorithms(), self.constants)
-        made = plan(algorithm, tuple(layout), self.constants)
+        made = best_units(algorithm, tuple(layout), self.constants)
         times_us = []
         for negotiated in (False, True):
             cluster = self.cluster(self.mirrors if algorithm == "hierarchical" else 1)

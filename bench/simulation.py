@@ -21,7 +21,7 @@ from ringreduce.arrays.dtypes import TABLE
 from ringreduce.collectives import direct, doubling, halving, hierarchical, ring
 from ringreduce.collectives.overlap import AnyOf, overlapped
 from ringreduce.collectives.shared import Part
-from ringreduce.cost_model import BUCKETS_IN_FLIGHT, Constants, Plan, segment_bytes
+from ringreduce.cost_model import BUCKETS_IN_FLIGHT, Constants, Units, segment_bytes
 from ringreduce.execution.signature import Signature, TensorSignature
 from ringreduce.negotiation.negotiator import Group, Negotiator
 from ringreduce.negotiation.protocol import decode, encode
@@ -50,7 +50,7 @@ class Reducing:
     """What each simulated rank runs, as execution/allreduce does; layout: the host of each rank, simulated or not."""
 
     def __init__(
-        self, algorithm: str, layout: Sequence[int], constants: Constants, made: Plan, cluster: Cluster
+        self, algorithm: str, layout: Sequence[int], constants: Constants, made: Units, cluster: Cluster
     ) -> None:
         self.algorithm, self.made, self.cluster = algorithm, made, cluster
         self.chunks = min(layout.count(host) for host in set(layout))
@@ -84,7 +84,7 @@ class Reducing:
         return collective.allreduce(unit, channel, self.reduction, self.segment_bytes)
 
 
-def simulated_us(algorithm: str, nbytes: int, layout: Sequence[int], constants: Constants, made: Plan) -> float:
+def simulated_us(algorithm: str, nbytes: int, layout: Sequence[int], constants: Constants, made: Units) -> float:
     """One all-reduce on a network that has these constants, all ranks simulated."""
     cluster = Cluster(layout, costs_of(constants), carries=False)
     reducing = Reducing(algorithm, layout, constants, made, cluster)

@@ -93,7 +93,7 @@ def is_one_shot(nbytes: int, size: int) -> bool:
     return nbytes * (size - 1) <= ONE_SHOT_BYTES
 
 
-class Plan(NamedTuple):
+class Units(NamedTuple):
     """What travels together, in bytes; of `hierarchical`: buffers up to which length are halved across."""
 
     unit_bytes: int
@@ -134,9 +134,9 @@ def _layout(hosts: tuple[int, ...]) -> tuple[int, int, int]:
     return len(hosts), len(counted), max(counted.values())
 
 
-def _load(algorithm: str, nbytes: float, hosts: tuple[int, ...], constants: Constants, plan: Plan) -> _Load | None:
+def _load(algorithm: str, nbytes: float, hosts: tuple[int, ...], constants: Constants, units: Units) -> _Load | None:
     """The load of one unit of `nbytes`; None: not usable, or `shared`."""
-    unit = min(plan.unit_bytes, nbytes)
+    unit = min(units.unit_bytes, nbytes)
     size, num_hosts, most = _layout(hosts)
     one_host = num_hosts == 1
     latency = constants.message_us if one_host else max(constants.wire_us, constants.message_us)
@@ -158,7 +158,7 @@ def _load(algorithm: str, nbytes: float, hosts: tuple[int, ...], constants: Cons
         return _Load(rounds * (latency + unit / copy) + wire, wire, rounds * unit / copy)
     if algorithm == "hierarchical" and not one_host and most > 1:
         polled = latency + min(nbytes - unit, UNITS[0]) / copy  # what has arrived is looked at between others' slots
-        halves = nbytes <= plan.halved_bytes
+        halves = nbytes <= units.halved_bytes
         across = _halving if halves else _ring
         alone, wire, processor = across(unit / most, num_hosts, polled, share, constants)
         inside = (INWARD + OUTWARD) * unit / copy
@@ -167,25 +167,25 @@ def _load(algorithm: str, nbytes: float, hosts: tuple[int, ...], constants: Cons
     return None
 
 
-def _time_us(algorithm: str, nbytes: float, hosts: tuple[int, ...], constants: Constants, plan: Plan) -> float:
-    load = _load(algorithm, nbytes, hosts, constants, plan)
+def _time_us(algorithm: str, nbytes: float, hosts: tuple[int, ...], constants: Constants, units: Units) -> float:
+    load = _load(algorithm, nbytes, hosts, constants, units)
     if load is None:
         return math.inf
     at_a_time = UNITS_AHEAD if algorithm == "hierarchical" else BUCKETS_IN_FLIGHT
     busy = max(load[1:])
     if algorithm in STEPWISE_ALGORITHMS:
         busy = (load.wire**3 + load.processor**3) ** (1 / 3)
-    return load.alone + max(0.0, nbytes / plan.unit_bytes - 1) * max(load.alone / at_a_time, busy)
+    return load.alone + max(0.0, nbytes / units.unit_bytes - 1) * max(load.alone / at_a_time, busy)
 
 
 @functools.lru_cache(maxsize=64)
-def plan(algorithm: str, hosts: tuple[int, ...], constants: Constants) -> Plan:
-    """The plan whose units are best for `LARGE_BYTES`, and taken for all sizes; rank r is on host hosts[r]."""
-    plans = [Plan(unit) for unit in BUCKETS]
+def best_units(algorithm: str, hosts: tuple[int, ...], constants: Constants) -> Units:
+    """The units that are best for `LARGE_BYTES`, and taken for all sizes; rank r is on host hosts[r]."""
+    candidates = [Units(unit) for unit in BUCKETS]
     if algorithm == "hierarchical":
-        plans = [Plan(unit, halved) for halved in (0, math.inf) for unit in UNITS]
-    best, best_us = plans[0], math.inf
-    for each in plans:
+        candidates = [Units(unit, halved) for halved in (0, math.inf) for unit in UNITS]
+    best, best_us = candidates[0], math.inf
+    for each in candidates:
         us = _time_us(algorithm, LARGE_BYTES, hosts, constants, each)
         if us < LEAST_GAIN * best_us:
             best, best_us = each, us
@@ -194,12 +194,12 @@ def plan(algorithm: str, hosts: tuple[int, ...], constants: Constants) -> Plan:
     return best
 
 
-def _halved_bytes(hosts: tuple[int, ...], constants: Constants, around: Plan) -> int:
+def _halved_bytes(hosts: tuple[int, ...], constants: Constants, around: Units) -> int:
     """The longest buffer that gains by fewer steps across, where long ones go around a ring."""
 
     def gains(nbytes: int) -> bool:
-        made = around, around._replace(halved_bytes=nbytes)
-        ring_us, halving_us = (_time_us("hierarchical", nbytes, hosts, constants, each) for each in made)
+        both = around, around._replace(halved_bytes=nbytes)
+        ring_us, halving_us = (_time_us("hierarchical", nbytes, hosts, constants, each) for each in both)
         return halving_us < LEAST_GAIN * ring_us
 
     lengths = (1 << power for power in range(LARGE_BYTES.bit_length()))
@@ -207,13 +207,13 @@ def _halved_bytes(hosts: tuple[int, ...], constants: Constants, around: Plan) ->
 
 
 def predict_us(
-    algorithm: str, nbytes: float, hosts: Sequence[int], constants: Constants, made: Plan | None = None
+    algorithm: str, nbytes: float, hosts: Sequence[int], constants: Constants, units: Units | None = None
 ) -> float:
     """The predicted time of an all-reduce of `nbytes`, rank r on host hosts[r], in µs; inf: not usable, or `shared`."""
     layout = tuple(hosts)
     if len(layout) == 1:
         return 0.0
-    return _time_us(algorithm, nbytes, layout, constants, made or plan(algorithm, layout, constants))
+    return _time_us(algorithm, nbytes, layout, constants, units or best_units(algorithm, layout, constants))
 
 
 def choose(nbytes: int, wire_nbytes: int, hosts: Sequence[int], usable: Collection[str], constants: Constants) -> str:

@@ -13,8 +13,8 @@ from ringreduce.cost_model import (
     LARGE_BYTES,
     SEGMENT_BYTES,
     Constants,
+    best_units,
     choose,
-    plan,
     segment_bytes,
 )
 from ringreduce.errors import SettingsError
@@ -87,7 +87,7 @@ class Algorithms:
         self.segment_bytes = settings.ring_segment_bytes * (LONGER_INSIDE if one_host else 1)
         if not one_host and settings.ring_segment_bytes == SEGMENT_BYTES:  # the default
             self.segment_bytes = segment_bytes(constants)
-        self.unit_bytes, halved_bytes = plan("hierarchical", tuple(hosts), constants)
+        self.unit_bytes, halved_bytes = best_units("hierarchical", tuple(hosts), constants)
         self.usable = usable_algorithms(hosts, region is not None)
         if region is not None and "hierarchical" in self.usable:
             self.hierarchy = hierarchical.Hierarchy(channels, hosts, region.rank, halved_bytes, order)
@@ -139,7 +139,7 @@ def fitted(settings: Settings, hosts: Sequence[int], usable: list[str], constant
     if len(set(hosts)) == 1 or settings.fusion_slot_bytes != Settings.fusion_slot_bytes:
         return settings
     algorithm = choose(LARGE_BYTES, LARGE_BYTES, hosts, candidates(settings, usable), constants)
-    unit_bytes = plan(algorithm, tuple(hosts), constants).unit_bytes
+    unit_bytes = best_units(algorithm, tuple(hosts), constants).unit_bytes
     bucket = max(settings.fusion_slot_bytes, min(unit_bytes, BUCKETS[-1]))
     buffer = max(settings.fusion_buffer_bytes, 8 * bucket)
     return dataclasses.replace(settings, fusion_slot_bytes=bucket, fusion_buffer_bytes=buffer)

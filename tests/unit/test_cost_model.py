@@ -10,7 +10,7 @@ import pytest
 
 import ringreduce as rr
 from ringreduce.arrays.dtypes import TABLE
-from ringreduce.cost_model import ALGORITHMS, ONE_SHOT_BYTES, Constants, choose, is_one_shot, plan, predict_us
+from ringreduce.cost_model import ALGORITHMS, ONE_SHOT_BYTES, Constants, best_units, choose, is_one_shot, predict_us
 from ringreduce.errors import SettingsError
 from ringreduce.execution.algorithms import candidates, check, fitted, usable_algorithms
 from ringreduce.execution.host import Host, window_bytes
@@ -281,12 +281,12 @@ FAST = Constants(copy_gbs=25, message_us=11, message_gbs=10, wire_us=30, wire_gb
 @pytest.mark.parametrize(("hosts", "gbits", "low", "high"), [(2, 1, 0, 0), (4, 1, 1e3, 1e6), (8, 10, 1e6, 1e7),
                                                               (64, 100, math.inf, math.inf)])  # fmt: skip
 def test_many_hosts_halve_and_few_only_what_is_short(hosts, gbits, low, high):
-    made = plan("hierarchical", layout(hosts, 8), dataclasses.replace(FAST, wire_gbs=gbits / 8))
+    made = best_units("hierarchical", layout(hosts, 8), dataclasses.replace(FAST, wire_gbs=gbits / 8))
     assert low <= made.halved_bytes <= high
 
 
 def test_what_travels_together_is_longer_on_a_faster_wire_and_among_more_hosts():
-    lengths = [plan("hierarchical", layout(hosts, 8), constants).unit_bytes for hosts, constants in
+    lengths = [best_units("hierarchical", layout(hosts, 8), constants).unit_bytes for hosts, constants in
                [(8, Constants(wire_gbs=0.125)), (8, FAST), (512, FAST)]]  # fmt: skip
     assert lengths[0] == 1 << 20
     assert lengths == sorted(set(lengths))
