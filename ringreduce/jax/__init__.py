@@ -2,7 +2,8 @@
 
     import ringreduce.jax as hvd
 
-primitive     the JAX primitive of all collectives (api/on_host.py): jit, grad and vmap go through it
+host          what runs a collective on the host
+primitive     the JAX primitive of all collectives: jit, grad and vmap go through it
 xla           how XLA calls the host, with its own memory
 ops           the public functions, on trees
 optimizer     DistributedOptimizer, value_and_grad, broadcast_parameters

@@ -13,31 +13,25 @@ import jax.numpy as jnp
 import numpy as np
 
 from ringreduce import runtime
-from ringreduce.api import gather
-from ringreduce.api.on_host import Collective
+from ringreduce.api import broadcast as broadcasts
+from ringreduce.api import gather, reduce
+from ringreduce.api.collective import Call, with_signature_of
 from ringreduce.api.process_sets import ProcessSet, global_process_set, number_of
-from ringreduce.api.submit import which_op, whole
+from ringreduce.api.submit import which_op
 from ringreduce.arrays.dtypes import element_type
-from ringreduce.compression import Compression, Compressor
+from ringreduce.compression import Compression
 from ringreduce.errors import InputError, UnsupportedArrayError
 from ringreduce.execution.signature import calling_line
+from ringreduce.jax.host import HostCollective
 from ringreduce.jax.primitive import bind
-from ringreduce.ops import Average, ReduceOp
+from ringreduce.ops import Average
 
 __all__ = ["allgather", "allreduce", "alltoall", "barrier", "broadcast", "grouped_allgather", "grouped_allreduce"]
 __all__ += ["grouped_reducescatter", "reducescatter"]
 
 
-def allreduce(
-    tensor: Any,
-    average: bool | None = None,
-    name: str | None = None,
-    compression: type[Compressor] = Compression.none,
-    op: ReduceOp | None = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
-) -> Any:
+@with_signature_of(reduce.allreduce)
+def allreduce(call: Call) -> Any:
     """Reduce an array, or a tree of arrays, over all ranks; the same bits on every rank.
 
     tensor:   arrays and numbers in any tree that JAX knows; equal in form, shapes and types on all ranks.
@@ -47,35 +41,32 @@ def allreduce(
     Raises:   as `ringreduce.allreduce`. Inside jit what ranks find out together is a JaxRuntimeError with that text.
     Source:   Horovod's allreduce.
     """
-    op = which_op("allreduce", average, op)
-    scales = float(prescale_factor), float(postscale_factor)
-    return _on_leaves("allreduce", tensor, name, process_set, compression, op=op, scales=scales)
+    return _on_leaves("allreduce", call.tensor, call)
 
 
-def allgather(tensor: Any, name: str | None = None, process_set: ProcessSet = global_process_set) -> Any:
+@with_signature_of(gather.allgather)
+def allgather(call: Call) -> Any:
     """Concatenate the arrays of all ranks along dim 0, in rank order; of a tree each array.
 
     Shape:    as `ringreduce.allgather`; inside jit, and under grad, all ranks pass equally many rows.
     Gradient: this rank's rows of the result's gradient, averaged over the ranks.
     Source:   Horovod's allgather.
     """
-    return _on_leaves("allgather", tensor, name, process_set)
+    return _on_leaves("allgather", call.tensor, call)
 
 
-def broadcast(
-    tensor: Any, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
-) -> Any:
+@with_signature_of(broadcasts.broadcast)
+def broadcast(call: Call) -> Any:
     """The root's array, or tree of arrays, on every rank; otherwise as `ringreduce.broadcast`.
 
     Gradient: on the root the result's, averaged over the ranks; elsewhere zeros.
     Source:   Horovod's broadcast.
     """
-    return _on_leaves("broadcast", tensor, name, process_set, root_rank=whole(root_rank))
+    return _on_leaves("broadcast", call.tensor, call)
 
 
-def alltoall(
-    tensor: Any, splits: Any = None, name: str | None = None, process_set: ProcessSet = global_process_set
-) -> Any:
+@with_signature_of(gather.alltoall)
+def alltoall(call: Call) -> Any:
     """Send each rank its part of the rows, and return what all ranks sent to this one, in rank order.
 
     splits:   the rows for each rank, (size,), and the result is (rows, received_splits): for one array, and outside of
@@ -83,37 +74,29 @@ def alltoall(
     Gradient: sent back to where the rows came from.
     Source:   Horovod's alltoall.
     """
-    if splits is None:
-        for array in jax.tree.leaves(tensor):
+    if call.splits is None:
+        for array in jax.tree.leaves(call.tensor):
             if jnp.ndim(array):
-                gather.equal_splits(len(array), process_set.size() or 1)
-        return _on_leaves("alltoall", tensor, name, process_set)
-    if isinstance(tensor, jax.core.Tracer) or isinstance(splits, jax.core.Tracer):
+                gather.equal_splits(len(array), call.process_set.size() or 1)
+        return _on_leaves("alltoall", call.tensor, call)
+    if isinstance(call.tensor, jax.core.Tracer) or isinstance(call.splits, jax.core.Tracer):
         raise InputError(
             "alltoall: splits inside jax.jit, grad or vmap, where the number of received rows must be known before; "
             "expected None: pad to equal parts, or call it outside"
         )
-    rows, received = gather.alltoall(np.asarray(tensor), np.asarray(splits), name, process_set)
+    rows, received = gather.alltoall(np.asarray(call.tensor), np.asarray(call.splits), call.name, call.process_set)
     return jax.device_put(rows), jax.device_put(received)
 
 
-def reducescatter(
-    tensor: Any,
-    name: str | None = None,
-    compression: type[Compressor] = Compression.none,
-    op: ReduceOp = Average,
-    process_set: ProcessSet = global_process_set,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-) -> Any:
+@with_signature_of(reduce.reducescatter)
+def reducescatter(call: Call) -> Any:
     """Reduce over all ranks; returns this rank's part of the rows, of a tree those of each array.
 
     Gradient: an allgather of the parts' gradients, times both factors, and for Sum times the number of ranks.
     Otherwise as `ringreduce.reducescatter`.
     Source: Horovod's reducescatter.
     """
-    scales = float(prescale_factor), float(postscale_factor)
-    return _on_leaves("reducescatter", tensor, name, process_set, compression, op=op, scales=scales)
+    return _on_leaves("reducescatter", call.tensor, call)
 
 
 grouped_allreduce = allreduce
@@ -125,32 +108,27 @@ def barrier(process_set: ProcessSet = global_process_set) -> None:
     """Return when every rank has called it; inside jit it has its place in the order of the collectives."""
     runtime.current("barrier")
     number_of(process_set, "barrier")
-    bind(Collective("barrier", calling_line(), process_set=process_set), [])
+    bind(HostCollective("barrier", calling_line(), process_set=process_set), [])
 
 
-def _on_leaves(
-    function: str,
-    tree: Any,
-    name: str | None,
-    process_set: ProcessSet,
-    compression: type[Compressor] = Compression.none,
-    **arguments: Any,
-) -> Any:
+def _on_leaves(function: str, tree: Any, call: Call) -> Any:
     """The tree with what a collective makes of its arrays."""
     runtime.current(function)
-    number_of(process_set, function)
+    number_of(call.process_set, function)
     paths, form = jax.tree_util.tree_flatten_with_path(tree)
     names = tuple(jax.tree_util.keystr(path, simple=True, separator=".") for path, _ in paths)
     if not names:
         return tree
-    averages = arguments.get("op") is Average
+    compression = getattr(call, "compression", Compression.none)
+    averages = hasattr(call, "op") and which_op(function, getattr(call, "average", None), call.op) is Average
     pairs = []
     for own, (_, leaf) in zip(names, paths, strict=True):
         array = _array(function, own, float(leaf) if averages and type(leaf) is int else leaf)
         pairs.append(compression.compress(array))
     arrays = [array for array, _ in pairs]
     place = _place(function, calling_line(), tuple((each.shape, each.dtype) for each in arrays))
-    collective = Collective(function, place, name, None if names == ("",) else names, process_set, **arguments)
+    own_ones = {"place": place, "names": None if names == ("",) else names, "compression": Compression.none}
+    collective = HostCollective.of(function, vars(call) | own_ones)
     for own, array in zip(names, arrays, strict=True):
         if collective.by_rows and not array.ndim:
             raise InputError(f"{function}{_quoted(own)}: a 0-d array has no rows; pass one of at least 1 dimension")

@@ -1,4 +1,4 @@
-"""The JAX primitive of all collectives: one `Collective`, and any number of arrays.
+"""The JAX primitive of all collectives: one `HostCollective`, and any number of arrays.
 
 Eagerly its arrays are NumPy views of JAX's memory, without a copy, and JAX takes over the memory of the results. Inside
 jit XLA calls the host, which on the CPU writes the results into XLA's memory (xla.py). Those calls have JAX's effect
@@ -20,9 +20,9 @@ from jax.experimental import io_callback
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-from ringreduce.api.on_host import Collective
 from ringreduce.errors import InputError, MissingExtraError
 from ringreduce.jax import xla
+from ringreduce.jax.host import HostCollective
 
 PRIVATE = (
     "extend.core.Primitive",
@@ -60,24 +60,24 @@ collective_p.multiple_results = True
 (ORDERED,) = jax.make_jaxpr(lambda: io_callback(lambda: None, None, ordered=True))().effects
 
 
-def bind(collective: Collective, values: Values) -> list[Any]:
+def bind(collective: HostCollective, values: Values) -> list[Any]:
     """Run it now, or put it into the program that is being traced."""
     return list(collective_p.bind(*values, collective=collective))
 
 
-def _run_now(*arrays: Any, collective: Collective) -> list[Any]:
+def _run_now(*arrays: Any, collective: HostCollective) -> list[Any]:
     results = collective.run([np.asarray(each) for each in arrays], collective.name)
     places = [each.sharding if getattr(each, "committed", False) else None for each in arrays]
     return list(map(jax.device_put, results, places))  # where the arrays are
 
 
-def _trace(*values: Any, collective: Collective) -> Any:
+def _trace(*values: Any, collective: HostCollective) -> Any:
     shapes = collective.shapes([each.shape for each in values])
     return [jax.core.ShapedArray(shape, each.dtype) for shape, each in zip(shapes, values, strict=True)], {ORDERED}
 
 
 def _lower(
-    ctx: Any, *operands: Any, collective: Collective, call: Callable[..., tuple[Sequence[Any], Any]]
+    ctx: Any, *operands: Any, collective: HostCollective, call: Callable[..., tuple[Sequence[Any], Any]]
 ) -> Sequence[Any]:
     _refuse_several_devices(ctx.module_context.axis_context, collective)
     name = f"jit.{collective.place}" if collective.name is None else collective.name
@@ -90,7 +90,7 @@ def _lower(
     return results
 
 
-def _refuse_several_devices(context: Any, collective: Collective) -> None:
+def _refuse_several_devices(context: Any, collective: HostCollective) -> None:
     """Raise InputError for a program of several devices, each of which would call the host."""
     count = context.mesh.size if hasattr(context, "mesh") else context.num_devices
     if count > 1:
@@ -114,10 +114,10 @@ def _callback(ctx: Any, host: xla.Host, operands: Sequence[Any], token: Any) -> 
     return results, token
 
 
-def _jvp(values: Values, tangents: Values, *, collective: Collective) -> tuple[Values, Values]:
+def _jvp(values: Values, tangents: Values, *, collective: HostCollective) -> tuple[Values, Values]:
     """All floating-point values have a tangent, zero or not: ranks may differ in which are zero."""
     results = bind(collective, values)
-    collective.transposed([jnp.shape(each) for each in values])  # raises where there is no gradient
+    collective.gradient([jnp.shape(each) for each in values])  # raises where there is no gradient
     moved: list[Any] = [np.zeros(jnp.shape(each), jax.dtypes.float0) for each in results]
     floating = [number for number, each in enumerate(values) if jnp.issubdtype(each.dtype, jnp.inexact)]
     own = collective.only(floating)
@@ -128,12 +128,12 @@ def _jvp(values: Values, tangents: Values, *, collective: Collective) -> tuple[V
     return results, moved
 
 
-def _transpose(gradients: Values, *values: Any, collective: Collective) -> Values:
-    backwards = collective.transposed([each.aval.shape for each in values])
+def _transpose(gradients: Values, *values: Any, collective: HostCollective) -> Values:
+    backwards = collective.gradient([each.aval.shape for each in values])
     return bind(backwards, list(map(ad.instantiate_zeros, gradients)))
 
 
-def _batch(values: Values, dims: Sequence[Any], *, collective: Collective) -> tuple[Values, Sequence[Any]]:
+def _batch(values: Values, dims: Sequence[Any], *, collective: HostCollective) -> tuple[Values, Sequence[Any]]:
     """The same collective with one more dimension, behind the rows where they have a meaning."""
     if collective.by_rows:
         pairs = zip(values, dims, strict=True)

@@ -11,8 +11,7 @@ import pytest
 
 import ringreduce as rr
 import ringreduce.jax as hvd
-from ringreduce.api import on_host
-from ringreduce.jax import primitive
+from ringreduce.jax import host, primitive
 from ringreduce.ps import arrays
 from tests.support.reference import REDUCES
 
@@ -260,14 +259,14 @@ def test_large_arrays_beside_a_computation(count):
 def test_memory_is_not_copied(run, monkeypatch):
     """Results are written into the memory that JAX gives back; eagerly arguments are read where they are, too."""
     pointers = []
-    collective = on_host.Collective.run
+    collective = host.HostCollective.run
 
     def recorded(self, arrays, *arguments):
         results = collective(self, arrays, *arguments)
         pointers.append((arrays[0].ctypes.data, results[0].ctypes.data))
         return results
 
-    monkeypatch.setattr(on_host.Collective, "run", recorded)
+    monkeypatch.setattr(host.HostCollective, "run", recorded)
     x = own(1000)
     result = run(hvd.allreduce)(x)
     close(result, own(1000, rank=RANKS.mean()))

@@ -43,10 +43,10 @@ engine.engine < startup.shared_memory < runtime <
 recovery.membership, recovery.death_notice, recovery.daemon < recovery.rendezvous < recovery.elastic_runtime <
 lifecycle < api.submit, api.world, api.info, sampler < api.process_sets, api.arguments <
 api.reduce, api.gather, api.broadcast, api.objects, api.control <
-api.ordered, api.own_channel, api.on_host < api.common, optim.exchange, optim.parameters < optim.buckets <
+api.ordered, api.own_channel, api.collective < api.common, optim.exchange, optim.parameters < optim.buckets <
 optim.reducer < ps.layout, ps.messages, ps.consistency, ps.arrays < ps.roles < ps.server, ps.worker < sweeps.study <
 sweeps.teams < sweeps.trial < sweeps.sweep < optimizer, testing, run_function <
-elastic.kept, elastic.libraries < elastic.commit, elastic.sampler < elastic.state < elastic.loop < jax.xla <
+elastic.kept, elastic.libraries < elastic.commit, elastic.sampler < elastic.state < elastic.loop < jax.xla, jax.host <
 jax.primitive < jax.ops < jax.optimizer < jax.elastic < tensorflow.host < tensorflow.ops < tensorflow.training <
 keras.ops < keras.optimizer, keras.callbacks, keras.elastic < tensorflow.keras <
 torch.ops, torch.sparse, torch.functions, torch.sync_batch_norm, torch.ps < torch.hooks, torch.pending <

@@ -1,6 +1,6 @@
-"""A collective as a value: what a compiled program calls on the host, with NumPy arrays, and what its gradient is.
+"""What a compiled program calls on the host, with NumPy arrays: a collective, as often as the program runs.
 
-ringreduce.jax puts these into programs of XLA, any number of times, and in another thread than the user's.
+Programs of XLA call it in another thread than the user's.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from ringreduce import runtime
 from ringreduce.api import gather
 from ringreduce.api.arguments import arguments_of
 from ringreduce.api.broadcast import submit_broadcast
+from ringreduce.api.collective import Collective
 from ringreduce.api.control import barrier
-from ringreduce.api.process_sets import ProcessSet, global_process_set, number_of
+from ringreduce.api.process_sets import number_of
 from ringreduce.api.reduce import grouped_reducescatter
 from ringreduce.api.world import rank
 from ringreduce.arrays.view import as_buffer
 from ringreduce.compression import Compression
 from ringreduce.errors import InputError
 from ringreduce.execution.signature import called_from
-from ringreduce.ops import Average, ReduceOp, Sum
 
 Arrays = Sequence[Any]
 IN_SHAPE = "allreduce", "broadcast", "average on root"  # their results have the shapes of the arguments
@@ -34,31 +34,15 @@ ALIGNMENT = 64
 
 
 @dataclasses.dataclass(frozen=True)
-class Collective:
-    """A collective with its arguments, equal where compiled code can be reused.
+class HostCollective(Collective):
+    """A collective that the host runs.
 
-    kind:   the name of its function; "average on root" is the gradient of a broadcast.
-    place:  the line of the user's script. Inside jit it is the name of what has none: calls there run in a thread of
-            XLA's, where numbers could be drawn in another order than on another rank.
-    names:  of the arrays, for error messages.
-    scales: of an allreduce and a reducescatter, before and after the sum; of an allgather both multiply its results.
+    place:  inside jit it is the name of what has none: calls there run in a thread of XLA's, where numbers could be
+            drawn in another order than on another rank.
     rows:   of an allgather's results; by default all ranks have as many.
     """
 
-    kind: str
-    place: str
-    name: str | None = None
-    names: tuple[str, ...] | None = None
-    process_set: ProcessSet = global_process_set
-    op: ReduceOp = Average
-    scales: tuple[float, float] = (1.0, 1.0)
-    root_rank: int = 0
     rows: tuple[int, ...] | None = None
-
-    @property
-    def by_rows(self) -> bool:
-        """True where dim 0 has a meaning."""
-        return self.kind in ("allgather", "alltoall", "reducescatter")
 
     def shapes(self, shapes: Sequence[Shape]) -> Sequence[Shape]:
         """The shapes of this rank's results."""
@@ -112,40 +96,19 @@ class Collective:
                 barrier(self.process_set)
                 return []
 
-    def transposed(self, shapes: Sequence[Shape]) -> Collective:
-        """What makes the gradients of inputs of these shapes from those of the results; Horovod's factors.
-
-        That of an alltoall goes back where the rows came from. Raises InputError for an op that has none.
-        """
-        name = None if self.name is None else f"{self.name}.gradient"
-        own = dataclasses.replace(self, place=f"{self.place}.gradient", name=name, rows=None)
-        if self.kind == "allreduce" and self.op not in (Average, Sum):
-            raise InputError(
-                f"allreduce ({self.place}): op={self.op!r} has no gradient; expected Average or Sum, or "
-                "jax.lax.stop_gradient(array)"
-            )
-        if self.kind == "broadcast":
-            return dataclasses.replace(own, kind="average on root")
-        if self.kind == "average on root":
-            return dataclasses.replace(own, kind="broadcast")
-        if self.kind == "allgather":  # this rank's rows, averaged
-            return dataclasses.replace(own, kind="reducescatter", op=Average)
-        if self.kind == "reducescatter":
-            size = (self.process_set.size() or 1) if self.op is Sum else 1
-            rows, (before, after) = tuple(each[0] for each in shapes), self.scales
-            return dataclasses.replace(own, kind="allgather", rows=rows, scales=(before, after * size))
-        return own
-
-    def only(self, numbers: Sequence[int]) -> Collective:
+    def only(self, numbers: Sequence[int]) -> HostCollective:
         """The same for some of the arrays."""
+        rows = self.rows and tuple(self.rows[number] for number in numbers)
+        return dataclasses.replace(super().only(numbers), rows=rows)
 
-        def some(each: Any) -> Any:
-            return None if each is None else tuple(each[number] for number in numbers)
+    def gradient(self, shapes: Sequence[Shape]) -> HostCollective:
+        """What makes the gradients of inputs of these shapes from those of the results."""
+        back = self.transposed("jax.lax.stop_gradient(array)")
+        rows = tuple(each[0] for each in shapes) if back.kind == "allgather" else None
+        return dataclasses.replace(back, rows=rows)
 
-        return dataclasses.replace(self, names=some(self.names), rows=some(self.rows))
 
-
-def _allreduce(it: Collective, arrays: Arrays, name: str | None, results: Any) -> Arrays:
+def _allreduce(it: HostCollective, arrays: Arrays, name: str | None, results: Any) -> Arrays:
     """Straight from the memory of `arrays` into that of the results."""
     arguments = arguments_of("allreduce", None, it.op, *it.scales)
     inputs = [as_buffer(each) for each in arrays]
@@ -154,7 +117,7 @@ def _allreduce(it: Collective, arrays: Arrays, name: str | None, results: Any) -
         name,
         number_of(it.process_set, "allreduce"),
         details=arguments.details,
-        names=it.names,
+        names=None if it.names is None else tuple(it.names),
         check=arguments.check,
         inputs=inputs,
         outputs=[as_buffer(each, writable=True) for each in results],
@@ -164,7 +127,7 @@ def _allreduce(it: Collective, arrays: Arrays, name: str | None, results: Any) -
     return results  # type: ignore[no-any-return]
 
 
-def _broadcast(it: Collective, arrays: Arrays, name: str | None, results: Any) -> Arrays:
+def _broadcast(it: HostCollective, arrays: Arrays, name: str | None, results: Any) -> Arrays:
     inputs, outputs = [as_buffer(each) for each in arrays], [as_buffer(each, writable=True) for each in results]
     names = it.names or [f"{it.place}.{number}" for number in range(len(arrays))]
     submit_broadcast(inputs, outputs, it.root_rank, name, names, it.process_set, lambda _: None, waits=True).wait()

@@ -1,0 +1,159 @@
+"""A collective as a value: its arguments by name, and the collective that makes its gradient.
+
+    collective      its gradient, made of the results'
+    allreduce       the same allreduce, compressed too; ops other than Average and Sum have none
+    allgather       this rank's rows of the average over the ranks
+    broadcast       on the root the average over the ranks, elsewhere zeros
+    reducescatter   an allgather, times both factors, and for Sum times the number of ranks
+    alltoall        sent back to where the rows came from; zeros for rows that went nowhere
+
+The scale is Horovod's: for allgather and broadcast that of a loss averaged over the ranks, and for a reduction the same
+reduction again. All ranks must run backward through the same functions, since what makes a gradient is a collective.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+import math
+import types
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, ParamSpec, TypeVar
+
+from ringreduce.api.process_sets import ProcessSet, global_process_set
+from ringreduce.api.submit import which_op, whole
+from ringreduce.api.world import rank
+from ringreduce.compression import Compression, Compressor
+from ringreduce.errors import InputError
+from ringreduce.ops import Average, ReduceOp, Sum
+
+Call = types.SimpleNamespace  # the arguments of a call, by name
+Tensors = Sequence[Any]
+Self = TypeVar("Self", bound="Collective")
+Parameters = ParamSpec("Parameters")
+Result = TypeVar("Result")
+
+
+@dataclasses.dataclass(frozen=True)
+class Collective:
+    """A collective with its arguments, equal where compiled code can be reused.
+
+    kind:   the name of its function, for groups too; "average on root" is the gradient of a broadcast.
+    place:  the line of the user's script, where it is known.
+    names:  of the tensors, for error messages.
+    scales: of an allreduce and a reducescatter, before and after the sum; of an allgather both multiply its results.
+    """
+
+    kind: str
+    place: str = ""
+    name: str | None = None
+    names: Sequence[str] | None = None
+    process_set: ProcessSet = global_process_set
+    compression: type[Compressor] = Compression.none
+    op: ReduceOp = Average
+    scales: tuple[float, float] = (1.0, 1.0)
+    root_rank: int = 0
+
+    @classmethod
+    def of(cls: type[Self], kind: str, arguments: Mapping[str, Any]) -> Self:
+        """A call of a public function with these arguments."""
+        fields = {each.name for each in dataclasses.fields(cls)}
+        own = {name: value for name, value in arguments.items() if name in fields}
+        if "op" in own:
+            own["op"] = which_op(kind, arguments.get("average"), own["op"])
+        if "root_rank" in own:
+            own["root_rank"] = whole(own["root_rank"])
+        scales = [float(arguments.get(name, 1.0)) for name in ("prescale_factor", "postscale_factor")]
+        return cls(kind, scales=(scales[0], scales[1]), **own)
+
+    @property
+    def by_rows(self) -> bool:
+        """True where dim 0 has a meaning."""
+        return self.kind in ("allgather", "alltoall", "reducescatter")
+
+    def only(self: Self, numbers: Sequence[int]) -> Self:
+        """The same for some of the tensors."""
+        return dataclasses.replace(self, names=self.names and tuple(self.names[number] for number in numbers))
+
+    def transposed(self: Self, stop: str) -> Self:
+        """The collective that makes the gradients of the inputs from those of the results.
+
+        That of an allgather is a reducescatter, whose parts have as many rows as the ranks gave.
+
+        stop:   how a user keeps gradients from a tensor.
+        Raises: InputError for an op that has none.
+        """
+        place, name = self.place and f"{self.place}.gradient", self.name and f"{self.name}.gradient"
+        back = functools.partial(dataclasses.replace, self, place=place, name=name)
+        match self.kind:
+            case "allreduce" if self.op not in (Average, Sum):
+                where = f"allreduce ({self.place})" if self.place else "allreduce"
+                raise InputError(f"{where}: op={self.op!r} has no gradient; expected Average or Sum, or {stop}")
+            case "broadcast":
+                return back(kind="average on root", op=Average)
+            case "average on root":
+                return back(kind="broadcast")
+            case "allgather":
+                return back(kind="reducescatter", op=Average)
+            case "reducescatter":
+                size, (before, after) = self.process_set.size() or 1, self.scales
+                return back(kind="allgather", scales=(before, after * size if self.op is Sum else after))
+        return back()
+
+
+class Framework(NamedTuple):
+    """What `gradients_of` needs of a framework whose autograd calls it."""
+
+    collectives: Any  # the module of its own, which have gradients, too
+    functions: Any  # the module of its functions cumsum and zeros_like
+    padded: Callable[[Any, Any], Any]  # a tensor, with rows of zeros behind its own until there are so many
+    stop: str  # how a user keeps gradients from a tensor
+
+
+def gradients_of(collective: Collective, gradients: Tensors, its: Framework, rows: Any, received: Any) -> Tensors:
+    """The gradients of a collective's inputs, made of those of its results.
+
+    rows: how many each input had, as a tensor of the framework.  received: by an alltoall, from each rank.
+    """
+    back = collective.transposed(its.stop)
+    name, process_set = back.name, back.process_set
+    match back.kind:
+        case "allgather":
+            factor = math.prod(back.scales)
+            scaled = gradients if factor == 1 else [each * factor for each in gradients]
+            return its.collectives.grouped_allgather(scaled, name, process_set)  # type: ignore[no-any-return]
+        case "alltoall":
+            sent_back, _ = its.collectives.alltoall(gradients[0], received, name, process_set)
+            return [its.padded(sent_back, rows[0])]
+    arguments: dict[str, Any] = {"name": name, "op": back.op, "process_set": process_set}
+    if back.kind == "allreduce":
+        scales = dict(zip(("prescale_factor", "postscale_factor"), back.scales, strict=True))
+        arguments |= {"compression": back.compression, "names": back.names, **scales}
+    reduced: Tensors = its.collectives.grouped_allreduce(gradients, **arguments)
+    if back.kind == "average on root":
+        return reduced if rank() == back.root_rank else [its.functions.zeros_like(each) for each in reduced]
+    if back.kind == "reducescatter":
+        everyones = its.collectives.allgather(rows[None], name and f"{name}.rows", process_set)
+        ends = its.functions.cumsum(everyones, 0)[process_set.rank()]
+        return [each[ends[at] - rows[at] : ends[at]] for at, each in enumerate(reduced)]
+    return reduced
+
+
+def with_signature_of(
+    function: Callable[Parameters, Result],
+) -> Callable[[Callable[[Call], Any]], Callable[Parameters, Result]]:
+    """Decorate what gets the arguments of a call, by name: users call it as they call `function`."""
+    signature = inspect.signature(function)
+
+    def decorate(run: Callable[[Call], Any]) -> Callable[Parameters, Result]:
+        @functools.wraps(run)
+        def called(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Any:
+            bound = signature.bind(*args, **kwargs)
+            bound.apply_defaults()
+            return run(Call(**bound.arguments))
+
+        called.__signature__ = signature  # type: ignore[attr-defined]
+        return called
+
+    return decorate
