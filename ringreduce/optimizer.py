@@ -12,7 +12,8 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from ringreduce import runtime, trees
+from ringreduce import runtime
+from ringreduce.api.submit import taken_apart
 from ringreduce.errors import InputError
 from ringreduce.not_there import check_adapter
 from ringreduce.ops import Average, ReduceOp
@@ -167,11 +168,8 @@ class ReducingOptimizer:
 
     def _reduce(self, grads: Any) -> Any:
         """A tree of the form of `grads` with every array reduced over all ranks, in few messages."""
-        named = trees.named_leaves(grads)
-        names = [name for name, _ in named]
-        reduced = self._exchange.reduce([leaf for _, leaf in named], names=names)
-        by_name = dict(zip(names, reduced, strict=True))
-        return trees.map_leaves(grads, lambda name, _: by_name[name])
+        arrays, names, whole = taken_apart(grads)
+        return whole(self._exchange.reduce(arrays, names=names))
 
     def __repr__(self) -> str:
         return f"DistributedOptimizer({self._optimizer!r}, op={self._exchange.op!r})"

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from ringreduce import runtime
 from ringreduce.api.arguments import Arguments, arguments_of
 from ringreduce.api.process_sets import ProcessSet, global_process_set, number_of
-from ringreduce.api.submit import Array, like
+from ringreduce.api.submit import Array, like, only, taken_apart
 from ringreduce.arrays.view import as_buffer, to_write
 from ringreduce.compression import Compression, Compressor
 from ringreduce.errors import InputError
@@ -33,6 +33,8 @@ def allreduce(
 ) -> Array:
     """Reduce `tensor` over all ranks; returns a new array, the same bits on every rank.
 
+    tensor: an array or a number; or a tree of them, of dicts, lists and tuples, which is reduced as a group. Its arrays
+            have names such as layers.0.w, the keys that lead to them; equal on all ranks. None stays None.
     Shape:  any, equal on all ranks; types: `ringreduce.arrays.dtypes`. Arrays are copied first if not C-contiguous.
             For a number the result is a NumPy number; the average of Python ints is a float.
     average: Horovod's older form of op: True is Average, False Sum.
@@ -49,8 +51,10 @@ def allreduce(
     >>> allreduce(np.float32(rank()))                                                                  # doctest: +SKIP
     np.float32(1.5)
     """
+    arrays, names, whole = taken_apart(tensor)
     scales = prescale_factor, postscale_factor
-    return grouped_allreduce([tensor], average, name, compression, op, *scales, process_set)[0]
+    reduced = grouped_allreduce(arrays, average, name, compression, op, *scales, process_set, names=names)
+    return whole(reduced)  # type: ignore[no-any-return]
 
 
 def allreduce_async(
@@ -69,7 +73,8 @@ def allreduce_async(
     waits: the caller does so at once.
     """
     reduction = arguments_of("allreduce", average, op, prescale_factor, postscale_factor)
-    return submit([tensor], name, None, reduction, process_set, one=True, waits=waits)
+    arrays, names, whole = taken_apart(tensor)
+    return submit(arrays, name, names, reduction, process_set, whole, waits=waits)
 
 
 def allreduce_(
@@ -83,8 +88,9 @@ def allreduce_(
 ) -> Array:
     """Reduce `tensor` over all ranks in place, and return it; otherwise as `allreduce`."""
     reduction = arguments_of("allreduce", average, op, prescale_factor, postscale_factor)
-    result: Array = submit([tensor], name, None, reduction, process_set, in_place=True, one=True, waits=True).wait()
-    return result
+    arrays, names, _ = taken_apart(tensor)
+    submit(arrays, name, names, reduction, process_set, in_place=True, waits=True).wait()
+    return tensor
 
 
 def allreduce_async_(
@@ -103,7 +109,8 @@ def allreduce_async_(
     waits: the caller does so at once.
     """
     reduction = arguments_of("allreduce", average, op, prescale_factor, postscale_factor)
-    return submit([tensor], name, None, reduction, process_set, in_place=True, one=True, waits=waits)
+    arrays, names, _ = taken_apart(tensor)
+    return submit(arrays, name, names, reduction, process_set, lambda _: tensor, in_place=True, waits=waits)
 
 
 def grouped_allreduce(
@@ -206,7 +213,7 @@ def reducescatter_async(
 ) -> Handle:
     """Begin a `reducescatter`; `synchronize(handle)` returns its result."""
     reduction = arguments_of("reducescatter", None, op, prescale_factor, postscale_factor)
-    return submit([tensor], name, None, reduction, process_set, one=True)
+    return submit([tensor], name, None, reduction, process_set, only)
 
 
 def grouped_reducescatter(
@@ -255,13 +262,13 @@ def submit(
     names: Sequence[str] | None,
     arguments: Arguments,
     process_set: ProcessSet,
+    whole: Callable[[Sequence[Any]], Any] = list,
     *,
     in_place: bool = False,
-    one: bool = False,
     waits: bool = False,
     line: str | None = None,
 ) -> Handle:
-    """Submit the tensors; the handle returns the list of reduced arrays, or the only array when `one`.
+    """Submit the tensors; the handle returns what `whole` makes of the reduced arrays.
 
     line: the line of the user's script, where the caller knows it.
     """
@@ -283,25 +290,17 @@ def submit(
         check=arguments.check,
         inputs=inputs,
         outputs=[each.empty(each.shape) for each in inputs] if has_outputs else inputs,
-        finish=_finish_one if one else _finish,
-        payload=(tensors, written),
+        finish=_finish,
+        payload=(tensors, written, whole),
         waits=waits,
         line=line or calling_line(3),
     )
 
 
-def _finish(submission: Submission) -> list[Any]:
+def _finish(submission: Submission) -> Any:
     """The caller's results.  payload: the tensors that were passed, and what `to_write` returned for those in place."""
-    tensors, written = submission.payload
+    tensors, written, whole = submission.payload
     if written is None:
-        return [like(tensor, output) for tensor, output in zip(tensors, submission.outputs, strict=True)]
+        return whole([like(tensor, output) for tensor, output in zip(tensors, submission.outputs, strict=True)])
     written()
-    return list(tensors)
-
-
-def _finish_one(submission: Submission) -> Any:
-    (tensor,), written = submission.payload
-    if written is None:
-        return like(tensor, submission.outputs[0])
-    written()
-    return tensor
+    return whole(tensors)

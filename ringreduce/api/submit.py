@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import operator
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
 
-from ringreduce import runtime
+from ringreduce import runtime, trees
 from ringreduce.arrays.buffer import Buffer
 from ringreduce.errors import InputError
 from ringreduce.execution.submission import Submission
@@ -21,6 +22,24 @@ def like(original: Any, result: Buffer) -> Any:
     """The result as the caller's kind of array; a NumPy number where a number was passed."""
     array = result.array()
     return array[()] if isinstance(original, bool | int | float | complex | np.generic) else array
+
+
+only = operator.itemgetter(0)
+_TREES = (list, tuple, Mapping)  # a union would be made at every call
+
+
+def taken_apart(tree: Any) -> tuple[Sequence[Any], Sequence[str] | None, Callable[[Sequence[Any]], Any]]:
+    """The arrays of a tree, their names, and what makes such a tree of as many results; of an array no names."""
+    if not isinstance(tree, _TREES):
+        return [tree], None, only
+    named = trees.named_leaves(tree)
+    names = [name for name, _ in named]
+
+    def whole(results: Sequence[Any]) -> Any:
+        by_name = dict(zip(names, results, strict=True))
+        return trees.map_leaves(tree, lambda name, _: by_name[name])
+
+    return [leaf for _, leaf in named], names, whole
 
 
 def which_op(function: str, average: bool | None, op: ReduceOp | None) -> ReduceOp:

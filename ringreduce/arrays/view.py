@@ -51,11 +51,11 @@ def as_buffer(array: Any, writable: bool = False) -> Buffer:
 def _instead_of(array: Any) -> str:
     """What to pass instead of something that is not an array."""
     if isinstance(array, Mapping):
-        return "pass grouped_allreduce a list of its arrays: dict(zip(d, grouped_allreduce(list(d.values()))))"
+        return "pass its arrays one by one; allreduce takes a dict"
     if isinstance(array, list | tuple):
-        return "pass numpy.array(...) of numbers, or many arrays to grouped_allreduce"
+        return "pass numpy.array(...) of numbers, or a list of arrays to allreduce"
     if isinstance(array, str):
-        return "pass list(d.values()) of a dict of arrays"
+        return "pass a dict of arrays to allreduce, or list(d.values()) to grouped_allreduce"
     return "expected a NumPy, CuPy or torch array, or an object with __dlpack__ or __cuda_array_interface__"
 
 

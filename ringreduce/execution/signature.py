@@ -112,7 +112,7 @@ def _first_difference(mine: Signature, theirs: Signature) -> tuple[str, str, str
     if mine.kind != theirs.kind:
         return subject, subject, f"{theirs.kind} {theirs.name!r}", "equal operations"
     if len(mine.tensors) != len(theirs.tensors):
-        return subject, f"{len(mine.tensors)} tensors", f"{len(theirs.tensors)}", "equally many"
+        return subject, f"{len(mine.tensors)} tensors{_alone(mine, theirs)}", f"{len(theirs.tensors)}", "equally many"
     for one, other in zip(mine.tensors, theirs.tensors, strict=True):
         if one != other:
             part = subject if one.name == mine.unnumbered.name else f"{mine.kind} {one.name!r}"
@@ -122,6 +122,16 @@ def _first_difference(mine: Signature, theirs: Signature) -> tuple[str, str, str
             texts = [f"{key}={each if isinstance(each, str) else repr(each)}" for each in (ours, his)]
             return subject, texts[0], texts[1], f"equal values of {key}"
     raise AssertionError("called with equal signatures")
+
+
+def _alone(mine: Signature, theirs: Signature) -> str:
+    """Of a group whose tensors have names of their own: the first one that one rank alone has."""
+    ours, his = ([each.name for each in one.tensors] for one in (mine, theirs))
+    own = f"{mine.unnumbered.name}."  # what the names begin with that are none of their own
+    for name in [*(each for each in ours if each not in his), *(each for each in his if each not in ours)]:
+        if not f"{name}.".startswith(own):
+            return f", {name!r} among them" if name in ours else f" without {name!r}"
+    return ""
 
 
 def _tensor_difference(mine: TensorSignature, theirs: TensorSignature) -> tuple[str, str, str]:

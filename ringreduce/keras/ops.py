@@ -9,6 +9,7 @@ from typing import Any
 import keras
 import numpy as np
 
+from ringreduce import trees
 from ringreduce.api.broadcast import broadcast_parameters
 from ringreduce.api.control import barrier
 from ringreduce.api.process_sets import ProcessSet, global_process_set
@@ -29,11 +30,8 @@ def adapter() -> Any:
 
 def grouped_allreduce(tensors: Sequence[Any], names: Sequence[str], name: str, **options: Any) -> list[Any]:
     """The tensors, reduced over all ranks as a group called `name`."""
-    framework = adapter()
-    if keras.backend.backend() == "jax":
-        reduced = framework.allreduce(dict(zip(names, tensors, strict=True)), name=name, **options)
-        return [reduced[each] for each in names]
-    return framework.grouped_allreduce(tensors, name=name, names=names, **options)  # type: ignore[no-any-return]
+    reduced = adapter().allreduce(dict(zip(names, tensors, strict=True)), name=name, **options)
+    return [reduced[each] for each in names]
 
 
 def allreduce(
@@ -46,13 +44,14 @@ def allreduce(
     compression: type[Compressor] = Compression.none,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """Reduce a tensor of Keras' backend, or a Keras variable, over all ranks; returns a tensor.
+    """Reduce a tensor of Keras' backend, a Keras variable, or a dict of them, over all ranks; returns tensors.
 
     Otherwise as the `allreduce` of ringreduce.torch, .jax or .tensorflow, but for the order of its arguments, which is
     that of Horovod's for Keras: pass them by name.
     """
     scales = prescale_factor, postscale_factor
-    return adapter().allreduce(_tensor(value), average, name, compression, op, *scales, process_set)
+    tensors = trees.map_leaves(value, lambda _, leaf: _tensor(leaf)) if isinstance(value, dict) else _tensor(value)
+    return adapter().allreduce(tensors, average, name, compression, op, *scales, process_set)
 
 
 def allgather(value: Any, name: str | None = None, process_set: ProcessSet = global_process_set) -> Any:

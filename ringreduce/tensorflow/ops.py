@@ -24,6 +24,7 @@ from ringreduce.api.collective import (
     with_signature_of,
 )
 from ringreduce.api.process_sets import ProcessSet, global_process_set
+from ringreduce.api.submit import taken_apart
 from ringreduce.errors import InputError
 from ringreduce.ops import Average, ReduceOp, Sum
 from ringreduce.tensorflow.host import on_host, unconverted
@@ -51,13 +52,15 @@ def allreduce(call: Call) -> Any:
     """Reduce a tensor over all ranks; the same bits on every rank.
 
     tensor:   any tensor or variable, equal in shape and type on all ranks; or IndexedSlices, whose rows are gathered
-              from all ranks, for Average divided by their number: the result has a row several times.
+              from all ranks, for Average divided by their number: the result has a row several times; or a tree of
+              these, of dicts, lists and tuples.
     Gradient: for Average and Sum the same allreduce, compressed too; for other ops InputError.
     Raises:   as `ringreduce.allreduce`. Inside tf.function what ranks find out together is an error of TensorFlow's
               with that text.
     Source:   Horovod's allreduce.
     """
-    return _reduced([call.tensor], call)[0]
+    tensors, names, whole = taken_apart(call.tensor)
+    return whole(_reduced(tensors, names, call))
 
 
 @_collective(reduce.grouped_allreduce)
@@ -66,13 +69,12 @@ def grouped_allreduce(call: Call) -> list[Any]:
 
     names: of the tensors, for error messages.
     """
-    return _reduced(call.tensors, call)
+    return _reduced(call.tensors, call.names, call)
 
 
-def _reduced(tensors: Sequence[Any], call: Call) -> list[Any]:
+def _reduced(tensors: Sequence[Any], names: Sequence[str] | None, call: Call) -> list[Any]:
     sparse = [number for number, each in enumerate(tensors) if isinstance(each, tf.IndexedSlices)]
     dense = [number for number in range(len(tensors)) if number not in set(sparse)]
-    names = getattr(call, "names", None)
     collective = Collective.of("allreduce", vars(call) | {"names": names and [names[number] for number in dense]})
     results = list(tensors)
     for number, each in zip(dense, _applied(collective, [tensors[number] for number in dense]), strict=True):

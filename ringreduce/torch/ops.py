@@ -18,6 +18,7 @@ from ringreduce.api import broadcast as broadcasts
 from ringreduce.api import gather, reduce
 from ringreduce.api.collective import Collective, Framework, Parameters, Result, Tensors, gradients_of
 from ringreduce.api.process_sets import ProcessSet, global_process_set, number_of
+from ringreduce.api.submit import taken_apart
 from ringreduce.errors import InputError
 from ringreduce.execution.submission import Handle
 
@@ -82,13 +83,14 @@ def _differentiable(
         def differentiable(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Any:
             result: Any = collective(*args, **kwargs)
             given: Any = args[0] if args else kwargs[first]
-            tensors, results = ([given], [result]) if first == "tensor" else (given, result)
+            is_group = first == "tensors"
+            tensors, names, whole = (given, None, list) if is_group else taken_apart(given)
             if not _requires_it(tensors):
                 return result
             bound = signature.bind(*args, **kwargs)
             bound.apply_defaults()
-            tied = _tied(tensors, results, Collective.of(kind, bound.arguments))
-            return tied[0] if first == "tensor" else tied
+            called = Collective.of(kind, {"names": names, **bound.arguments})
+            return whole(_tied(tensors, result if is_group else taken_apart(result)[0], called))
 
         differentiable.__signature__ = signature  # type: ignore[attr-defined]
         differentiable.__doc__ = f"{inspect.getdoc(collective)}\n\n{inspect.getdoc(described)}"

@@ -154,6 +154,7 @@ def test_functions_on_tensors_of_the_backend():
     check(hvd.allreduce(tensor), [RANKS.mean(), 2 * RANKS.mean()])
     check(hvd.allreduce(keras.Variable(tensor), op=hvd.Sum, name="sum"), [RANKS.sum(), 2 * RANKS.sum()])
     check(hvd.allreduce([1.0, RANK], average=False), [SIZE, RANKS.sum()])
+    check(hvd.allreduce({"a": tensor, "b": {"c": 1.0}})["a"], [RANKS.mean(), 2 * RANKS.mean()])
     check(hvd.allgather(tensor), np.outer(RANKS, [1, 2]).reshape(-1))
     check(hvd.broadcast(tensor, SIZE - 1), [SIZE - 1, 2 * SIZE - 2])
     check(hvd.reducescatter(keras.ops.ones(SIZE), op=hvd.Sum), [SIZE])

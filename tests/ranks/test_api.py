@@ -1,5 +1,6 @@
 """The functions on arrays, on threads: what they take, give and refuse; test_matrix.py has every type and form."""
 
+import collections
 import threading
 
 import numpy as np
@@ -38,6 +39,53 @@ def test_torch_tensors_give_torch_tensors(dtype):
     assert torch.equal(reduced, torch.arange(6).reshape(2, 3).to(dtype))
     assert torch.equal(gathered, torch.arange(6).reshape(2, 3).repeat(2, 1).to(dtype))
     assert torch.equal(copied, torch.ones(3).to(dtype))
+
+
+Pair = collections.namedtuple("Pair", "loss count")
+
+
+def tree(rank):
+    """Filled in another order on each rank."""
+    keys = ["layers", "metrics", "none"][rank:] + ["layers", "metrics", "none"][:rank]
+    values = {
+        "layers": [data("float32", 5, rank), (data("float64", 3, rank).reshape(3, 1),)],
+        "metrics": Pair(float(rank), np.int64(7)),
+        "none": None,
+    }
+    return {key: values[key] for key in keys}
+
+
+@pytest.mark.parametrize("compression", [rr.Compression.none, rr.Compression.fp16])
+@each_rank_of(2, settings=SMALL)
+def test_allreduce_of_a_tree(compression):
+    mine = tree(rr.rank())
+    for number, result in enumerate(
+        [
+            rr.allreduce(mine, op=rr.Sum, compression=compression),
+            rr.synchronize(rr.allreduce_async(mine, op=rr.Sum)),
+            rr.ordered().allreduce(mine, op=rr.Sum),
+        ]
+    ):
+        assert list(result) == list(mine)
+        exact = number or compression is rr.Compression.none
+        for at, own in enumerate([lambda it: it["layers"][0], lambda it: it["layers"][1][0]]):
+            total = own(tree(0)) + own(tree(1))
+            assert (own(result).dtype, own(result).shape) == (total.dtype, total.shape), at
+            np.testing.assert_allclose(own(result), total, rtol=1e-6 if exact else 2e-3, atol=0 if exact else 2e-2)
+        assert (result["metrics"], type(result["metrics"]), result["none"]) == (Pair(1, 14), Pair, None)
+    assert rr.allreduce({}) == {}
+    assert rr.allreduce([[1 + rr.rank()], ()]) == [[1.5], ()]
+
+
+@pytest.mark.parametrize("channel", [False, True])
+@each_rank_of(2)
+def test_allreduce_of_a_tree_in_place(channel):
+    where = rr.ordered() if channel else rr
+    arrays = {"a": np.full(3, 1.0 + rr.rank()), "b": [np.full(2, rr.rank())]}
+    assert where.allreduce_(arrays, op=rr.Sum) is arrays
+    assert rr.synchronize(where.allreduce_async_(arrays["b"], op=rr.Max)) is arrays["b"]
+    np.testing.assert_array_equal(arrays["a"], [3, 3, 3])
+    np.testing.assert_array_equal(arrays["b"][0], [1, 1])
 
 
 def parameters(rank):

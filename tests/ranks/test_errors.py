@@ -62,6 +62,22 @@ MISMATCHES = {
         lambda r: rr.grouped_allreduce_async([zeros(4)] * (3 if r == 1 else 2), name="w"),
         rf"rank 1 of 3, allreduce 'w' {LINE}: 3 tensors, but rank 0 has 2 {LINE}; all ranks must pass equally many",
     ),
+    "tree with a leaf more": (
+        lambda r: rr.allreduce_async({"a": zeros(4), "b": [zeros(4)] * (1 + (r == 1))}, name="w"),
+        rf"rank 1 of 3, allreduce 'w' {LINE}: 3 tensors, 'b.1' among them, but rank 0 has 2 {LINE}; all ranks",
+    ),
+    "tree with a leaf less": (
+        lambda r: rr.allreduce_async_({"a": zeros(4)} | ({"b": zeros(4)} if r != 2 else {}), name="w"),
+        "rank 2 of 3, allreduce 'w' .*: 1 tensors without 'b', but rank 0 has 2 ",
+    ),
+    "keys of a tree": (
+        lambda r: rr.allreduce_async({"a": zeros(4), "c" if r else "b": zeros(4)}),
+        "rank 1 of 3, allreduce 'c' .*: name 'c', but rank 0 has name 'b' .* equal names",
+    ),
+    "shape in a tree": (
+        lambda r: rr.allreduce_async({"layers": [zeros(4), zeros(5 + r % 2)]}),
+        r"rank 1 of 3, allreduce 'layers.1' .*: float32\[6\], but rank 0 has float32\[5\] .* equal shapes",
+    ),
     "group of none": (
         lambda r: rr.grouped_allreduce_async([zeros(4)] * (r % 2), name="w"),
         "rank 1 of 3, allreduce .*: 1 tensors, but rank 0 has 0 ",
@@ -264,6 +280,10 @@ WRONG = {
     "root of an object": (lambda: rr.broadcast_object(1, 9), "broadcast_object: root_rank=9; expected a rank from 0"),
     "text for a root": (lambda: rr.broadcast_object(3, "0"), "broadcast_object: root_rank='0'; expected a rank from 0"),
     "no names": (lambda: rr.grouped_allreduce([zeros(3)], names=[]), "allreduce: 0 names for 1 tensors; pass one for"),
+    "two of one name": (
+        lambda: rr.allreduce({"a.b": 1.0, "a": {"b": 2.0}}),
+        "more than one array is called 'a.b'; rename the keys",
+    ),
     "a number in place": (lambda: rr.allreduce_(3.0), "a float cannot be changed in place; pass an array"),
     "strings": (
         lambda: rr.broadcast(np.array(["a"]), 0),
@@ -275,14 +295,14 @@ WRONG = {
         lambda: rr.allreduce_(np.broadcast_to(zeros(1), (1,))),
         "a read-only array cannot be changed in place",
     ),
-    "no array": (lambda: rr.allreduce([1.0, 2.0]), r"a list is not an array; pass numpy.array\(...\) of numbers"),
+    "no array": (lambda: rr.broadcast([1.0, 2.0], 0), r"a list is not an array; pass numpy.array\(...\) of numbers"),
     "a dict": (
-        lambda: rr.allreduce({"loss": 1.0}),
-        "a dict is not an array; pass grouped_allreduce a list of its arrays",
+        lambda: rr.broadcast({"loss": 1.0}, 0),
+        "a dict is not an array; pass its arrays one by one; allreduce takes a dict",
     ),
     "a dict for a list": (
         lambda: rr.grouped_allreduce({"loss": zeros(1)}),
-        r"a str is not an array; pass list\(d.values\(\)\) of a dict of arrays",
+        "a str is not an array; pass a dict of arrays to allreduce",
     ),
     "masked": (
         lambda: rr.allreduce(np.ma.masked_array([1.0, 2.0], [0, 1])),

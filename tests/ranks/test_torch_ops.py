@@ -336,6 +336,18 @@ def test_gradients_that_are_views():
 
 
 @each_rank_of(2)
+def test_gradients_through_a_tree():
+    weight, bias = (torch.full((n,), 1.0 + hvd.rank(), requires_grad=True) for n in (2, 3))
+    result = hvd.allreduce({"w": weight, "rest": [bias, torch.tensor(hvd.rank()), None]}, op=hvd.Sum, name="tree")
+    assert (result["w"].tolist(), result["rest"][1].item(), result["rest"][2]) == ([3, 3], 1, None)
+    (result["w"].sum() + 2 * result["rest"][0].sum()).backward()
+    assert (weight.grad.tolist(), bias.grad.tolist()) == ([2, 2], [4, 4, 4])
+    names = r"allreduce 'rest.0' .*: float32\[4\], but rank 0 has float32\[3\]"
+    with pytest.raises(hvd.MismatchError, match=names):
+        hvd.allreduce({"w": weight, "rest": [torch.ones(3 + hvd.rank(), requires_grad=True)]})
+
+
+@each_rank_of(2)
 def test_where_autograd_has_no_part():
     leaf = torch.full((3,), 1.0 + hvd.rank(), requires_grad=True)
     assert hvd.allreduce(leaf).requires_grad

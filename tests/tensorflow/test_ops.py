@@ -98,6 +98,20 @@ def test_gradients(run, function, rows, expected):
     close(run(gradient(function))(own(rows)), expected)
 
 
+@pytest.mark.quick
+def test_trees(run):
+    tree = {"w": own(3), "rest": [tf.Variable(own(2)), (tf.constant(RANK), None)]}
+    result = run(lambda: hvd.allreduce(tree, op=hvd.Sum))()
+    close(result["w"], sum(own(3, rank=rank) for rank in RANKS))
+    close(result["rest"][0], sum(own(2, rank=rank) for rank in RANKS))
+    assert (result["rest"][1][0], result["rest"][1][1]) == (RANKS.sum(), None)
+    close(run(gradient(lambda x: hvd.allreduce({"b": x, "a": [2 * x]})["a"][0]))(own(2)), [2 * MEAN] * 2)
+    if SIZE > 1:
+        with pytest.raises((rr.MismatchError, tf.errors.OpError), match="name 'c', but rank 0 has name 'b'"):
+            run(lambda: hvd.allreduce({"a": own(2), "c" if RANK else "b": own(3)}))()
+        hvd.barrier()
+
+
 def test_gradient_of_gradient(run):
     twice = run(gradient(gradient(lambda x: hvd.allreduce(x) ** 2 / 2)))
     close(twice(own(2)), [MEAN**2] * 2)

@@ -47,7 +47,7 @@ DIFFERENCES = {
     "a tensor on cuda, but rank 0 has one on cpu": reduction(tensor(device="cuda")),
     "op=Max, but rank 0 has op=Sum (train.py:0); all ranks must pass equal values": reduction(op="Max"),
     "prescale_factor=0.5, but rank 0 has prescale_factor=1.0": reduction(prescale=0.5),
-    "'w' (train.py:1): 2 tensors, but rank 0 has 1 (train.py:0); all": reduction(tensor(), tensor("v")),
+    "'w' (train.py:1): 2 tensors, 'v' among them, but rank 0 has 1 (train.py:0); all": reduction(tensor(), tensor("v")),
     "'w.1' (train.py:1): name 'w.1', but rank 0 has name 'w'": reduction(tensor("w.1")),
     "rank 1 of 4, barrier 'w' (train.py:1): barrier 'w', but rank 0 has allreduce 'w' (train.py:0); all ranks must "
     "pass equal operations": signature.Signature("barrier", "w"),
