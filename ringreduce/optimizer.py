@@ -9,15 +9,17 @@ from __future__ import annotations
 import copy
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from ringreduce import runtime
+from ringreduce import runtime, trees
+from ringreduce.api.process_sets import ProcessSet, global_process_set
 from ringreduce.api.submit import taken_apart
+from ringreduce.compression import Compression, Compressor
 from ringreduce.errors import InputError
 from ringreduce.not_there import check_adapter
 from ringreduce.ops import Average, ReduceOp
-from ringreduce.optim.exchange import Exchange
+from ringreduce.optim.exchange import Exchange, check_passes
 
 FORMS = """\
   - a torch.optim.Optimizer
@@ -25,9 +27,8 @@ FORMS = """\
   - an optimizer of Keras 3
   - an object with step(grads), update(params, grads) or apply_gradients(pairs of (gradient, parameter))
   - a callable on gradients"""
-OPTIONS = {"compression", "gradient_predivide_factor", "process_set"}
 _METHODS = ("step", "update", "apply_gradients")
-_OWN = ("_optimizer", "_exchange", "_gradients")
+_OWN = ("_optimizer", "_exchange", "_gradients", "_accumulation")
 _GRADIENT_NAMES = ("grads", "gradients", "grad", "gradient", "updates")
 """Names of an argument that holds gradients; optax calls it updates."""
 
@@ -36,67 +37,142 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     optimizer: Any,
     named_parameters: Any = None,
     *,
+    compression: type[Compressor] = Compression.none,
+    backward_passes_per_step: int = 1,
     op: ReduceOp = Average,
+    gradient_predivide_factor: float = 1.0,
+    average_aggregated_gradients: bool = False,
+    num_groups: int = 0,
+    groups: int | Sequence[Sequence[Any]] | None = None,
+    sparse_as_dense: bool = False,
+    process_set: ProcessSet = global_process_set,
     gradients: int | str | None = None,
-    **options: Any,
+    name: str | None = None,
+    wait_in_backward: bool = False,
 ) -> Any:
     """Wrap `optimizer` so that it sees the gradients reduced over all ranks.
 
     optimizer: one of
-      - a torch.optim.Optimizer: see `ringreduce.torch.DistributedOptimizer`, also for its options;
-      - a gradient transformation of optax: see `ringreduce.jax.DistributedOptimizer`, likewise;
-      - an optimizer of Keras 3: see `ringreduce.keras.DistributedOptimizer`, likewise;
+      - a torch.optim.Optimizer: see `ringreduce.torch.DistributedOptimizer`;
+      - a gradient transformation of optax: see `ringreduce.jax.DistributedOptimizer`;
+      - an optimizer of Keras 3: see `ringreduce.keras.DistributedOptimizer`;
       - an object with step(grads), update(params, grads) or apply_gradients(pairs of (gradient, parameter));
       - a callable on gradients.
-    op:        how the gradients of all ranks become one.
+    compression: `Compression.fp16` or `.bf16` send gradients in 16 bits; or your own `Compressor`.
+    backward_passes_per_step: gradients of this many passes are summed before they are reduced. Until the last one the
+        optimizer is not called: a call returns its first argument besides the gradients, such as params, or None.
+    op: how the gradients of all ranks become one.
+    gradient_predivide_factor: f: Average divides by f before the sum and by size / f after it.
+    average_aggregated_gradients: divide the sum by backward_passes_per_step; not for torch and optax: divide the loss.
+    process_set: the ranks that take part; on the others the optimizer works as before.
     gradients: the argument that holds them, by index (from 0) or name; needed if there are several and none is named
-               grads or gradients.
-    options:   compression, gradient_predivide_factor and process_set, as `ringreduce.torch.DistributedOptimizer`; and
-               for torch and optax all of theirs.
+        grads or gradients.
+    named_parameters, num_groups, groups, sparse_as_dense, wait_in_backward, name: as of those adapters that have them.
 
     The gradients are any nesting of dicts, lists, tuples and arrays, equal in form and shapes on all ranks; None stays
     None. The caller's arrays are not changed: the optimizer gets new ones. All other attributes, and further arguments
     of those methods, are the wrapped optimizer's own. A copy, or one that was pickled, reduces as this one. An elastic
-    state commits and restores the wrapped optimizer's state_dict() or, where it has none, its attributes, in place.
+    state commits and restores the wrapped optimizer's state_dict() or, where it has none, its attributes, in place;
+    what was summed since the last step is no part of it.
 
-    Cost:   as `grouped_allreduce`, at every call.
+    Cost:   as `grouped_allreduce`, at every step.
     Raises: TypeError for an object of no such form, InputError where it is not clear which argument holds the
-            gradients, and whatever `grouped_allreduce` raises.
+            gradients, and for an option that this optimizer's adapter lacks, and whatever `grouped_allreduce` raises.
     Source: Horovod's DistributedOptimizer, for frameworks that it never supported (horovod#1380).
     """
-    torch = sys.modules.get("torch")
+    options = locals().copy()
+    adapter = _adapter(options.pop("optimizer"))
+    defaults = {each.name: each.default for each in inspect.signature(DistributedOptimizer).parameters.values()}
+    given = {name: value for name, value in options.items() if value is not defaults[name]}
+    known = inspect.signature(adapter).parameters
+    if unknown := [name for name, value in given.items() if name not in known and value != defaults[name]]:
+        kind = type(optimizer).__qualname__
+        raise InputError(f"DistributedOptimizer: {', '.join(unknown)}: of a {kind} these options have no effect")
+    return adapter(optimizer, **{name: value for name, value in given.items() if name in known})
+
+
+def _adapter(optimizer: Any) -> Callable[..., Any]:
+    """The framework's DistributedOptimizer, or the one for what is of none; TypeError for what does not fit."""
+    torch, keras = sys.modules.get("torch"), sys.modules.get("keras")
     if torch is not None and isinstance(optimizer, torch.optim.Optimizer):
         from ringreduce.torch import DistributedOptimizer as TorchOptimizer
 
-        return TorchOptimizer(optimizer, named_parameters, op=op, **options)
-    if named_parameters is not None:
-        options["named_parameters"] = named_parameters
+        return TorchOptimizer
     if isinstance(optimizer, tuple) and hasattr(optimizer, "init") and hasattr(optimizer, "update"):
         from ringreduce.jax import DistributedOptimizer as OptaxOptimizer  # it wraps pairs of functions
 
-        return OptaxOptimizer(optimizer, op=op, **options)
-    keras = sys.modules.get("keras")
+        return OptaxOptimizer
     if keras is not None and isinstance(optimizer, getattr(keras.optimizers, "Optimizer", ())):
         from ringreduce.keras import DistributedOptimizer as KerasOptimizer
 
-        return KerasOptimizer(optimizer, op=op, **options)
+        return KerasOptimizer
+    return _wrapped
+
+
+def _wrapped(
+    optimizer: Any,
+    compression: type[Compressor] = Compression.none,
+    backward_passes_per_step: int = 1,
+    op: ReduceOp = Average,
+    gradient_predivide_factor: float = 1.0,
+    average_aggregated_gradients: bool = False,
+    process_set: ProcessSet = global_process_set,
+    gradients: int | str | None = None,
+) -> ReducingOptimizer:
     check_adapter(optimizer)
-    unknown = ", ".join(options.keys() - OPTIONS)
-    if unknown:
-        raise InputError(f"DistributedOptimizer: {unknown} are options for torch, optax and Keras optimizers only")
     methods = [name for name in _METHODS if callable(getattr(optimizer, name, None))]
     if not (methods or callable(optimizer)):
         raise TypeError(f"DistributedOptimizer: got a {type(optimizer).__qualname__}; expected one of\n{FORMS}")
     if not methods:
         _place_of_gradients(optimizer, gradients)
-    return ReducingOptimizer(optimizer, Exchange(op, any_op=True, **options), gradients)
+    exchange = Exchange(op, compression, gradient_predivide_factor, process_set, any_op=True)
+    accumulation = Accumulation(backward_passes_per_step, average_aggregated_gradients)
+    return ReducingOptimizer(optimizer, exchange, gradients, accumulation)
+
+
+class Accumulation:
+    """The sums of the gradients of several passes."""
+
+    def __init__(self, passes: int, averages: bool) -> None:
+        self._passes, self._averages = check_passes(passes), averages
+        self.reset()
+
+    def reset(self) -> None:
+        """Begin a new step."""
+        self._seen = 0
+        self._sums: dict[str, Any] = {}
+
+    def add(self, grads: Any) -> bool:
+        """Add the gradients of a pass; True when it was the last one before a step."""
+        self._seen += 1
+        if self._passes > 1:
+            for name, array in trees.named_leaves(grads):
+                if name in self._sums:
+                    self._sums[name] += array
+                else:
+                    self._sums[name] = array * 1  # a copy
+        return self._seen >= self._passes
+
+    def take(self, grads: Any) -> Any:
+        """The sums, or means, in the form of the last pass' gradients; begins a new step."""
+        sums = self._sums
+        self.reset()
+        if self._passes == 1:
+            return grads
+        taken = trees.map_leaves(grads, lambda name, _: sums.pop(name))
+        if sums:
+            raise InputError(f"DistributedOptimizer: the last of {self._passes} passes has no gradient {min(sums)!r}")
+        return trees.map_leaves(taken, lambda _, total: total / self._passes) if self._averages else taken
 
 
 class ReducingOptimizer:
     """Reduces gradients, then calls the wrapped optimizer with them; made by `DistributedOptimizer`."""
 
-    def __init__(self, optimizer: Any, exchange: Exchange, gradients: int | str | None = None) -> None:
+    def __init__(
+        self, optimizer: Any, exchange: Exchange, gradients: int | str | None, accumulation: Accumulation
+    ) -> None:
         self._optimizer = optimizer
+        self._accumulation = accumulation
         self._exchange = exchange
         self._gradients = gradients
         runtime.current("DistributedOptimizer")
@@ -118,14 +194,16 @@ class ReducingOptimizer:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ReducingOptimizer:
         """A copy of the wrapped optimizer, whose gradients are reduced in the same way."""
-        return type(self)(copy.deepcopy(self._optimizer, memo), self._exchange, self._gradients)
+        copied, accumulation = copy.deepcopy((self._optimizer, self._accumulation), memo)
+        return type(self)(copied, self._exchange, self._gradients, accumulation)
 
     def state_dict(self) -> Any:
         """The wrapped optimizer's, or where it has none its attributes: an elastic state commits them."""
         return self._optimizer.state_dict() if self.has_state_dict else dict(self._attributes)
 
     def load_state_dict(self, state_dict: Any) -> Any:
-        """Go back to what `state_dict` returned."""
+        """Go back to what `state_dict` returned, which is where a step begins."""
+        self.begin_step()
         if self.has_state_dict:
             return self._optimizer.load_state_dict(state_dict)
         self._attributes.clear()
@@ -149,26 +227,37 @@ class ReducingOptimizer:
         """Call the wrapped callable with the reduced gradients."""
         return self._call(self._optimizer, *args, **kwargs)
 
+    def begin_step(self) -> None:
+        """Forget the gradients that were summed since the last step."""
+        self._accumulation.reset()
+
     def _call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         place, name = _place_of_gradients(function, self._gradients)
-        if name in kwargs:
-            kwargs[name] = self._reduce(kwargs[name])
-        elif place < len(args):
-            args = (*args[:place], self._reduce(args[place]), *args[place + 1 :])
-        else:
+        if name not in kwargs and place >= len(args):
             raise TypeError(f"DistributedOptimizer: no gradients were passed; expected them as {name}")
-        return function(*args, **kwargs)
+        others = [each for at, each in enumerate(args) if name in kwargs or at != place]
+        others += [each for key, each in kwargs.items() if key != name]
+        grads = kwargs[name] if name in kwargs else args[place]
+        if not self._accumulation.add(grads):
+            return others[0] if others else None
+        reduced = self._reduce(grads)
+        if name in kwargs:
+            return function(*args, **{**kwargs, name: reduced})
+        return function(*args[:place], reduced, *args[place + 1 :], **kwargs)
 
     def _apply_gradients(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if not args:
             raise TypeError("DistributedOptimizer: apply_gradients expects the (gradient, parameter) pairs first")
         pairs = list(args[0])
-        grads = self._reduce([grad for grad, _ in pairs])
-        return function([(grad, param) for grad, (_, param) in zip(grads, pairs, strict=True)], *args[1:], **kwargs)
+        grads = [grad for grad, _ in pairs]
+        if not self._accumulation.add(grads):
+            return None
+        reduced = self._reduce(grads)
+        return function([(grad, param) for grad, (_, param) in zip(reduced, pairs, strict=True)], *args[1:], **kwargs)
 
     def _reduce(self, grads: Any) -> Any:
         """A tree of the form of `grads` with every array reduced over all ranks, in few messages."""
-        arrays, names, whole = taken_apart(grads)
+        arrays, names, whole = taken_apart(self._accumulation.take(grads))
         return whole(self._exchange.reduce(arrays, names=names))
 
     def __repr__(self) -> str:

@@ -192,11 +192,13 @@ class ObjectState(State):
         self.reset()
 
     def reset(self) -> None:
-        """Divide what is left of datasets among the ranks that there are."""
+        """Divide what is left of datasets among the ranks that there are; all begin with a whole step."""
         for name in self._names:
             value = getattr(self, name)
             if isinstance(value, ElasticSampler):
                 value.reset()
+            elif isinstance(value, ReducingOptimizer):
+                value.begin_step()
 
     def _root(self) -> int:
         """The rank whose state all are to have."""

@@ -247,8 +247,77 @@ def test_calls_without_gradients_are_told():
         rr.DistributedOptimizer(Stepping()).step()
     with pytest.raises(TypeError, match=r"apply_gradients expects the \(gradient, parameter\) pairs first"):
         rr.DistributedOptimizer(Applying()).apply_gradients()
-    with pytest.raises(rr.InputError, match="backward_passes_per_step are options for torch, optax and Keras"):
-        rr.DistributedOptimizer(Stepping(), backward_passes_per_step=2)
+    with pytest.raises(rr.InputError, match="groups, name: of a Stepping these options have no effect"):
+        rr.DistributedOptimizer(Stepping(), groups=2, name="w", wait_in_backward=False)
+
+
+PASSES = 3
+
+
+def of_pass(number, rank):
+    return {"w": data("float32", 20, rank, number).reshape(4, 5), "layers": [data("float64", 3, rank, number), None]}
+
+
+def of_all_passes(pick, averages):
+    sums = [sum(pick(of_pass(number, rank)) for number in range(PASSES)) for rank in range(SIZE)]
+    return np.mean(sums, axis=0) / (PASSES if averages else 1)
+
+
+@pytest.mark.parametrize("averages", [False, True])
+@each_rank_of(SIZE)
+def test_gradients_of_several_passes_are_summed(averages):
+    options = {"backward_passes_per_step": PASSES, "average_aggregated_gradients": averages}
+    inner = Stepping()
+    optimizer = rr.DistributedOptimizer(inner, **options)
+    for _ in range(2):
+        for number in range(PASSES):
+            assert not hasattr(inner, "seen")
+            grads = of_pass(number, rr.rank())
+            assert optimizer.step(grads, scale=2) == 2
+            grads["w"][:] = np.nan  # the caller's again
+        np.testing.assert_allclose(inner.seen["w"], of_all_passes(lambda it: it["w"], averages), rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(inner.seen["layers"][0], of_all_passes(lambda it: it["layers"][0], averages))
+        assert inner.seen["layers"][1] is None
+        assert inner.seen["w"].dtype == np.float32
+        del inner.seen
+
+
+@each_rank_of(SIZE)
+def test_until_the_last_pass_parameters_stay():
+    mine = np.full(1, float(rr.rank()))
+    optimizer = rr.DistributedOptimizer(sgd, backward_passes_per_step=2)
+    params = optimizer({"w": np.ones(1)}, {"w": mine})
+    assert params == {"w": 1}
+    np.testing.assert_allclose(optimizer(params, grads={"w": mine})["w"], 1 - 0.2 * MEAN)
+    inner = Applying()
+    pairs = rr.DistributedOptimizer(inner, backward_passes_per_step=2)
+    assert pairs.apply_gradients([(mine, "w"), (None, "unused")]) is None
+    pairs.apply_gradients([(mine, "w"), (None, "unused")])
+    assert inner.seen == [(2 * MEAN, "w"), (None, "unused")]
+
+
+@each_rank_of(SIZE)
+def test_what_is_wrong_with_several_passes_is_told():
+    with pytest.raises(rr.InputError, match="backward_passes_per_step=0; expected 1 or more"):
+        rr.DistributedOptimizer(Stepping(), backward_passes_per_step=0)
+    optimizer = rr.DistributedOptimizer(Stepping(), backward_passes_per_step=2)
+    optimizer.step({"w": np.ones(1), "b": np.ones(1)})
+    with pytest.raises(rr.InputError, match="the last of 2 passes has no gradient 'b'"):
+        optimizer.step({"w": np.ones(1)})
+
+
+@each_rank_of(2)
+def test_after_a_commit_all_ranks_begin_with_a_whole_step():
+    optimizer = rr.DistributedOptimizer(Stepping(), backward_passes_per_step=2)
+    state = rr.elastic.ObjectState(optimizer=optimizer)
+    for restore in (state.sync, state.restore):
+        optimizer.step({"w": np.ones(1)})
+        restore()
+        optimizer.step({"w": np.full(1, 5.0)})
+        copied = copy.deepcopy(optimizer)
+        for each in (optimizer, copied):
+            each.step({"w": np.full(1, 1.0)})
+            assert each.seen["w"] == 6
 
 
 @each_rank_of(SIZE)
