@@ -11,12 +11,9 @@ from ringreduce.api.ordered import ordered as ordered
 from ringreduce.api.process_sets import *
 from ringreduce.api.world import *
 from ringreduce.compression import Compression as Compression
-from ringreduce.errors import HorovodInternalError as HorovodInternalError
-from ringreduce.errors import InputError as InputError
-from ringreduce.errors import MismatchError as MismatchError
-from ringreduce.errors import PeerLostError as PeerLostError
-from ringreduce.errors import StalledError as StalledError
+from ringreduce.errors import *
 from ringreduce.lifecycle import shutdown as shutdown
 from ringreduce.ops import *
+from ringreduce.run_function import run as run
 from ringreduce.runtime import is_initialized as is_initialized
 from ringreduce.sampler import DistributedSampler as DistributedSampler

@@ -17,15 +17,10 @@ commit        one copy of a state
 state         State, ObjectState: what is committed, restored and shared
 sampler       ElasticSampler: which items of a dataset are left
 loop          run: what happens when ranks die
+common        the names that each framework's elastic module has, too
 
-Frameworks' states: ringreduce.torch.elastic, ringreduce.jax.elastic.
+Frameworks' states: ringreduce.torch.elastic, ringreduce.jax.elastic, ringreduce.keras.elastic.
 """
 
-from ringreduce.elastic.loop import run as run
-from ringreduce.elastic.sampler import ElasticSampler as ElasticSampler
-from ringreduce.elastic.state import ObjectState as ObjectState
-from ringreduce.elastic.state import State as State
-from ringreduce.errors import HorovodInternalError as HorovodInternalError
-from ringreduce.errors import HostsUpdatedInterrupt as HostsUpdatedInterrupt
-
-__all__ = ["ElasticSampler", "HorovodInternalError", "HostsUpdatedInterrupt", "ObjectState", "State", "run"]
+from ringreduce.elastic.common import *  # noqa: F403
+from ringreduce.elastic.common import __all__ as __all__

@@ -7,15 +7,13 @@ from typing import Any
 
 import jax
 
-from ringreduce.elastic.loop import run as run
-from ringreduce.elastic.sampler import ElasticSampler as ElasticSampler
-from ringreduce.elastic.state import ObjectState as ObjectState
-from ringreduce.elastic.state import State as State
-from ringreduce.errors import HorovodInternalError as HorovodInternalError
-from ringreduce.errors import HostsUpdatedInterrupt as HostsUpdatedInterrupt
+from ringreduce.elastic import common
+from ringreduce.elastic.common import *  # noqa: F403
+from ringreduce.elastic.state import ObjectState
 from ringreduce.errors import InputError
 
-__all__ = ["ElasticSampler", "HorovodInternalError", "HostsUpdatedInterrupt", "JaxState", "ObjectState", "State", "run"]
+__all__ = ["JaxState"]
+__all__ += common.__all__
 
 
 class JaxState(ObjectState):

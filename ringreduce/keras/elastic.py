@@ -8,16 +8,13 @@ from typing import Any
 import keras
 import numpy as np
 
-from ringreduce.elastic.loop import run as run
-from ringreduce.elastic.sampler import ElasticSampler as ElasticSampler
-from ringreduce.elastic.state import ObjectState as ObjectState
-from ringreduce.elastic.state import State as State
-from ringreduce.errors import HorovodInternalError as HorovodInternalError
-from ringreduce.errors import HostsUpdatedInterrupt as HostsUpdatedInterrupt
+from ringreduce.elastic import common
+from ringreduce.elastic.common import *  # noqa: F403
+from ringreduce.elastic.state import ObjectState, State
 from ringreduce.errors import InputError
 
-__all__ = ["CommitStateCallback", "ElasticSampler", "HorovodInternalError", "HostsUpdatedInterrupt", "KerasState"]
-__all__ += ["ObjectState", "State", "UpdateBatchStateCallback", "UpdateEpochStateCallback", "run"]
+__all__ = ["CommitStateCallback", "KerasState", "UpdateBatchStateCallback", "UpdateEpochStateCallback"]
+__all__ += common.__all__
 
 
 class KerasState(ObjectState):

@@ -21,7 +21,6 @@ from ringreduce.api.control import *
 from ringreduce.api.gather import *
 from ringreduce.api.reduce import *
 from ringreduce.not_there import no_attribute as _no_attribute
-from ringreduce.run_function import run as run
 from ringreduce.torch import elastic as elastic
 from ringreduce.torch.functions import broadcast_optimizer_state as broadcast_optimizer_state
 from ringreduce.torch.ops import *  # type: ignore[assignment]  # in place of those without autograd

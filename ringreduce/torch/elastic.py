@@ -7,21 +7,19 @@ from typing import Any
 
 import torch
 
+from ringreduce.elastic import common
 from ringreduce.elastic.commit import put_back
-from ringreduce.elastic.loop import run as run
+from ringreduce.elastic.common import *  # noqa: F403
 from ringreduce.elastic.sampler import ElasticSampler as NeutralSampler
-from ringreduce.elastic.state import ObjectState as ObjectState
-from ringreduce.elastic.state import State as State
-from ringreduce.errors import HorovodInternalError as HorovodInternalError
-from ringreduce.errors import HostsUpdatedInterrupt as HostsUpdatedInterrupt
+from ringreduce.elastic.state import ObjectState
 from ringreduce.torch.functions import adopt, taken_apart
 from ringreduce.torch.wrapped import WrappedMixin
 
-__all__ = ["ElasticSampler", "HorovodInternalError", "HostsUpdatedInterrupt", "ObjectState", "State", "TorchState"]
-__all__ += ["run"]
+__all__ = ["TorchState"]
+__all__ += common.__all__
 
 
-class ElasticSampler(NeutralSampler, torch.utils.data.Sampler[int]):
+class ElasticSampler(NeutralSampler, torch.utils.data.Sampler[int]):  # type: ignore[no-redef]
     """This rank's part of what is left of an epoch; see `ringreduce.elastic.ElasticSampler`."""
 
 

@@ -13,6 +13,7 @@ import ringreduce as rr
 import ringreduce.jax as hvd
 from ringreduce.jax import host, primitive
 from ringreduce.ps import arrays
+from tests.support import names
 from tests.support.reference import REDUCES
 
 RANK, SIZE = hvd.rank(), hvd.size()
@@ -363,8 +364,7 @@ def test_a_program_of_several_devices_is_refused_and_what_it_says_works(program)
 
 
 def test_what_is_ours_has_its_names():
-    ours = {"DistributedSampler", "InputError", "MismatchError", "PeerLostError", "StalledError", "ordered"}
-    assert ours <= set(hvd.__all__)
+    names.assert_has_them(hvd)
 
 
 def test_a_jax_without_what_is_relied_on_is_refused(monkeypatch):

@@ -6,6 +6,7 @@ import pytest
 
 import ringreduce.keras as hvd
 from tests.keras.models import BATCHES, RANK, SIZE, data, equal_on_all_ranks, fit, model, numbers, share
+from tests.support import names
 from tests.support.tiers import extended, parted
 
 callbacks = hvd.callbacks
@@ -164,5 +165,4 @@ def test_functions_on_tensors_of_the_backend():
 
 
 def test_what_is_ours_has_its_names():
-    ours = {"DistributedSampler", "InputError", "MismatchError", "PeerLostError", "StalledError", "ordered"}
-    assert ours <= set(hvd.__all__)
+    names.assert_has_them(hvd)

@@ -8,6 +8,7 @@ import tensorflow as tf
 
 import ringreduce as rr
 import ringreduce.tensorflow as hvd
+from tests.support import names
 from tests.support.reference import REDUCES
 
 RANK, SIZE = hvd.rank(), hvd.size()
@@ -161,8 +162,7 @@ def test_in_loops_and_branches_all_has_its_order():
 
 
 def test_what_is_ours_has_its_names():
-    ours = {"DistributedSampler", "InputError", "MismatchError", "PeerLostError", "StalledError", "ordered"}
-    assert ours <= set(hvd.__all__)
+    names.assert_has_them(hvd)
 
 
 def test_xla_is_refused():

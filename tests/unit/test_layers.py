@@ -17,7 +17,7 @@ LAUNCHER = Path(ringrun.__file__).parent
 
 # from the bottom to the top; modules between two < import none of each other
 ORDER = """
-_version, errors, log, not_there, pickling < mxnet < kernels.native < kernels.half, kernels.copying <
+_version, errors, log, not_there, pickling < mxnet, run_function < kernels.native < kernels.half, kernels.copying <
 settings, arrays.dtypes, partition, trees < gpu.runtime < gpu.device_selection < arrays.buffer < arrays.gpu_buffer <
 arrays.torch_tensor, arrays.dlpack < ops, arrays.view, compression, fusion < gpu.kernels < mpi < world <
 transport.waiting, transport.futex, transport.counters < transport.in_flight < transport.base < transport.window,
@@ -45,9 +45,10 @@ lifecycle < api.submit, api.world, api.info, sampler < api.process_sets, api.arg
 api.reduce, api.gather, api.broadcast, api.objects, api.control <
 api.ordered, api.own_channel, api.collective < api.common, optim.exchange, optim.parameters < optim.buckets <
 optim.reducer < ps.layout, ps.messages, ps.consistency, ps.arrays < ps.roles < ps.server, ps.worker < sweeps.study <
-sweeps.teams < sweeps.trial < sweeps.sweep < optimizer, testing, run_function <
-elastic.kept, elastic.libraries < elastic.commit, elastic.sampler < elastic.state < elastic.loop < jax.xla, jax.host <
-jax.primitive < jax.ops < jax.optimizer < jax.elastic < tensorflow.host < tensorflow.ops < tensorflow.training <
+sweeps.teams < sweeps.trial < sweeps.sweep < optimizer, testing <
+elastic.kept, elastic.libraries < elastic.commit, elastic.sampler < elastic.state < elastic.loop < elastic.common <
+jax.xla, jax.host < jax.primitive < jax.ops < jax.optimizer < jax.elastic <
+tensorflow.host < tensorflow.ops < tensorflow.training <
 keras.ops < keras.optimizer, keras.callbacks, keras.elastic < tensorflow.keras <
 torch.ops, torch.sparse, torch.functions, torch.sync_batch_norm, torch.ps < torch.hooks, torch.pending <
 torch.gradient, torch.wrapped < torch.reducer, torch.adasum_optimizer < torch.optimizer < torch.elastic <

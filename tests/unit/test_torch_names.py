@@ -7,6 +7,7 @@ import sys
 import pytest
 
 import ringreduce.torch as hvd
+from tests.support import names
 from tests.support.patience import patient
 
 # all that horovod.torch exports but elastic, with the names of its arguments
@@ -45,7 +46,6 @@ ARGUMENTS = {
 }
 FUNCTIONS = {name: arguments for names, arguments in ARGUMENTS.items() for name in names.split()}
 OTHERS = "Average Sum Adasum Min Max Product HorovodInternalError Compression global_process_set"
-OURS = "DistributedSampler InputError MismatchError PeerLostError StalledError ordered"
 
 
 @pytest.mark.parametrize(("name", "arguments"), FUNCTIONS.items())
@@ -59,7 +59,8 @@ def test_the_arguments_are_horovods(name, arguments):
 
 
 def test_the_list_of_the_api_is_complete():
-    assert {*FUNCTIONS, *OTHERS.split(), *OURS.split()} <= set(hvd.__all__)
+    names.assert_has_them(hvd)
+    assert {*FUNCTIONS, *OTHERS.split()} <= set(hvd.__all__)
     assert all(hasattr(hvd, name) for name in hvd.__all__)
     assert len(set(hvd.__all__)) == len(hvd.__all__)
 
