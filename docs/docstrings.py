@@ -7,6 +7,7 @@ import re
 
 import griffe
 
+SIGNATURE_OF = re.compile(r"(with_signature_of|_collective|_differentiable)\((\w+)\.(\w+)\)")
 FIELD = re.compile(r"(\w+(?:, \w+)*):(?: +|$)(.*)")
 
 
@@ -34,8 +35,29 @@ def paragraph(text):
     return text
 
 
+def functions(module):
+    """Those of a module, and of the modules in it."""
+    for member in module.members.values():
+        if member.is_alias:  # of an import
+            continue
+        if member.is_function:
+            yield member
+        elif member.is_module:
+            yield from functions(member)
+
+
 class Docstrings(griffe.Extension):
-    """Changes every docstring that is read."""
+    """Changes every docstring that is read, and gives functions the signature that their decorator gives them."""
+
+    def on_package(self, *, pkg, **_):
+        """Called when all is read."""
+        for function in functions(pkg):
+            for found in (SIGNATURE_OF.fullmatch(str(each.value)) for each in function.decorators):
+                if found:
+                    source = pkg[f"{function.parent.resolve(found[2]).removeprefix('ringreduce.')}.{found[3]}"]
+                    function.parameters, function.returns = source.parameters, source.returns
+                    if found[1] == "_differentiable":  # which says only what is the gradient
+                        function.docstring.value = f"{source.docstring.value}\n\n{function.docstring.value}"
 
     def on_object(self, *, obj, **_):
         """Called for each module, class, function and attribute."""

@@ -15,7 +15,7 @@ from ringreduce.compression import Compression, Compressor
 from ringreduce.ops import Average, ReduceOp
 from ringreduce.optim.exchange import Exchange
 from ringreduce.tensorflow.host import on_host, unconverted
-from ringreduce.tensorflow.ops import grouped_allreduce
+from ringreduce.tensorflow.ops import allreduce
 
 __all__ = ["DistributedGradientTape", "DistributedOptimizer", "broadcast_variables"]
 
@@ -39,7 +39,7 @@ def DistributedGradientTape(  # noqa: N802 - Horovod's name
     process_set: the ranks that take part; the others get their own gradients.
     name: of the operation, for error messages and the timeline.
 
-    Cost:   one `grouped_allreduce` of all gradients a call.
+    Cost:   one `allreduce` of all gradients, as a group, a call.
     Source: Horovod's DistributedGradientTape.
     """
     exchange = Exchange(op, compression, gradient_predivide_factor, process_set)
@@ -51,13 +51,9 @@ def DistributedGradientTape(  # noqa: N802 - Horovod's name
         if not process_set.included():
             return gradients
         flat = tf.nest.flatten(gradients)
-        there = [number for number, each in enumerate(flat) if each is not None]
-        tensors = [tf.convert_to_tensor(flat[number]) if sparse_as_dense else flat[number] for number in there]
-        names = [str(number) for number in there]
-        reduced = grouped_allreduce(tensors, name=name, names=names, **exchange.arguments)
-        for number, each in zip(there, reduced, strict=True):
-            flat[number] = each
-        return tf.nest.pack_sequence_as(gradients, flat)
+        if sparse_as_dense:
+            flat = [each if each is None else tf.convert_to_tensor(each) for each in flat]
+        return tf.nest.pack_sequence_as(gradients, allreduce(flat, name=name, **exchange.arguments))
 
     gradtape.gradient = gradient
     return gradtape
