@@ -22,24 +22,14 @@ if _TYPE_CHECKING:
     from ringreduce import ps as ps
     from ringreduce import sweeps as sweeps
     from ringreduce.api.broadcast import *
+    from ringreduce.api.common import *
     from ringreduce.api.control import *
     from ringreduce.api.gather import *
     from ringreduce.api.info import Info as Info
-    from ringreduce.api.info import info as info
-    from ringreduce.api.objects import *
     from ringreduce.api.ordered import *
-    from ringreduce.api.process_sets import *
     from ringreduce.api.reduce import *
-    from ringreduce.api.world import *
-    from ringreduce.compression import Compression as Compression
-    from ringreduce.errors import *
     from ringreduce.execution.submission import Handle as Handle
-    from ringreduce.lifecycle import shutdown as shutdown
-    from ringreduce.ops import *
     from ringreduce.optimizer import DistributedOptimizer as DistributedOptimizer
-    from ringreduce.run_function import run as run
-    from ringreduce.runtime import is_initialized as is_initialized
-    from ringreduce.sampler import DistributedSampler as DistributedSampler
     from ringreduce.sweeps import sweep as sweep
 
 # where each name of the API stands

@@ -23,7 +23,7 @@ from ringreduce.api.reduce import *
 from ringreduce.not_there import no_attribute as _no_attribute
 from ringreduce.torch import elastic as elastic
 from ringreduce.torch.functions import broadcast_optimizer_state as broadcast_optimizer_state
-from ringreduce.torch.ops import *  # type: ignore[assignment]  # in place of those without autograd
+from ringreduce.torch.ops import *  # in place of those without autograd
 from ringreduce.torch.optimizer import DistributedOptimizer as DistributedOptimizer
 from ringreduce.torch.ps import ps_rule as ps_rule
 from ringreduce.torch.sparse import sparse_allreduce_async as sparse_allreduce_async

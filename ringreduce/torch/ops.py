@@ -16,8 +16,17 @@ import torch
 
 from ringreduce.api import broadcast as broadcasts
 from ringreduce.api import gather, reduce
-from ringreduce.api.collective import Collective, Framework, Parameters, Result, Tensors, gradients_of
-from ringreduce.api.process_sets import ProcessSet, global_process_set, number_of
+from ringreduce.api.collective import (
+    Call,
+    Collective,
+    Framework,
+    Parameters,
+    Result,
+    Tensors,
+    gradients_of,
+    with_signature_of,
+)
+from ringreduce.api.process_sets import ProcessSet, number_of
 from ringreduce.api.submit import taken_apart
 from ringreduce.errors import InputError
 from ringreduce.execution.submission import Handle
@@ -140,12 +149,8 @@ def grouped_reducescatter() -> None:
     """Gradient: as that of `reducescatter`."""
 
 
-def alltoall(
-    tensor: torch.Tensor,
-    splits: torch.Tensor | Sequence[int] | None = None,
-    name: str | None = None,
-    process_set: ProcessSet = global_process_set,
-) -> Any:
+@with_signature_of(gather.alltoall)
+def alltoall(call: Call) -> Any:
     """Send each rank its part of `tensor`'s rows, and return what all ranks sent to this one, in rank order.
 
     splits:   the rows for each rank: an int32 tensor or a list, (size,), its sum at most dim 0. None: equal parts.
@@ -154,21 +159,18 @@ def alltoall(
     Otherwise as `ringreduce.alltoall`.
     Source:   Horovod's alltoall.
     """
-    given = _splits(tensor, splits, process_set)
-    rows, received = gather.alltoall(tensor, given, name, process_set)
+    tensor, given = call.tensor, _splits(call.tensor, call.splits, call.process_set)
+    rows, received = gather.alltoall(tensor, given, call.name, call.process_set)
     if _requires_it([tensor]):
-        (rows,) = _tied([tensor], [rows], Collective("alltoall", name=name, process_set=process_set), received)
-    return rows if splits is None else (rows, received)
+        (rows,) = _tied([tensor], [rows], Collective.of("alltoall", vars(call)), received)
+    return rows if call.splits is None else (rows, received)
 
 
-def alltoall_async(
-    tensor: torch.Tensor,
-    splits: torch.Tensor | Sequence[int] | None = None,
-    name: str | None = None,
-    process_set: ProcessSet = global_process_set,
-) -> Handle:
+@with_signature_of(gather.alltoall_async)
+def alltoall_async(call: Call) -> Handle:
     """Begin an `alltoall`; `synchronize(handle)` returns (rows, received_splits) even without splits, as in Horovod."""
-    return gather.alltoall_async(tensor, _splits(tensor, splits, process_set), name, process_set)
+    given = _splits(call.tensor, call.splits, call.process_set)
+    return gather.alltoall_async(call.tensor, given, call.name, call.process_set)
 
 
 def _splits(tensor: Any, splits: Any, process_set: ProcessSet) -> Any:
