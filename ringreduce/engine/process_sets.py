@@ -101,7 +101,7 @@ class ProcessSets:
                 group,
                 blocks,
                 context.settings.cache_capacity,
-                fence=self._host.window.fence if self._host.window is not None else lambda: None,
+                fence=self._host.window.fence if self._host.window and len(group.ranks) > 1 else lambda: None,
                 send=self._mailbox.send_others,
                 resubmit=self._negotiation.again.extend,
                 short=Short(short_bytes, group.below) if short_bytes and len(group.ranks) == 1 else None,

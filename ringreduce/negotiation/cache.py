@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import numpy as np
-
 from ringreduce.execution.signature import Signature
 
 
@@ -63,13 +61,14 @@ class Ids:
     def __init__(self, capacity: int) -> None:
         self._free = list(range(capacity - 1, -1, -1))
         self._retired: list[tuple[int, int]] = []  # (number of the response that forgot it, id), ascending
-        self._used = np.zeros(capacity, np.int64)  # when each was used last
+        self._used = [0] * capacity  # when each was used last
         self._clock = 0
 
     def use(self, ids: list[int]) -> None:
         """These are the most recently used ones."""
         self._clock += 1
-        self._used[ids] = self._clock
+        for each in ids:
+            self._used[each] = self._clock
 
     def allocate(self) -> int | None:
         """An id for a new signature; None when none is free."""

@@ -78,8 +78,10 @@ class Negotiator:
         views = [GroupBlock(each, capacity) for each in blocks or [np.zeros(group_bytes(capacity), np.uint8)]]
         self._counters = Counters(views, group.ranks.index(rank), fence)
         self._leader: Leader | None = None
+        self._read = self._counters.read
         if rank == group.ranks[0]:
             self._leader = Leader(process_set, views, capacity, fence, group.below, group.above is None)
+            self._read = self._leader.read
         self._counted: defaultdict[int, deque[Submission]] = defaultdict(deque)
         self._left = False  # it has sent its last announcement
         self._joins: Submission | None = None  # announced when nothing is counted that is not ready
@@ -244,7 +246,7 @@ class Negotiator:
     def next(self) -> list[Submission] | Response | None:
         """What all ranks do next: run these submissions together, or apply a response; None when there is nothing."""
         if not self._awaits_response:
-            ids = self._counters.read()
+            ids = self._read()
             if ids:
                 batch = [self._counted[number].popleft() for number in ids]
                 batch[0].partial = self._partials.pop(ids[0], b"") if self._partials else b""

@@ -9,7 +9,16 @@ from hypothesis import strategies as st
 
 from ringreduce.negotiation.leader import FAN_OUT, Leader, children_of, parent_of
 from ringreduce.negotiation.protocol import Ready
-from ringreduce.transport.counters import MOST_IDS, RING, TOTAL, Counters, GroupBlock, Schedule, group_bytes
+from ringreduce.transport.counters import (
+    LOG,
+    MOST_IDS,
+    RING,
+    TOTAL,
+    Counters,
+    GroupBlock,
+    Schedule,
+    group_bytes,
+)
 from tests.support.opcodes import opcodes_of
 
 CAPACITY = 8
@@ -24,29 +33,72 @@ def group(size, capacity=CAPACITY, fence=nothing, start=0):
     blocks = [GroupBlock(np.zeros(group_bytes(capacity), np.uint8), capacity) for _ in range(size)]
     leader = Leader(0, blocks, capacity, fence)
     for each in blocks:
-        each.counters[...] = start
+        each.counters[...] = each.words[TOTAL] = start
+    leader._totals = [start] * size
     leader._passed[...] = start
     leader.change(1, (), range(capacity))
     return [Counters(blocks, member, fence) for member in range(size)], leader
 
 
-STEPS = st.tuples(st.integers(0, 1), st.lists(st.integers(0, 2), max_size=3), st.booleans())
+IDS = st.lists(st.integers(0, 2), max_size=3) | st.lists(st.integers(0, 2), min_size=LOG - 1, max_size=LOG + 1)
+STEPS = st.tuples(st.integers(0, 1), IDS, st.booleans(), st.booleans())
 
 
 @given(st.lists(STEPS, min_size=10, max_size=30), st.sampled_from([0, (1 << 31) - 1, (1 << 32) - 2]))
 def test_an_id_is_ready_as_often_as_the_slowest_member_has_submitted_it(steps, start):
-    """Also where counters wrap around, and where a member takes back what is not ready."""
+    """Also where counters and the log's numbers wrap around, a member takes back what is not ready, the leader lags."""
     members, leader = group(2, start=start)
     submitted, ready = np.zeros((2, CAPACITY), int), np.zeros(CAPACITY, int)
-    for member, ids, withdraws in steps:
+    for member, ids, looks, withdraws in steps:
         members[member].submit(ids)
         np.add.at(submitted[member], ids, 1)
-        np.add.at(ready, leader.poll(), 1)
+        if not looks:
+            continue
+        found = leader.poll()
+        assert found == sorted(found)
+        np.add.at(ready, found, 1)
         assert (ready == submitted.min(axis=0)).all()
         assert leader.poll() == []
         if withdraws and ids and submitted[member, ids[0]] > ready[ids[0]]:
             members[member].withdraw(ids[0], 1)
             submitted[member, ids[0]] -= 1
+
+
+def test_a_few_submissions_are_looked_up_and_many_are_found_by_a_look_at_all(monkeypatch):
+    looks = []
+    monkeypatch.setattr(Leader, "_ready", lambda self: looks.append("all") or [])
+    monkeypatch.setattr(Leader, "_ready_of", lambda self, ids: looks.append(ids) or [])
+    members, leader = group(2)
+    leader.poll()
+    members[1].submit([5])
+    members[0].submit([3, 5])
+    leader.poll()
+    members[0].submit([1] * (LOG // 2 + 1))
+    members[1].submit([1] * (LOG // 2))
+    leader.poll()
+    members[0].submit([2] * (LOG + 1))
+    leader.poll()
+    leader.poll()
+    assert looks == ["all", [3, 5], "all", "all"], "the first time it has just learned the ids"
+
+
+@pytest.mark.parametrize("late", range(3))
+def test_what_is_overwritten_in_a_log_while_the_leader_reads_it_is_found_all_the_same(late):
+    """The member goes once around its log between the leader's look at the totals and that at the log."""
+    members, leader = group(2, capacity=2 * LOG)
+    leader.poll()
+
+    def fence():
+        leader._fence = nothing
+        for each in range(LOG + late - 1):
+            members[1].submit([4 + each])
+
+    members[0].submit([1, 2])
+    members[1].submit([1, 2])
+    leader._fence = fence
+    assert leader.poll() + leader.poll() == [1, 2]
+    members[0].submit(range(4, LOG + 4))
+    assert leader.poll() == list(range(4, LOG + 3 + late))[:LOG]
 
 
 def test_what_faster_ranks_have_submitted_is_found_when_a_leader_that_lags_learns_the_id():
@@ -87,13 +139,14 @@ def test_a_submission_that_comes_while_the_leader_looks_is_found_the_next_time()
     assert sorted(leader.poll() + leader.poll()) == [4, 6]
 
 
-def test_a_member_counts_before_it_raises_its_total():
+def test_a_member_counts_and_logs_before_it_raises_its_total():
     seen = []
     blocks = [GroupBlock(np.zeros(group_bytes(CAPACITY), np.uint8), CAPACITY)]
-    member = Counters(blocks, 0, lambda: seen.append((blocks[0].counters[3], blocks[0].words[TOTAL])))
+    own = blocks[0]
+    member = Counters(blocks, 0, lambda: seen.append((own.counters[3], own.log[0], own.words[TOTAL])))
     member.submit([3])
-    assert seen[0] == (1, 0)
-    assert blocks[0].words[TOTAL] == 1
+    assert seen[0] == (1, 3, 0)
+    assert own.words[TOTAL] == 1
 
 
 def test_what_is_not_cached_is_never_ready():
@@ -109,12 +162,22 @@ def test_what_is_not_cached_is_never_ready():
 
 
 def test_what_the_slowest_member_has_not_read_stays():
-    blocks = [GroupBlock(np.zeros(group_bytes(1), np.uint8), 1) for _ in range(2)]
-    schedule, fast, slow = Schedule(blocks, nothing), Counters(blocks, 0, nothing), Counters(blocks, 1, nothing)
+    blocks = [GroupBlock(np.zeros(group_bytes(1), np.uint8), 1) for _ in range(3)]
+    schedule, fast, slow = Schedule(blocks, nothing), Counters(blocks, 1, nothing), Counters(blocks, 2, nothing)
     for number in range(RING):
         schedule.append([number])
         fast.read()
     assert list(itertools.islice(iter(slow.read, None), RING)) == [[number] for number in range(RING // 2)]
+    assert entries(schedule) == [[number] for number in range(RING)], "the leader's own rank needs no room in the ring"
+
+
+def test_a_group_of_one_has_no_ring():
+    blocks = [GroupBlock(np.zeros(group_bytes(1), np.uint8), 1)]
+    schedule = Schedule(blocks, lambda: pytest.fail("nobody else reads it"))
+    for number in range(2 * RING):
+        schedule.append([number])
+    assert entries(schedule) == [[number] for number in range(2 * RING)]
+    assert not any(blocks[0].schedule)
 
 
 def entries(member):
@@ -124,7 +187,8 @@ def entries(member):
 @given(st.lists(st.lists(st.integers(0, 9), max_size=700), max_size=60), st.randoms(use_true_random=False))
 def test_every_member_reads_all_entries_in_order_whoever_lags(batches, random):
     blocks = [GroupBlock(np.zeros(group_bytes(10), np.uint8), 10) for _ in range(3)]
-    schedule, members = Schedule(blocks, nothing), [Counters(blocks, k, nothing) for k in range(3)]
+    schedule = Schedule(blocks, nothing)
+    members = [schedule, *(Counters(blocks, k, nothing) for k in range(1, 3))]
     read = [[] for _ in members]
     for batch in batches:
         schedule.append(batch)
@@ -139,7 +203,8 @@ def test_every_member_reads_all_entries_in_order_whoever_lags(batches, random):
 
 def test_a_batch_that_is_longer_than_the_schedule_is_cut():
     blocks = [GroupBlock(np.zeros(group_bytes(1), np.uint8), 1) for _ in range(2)]
-    schedule, members = Schedule(blocks, nothing), [Counters(blocks, k, nothing) for k in range(2)]
+    schedule = Schedule(blocks, nothing)
+    members = [schedule, Counters(blocks, 1, nothing)]
     batch = [number % 7 for number in range(3 * RING)]
     schedule.append(batch)
     read = [[], []]
@@ -210,7 +275,10 @@ class Hosts:
                 for member in self.members[number]:
                     member.submit(batch.tolist())
                 self.up(number)
-            read = {tuple(itertools.chain(*entries(member))) for group in self.members for member in group}
+            readers = [
+                each for group, leader in zip(self.members, self.leaders, strict=True) for each in (leader, *group[1:])
+            ]
+            read = {tuple(itertools.chain(*entries(member))) for member in readers}
             assert read == {tuple(batch.tolist())}
 
 
