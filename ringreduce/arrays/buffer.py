@@ -76,18 +76,16 @@ def numpy_buffer(array: np.ndarray[Any, Any], writable: bool) -> Buffer:
         raise UnsupportedArrayError(
             "a masked array would lose its mask; pass array.filled(value), or array.compressed()"
         )
-    flags = array.flags
-    if writable and not flags.writeable:
+    if writable and not array.flags.writeable:
         raise UnsupportedArrayError("a read-only array cannot be changed in place; pass a copy")
-    is_flat = writable and array.ndim == 1 and flags.c_contiguous and dtype is element.storage
-    return Buffer(array if is_flat else flat_view(array, element, writable), element, array.shape, "cpu", dtype)
+    return Buffer(flat_view(array, element, writable), element, array.shape, "cpu", dtype)
 
 
 def flat_view(array: Any, element: ElementType, writable: bool) -> Any:
     """A 1-D view; a copy of what is not C-contiguous, unless it is to be written to."""
     if writable and not array.flags.c_contiguous:
         raise NotContiguousError(array.shape, array.strides)
-    flat = array if array.ndim == 1 and writable else array.reshape(-1)  # copies what is not C-contiguous
+    flat = array if array.ndim == 1 and writable else array.ravel()  # copies what is not C-contiguous
     return flat if flat.dtype is element.storage else flat.view(element.storage)
 
 

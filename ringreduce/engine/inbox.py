@@ -82,7 +82,7 @@ class Inbox:
         self._submissions.append(submission)
         if not self._defers:
             for each in submission.inputs:
-                self._nbytes += each.nbytes
+                self._nbytes += each.flat.nbytes
         if submission.waits:
             self._urgent = True
 
@@ -163,8 +163,8 @@ class Inbox:
         if not self._submissions or self.batches_more():
             return []
         with self.lock:
-            self._last = _described(self._submissions[-1])
             submissions, self._submissions, self._urgent = self._submissions, [], False
+            self._last = _described(submissions[-1])
         return [each for each in submissions if not each.ended]
 
     def holds_any(self) -> bool:

@@ -82,7 +82,7 @@ class Polling:
         return max([each.waits_for() for each in self._services])
 
     def _is_idle(self) -> bool:
-        return all(each.waits_for() is WaitsFor.NOTHING for each in self._services)
+        return not any([each.waits_for() for each in self._services])  # noqa: C419, a list: takes half the time
 
     def drive(self, handle: Handle) -> bool:
         """Poll in the caller's thread for up to DRIVE_S; the engine's sleeps meanwhile, so they need not switch.

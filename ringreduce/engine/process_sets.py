@@ -262,9 +262,12 @@ class ProcessSets:
     def poll(self) -> bool:
         """Advance all operations as far as possible without waiting; True when anything moved."""
         busy = [each for each in self._negotiation.all() if each.busy]
-        critical = bool(busy) and self._inbox.latency_critical
+        if not busy:
+            return False
+        critical = self._inbox.latency_critical
         return any([each.poll(critical) for each in busy])  # noqa: C419, a list: all advance
 
     def waits_for(self) -> WaitsFor:
         """What operations under way must be polled for."""
-        return max([each.waits_for() for each in self._negotiation.all()])
+        found = [each.waits_for() for each in self._negotiation.all() if each.busy]
+        return max(found) if found else WaitsFor.NOTHING

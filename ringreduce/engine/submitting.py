@@ -85,7 +85,7 @@ class Submitting:
             line = calling_line(3)
         tensors = inputs if signed is None else signed
         with self._inbox.lock:
-            state = self._state(kind, process_set)
+            state = self._negotiation.states.get(process_set) or self._channel(kind, process_set)
             known_as = state.name if name is None or process_set < GLOBAL else name
             signature, key = self._known.find(kind, known_as, tensors, details, names, by_rows, check)
             if name is None:
@@ -110,11 +110,11 @@ class Submitting:
         self._inbox.announce_soon(waits)
         return made
 
-    def _state(self, kind: str, process_set: int) -> ProcessSetState | Channel:
-        state = self._negotiation.states.get(process_set) or self._negotiation.channels.get(process_set)
-        if state is None:
-            raise errors_for.unknown_set(kind, process_set, self._sets, self._world.rank, self._gone)
-        return state
+    def _channel(self, kind: str, number: int) -> Channel:
+        channel = self._negotiation.channels.get(number)
+        if channel is None:
+            raise errors_for.unknown_set(kind, number, self._sets, self._world.rank, self._gone)
+        return channel
 
     def _put(self, state: ProcessSetState, submission: Submission) -> None:
         """Hand a submission to the negotiation."""

@@ -16,16 +16,17 @@ class Cache:
 
     def __init__(self) -> None:
         self._by_id: dict[int, Signature] = {}
-        self._by_key: dict[str | Signature, int] = {}
+        self._by_key: dict[str | Signature, tuple[int, Signature]] = {}
 
     def id(self, key: str | Signature, signature: Signature) -> int | None:
         """The id of exactly this signature, whose key the caller knows; None if it is not cached, or another one is."""
-        number = self._by_key.get(key)
-        return number if number is not None and self._by_id[number] == signature else None
+        found = self._by_key.get(key)
+        return found[0] if found is not None and (found[1] is signature or found[1] == signature) else None
 
     def id_of_key(self, signature: Signature) -> int | None:
         """The id of the tensor with this signature's key, whatever else its signature says."""
-        return self._by_key.get(_key(signature))
+        found = self._by_key.get(_key(signature))
+        return None if found is None else found[0]
 
     def __getitem__(self, number: int) -> Signature:
         return self._by_id[number]
@@ -42,7 +43,7 @@ class Cache:
     def learn(self, number: int, signature: Signature) -> None:
         """Cache a signature."""
         self._by_id[number] = signature
-        self._by_key[_key(signature)] = number
+        self._by_key[_key(signature)] = number, signature
 
     def forget(self, number: int) -> None:
         """Forget an id."""

@@ -98,12 +98,13 @@ class Leader:
         if sum(totals) - sum(before) + len(self._below_submitted) > LOG:
             return None
         ids = set(self._below_submitted)
-        for log, low, high in zip(self._logs, before, totals, strict=True):
-            for number in range(low, high):
+        for log, number, total in zip(self._logs, before, totals):  # noqa: B905, strict=True takes a tenth of this
+            while number < total:
                 word = log[number % LOG]
                 if word >> 32 != number & NUMBERS:  # overwritten since
                     return None
                 ids.add(word & WRAP)
+                number += 1
         return sorted(ids)
 
     def _ready_of(self, ids: Sequence[int]) -> list[int]:

@@ -95,8 +95,8 @@ class Negotiation:
 
     def waits_for(self) -> WaitsFor:
         """Control messages, while anything is announced."""
-        pending = sum([len(state.pending) for state in self.states.values()])
-        waits = self.leaving or self._inbox.announced(pending)
+        pending = [len(state.pending) for state in self.states.values() if state.pending]
+        waits = self.leaving or (pending and self._inbox.announced(sum(pending)))
         return WaitsFor.CONTROL if waits else WaitsFor.NOTHING
 
     def added(self, number: int) -> None:
