@@ -13,6 +13,7 @@ from typing import Any
 from unittest import mock
 
 from ringreduce import runtime
+from ringreduce.elastic import loop
 from ringreduce.monitor import launcher_link
 from ringreduce.recovery import death_notice, elastic_runtime, membership, rendezvous
 from ringreduce.transport import in_flight
@@ -182,7 +183,7 @@ def simulation() -> Iterator[None]:
     system = SimpleNamespace(sched_yield=lambda: _sleep(1.0), _exit=_exit)
     of_members = {"time": clock, "os": system, "threading": SimpleNamespace(Condition=Condition), "print": mock.Mock()}
     replaced = [
-        *((module, {"time": clock}) for module in (elastic_runtime, losses, supervise)),
+        *((module, {"time": clock}) for module in (loop, elastic_runtime, losses, supervise)),
         (rendezvous, {"time": clock, "os": system}),
         (membership, of_members),
         (elastic_runtime, {"StatusServer": listen, "outlive_daemon": lambda: None}),
