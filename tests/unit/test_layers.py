@@ -66,7 +66,6 @@ LAYERS = layers(ORDER)
 UPWARD = {("optimizer", name) for name in ("torch", "jax", "keras")} | {
     ("tensorflow.training", "keras"),
     ("tensorflow.keras", "keras"),  # only a name of it
-    ("transport.simulated_memory", "transport.simulated"),  # only a type
 }
 
 
