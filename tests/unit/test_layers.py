@@ -108,6 +108,14 @@ def test_imports_point_downward(module, path):
             assert height(imported) < height(module), f"{module} imports {imported}"
 
 
+@pytest.mark.parametrize("path", list(PACKAGE.glob("*/**/__init__.py")), ids=lambda path: path.parent.name)
+def test_a_package_imports_nothing_above_its_own_modules(path):
+    package = ".".join(path.parent.relative_to(PACKAGE).parts)
+    top = max(height(module) for module, _ in modules() if module.startswith(f"{package}."))
+    for imported in imports(path):
+        assert height(imported) <= top, f"{package} imports {imported}"
+
+
 def test_every_upward_import_that_is_listed_is_there():
     assert {(module, imported) for module, path in modules() for imported in imports(path)} >= UPWARD
 
