@@ -81,11 +81,11 @@ class Runtime:
         return self.is_elastic and self.settings.restart_count > 0
 
     def reform(self, commits: int) -> bool:
-        """Give up the world, after a CollectiveError other than MismatchError, and form another; here none is left.
+        """Give up the world, after a CollectiveError other than MismatchError, and form another, in an elastic job.
 
         commits: how often this rank has committed its state.
         Returns: True when all ranks have as often.
-        Raises:  the error that ended the world.
+        Raises:  the error that ended the world, where no other can be formed.
         """
         none_lost = f"no rank of {self.world.size} is lost, as far as this one knows"
         raise self.engine.negotiation.error or CollectiveError(none_lost)

@@ -34,9 +34,7 @@ class ElasticRuntime(Runtime):
 
     is_elastic = True
 
-    def __init__(
-        self, start: Setup, settings: Settings, gpu: device_selection.Choice = device_selection.NOT_ASKED
-    ) -> None:
+    def __init__(self, start: Setup, settings: Settings, gpu: device_selection.Choice) -> None:
         """Begin with the start's ranks but the spares: each of those waits for a list that names it."""
         outlive_daemon()
         death_notice.give(settings.error_file)

@@ -18,7 +18,7 @@ from ringreduce.execution.opening import everyones
 from ringreduce.monitor import launcher_link
 from ringreduce.recovery.membership import Members, Membership
 from ringreduce.runtime import ProcessSets, Setup
-from ringreduce.transport.base import Steps
+from ringreduce.transport.base import Task
 from ringreduce.transport.message import MessageTransport
 from ringreduce.transport.window import Window
 from ringreduce.world import World
@@ -104,7 +104,10 @@ def _meet(start: Setup, last: Setup, members: Members, membership: Membership, v
     if start.host.window is not None:
         clear_block(start.host.window, settings, start.world.local_rank)
     try:
-        values = _driven(everyones(value, transport), check)
+        gathering = Task(everyones(value, transport))
+        while not gathering.ended:
+            _until(gathering.ready, check)
+            gathering.step()
         _until(lambda: not before.receives_from(living), check)  # no late message may reach an array
     except (CollectiveError, _NewerError):
         transport.in_flight.abandon()
@@ -112,17 +115,7 @@ def _meet(start: Setup, last: Setup, members: Members, membership: Membership, v
     except Exception as exc:  # of MPI: another rank is dead, as the launcher will say
         _until(lambda: False, check)
         raise AssertionError("unreachable") from exc
-    return Met(membership, world, transport, values)
-
-
-def _driven(steps: Steps[list[Any]], check: Callable[[], None]) -> list[Any]:
-    while True:
-        try:
-            work = next(steps)
-        except StopIteration as stop:
-            result: list[Any] = stop.value
-            return result
-        _until(work.done, check)
+    return Met(membership, world, transport, gathering.result)
 
 
 def _until(done: Callable[[], bool], check: Callable[[], None]) -> None:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from ringreduce import elastic, runtime
 from ringreduce.errors import PeerLostError
 from ringreduce.execution.host import Host
+from ringreduce.gpu.device_selection import NOT_ASKED
 from ringreduce.monitor import launcher_link
 from ringreduce.recovery.elastic_runtime import ElasticRuntime
 from ringreduce.recovery.membership import Members
@@ -97,7 +98,7 @@ class Rank:
         self._await_init()
         transport = MessageTransport(whole)
         host = Host(whole, transport, settings, cores=1)
-        made = ElasticRuntime(runtime.Setup(whole, transport, host, [0.0] * plan.size), settings)
+        made = ElasticRuntime(runtime.Setup(whole, transport, host, [0.0] * plan.size), settings, NOT_ASKED)
         with runtime.bound(made):
             state = State(self)
             elastic.run(train)(state)
