@@ -7,11 +7,10 @@ In every round each rank sends one message and receives one, so no rank is flood
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from typing import Any
 
-from ringreduce.partition import bounds_of, segments
+from ringreduce.partition import segments
 from ringreduce.transport.base import Steps, Transport, Work
 
 TAG = 4
@@ -19,29 +18,14 @@ SEGMENT_BYTES = 1 << 20
 
 
 def alltoall(
-    outgoing: Any,
-    incoming: Any,
-    transport: Transport,
-    sent: Sequence[int],
-    received: Sequence[int],
-    segment_bytes: int = SEGMENT_BYTES,
+    outgoing: Sequence[Any], incoming: Sequence[Any], transport: Transport, segment_bytes: int = SEGMENT_BYTES
 ) -> Steps[None]:
-    """Send each rank its part of `outgoing`; receive the ranks' parts into `incoming`, in the order of the ranks.
+    """Send outgoing[r] to rank r; receive into incoming[r] what rank r has for this one.
 
-    Shape:    (count,), contiguous, NumPy or CuPy, one element type; `incoming` and `outgoing` do not overlap.
-    sent:     elements for each rank;  received: elements from each rank.
+    Shape:    each 1-D, contiguous, NumPy or CuPy, all of one element type; `incoming` and `outgoing` do not overlap.
     Cost:     size - 1 messages a rank, cut into segments; all elements but the rank's own part sent by each.
     Source:   Thakur, Rabenseifner & Gropp, "Optimization of collective communication operations in MPICH", 2005.
     """
-    outs, ins = itertools.pairwise(bounds_of(sent)), itertools.pairwise(bounds_of(received))
-    parts = [outgoing[low:high] for low, high in outs], [incoming[low:high] for low, high in ins]
-    yield from exchange(*parts, transport, segment_bytes)
-
-
-def exchange(
-    outgoing: Sequence[Any], incoming: Sequence[Any], transport: Transport, segment_bytes: int = SEGMENT_BYTES
-) -> Steps[None]:
-    """As `alltoall`, of separate arrays: outgoing[r] goes to rank r, incoming[r] comes from there."""
     rank, size = transport.rank, transport.size
     length = max(1, segment_bytes // outgoing[rank].itemsize)
     incoming[rank][...] = outgoing[rank]

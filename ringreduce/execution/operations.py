@@ -7,20 +7,24 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 
-from ringreduce.collectives import adasum, bruck, direct, pairwise, ring, shared_halves, tree
+from ringreduce.collectives import adasum, pairwise, shared_halves, tree
 from ringreduce.cost_model import BUCKETS_IN_FLIGHT
 from ringreduce.errors import InputError
+from ringreduce.execution import halves
 from ringreduce.execution.allreduce import ADASUM, allreduce
 from ringreduce.execution.batch import Batch, batches, carry, plan
 from ringreduce.execution.context import Context, Operation
+from ringreduce.execution.halves import Arrays
 from ringreduce.execution.submission import Submission
 from ringreduce.gpu.allreduce import GpuBatch
-from ringreduce.gpu.through_host import down, room, up
+from ringreduce.gpu.through_host import down, up
+from ringreduce.ops import Reduction
 from ringreduce.partition import bounds_of, by_chunk, chunk_bounds
 from ringreduce.transport.base import Steps
 from ringreduce.transport.window import Region
@@ -62,10 +66,10 @@ def _adasum(submissions: Sequence[Submission], context: Context) -> Steps[None]:
             flat = yield from down(source, context)
             if not target.on_gpu and target is not source:
                 target.flat[...], flat = flat, target.flat
-            partial = reduction.start(flat)
+            sums = reduction.start(flat)
             with context.timeline.phase([submission], "ADASUM"):
-                yield from adasum.allreduce(partial, context.transport)
-            reduction.finish(partial, flat)
+                yield from adasum.allreduce(sums, context.transport)
+            reduction.finish(sums, flat)
             up(flat, target, context)
         submission.complete()
 
@@ -103,117 +107,64 @@ def _broadcast_in_window(batch: Batch, root: int, region: Region, context: Conte
         yield from shared_halves.broadcast([each.flat for each in batch.outputs], root, region)
 
 
-def integers_of_all(values: Any, context: Context) -> Steps[Any]:
-    """Every rank's integers, by rank; as many on each."""
-    if context.algorithms.shared_region is None:
-        return (yield from bruck.allgather(values, context.transport))
-    found = np.empty((context.transport.size, values.size), np.int64)
-    yield from shared_halves.allgather([values], [[each] for each in found], context.algorithms.shared_region)
-    return found
-
-
 def _allgather(submissions: Sequence[Submission], context: Context) -> Steps[None]:
     """Gathers the ranks' row counts first, of all tensors of a group together."""
+
+    def move(sources: Arrays, targets: Arrays, bounds: list[list[int]]) -> Steps[None]:
+        yield from halves.allgather(sources, by_chunk(targets, bounds, context.transport.size), context, targets)
+
     for submission in submissions:
         mine = np.array([tensor.shape[0] for tensor in submission.inputs], np.int64)
-        submission.payload = everyones = yield from integers_of_all(mine, context)
+        submission.payload = everyones = yield from halves.integers_of_all(mine, context)
         rows = everyones.T.tolist()
-        yield from _moved(submission, [sum(each) for each in rows], rows, "ALLGATHER", _gathered, context)
-
-
-Move = Callable[[Submission, list[Any], list[Any], list[list[int]], Context], Steps[None]]
-"""From sources to targets; bounds[k][r]: where rank r's elements begin in the longer of the two, of tensor k."""
-
-
-def _moved(
-    submission: Submission,
-    results: Sequence[int],
-    rows: Sequence[Sequence[int]],
-    phase: str,
-    move: Move,
-    context: Context,
-) -> Steps[None]:
-    """Make the outputs, of results[k] rows, and complete.  rows[k]: of each rank, of tensor k."""
-    sources, bounds = [], []
-    submission.outputs = outputs = []
-    for tensor, own, everyones in zip(submission.inputs, results, rows, strict=True):
-        outputs.append(context.empty(tensor, (own, *tensor.shape[1:])))
-        sources.append((yield from down(tensor, context)))
-        bounds.append(bounds_of([n * math.prod(tensor.shape[1:]) for n in everyones]))
-    targets = [room(each) for each in outputs]
-    with context.timeline.phase([submission], phase):
-        yield from move(submission, sources, targets, bounds, context)
-    for target, output in zip(targets, outputs, strict=True):
-        up(target, output, context)
-    submission.complete()
-
-
-def _gathered(
-    _: Submission, sources: list[Any], targets: list[Any], bounds: list[list[int]], context: Context
-) -> Steps[None]:
-    """See `Move`."""
-    transport, rank = context.transport, context.transport.rank
-    if context.algorithms.shared_region is not None:
-        yield from shared_halves.allgather(
-            sources, by_chunk(targets, bounds, transport.size), context.algorithms.shared_region
-        )
-        return
-    for source, target, at in zip(sources, targets, bounds, strict=True):
-        target[at[rank] : at[rank + 1]] = source
-        counts = [high - low for low, high in itertools.pairwise(at)]
-        yield from ring.allgather(target, transport, counts, rank, context.algorithms.segment_bytes)
+        _make_outputs(submission, [sum(each) for each in rows], context)
+        yield from halves.on_host(submission, "ALLGATHER", partial(move, bounds=_bounds(submission, rows)), context)
 
 
 def alltoall(submissions: Sequence[Submission], context: Context) -> Steps[None]:
     """`payload` is this rank's splits, and becomes the number of rows received from each rank."""
-    transport = context.transport
+
+    def move(sources: Arrays, targets: Arrays, sent: list[list[int]], received: list[list[int]]) -> Steps[None]:
+        outgoing = [part for (part,) in by_chunk(sources, sent, size)]  # not all, where a rank sends nothing
+        incoming = [part for (part,) in by_chunk(targets, received, size)]
+        yield from pairwise.alltoall(outgoing, incoming, context.transport)
+
+    size = context.transport.size
     for submission in submissions:
-        (tensor,) = submission.inputs
-        splits = submission.payload
-        everyones = yield from integers_of_all(np.asarray(splits, np.int64), context)
-        received = [int(n) for n in everyones[:, transport.rank]]
-        row = math.prod(tensor.shape[1:])
-        result = context.empty(tensor, (sum(received), *tensor.shape[1:]))
-        sent_counts, received_counts = [n * row for n in splits], [n * row for n in received]
-        with context.timeline.phase([submission], "ALLTOALL"):
-            flat, incoming = (yield from down(tensor, context)), room(result)
-            yield from pairwise.alltoall(flat, incoming, transport, sent_counts, received_counts)
-            up(incoming, result, context)
-        submission.outputs, submission.payload = [result], received
-        submission.complete()
+        everyones = yield from halves.integers_of_all(np.asarray(submission.payload, np.int64), context)
+        sent, received = submission.payload, everyones[:, context.transport.rank].tolist()
+        _make_outputs(submission, [sum(received)], context)
+        both = {"sent": _bounds(submission, [sent]), "received": _bounds(submission, [received])}
+        submission.payload = received
+        yield from halves.on_host(submission, "ALLTOALL", partial(move, **both), context)
 
 
 def _reducescatter(submissions: Sequence[Submission], context: Context) -> Steps[None]:
     """The first half of an all-reduce; rank r gets the r-th part of the rows."""
+
+    def move(sources: Arrays, targets: Arrays, bounds: list[list[int]], of: list[Reduction]) -> Steps[None]:
+        yield from halves.reduce_scatter(by_chunk(sources, bounds, size), targets, of, context)
+
     rank, size = context.transport.rank, context.transport.size
     for submission in submissions:
-        bounds = [chunk_bounds(tensor.shape[0], size) for tensor in submission.inputs]
-        rows = [[high - low for low, high in itertools.pairwise(each)] for each in bounds]
-        yield from _moved(submission, [each[rank] for each in rows], rows, "REDUCESCATTER", _scattered, context)
+        ends = [chunk_bounds(tensor.shape[0], size) for tensor in submission.inputs]
+        rows = [[high - low for low, high in itertools.pairwise(each)] for each in ends]
+        _make_outputs(submission, [each[rank] for each in rows], context)
+        reductions = [submission.reduction(each.element) for each in submission.inputs]
+        own = partial(move, bounds=_bounds(submission, rows), of=reductions)
+        yield from halves.on_host(submission, "REDUCESCATTER", own, context)
 
 
-def _scattered(
-    submission: Submission, sources: list[Any], targets: list[Any], bounds: list[list[int]], context: Context
-) -> Steps[None]:
-    """See `Move`."""
-    reductions = [submission.reduction(each.element) for each in submission.inputs]
-    transport, rank = context.transport, context.transport.rank
-    if context.algorithms.shared_region is not None:
-        for reduction in dict.fromkeys(reductions):
-            mine = [k for k, each in enumerate(reductions) if each == reduction]
-            parts = by_chunk([sources[k] for k in mine], [bounds[k] for k in mine], transport.size)
-            yield from shared_halves.reduce_scatter(
-                parts, [targets[k] for k in mine], context.algorithms.shared_region, reduction
-            )
-        return
-    for source, target, at, reduction in zip(sources, targets, bounds, reductions, strict=True):
-        counts = [high - low for low, high in itertools.pairwise(at)]
-        work, segment_bytes = source.copy(), context.algorithms.segment_bytes
-        if context.settings.deterministic:
-            yield from direct.scatter_reduce(work, transport, reduction, segment_bytes, counts)
-        else:
-            yield from ring.scatter_reduce(work, transport, reduction, segment_bytes, counts, rank)
-        target[...] = work[at[rank] : at[rank + 1]]
+def _make_outputs(submission: Submission, rows: Sequence[int], context: Context) -> None:
+    """As the inputs, but of so many rows each."""
+    both = zip(submission.inputs, rows, strict=True)
+    submission.outputs = [context.empty(tensor, (own, *tensor.shape[1:])) for tensor, own in both]
+
+
+def _bounds(submission: Submission, rows: Sequence[Sequence[int]]) -> list[list[int]]:
+    """Where the elements of each rank begin and end, by input; rows[k]: of each rank, of input k."""
+    both = zip(submission.inputs, rows, strict=True)
+    return [bounds_of([n * math.prod(tensor.shape[1:]) for n in each]) for tensor, each in both]
 
 
 def _broadcast_object(submissions: Sequence[Submission], context: Context) -> Steps[None]:
@@ -221,7 +172,7 @@ def _broadcast_object(submissions: Sequence[Submission], context: Context) -> St
     transport = context.transport
     for submission in submissions:
         root = context.set_rank("broadcast_object", submission.signature.detail("root_rank"))
-        lengths = yield from integers_of_all(np.array([submission.payload.size], np.int64), context)
+        lengths = yield from halves.integers_of_all(np.array([submission.payload.size], np.int64), context)
         if transport.rank != root:
             submission.payload = np.empty(int(lengths[root, 0]), np.uint8)
         if context.algorithms.shared_region is not None:

@@ -26,7 +26,8 @@ def test_pairwise_alltoall_of_given_counts(size, name):
         rank = transport().rank
         received = [counts[source][rank] for source in range(size)]
         incoming = np.zeros(sum(received), name)
-        complete(pairwise.alltoall(arrays[rank].copy(), incoming, transport(), counts[rank], received, 160))
+        outgoing = np.split(arrays[rank].copy(), np.cumsum(counts[rank])[:-1])
+        complete(pairwise.alltoall(outgoing, np.split(incoming, np.cumsum(received)[:-1]), transport(), 160))
         return incoming
 
     for rank, result in enumerate(run_ranks(size, program)):
@@ -41,7 +42,7 @@ def test_pairwise_alltoall_floods_no_rank(size):
     messages = []
 
     def program():
-        complete(pairwise.alltoall(np.zeros(5 * size), np.zeros(5 * size), transport(), [5] * size, [5] * size))
+        complete(pairwise.alltoall(np.zeros((size, 5)), np.zeros((size, 5)), transport()))
 
     run_ranks(size, program, messages=messages)
     pairs = Counter((message.source, message.destination) for message in messages)
@@ -56,7 +57,7 @@ def test_long_parts_of_an_alltoall_travel_in_segments():
     messages = []
 
     def program():
-        complete(pairwise.alltoall(np.zeros(50), np.zeros(50), transport(), [25, 25], [25, 25], 80))
+        complete(pairwise.alltoall(np.zeros((2, 25)), np.zeros((2, 25)), transport(), 80))
 
     run_ranks(2, program, messages=messages)
     assert sorted(message.nbytes for message in messages) == [40] * 2 + [80] * 4

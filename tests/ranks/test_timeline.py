@@ -107,7 +107,7 @@ def test_what_rank_0_did_between_start_and_stop_is_there_of_every_rank(tmp_path,
 
     def looks_away(self, latency_critical):
         rank, since_s = self.context.transport.rank, time.monotonic() - self.moved_s
-        if since_s < {1: 0.002 * (self.work is None), 2: 0.02 * (self.work is not None)}.get(rank, 0):
+        if since_s < {1: 0.002 * (self.stuck_on() is None), 2: 0.02 * (self.stuck_on() is not None)}.get(rank, 0):
             return False
         return advance(self, latency_critical)
 

@@ -32,7 +32,8 @@ collectives.compiled, collectives.shared_halves, collectives.shared_in_place, gp
 collectives.hierarchical <
 execution.signature < execution.submission < gpu.stream, monitor.timeline < gpu.paths < execution.algorithms <
 execution.host, execution.context < execution.batch < execution.point_to_point < gpu.allreduce < gpu.through_host <
-execution.allreduce < execution.operations < execution.into_outputs < execution.executor, execution.opening <
+execution.halves, execution.allreduce < execution.operations, execution.into_outputs <
+execution.executor, execution.opening <
 execution.send_receive, execution.shared_arrays, execution.in_slot < execution.channel < execution.lane <
 engine.inbox, negotiation.protocol, negotiation.cache <
 negotiation.coordinator, negotiation.leader, negotiation.neutral, negotiation.mailbox, negotiation.short <
