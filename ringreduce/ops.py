@@ -92,6 +92,7 @@ class _Fields(NamedTuple):
     size: int  # divisor of an Average
     prescale: float = 1.0
     postscale: float = 1.0
+    is_part: bool = False  # see `part`
 
 
 class Reduction(_Fields):
@@ -128,6 +129,12 @@ class Reduction(_Fields):
         """True when sums have the elements' own type, so that the caller's memory can hold them."""
         return self.sum_type == self.element.storage
 
+    def part(self) -> Reduction:
+        """That of some of the ranks, whose results have `sum_type`: not divided, postscaled or rounded."""
+        if self.in_place:
+            return self._replace(op=Sum if self.op is Average else self.op, postscale=1.0)
+        return self._replace(is_part=True)
+
     def reduce_parts(self, parts: Sequence[Any], out: Any) -> None:
         """Reduce the elements of several ranks into `out`: prescale each, combine in this order, divide, round once.
 
@@ -160,7 +167,7 @@ class Reduction(_Fields):
     def compiled(self) -> tuple[int, int, float, float, float] | None:
         """The compiled module's type and op, prescale factor, divisor, postscale factor; None: it has none."""
         is_raw = self.op is not Average and not self._is_scaled
-        if self.element.name not in _COMPILED_TYPES or self.op not in _COMPILED_OPS:
+        if self.is_part or self.element.name not in _COMPILED_TYPES or self.op not in _COMPILED_OPS:
             return None
         if self.element.kind != "f" and not is_raw:
             return None
@@ -188,7 +195,7 @@ class Reduction(_Fields):
 
     @functools.cached_property
     def _is_half_sum(self) -> bool:
-        return self.element.is_half and self.op in (Sum, Average) and not self._is_scaled
+        return self.element.is_half and self.op in (Sum, Average) and not self._is_scaled and not self.is_part
 
     @functools.cached_property
     def _divisor(self) -> tuple[Any, Any]:
@@ -286,6 +293,9 @@ class Reduction(_Fields):
 
     def finish(self, partial: Any, out: Any) -> None:
         """Divide, postscale and round the reduced `partial` into `out`, the same memory when `in_place`."""
+        if self.is_part:
+            out[...] = partial
+            return
         if self.op is Average:
             divide(partial, self.size)
         scale(partial, self.postscale)

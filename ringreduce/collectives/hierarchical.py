@@ -33,7 +33,7 @@ from ringreduce.collectives.overlap import until_ended
 from ringreduce.collectives.shared import COPY, DONE, PACK, REDUCE, Part, Watch, pieces_of
 from ringreduce.collectives.shared_halves import allgather, reduce_scatter
 from ringreduce.cost_model import UNITS_AHEAD
-from ringreduce.ops import Average, Reduction, Sum
+from ringreduce.ops import Reduction
 from ringreduce.transport.base import Steps, Task, Transport
 from ringreduce.transport.subset import SubsetTransport
 from ringreduce.transport.window import Region
@@ -113,8 +113,7 @@ def allreduce(
         if number < len(units):
             watch(number, PACK)
             unit = _Unit(number, units[number], region.rank, region.size, hierarchy, reduction)
-            inside = _Inside(reduction)
-            scatter = reduce_scatter(unit.sources, unit.partial_pieces, region, inside, poll)  # type: ignore[arg-type]
+            scatter = reduce_scatter(unit.sources, unit.partial_pieces, region, reduction.part(), poll)
             yield from until_ended(Task(scatter), wires())
             watch(number, REDUCE)
             unit.crossing = Task(unit.cross(hierarchy, across, segment_bytes))
@@ -159,23 +158,3 @@ class _Unit:
 def _cut(chunk: Any, lengths: Sequence[int]) -> list[Any]:
     """Pieces of these lengths, one after the other."""
     return [chunk[end - length : end] for length, end in zip(lengths, itertools.accumulate(lengths), strict=True)]
-
-
-class _Inside:
-    """A `Reduction` of a host's ranks, into `sum_type`: not divided, scaled or rounded."""
-
-    def __init__(self, reduction: Reduction) -> None:
-        self.element, self._whole = reduction.element, reduction
-        self._sum = reduction._replace(op=Sum if reduction.op is Average else reduction.op, postscale=1.0)
-
-    def reduce_parts(self, parts: Sequence[Any], out: Any) -> None:
-        """See `Reduction.reduce_parts`."""
-        if self._whole.in_place:
-            self._sum.reduce_parts(parts, out)
-            return
-        for number, part in enumerate(parts):
-            other = self._whole.start(part)
-            if number:
-                self._whole.combine(out, other)
-            else:
-                out[...] = other
