@@ -125,7 +125,7 @@ def alltoall(submissions: Sequence[Submission], context: Context) -> Steps[None]
     """`payload` is this rank's splits, and becomes the number of rows received from each rank."""
 
     def move(sources: Arrays, targets: Arrays, sent: list[list[int]], received: list[list[int]]) -> Steps[None]:
-        outgoing = [part for (part,) in by_chunk(sources, sent, size)]  # not all, where a rank sends nothing
+        outgoing = [part for (part,) in by_chunk(sources, sent, size)]  # of a scatter only the root's rows
         incoming = [part for (part,) in by_chunk(targets, received, size)]
         yield from pairwise.alltoall(outgoing, incoming, context.transport)
 
