@@ -75,7 +75,7 @@ class GpuBatch:
                 yield InOrder(order, number)
             self.watch(number, shared.REDUCE)
             nbytes = slot.length * self.itemsize
-            yield from collective(stage.pinned(nbytes).elements(self.element.storage, 0, nbytes), channel)
+            yield from collective(stage.pinned(nbytes).elements(self.element.storage, nbytes), channel)
             order.passed = number + 1
             self.up(number, slot, stage)
 

@@ -82,7 +82,7 @@ class OwnSlots:
 class PeerSlots:
     """The slots of all members on this host, as one of them maps them."""
 
-    def __init__(self, own: OwnSlots, handles: Sequence[Any], flags: Flags, elastic: bool = False) -> None:
+    def __init__(self, own: OwnSlots, handles: Sequence[Any], flags: Flags, elastic: bool) -> None:
         """handles: the members', in order. Raises CuPy's CUDARuntimeError where one cannot be mapped."""
         self.own, self.flags, self.elastic = own, flags, elastic
         self._queued: deque[tuple[Event, int, int]] = deque()  # in an elastic job: what is to be published

@@ -180,6 +180,6 @@ class Pinned:
         self.array: np.ndarray[Any, Any] = np.frombuffer(self._memory, np.uint8, nbytes)
         self.pointer = int(self._memory.ptr)
 
-    def elements(self, dtype: np.dtype[Any], low: int, high: int) -> Any:
-        """Bytes low:high as a 1-D array of `dtype`."""
-        return self.array[low:high].view(dtype)
+    def elements(self, dtype: np.dtype[Any], nbytes: int) -> Any:
+        """The first `nbytes` as a 1-D array of `dtype`."""
+        return self.array[:nbytes].view(dtype)

@@ -19,12 +19,12 @@ def down(tensor: Buffer, context: Context) -> Steps[Any]:
     pinned, stream = Pinned(tensor.nbytes), context.gpu.stream
     stream.copy(pinned.pointer, tensor.pointer, tensor.nbytes)
     yield Done(stream.record(), context.transport.rank)
-    return pinned.elements(tensor.element.storage, 0, tensor.nbytes)
+    return pinned.elements(tensor.element.storage, tensor.nbytes)
 
 
 def room(result: Buffer) -> Any:
     """Host memory for a result's elements: its own, or pinned memory from which `up` copies."""
-    return Pinned(result.nbytes).elements(result.element.storage, 0, result.nbytes) if result.on_gpu else result.flat
+    return Pinned(result.nbytes).elements(result.element.storage, result.nbytes) if result.on_gpu else result.flat
 
 
 def up(elements: Any, result: Buffer, context: Context) -> None:

@@ -66,16 +66,14 @@ class Study:
     def _take(self, storage: str | None) -> None:
         """Say that this job has the study: its trials that run are not those of a job that ended."""
         host, pid, started = job = self._study.user_attrs.get(JOB) or ["", 0, ""]
-        patience_s = ENDING_S  # a rank that was lost may still be ending
+        until_s = time.monotonic() + ENDING_S  # a rank that was lost may still be ending
         while job != self._job and host == self._job[0] and _started(pid) == started:
-            if patience_s > 0:
-                patience_s -= POLL_S
-                time.sleep(POLL_S)
-                continue
-            raise InputError(
-                f"sweep: process {pid} of this host runs study {self._study.study_name!r} of {storage}; one job at a "
-                "time can: wait for it, or pass another name= or storage="
-            )
+            if time.monotonic() > until_s:
+                raise InputError(
+                    f"sweep: process {pid} of this host runs study {self._study.study_name!r} of {storage}; one job at "
+                    "a time can: wait for it, or pass another name= or storage="
+                )
+            time.sleep(POLL_S)
         self._study.set_user_attr(JOB, self._job)
 
     def release(self) -> None:
