@@ -153,8 +153,8 @@ def test_it_listens_only_where_ranks_of_other_hosts_are_to_connect(monkeypatch, 
     def listen(folder, addresses, backlog):
         raise LauncherError(f"it listens at {addresses}")
 
-    monkeypatch.setattr("ringrun.network.own_addresses", lambda hosts, interfaces: (*hosts, *interfaces))
-    monkeypatch.setattr("ringrun.connection.listener.Listener", listen)
+    monkeypatch.setattr("ringreduce.run_function.own_addresses", lambda hosts, interfaces: (*hosts, *interfaces))
+    monkeypatch.setattr("ringreduce.run_function.Listener", listen)
     with pytest.raises(rr.InputError) as refused:
         rr.run(print, **flags)
     assert str(refused.value) == f"run(): it listens at {('h1', 'lo') if 'network_interfaces' in flags else ()}"
