@@ -88,7 +88,7 @@ class Runtime:
         Raises:  the error that ended the world, where no other can be formed.
         """
         none_lost = f"no rank of {self.world.size} is lost, as far as this one knows"
-        raise self.engine.negotiation.error or CollectiveError(none_lost)
+        raise self.engine.ending.error or CollectiveError(none_lost)
 
     def await_gpu(self, after_loss: bool = False) -> Exception | None:
         """Wait until this rank's GPU has done what collectives have queued; then it changes no array any more.
@@ -99,7 +99,7 @@ class Runtime:
         engine, until_s = self.engine, math.inf
         queued = engine.gpu.queued()
         while not all(each.done() for each in queued):
-            if until_s == math.inf and (after_loss or engine.negotiation.error):
+            if until_s == math.inf and (after_loss or engine.ending.error):
                 until_s = time.monotonic() + RECOVERY_S
             if time.monotonic() > until_s:
                 raise CollectiveError(
@@ -107,7 +107,7 @@ class Runtime:
                     "`ringrun --elastic --restarts N` would start the job again"
                 )
             time.sleep(GPU_SLEEP_S)
-        return engine.negotiation.error if queued else None
+        return engine.ending.error if queued else None
 
     def leave(self, why: str, interrupted: Callable[[], bool]) -> bool:
         """Leave the world: True when all ranks have, and what init() has made is freed.
@@ -115,11 +115,11 @@ class Runtime:
         Raises: StalledError when a rank that this one waits for has been stopped for `stall_abort_s`.
         """
         launcher_link.report(self.settings.error_file, left=why)
-        failed_before = self.engine.negotiation.error
+        failed_before = self.engine.ending.error
         if self.engine.leave(why, interrupted):
             self._free()
             return True
-        error = self.engine.negotiation.error
+        error = self.engine.ending.error
         if isinstance(error, StalledError) and not failed_before:
             raise error
         return False

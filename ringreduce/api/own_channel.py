@@ -36,7 +36,7 @@ class OwnChannel:
         self.engine, self.members, self.timeout_s, self._anew = current.engine, list(members), timeout_s, anew
         self.size, self.rank = len(members), self.members.index(current.world.rank)
         self._number: int | None
-        self._number, opened = self.engine.process_sets.open(members, name, INTO_OUTPUTS)
+        self._number, opened = self.engine.channels.open(members, name, INTO_OUTPUTS)
         try:
             opened.wait(timeout_s)
         except BaseException:
@@ -89,7 +89,7 @@ class OwnChannel:
     def shut(self) -> None:
         """End it on this rank: what is not complete fails."""
         if runtime.is_initialized() and self._number is not None:
-            self.engine.process_sets.shut(self._number)
+            self.engine.channels.shut(self._number)
         self._number = None
 
     def allreduce(self, arrays: Arrays, op: ReduceOp, factor: float = 1.0, **options: Any) -> Handle:

@@ -20,6 +20,8 @@ from collections.abc import Callable, Sequence
 
 from ringreduce import errors, fusion
 from ringreduce.engine.activity import Activity
+from ringreduce.engine.channels import Channels
+from ringreduce.engine.ending import Ending
 from ringreduce.engine.inbox import LONGEST_SLEEP_S, Inbox
 from ringreduce.engine.leaving import Leaving
 from ringreduce.engine.polling import Polling, Service
@@ -38,6 +40,7 @@ from ringreduce.monitor.stalls import StallWatch
 from ringreduce.monitor.timeline import Timeline
 from ringreduce.negotiation.mailbox import Mailbox
 from ringreduce.negotiation.negotiation import JOIN, Negotiation
+from ringreduce.negotiation.neutral import neutral_submission
 from ringreduce.negotiation.protocol import Broken
 from ringreduce.settings import Settings
 from ringreduce.transport.base import EngineTransport
@@ -69,26 +72,34 @@ class Engine:
         one_host = len(set(world.hosts)) == 1
         self._inbox = inbox = Inbox(transport, settings, one_host, not host.overlaps)
         timeline = Timeline()
-        self.negotiation = negotiation = Negotiation(
-            world, settings, mailbox, inbox, timeline, self.gpu, transport.in_flight.sweep
-        )
+        self.ending = ending = Ending(world, inbox.lock)
+        neutral = functools.partial(neutral_submission, gpu=self.gpu)
+        self.negotiation = negotiation = Negotiation(world, settings, mailbox, inbox, ending, timeline, neutral)
+        self.states = negotiation.states
         make = functools.partial(Context, settings=settings, memory=self.memory, timeline=timeline, gpu=self.gpu)
-        self.process_sets = ProcessSets(world, host, inbox, mailbox, negotiation, make)
-        self.states, sets = negotiation.states, self.process_sets.members
-        self.submitting = Submitting(world, inbox, negotiation, sets, self.gpu, self.process_sets.gone)
+        self.channels = Channels(world, host, inbox, ending, self.states, make, transport.in_flight.sweep)
+        self.process_sets = ProcessSets(world, host, inbox, mailbox, negotiation, ending, self.channels, make)
+        self.submitting = Submitting(world, inbox, ending, self.process_sets, self.gpu)
         self.submit = self.submitting.submit
-        self.activity = Activity(inbox, negotiation, sets)
-        self._leaving = Leaving(mailbox, negotiation, self.process_sets)
+        self.activity = Activity(inbox, ending, self.process_sets)
+        self._leaving = Leaving(mailbox, ending, self.process_sets)
         self._recording = Recording(mailbox, timeline, negotiation.followed, self.process_sets.has_run)
-        self._stalls = StallWatch(settings, mailbox, negotiation, self.activity.doing, self._stalled)
+        doing, running = self.activity.doing, self.process_sets.all
+        self._stalls = StallWatch(settings, mailbox, ending, inbox.lock, running, doing, self._stalled)
         self._ended = threading.Event()
         offsets = clock_offsets_us or [0.0] * world.size
-        self.timeline = TimelineControl(inbox, self._recording, negotiation, self._ended, offsets)
+        self.timeline = TimelineControl(inbox, self._recording, ending, self._ended, offsets)
         mailbox.handlers[Broken] = lambda source, broken: self._fail_all(errors.PeerLostError(broken.message, [source]))
         news: list[Service] = [] if one_host else [mailbox]
-        others: list[Service] = [*([mailbox] if one_host else []), self._recording, self.gpu, self._stalls]
+        others: list[Service] = [
+            *([mailbox] if one_host else []),
+            self._recording,
+            self.gpu,
+            self._stalls,
+            self.channels,
+        ]
         work: list[Service] = [negotiation, self.process_sets]
-        self._polling = Polling(news, work, others, inbox, self._break, negotiation.channels)
+        self._polling = Polling(news, work, others, inbox, self._break, self.channels.by_number)
         inbox.drive = self._drive
         for members in (range(world.size), *process_sets):
             if isinstance(members, str):
@@ -100,7 +111,7 @@ class Engine:
 
     def lane(self, number: int) -> Lane | None:
         """The lane of a channel; None where it has none."""
-        channel = self.negotiation.channels.get(number)
+        channel = self.channels.by_number.get(number)
         return None if channel is None else Lane(channel, self._polling.lock, self._break)
 
     def leave(self, why: str, interrupted: Callable[[], bool] = lambda: False) -> bool:
@@ -114,7 +125,7 @@ class Engine:
             if interrupted():
                 return False
         self._thread.join()
-        return self.negotiation.error is None
+        return self.ending.error is None
 
     def give_up(self, error: Exception) -> None:
         """Fail everything, and end without the other ranks; any thread may call it, and then `join`."""
@@ -132,11 +143,11 @@ class Engine:
     def _begin_leaving(self, why: str) -> None:
         self._inbox.draining = True
         with self._inbox.lock:  # what another thread is submitting is announced now, or refused
-            self.negotiation.leaving = why
+            self.ending.leaving = why
         if not self.settings.elastic:  # there ringrun looks who leaves, and wakes who is stopped meanwhile
-            self.negotiation.leaving_s = time.monotonic()
-        if isinstance(self.negotiation.error, errors.StalledError):  # the others may not know, and would wait
-            self._send_broken(self.negotiation.error)
+            self.ending.leaving_s = time.monotonic()
+        if isinstance(self.ending.error, errors.StalledError):  # the others may not know, and would wait
+            self._send_broken(self.ending.error)
         self.negotiation.announce()
         self._recording.finish()
         self.negotiation.announce_leaving()
@@ -171,7 +182,7 @@ class Engine:
 
     def _break(self, exc: BaseException) -> None:
         """The engine itself failed: no rank can complete this rank's operations. What fails after that is no news."""
-        if self.negotiation.error is not None:
+        if self.ending.error is not None:
             return
         error = errors.CollectiveError(
             f"rank {self.world.rank} of {self.world.size} failed inside an operation: {type(exc).__name__}: {exc}"
@@ -206,9 +217,9 @@ class Engine:
             launcher_link.report(self.settings.error_file, suspects=suspects, why=str(error))
         else:
             self._fail_all(error)
-            if self.negotiation.leaving:  # the others wait for this rank, too
+            if self.ending.leaving:  # the others wait for this rank, too
                 self._send_broken(error)
 
     def _fail_all(self, error: Exception) -> None:
-        self.negotiation.stop(error)
+        self.ending.stop(error, self.process_sets.all())
         self.gpu.abort()

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+from ringreduce.engine.ending import Ending
 from ringreduce.engine.process_sets import ProcessSets
 from ringreduce.negotiation.mailbox import Mailbox
-from ringreduce.negotiation.negotiation import Negotiation
 from ringreduce.negotiation.protocol import ShutdownAck
 
 
 class Leaving:
     """Used only by the thread that polls (engine/polling.py)."""
 
-    def __init__(self, mailbox: Mailbox, negotiation: Negotiation, process_sets: ProcessSets) -> None:
-        self._mailbox, self._negotiation, self._process_sets = mailbox, negotiation, process_sets
+    def __init__(self, mailbox: Mailbox, ending: Ending, process_sets: ProcessSets) -> None:
+        self._mailbox, self._ending, self._process_sets = mailbox, ending, process_sets
         self._acked = False
         self.given_up = False  # true: the world is given up, and nobody is waited for
         mailbox.handlers[ShutdownAck] = self._receive
@@ -22,11 +22,11 @@ class Leaving:
 
     def may_end(self) -> bool:
         """True when no rank needs this one any more."""
-        negotiation, mailbox = self._negotiation, self._mailbox
-        states = negotiation.states.values()
-        if negotiation.error is not None:
-            return self.given_up or bool(negotiation.leaving)
-        if not negotiation.leaving or self._process_sets.is_busy():
+        ending, mailbox = self._ending, self._mailbox
+        states = self._process_sets.states.values()
+        if ending.error is not None:
+            return self.given_up or bool(ending.leaving)
+        if not ending.leaving or self._process_sets.is_busy():
             return False
         if any(state.coordinator is not None and len(state.left) < len(state.members) for state in states):
             return False  # a message that nobody receives could reach the next engine of this process; see also `ended`

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from ringreduce.arrays.buffer import Buffer
 from ringreduce.arrays.gpu_buffer import any_on_gpu, ready
+from ringreduce.engine.ending import Ending
 from ringreduce.engine.inbox import Inbox
+from ringreduce.engine.process_sets import ProcessSets
 from ringreduce.errors import CollectiveError
 from ringreduce.execution.channel import Channel
 from ringreduce.execution.signature import KnownSignatures, calling_line
 from ringreduce.execution.submission import Handle, Submission
 from ringreduce.gpu.stream import Gpu
 from ringreduce.negotiation import errors_for
-from ringreduce.negotiation.negotiation import GLOBAL, JOIN, Negotiation
+from ringreduce.negotiation.negotiation import GLOBAL, JOIN
 from ringreduce.negotiation.process_set import ProcessSetState
 from ringreduce.world import World
 
@@ -25,23 +27,19 @@ def _is_fine(_: Buffer) -> None:
 
 
 class Submitting:
-    """Checks submissions and puts them into the inbox.
-
-    sets: the members of all process sets and channels;  gone: of process sets that ended with a lost rank, why.
-    """
+    """Checks submissions and puts them into the inbox."""
 
     def __init__(
         self,
         world: World,
         inbox: Inbox,
-        negotiation: Negotiation,
-        sets: Mapping[int, tuple[int, ...]],
+        ending: Ending,
+        process_sets: ProcessSets,
         gpu: Gpu,
-        gone: Mapping[int, str],
     ) -> None:
         self.count = 0  # of all submissions
-        self._world, self._inbox, self._negotiation = world, inbox, negotiation
-        self._sets, self._gpu, self._gone = sets, gpu, gone
+        self._world, self._inbox, self._ending, self._gpu = world, inbox, ending, gpu
+        self._process_sets, self._states, self._channels = process_sets, process_sets.states, process_sets.channels
         self._wait, self._poll = inbox.wait, inbox.on_poll
         self._known = KnownSignatures()
 
@@ -85,7 +83,7 @@ class Submitting:
             line = calling_line(3)
         tensors = inputs if signed is None else signed
         with self._inbox.lock:
-            state = self._negotiation.states.get(process_set) or self._channel(kind, process_set)
+            state = self._states.get(process_set) or self._channel(kind, process_set)
             known_as = state.name if name is None or process_set < GLOBAL else name
             signature, key = self._known.find(kind, known_as, tensors, details, names, by_rows, check)
             if name is None:
@@ -97,7 +95,7 @@ class Submitting:
                 arrays = *inputs, *outputs
                 self._gpu.check(arrays)
                 made.ready = ready(arrays)
-            if self._negotiation.error is not None or self._negotiation.leaving or state.closed:
+            if self._ending.error is not None or self._ending.leaving or state.closed:
                 raise self._closed(state, made)
             if isinstance(state, Channel):
                 made.deadline_s = made.submitted_s + timeout_s
@@ -111,9 +109,10 @@ class Submitting:
         return made
 
     def _channel(self, kind: str, number: int) -> Channel:
-        channel = self._negotiation.channels.get(number)
+        channel = self._channels.by_number.get(number)
         if channel is None:
-            raise errors_for.unknown_set(kind, number, self._sets, self._world.rank, self._gone)
+            members = self._process_sets.members | self._channels.members
+            raise errors_for.unknown_set(kind, number, members, self._world.rank, self._process_sets.gone)
         return channel
 
     def _put(self, state: ProcessSetState, submission: Submission) -> None:
@@ -129,7 +128,7 @@ class Submitting:
 
     def _closed(self, state: ProcessSetState | Channel, submission: Submission) -> CollectiveError:
         """The error for what is submitted when this rank or another one is leaving, or the engine has failed."""
-        error, leaving = self._negotiation.error, self._negotiation.leaving
+        error, leaving = self._ending.error, self._ending.leaving
         if error is not None or leaving:
             why = str(error or f"rank {self._world.rank} is leaving the job: {leaving}")
             return errors_for.engine_closed(submission, why, error)

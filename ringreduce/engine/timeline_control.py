@@ -7,10 +7,10 @@ import time
 from collections.abc import Callable, Sequence
 
 from ringreduce import errors
+from ringreduce.engine.ending import Ending
 from ringreduce.engine.inbox import Inbox
 from ringreduce.monitor.recording import Recording
 from ringreduce.monitor.timeline import Event, TimelineFile
-from ringreduce.negotiation.negotiation import Negotiation
 
 ANSWERS_S = 5.0  # how long rank 0 waits for the others
 
@@ -22,11 +22,11 @@ class TimelineControl:
         self,
         inbox: Inbox,
         recording: Recording,
-        negotiation: Negotiation,
+        ending: Ending,
         ended: threading.Event,
         clock_offsets_us: Sequence[float],
     ) -> None:
-        self._inbox, self._recording, self._negotiation = inbox, recording, negotiation
+        self._inbox, self._recording, self._ending = inbox, recording, ending
         self._ended, self._clock_offsets_us = ended, clock_offsets_us
 
     def start(self, path: str, mark_cycles: bool, first: Sequence[Event] = ()) -> None:
@@ -42,7 +42,7 @@ class TimelineControl:
         answered = self._call_and_wait(lambda done: self._recording.start(file, mark_cycles, done))
         if not answered and (self._ended.is_set() or self._recording.job.failed):
             file.close()
-            error = self._negotiation.error
+            error = self._ending.error
             raise errors.CollectiveError(f"start_timeline: {error or 'the engine has ended'}") from error
 
     def stop(self) -> None:

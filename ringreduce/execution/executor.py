@@ -114,6 +114,10 @@ class Running:
         """The executor that has not moved for the longest time, of those that are busy."""
         return min([each for each in self.executors if each.busy], key=lambda each: each.moved_s)
 
+    def close(self) -> list[Submission]:
+        """It was closed, with the lock held; returns what fails: here all that is not complete."""
+        return self.abandon()
+
     def abandon(self) -> list[Submission]:
         """Drop all operations, with the lock held; returns what was not complete."""
         lost, self.running = list(self.running.values()), {}

@@ -17,6 +17,7 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
+from ringreduce.engine.ending import Ending
 from ringreduce.errors import StalledError
 from ringreduce.execution.channel import Channel
 from ringreduce.execution.executor import Running
@@ -26,7 +27,7 @@ from ringreduce.monitor import launcher_link
 from ringreduce.monitor.side_job import SideJob
 from ringreduce.negotiation.coordinator import Coordinator, Waiting
 from ringreduce.negotiation.mailbox import Mailbox
-from ringreduce.negotiation.negotiation import GLOBAL, Negotiation
+from ringreduce.negotiation.negotiation import GLOBAL
 from ringreduce.negotiation.process_set import ProcessSetState
 from ringreduce.negotiation.protocol import Failure, StackReply, StackRequest
 from ringreduce.settings import Settings
@@ -57,17 +58,21 @@ class StallWatch:
         self,
         settings: Settings,
         mailbox: Mailbox,
-        negotiation: Negotiation,
+        ending: Ending,
+        lock: threading.Lock,
+        running: Callable[[], Sequence[Running]],
         doing: Callable[[StackRequest], str],
         give_up: Callable[[StalledError, Sequence[int]], None],
     ) -> None:
-        """doing: replies for this rank, which has its stack reported of the thread that calls this.
+        """lock: the inbox's;  running: all process sets and channels of this rank.
+
+        doing:   replies for this rank, which has its stack reported of the thread that calls this.
 
         give_up: called after `stall_abort_s` with the ranks that this one waits for; in an elastic job again and again,
             since there only those end.
         """
-        self._settings, self._mailbox, self._negotiation = settings, mailbox, negotiation
-        self._doing, self._give_up = doing, give_up
+        self._settings, self._mailbox, self._lock = settings, mailbox, lock
+        self._ending, self._running, self._doing, self._give_up = ending, running, doing, give_up
         self._init_thread = threading.get_ident()
         self._job = SideJob("the stall watch", mailbox.rank)
         messages = (StackRequest, StackReply)
@@ -101,7 +106,7 @@ class StallWatch:
             self._check_operation(each, now - each.stuck().moved_s)
             if each.busy
             else isinstance(each, ProcessSetState) and self._check_set(each, now)
-            for each in self._negotiation.all()
+            for each in self._running()
         ]
         self._attentive = any(stalled) or self._inquiry is not None
 
@@ -113,7 +118,7 @@ class StallWatch:
         if of_leaving:
             if mute:
                 warn(self._settings, report(headline, mute, replies))
-                if self._is_over(now - self._negotiation.leaving_s):
+                if self._is_over(now - self._ending.leaving_s):
                     self._give_up(StalledError(report(headline, mute, replies)), mute)
         elif over is None:
             warn(self._settings, report(headline, queried, replies, stacks=False), report(headline, queried, replies))
@@ -137,8 +142,9 @@ class StallWatch:
             if waiting:
                 self._check_waiting(state, state.coordinator, waiting, now)
             return bool(waiting) or self._check_leaving(state, now)
-        oldest = self._negotiation.oldest_pending(state)
-        leaving_s = self._negotiation.leaving_s if state.number == GLOBAL else math.inf
+        with self._lock:  # the user's threads add to it; joins may wait for as long as the others train
+            oldest = next((each for key, each in state.pending.items() if key != "join.join"), None)
+        leaving_s = self._ending.leaving_s if state.number == GLOBAL else math.inf
         waited_s = now - (oldest.submitted_s if oldest else leaving_s)
         if waited_s < self._check_s:
             self._probed_s.pop(state.number, None)
@@ -148,7 +154,7 @@ class StallWatch:
 
     def _check_leaving(self, state: ProcessSetState, now: float) -> bool:
         """Check on ranks that this one awaits in shutdown(); True while it waits long."""
-        waited_s = now - self._negotiation.leaving_s
+        waited_s = now - self._ending.leaving_s
         missing = sorted(set(state.members) - state.left)
         if waited_s < self._check_s or state.number != GLOBAL or not missing:
             return False
@@ -161,7 +167,8 @@ class StallWatch:
         """Check an operation under way: when it does not move, some rank is stopped, or its engine cannot run."""
         if stalled_s < self._check_s or (isinstance(state, Channel) and state.patient):
             return False
-        first = self._negotiation.oldest_running(state)
+        with self._lock:
+            first = next(iter(state.running.values()), None)
         what = "an operation" if first is None else f"{first.signature.kind} {first.signature.name!r} ({first.line})"
         text = (
             f"{what} is under way, and has not moved for {stalled_s:.0f} s; rank {self._mailbox.rank} waits "

@@ -12,18 +12,14 @@ import time
 from collections.abc import Callable, Sequence
 
 from ringreduce import errors
+from ringreduce.engine.ending import Ending
 from ringreduce.engine.inbox import Inbox
-from ringreduce.execution.channel import Channel
-from ringreduce.execution.executor import Running
 from ringreduce.execution.signature import Signature
 from ringreduce.execution.submission import Submission
-from ringreduce.gpu.stream import Gpu
 from ringreduce.log import LOGGER, TRACE
 from ringreduce.monitor.timeline import Timeline
-from ringreduce.negotiation import errors_for
 from ringreduce.negotiation.mailbox import Mailbox
 from ringreduce.negotiation.negotiator import Message
-from ringreduce.negotiation.neutral import neutral_submission
 from ringreduce.negotiation.process_set import ProcessSetState
 from ringreduce.negotiation.protocol import Announcement, Failure, Overdue, Ready, Response, Scheduled
 from ringreduce.settings import Settings
@@ -36,7 +32,6 @@ CHECK_S = 0.05  # how often a leader that has nothing else to do looks for what 
 OVERDUE_SHARE = 0.8
 """A cached tensor that has waited for this share of the time after which it is reported is negotiated by records, which
 name the ranks and lines that the report needs."""
-LAST_MESSAGES_S = 1.0  # how long a channel's operations may take that a rank had done before it left
 NAMED_IN_LOG = 8  # how many operations a log line names
 
 
@@ -49,20 +44,16 @@ class Negotiation:
         settings: Settings,
         mailbox: Mailbox,
         inbox: Inbox,
+        ending: Ending,
         timeline: Timeline,
-        gpu: Gpu,
-        sweep: Callable[[], object],
+        neutral: Callable[[Signature, int], Submission],
     ) -> None:
-        """sweep: called now and then."""
+        """neutral: makes the submission of a joined rank, of this signature to a process set."""
         self.states: dict[int, ProcessSetState] = {}  # of this rank's process sets, by number
-        self.channels: dict[int, Channel] = {}  # of those process sets, by number
         self.known_submissions = 0  # how many submissions were counted by their id
         self.joins = 0  # how often all ranks have joined; equal on all ranks between two operations
-        self.leaving = ""  # not empty: why this rank leaves
-        self.leaving_s = math.inf  # since when, for the stall watch
-        self.error: Exception | None = None  # why the engine has failed; it runs nothing any more
-        self._world, self._mailbox, self._inbox, self._timeline, self._gpu = world, mailbox, inbox, timeline, gpu
-        self._lock, self._sweep = inbox.lock, sweep
+        self._world, self._mailbox, self._inbox, self._ending = world, mailbox, inbox, ending
+        self._timeline, self._neutral, self._lock = timeline, neutral, inbox.lock
         self._newest = -1  # the newest process set
         limit_s = min(filter(None, (settings.stall_check_s, settings.stall_abort_s)), default=math.inf)
         self._overdue_s, self._next_check_s = OVERDUE_SHARE * limit_s, 0.0
@@ -80,23 +71,14 @@ class Negotiation:
             moved |= self._follow(state)
         if not moved and (now := time.monotonic()) >= self._next_check_s:
             self._next_check_s = now + CHECK_S
-            self._sweep()
             for state in self.states.values():
                 state.negotiator.check(now, self._overdue_s)
-            for channel in list(self.channels.values()):
-                with self._lock:
-                    overdue = channel.overdue(now)
-                if overdue:
-                    self.close(channel, overdue, -1)
-                state = self.states[channel.process_set]
-                if state.closed and channel.busy and now - channel.stuck().moved_s > LAST_MESSAGES_S:
-                    self.close(channel, state.closed, state.leaver)
         return moved
 
     def waits_for(self) -> WaitsFor:
         """Control messages, while anything is announced."""
         pending = [len(state.pending) for state in self.states.values() if state.pending]
-        waits = self.leaving or (pending and self._inbox.announced(sum(pending)))
+        waits = self._ending.leaving or (pending and self._inbox.announced(sum(pending)))
         return WaitsFor.CONTROL if waits else WaitsFor.NOTHING
 
     def added(self, number: int) -> None:
@@ -104,31 +86,12 @@ class Negotiation:
         self._newest = number
         for source, message in self._early.pop(number, []):
             self._receive(source, message)
-        if self.leaving and number in self.states:
+        if self._ending.leaving and number in self.states:
             self._leave(self.states[number])
 
     def followed(self) -> dict[int, int]:
         """By process set, how many entries of its schedule this rank has followed."""
         return {number: state.followed for number, state in self.states.items()}
-
-    def unfinished(self) -> list[Submission]:
-        """All pending and running submissions; with the lock held."""
-        found = [each for state in self.states.values() for each in state.pending.values()]
-        return found + [each for on in self.all() for each in list(on.running.values())]
-
-    def oldest_pending(self, state: ProcessSetState) -> Submission | None:
-        """The one that has waited longest; joins are not counted, which may wait for as long as the others train."""
-        with self._lock:  # the user's threads add to it
-            return next((each for key, each in state.pending.items() if key != "join.join"), None)
-
-    def oldest_running(self, on: Running) -> Submission | None:
-        """The one that has run longest."""
-        with self._lock:
-            return next(iter(on.running.values()), None)
-
-    def all(self) -> list[Running]:
-        """All process sets and channels of this rank."""
-        return [*self.states.values(), *self.channels.values()]
 
     # Announcements
 
@@ -169,7 +132,7 @@ class Negotiation:
             self._leave(state)
 
     def _leave(self, state: ProcessSetState) -> None:
-        state.negotiator.announce([], leave=self.leaving)
+        state.negotiator.announce([], leave=self._ending.leaving)
         state.left.add(self._world.rank)
 
     def _receive(self, source: int, message: Message) -> None:
@@ -186,7 +149,7 @@ class Negotiation:
     def _follow(self, state: ProcessSetState) -> bool:
         """Do what the schedule says; True when it says anything."""
         moved = False
-        while self.error is None and (entry := state.negotiator.next()) is not None:
+        while self._ending.error is None and (entry := state.negotiator.next()) is not None:
             moved = True
             state.followed += 1
             if isinstance(entry, Response):
@@ -212,7 +175,7 @@ class Negotiation:
         if response.all_joined >= 0:
             self._end_join(state, response.all_joined)
         if response.closed:
-            self.close(state, response.closed, response.leaver)
+            self._ending.close(state, response.closed, response.leaver)
 
     def _ready(self, state: ProcessSetState, signature: Signature) -> Submission:
         """This rank's submission, or the neutral elements of a joined rank."""
@@ -221,7 +184,7 @@ class Negotiation:
             if submission is None:
                 if not state.joined:
                     raise AssertionError(f"rank {self._world.rank} did not submit {signature.key!r}, but must run it")
-                submission = neutral_submission(signature, state.number, self._gpu)
+                submission = self._neutral(signature, state.number)
             submission.begin(state.running)
         return submission
 
@@ -249,31 +212,6 @@ class Negotiation:
             submission = state.pending.pop(failure.key, None)
         if submission is not None:
             submission.fail(getattr(errors, failure.kind)(failure.message))
-
-    def close(self, each: Running, closed: str, leaver: int) -> None:
-        """Close a process set, whose pending submissions fail, or a channel, where running ones fail too."""
-        with self._lock:
-            if not each.closed:
-                each.closed, each.leaver = closed, leaver
-            if isinstance(each, ProcessSetState):
-                pending, each.pending = each.pending, {}
-                lost = list(pending.values())
-            else:
-                lost = each.abandon()
-        for submission in lost:
-            submission.fail(errors_for.never_complete(each, submission, self._world, self.leaving))
-
-    def stop(self, error: Exception) -> None:
-        """The engine has failed: fail all pending and running submissions, and run nothing any more."""
-        with self._lock:
-            self.error = error
-            lost = [each for state in self.states.values() for each in state.pending.values()]
-            for state in self.states.values():
-                state.pending = {}
-            for each in self.all():
-                lost += each.abandon()
-        for submission in lost:
-            submission.fail(error)
 
 
 def _named(signatures: Sequence[Signature]) -> str:

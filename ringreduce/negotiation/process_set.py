@@ -32,6 +32,15 @@ class ProcessSetState(Running):
         kind, _, tensors, details, _ = signature  # half as long as `_replace`
         return Signature(kind, name, tensors, details, True), name
 
+    def close(self) -> list[Submission]:
+        """See `Running.close`: what was ready runs on."""
+        pending, self.pending = self.pending, {}
+        return list(pending.values())
+
+    def abandon(self) -> list[Submission]:
+        """See `Running.abandon`."""
+        return self.close() + super().abandon()
+
     @property
     def coordinator(self) -> Coordinator | None:
         """On the first member only."""

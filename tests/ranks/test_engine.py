@@ -135,11 +135,11 @@ def test_memory_and_tags_of_removed_sets_and_their_channels_are_used_again(hosts
                 for _ in range(3):
                     assert rr.allreduce(mine, op=rr.Sum, name="a", process_set=given).tolist() == sums
                     assert channel.allreduce(mine, op=rr.Sum).tolist() == sums
-                own = current().negotiation
-                on = own.states[given.process_set_id], own.channels[channel.process_set_id]
+                own = current()
+                on = own.states[given.process_set_id], own.channels.by_number[channel.process_set_id]
                 found += [each.executor.context.algorithms.region is not None for each in on]
             rr.remove_process_set(given)
-            assert not current().negotiation.channels
+            assert not current().channels.by_number
         return found
 
     sizes = {"fusion_buffer_bytes": 2 << 20, "fusion_slot_bytes": 256 << 10, "shared_slot_bytes": 64 << 10}

@@ -16,8 +16,8 @@ worlds = pytest.mark.parametrize("hosts", [None, [0, 1, 2], [0, 0, 1]], ids=["on
 
 
 def open_channel(members=None, name="group", operations=INTO_OUTPUTS):
-    process_sets = runtime.current("a test").engine.process_sets
-    number, opened = process_sets.open(range(rr.size()) if members is None else members, name, operations)
+    channels = runtime.current("a test").engine.channels
+    number, opened = channels.open(range(rr.size()) if members is None else members, name, operations)
     opened.wait()
     return number
 

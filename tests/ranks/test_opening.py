@@ -10,7 +10,7 @@ import ringreduce as rr
 from ringreduce import runtime
 from ringreduce.api.own_channel import OwnChannel
 from ringreduce.arrays.view import as_buffer
-from ringreduce.engine.process_sets import IN_ORDER
+from ringreduce.engine.channels import IN_ORDER
 from ringreduce.testing import run_ranks
 from tests.ranks import test_into_outputs as into_outputs
 from tests.ranks.on_threads import each_rank_of
@@ -42,12 +42,12 @@ def several_groups():
     for number in range(3):
         for members, channel in reversed(mine):
             found[f"{members} {number}"] = total(channel, 3 + 100_000 * (number == 2))[:3]
-    channels = runtime.current("a test").engine.negotiation.channels
+    channels = runtime.current("a test").engine.channels.by_number
     uses_memory = [channels[each].executor.context.algorithms.region is not None for _, each in mine]
     for _, channel in mine:
-        runtime.current("a test").engine.process_sets.shut(channel)
+        runtime.current("a test").engine.channels.shut(channel)
     again = open_channel(range(rr.size()))
-    return found, uses_memory, total(again), len(runtime.current("a test").engine.negotiation.channels)
+    return found, uses_memory, total(again), len(runtime.current("a test").engine.channels.by_number)
 
 
 def check_groups(results, one_host):
@@ -85,7 +85,7 @@ def test_a_group_that_is_shut_fails_what_is_pending_and_accepts_nothing():
     number = open_channel([0, 1])
     if rr.rank() == 0:
         handle = begin_sum(number, np.ones(100_000))
-        runtime.current("a test").engine.process_sets.shut(number)
+        runtime.current("a test").engine.channels.shut(number)
         with pytest.raises(rr.CollectiveError, match=r"allreduce 'group' \(.*\): its process group was destroyed"):
             handle.wait()
         with pytest.raises(rr.InputError, match=r"allreduce: there is no process set -\d+"):
@@ -104,7 +104,7 @@ def test_a_group_that_is_not_made_in_time_is_given_up_and_its_messages_meet_no_o
                 rr.CollectiveError, match=r"'again' of ranks \[0, 1\]: a group with rank 1 is being made, or"
             ):
                 OwnChannel([0, 1], "again", 10.0, "")
-            wait_until(lambda: not runtime.current("a test").engine.negotiation.channels)
+            wait_until(lambda: not runtime.current("a test").engine.channels.by_number)
             given_up.set()
         assert given_up.wait(10)
         return rr.rank() != 1 and total(open_channel([0, 2]))
@@ -119,10 +119,10 @@ def test_a_group_that_is_not_made_leaves_one_that_is_being_made_alone(peer):
     def program():
         if rr.rank() == 0:
             engine = runtime.current("a test").engine
-            number, opened = engine.process_sets.open([0, 1], "first", IN_ORDER)
+            number, opened = engine.channels.open([0, 1], "first", IN_ORDER)
             with pytest.raises(rr.CollectiveError, match=r"make one after the other|Timed out after"):
                 OwnChannel([0, peer], "second", 0.05 if peer == 2 else 10.0, "")
-            wait_until(lambda: list(engine.negotiation.channels) == [number])
+            wait_until(lambda: list(engine.channels.by_number) == [number])
             ended.set()
             opened.wait(10)
             return total(number)
@@ -142,10 +142,10 @@ def test_after_a_failure_of_the_engine_a_group_is_refused_with_its_error(when):
     def opened():
         with engine._polling.lock:
             if when == "before":
-                engine.negotiation.stop(lost)
-                return engine.process_sets.open([0, 1], "late", IN_ORDER)
-            _, handle = engine.process_sets.open([0, 1], "late", IN_ORDER)
-            engine.negotiation.stop(lost)
+                engine.ending.stop(lost, engine.process_sets.all())
+                return engine.channels.open([0, 1], "late", IN_ORDER)
+            _, handle = engine.channels.open([0, 1], "late", IN_ORDER)
+            engine.ending.stop(lost, engine.process_sets.all())
         return handle.wait(10)
 
     with pytest.raises(rr.PeerLostError, match="open 'late': rank 1 has left the job") as at:

@@ -112,4 +112,4 @@ def test_arrays_that_a_rank_has_no_more_are_unmapped():
         memory = Moved(mine(rr.rank()))
         reduce(channel, memory)
         assert memory.number > WISHED
-    assert len(runtime.current("a test").engine.negotiation.channels[channel]._shared._others) == 1
+    assert len(runtime.current("a test").engine.channels.by_number[channel]._shared._others) == 1

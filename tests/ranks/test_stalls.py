@@ -193,7 +193,7 @@ class Guarded(dict):
 def test_the_watch_looks_through_what_threads_add_to_with_the_lock_held(capsys, late):
     def program():
         engine, channel = runtime.current("a test").engine, rr.ordered()
-        for each in engine.negotiation.all():
+        for each in engine.process_sets.all():
             each.running = Guarded(engine.negotiation._lock)
         engine.states[0].pending = Guarded(engine.negotiation._lock)
         if rr.rank() == late:

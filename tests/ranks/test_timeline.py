@@ -229,7 +229,7 @@ def test_nobody_waits_for_an_engine_that_has_failed(tmp_path, words, fresh_log, 
     if "fail" in words:
         transport.send_control = fails
     transport.recv_control = fails
-    wait_until(lambda: engine.negotiation.error)  # while nobody waits
+    wait_until(lambda: engine.ending.error)  # while nobody waits
     with pytest.raises(
         rr.CollectiveError, match=r"rank 0 of 2 failed inside an operation: OSError: .*No space left"
     ) as at:
@@ -244,7 +244,7 @@ def test_nobody_waits_for_an_engine_that_has_failed(tmp_path, words, fresh_log, 
         rr.CollectiveError, match="start_timeline: rank 0 of 2 failed inside an operation: OSError"
     ) as at:
         engine.timeline.start(str(tmp_path / "t.json"), mark_cycles=False)
-    assert at.value.__cause__ is engine.negotiation.error
+    assert at.value.__cause__ is engine.ending.error
     engine.timeline.stop()
     assert engine.leave("the test ended") is False
 

@@ -37,9 +37,9 @@ execution.executor, execution.opening <
 execution.send_receive, execution.shared_arrays, execution.in_slot < execution.channel < execution.lane <
 engine.inbox, negotiation.protocol, negotiation.cache <
 negotiation.coordinator, negotiation.leader, negotiation.neutral, negotiation.mailbox, negotiation.short <
-negotiation.negotiator < negotiation.process_set < negotiation.errors_for < negotiation.negotiation <
-monitor.side_job < monitor.recording, monitor.stalls <
-engine.process_sets, engine.submitting, engine.timeline_control, engine.activity < engine.leaving, engine.polling <
+negotiation.negotiator < negotiation.process_set < negotiation.errors_for < engine.ending < negotiation.negotiation <
+monitor.side_job < monitor.recording, monitor.stalls < engine.channels < engine.process_sets <
+engine.submitting, engine.timeline_control, engine.activity, engine.leaving, engine.polling <
 engine.engine < startup.shared_memory < runtime <
 recovery.membership, recovery.death_notice, recovery.daemon < recovery.rendezvous < recovery.elastic_runtime <
 lifecycle < api.submit, api.world, api.info, sampler < api.process_sets, api.arguments <

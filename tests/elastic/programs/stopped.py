@@ -13,7 +13,7 @@ is_early = "early" in sys.argv
 
 
 def stop():
-    while not is_early and not engine.negotiation.leaving:
+    while not is_early and not engine.ending.leaving:
         time.sleep(0.01)
     time.sleep(0.3)
     open("stopping", "w").close()

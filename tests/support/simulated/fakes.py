@@ -76,13 +76,13 @@ class Engine:
 
     def __init__(self, world: World, *_: Any) -> None:
         self.world, self._rank = world, CURRENT.rank
-        self.negotiation = SimpleNamespace(error=None)
+        self.ending = SimpleNamespace(error=None)
         self.gpu = SimpleNamespace(queued=tuple, close=lambda: None, free=lambda **_: None, default_index=0)
         self.process_sets = SimpleNamespace(numbered=list)
         self.activity = SimpleNamespace(waiting_for=str)
 
     def give_up(self, error: Exception) -> None:
-        self.negotiation.error = self.negotiation.error or error
+        self.ending.error = self.ending.error or error
         self._rank.notify()
 
     def join(self) -> None:
@@ -96,18 +96,18 @@ class Engine:
         return self._rank.exchange(self.world, name, value, self._check)
 
     def _check(self) -> None:
-        if self.negotiation.error:
-            raise self.negotiation.error
+        if self.ending.error:
+            raise self.ending.error
 
     def leave(self, why: str, interrupted: Callable[[], bool] = lambda: False) -> bool:
         rank, others = self._rank, set(self.world.origins) - {self._rank.number}
         for each in sorted(others):
             rank.send(each, rank.job.ranks[each].collect, "left", rank.number, True)
-        while not (others <= rank.left.keys() or self.negotiation.error):
+        while not (others <= rank.left.keys() or self.ending.error):
             if interrupted():
                 return False
             rank.wait(0.5)
-        return self.negotiation.error is None
+        return self.ending.error is None
 
 
 class State(elastic.State):
