@@ -12,10 +12,8 @@ from typing import Any
 
 from ringreduce.arrays.buffer import Buffer
 from ringreduce.arrays.dtypes import ElementType
-from ringreduce.arrays.gpu_buffer import GpuBuffer
 from ringreduce.errors import StalledError
 from ringreduce.execution.signature import Signature
-from ringreduce.gpu.runtime import Event
 from ringreduce.ops import ReduceOp, Reduction
 
 _MAKING_GATES = threading.Lock()
@@ -90,14 +88,14 @@ def _copied(error: Exception) -> Exception:
 class Submission(Handle):
     """What the engine knows of it; that of a group has many tensors. One is made for each tensor of each step."""
 
-    ready: Sequence[Event] = ()  # of the caller's streams, after which inputs on a GPU may be read
+    ready: Sequence[Any] = ()  # events of the caller's streams, after which inputs on a GPU may be read; see Gpu.begin
     missing_pieces = 1  # the planning itself
     divisor = 1  # of an Average: the set's size, or the number of its live ranks
     partial = b""  # the sum of all ranks' elements, where it came with the schedule
     deadline_s = math.inf  # when it must be over; for operations of channels only
-    retire: Callable[[Sequence[Buffer]], Event] | None = None
-    """Keeps GPU memory alive until the GPU reaches the returned event; see Gpu.retire."""
-    outputs_ready: Event | None = None  # after which outputs on a GPU hold the results
+    retire: Callable[[Submission], Callable[[], object]] | None = None
+    """Of arrays on a GPU: called at the end; returns what the thread that waits calls before it uses the outputs."""
+    _follow: Callable[[], object] = staticmethod(_nothing)
     in_flight: dict[str, Submission] = {}  # noqa: RUF012 - `begin` replaces it
     """The running submissions of its process set; it is removed before its waiter may submit the name again."""
 
@@ -142,15 +140,12 @@ class Submission(Handle):
     def complete(self) -> None:
         """End it: the outputs hold the results, or will when the GPU has done the engine's work."""
         if self.retire is not None:
-            self.outputs_ready = self.retire([*self.inputs, *self.outputs])
+            self._follow = self.retire(self)
         self._end()
 
     def _result(self) -> Any:
-        """As in Handle; the caller's later work on the GPU comes after `outputs_ready`."""
-        if self.outputs_ready is not None:
-            followers = {each.current_stream: each for each in self.outputs if isinstance(each, GpuBuffer)}
-            for each in followers.values():  # one of each library
-                each.follow(self.outputs_ready)
+        """As in Handle; the caller's later work on the GPU comes after the engine's."""
+        self._follow()
         return self.finish(self)
 
     def fail(self, error: Exception) -> None:

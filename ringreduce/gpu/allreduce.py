@@ -164,9 +164,7 @@ class GpuReduction(GpuBatch):
     def _leave_the_engines_stream(self, stream: Stream) -> None:
         """Make another stream wait for the inputs, and the owners for it, without the engine's stream."""
         for owner in dict.fromkeys(self.batch.owners):
-            for event in owner.ready:
-                stream.wait(event)
-            owner.retire = functools.partial(self.gpu.retire, stream=stream)
+            self.gpu.begin(owner, stream)
 
     def _ipc(self) -> Steps[None]:
         """See gpu/ipc_allreduce.py."""

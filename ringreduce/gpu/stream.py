@@ -65,11 +65,16 @@ class Gpu:
         """The kernels of this GPU."""
         return Kernels(self.stream.device)
 
-    def begin(self, submission: Submission) -> None:
-        """Make the stream wait for what the caller has queued for a submission's arrays."""
+    def begin(self, submission: Submission, stream: Stream | None = None) -> None:
+        """Make the engine's or another stream wait for the caller's, and the caller's for it when all is queued."""
         for event in submission.ready:
-            self.stream.wait(event)
-        submission.retire = self.retire
+            (stream or self.stream).wait(event)
+
+        def retire(submission: Submission) -> Callable[[], None]:
+            done = self.retire([*submission.inputs, *submission.outputs], stream)
+            return functools.partial(_follow, submission.outputs, done)
+
+        submission.retire = retire
 
     def empty(self, like: Buffer, shape: tuple[int, ...]) -> Buffer:
         """See `Buffer.empty`; the stream may write to it."""
@@ -129,3 +134,10 @@ class Gpu:
         """Free our memory on the GPU.  of_lost_world: see GpuPaths.free."""
         for each in self.paths:
             each.free(of_lost_world)
+
+
+def _follow(outputs: Sequence[Buffer], done: Event) -> None:
+    """Make what the calling thread queues from now on wait for an event."""
+    followers = {each.current_stream: each for each in outputs if isinstance(each, GpuBuffer)}
+    for each in followers.values():  # one of each library
+        each.follow(done)
