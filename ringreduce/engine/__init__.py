@@ -6,10 +6,24 @@ engine            the thread, one per process: polls its services
 polling           who polls: the engine's thread, or for a moment a caller's that waits
 submitting        how the user's threads submit operations
 inbox             hands submissions to the engine's thread; batching and sleep
-process_sets      adds and removes process sets, and runs their operations
-leaving           how an engine ends
+process_sets      adds and removes process sets, and runs their operations and the channels'
+channels          opens, closes and watches channels, in which nothing is negotiated
+ending            why an engine leaves or has failed; what ends with it
+leaving           when an engine that leaves may end
 activity          what this rank does and waits for, in words
 timeline_control  starting and stopping the timeline
 
 Which operations are ready is decided in negotiation/; they are run in execution/.
+
+Threads and locks. Each takes those of its row from left to right, and waits for none while it holds one further right:
+
+    thread                   Inbox.driving   Polling.lock   Inbox.lock   and does
+    ───────────────────────────────────────────────────────────────────────────────────────────────────────────────────
+    a user's that submits                                     briefly    Inbox.put, Channel.enqueue
+    a user's that waits          held           held          briefly    polls for a moment; the engine's thread sleeps
+    a user's in a lane                          held                     one short operation of an idle channel
+    the engine's                                held          briefly    polls: callbacks, negotiation, operations
+    any, for a report                                         briefly    looks: activity, sets, the launcher's questions
+
+Who may touch what is one rule: see `Polling`.
 """

@@ -31,10 +31,7 @@ LAST_MESSAGES_S = 1.0  # how long a channel's operations may take that a rank ha
 
 
 class Channels:
-    """Their numbers are negative: -1, -2, ... of those that all ranks open, from FIRST_OWN down of others.
-
-    Only whoever polls changes `by_number` and `members`; see the package.
-    """
+    """Their numbers are negative: -1, -2, ... of those that all ranks open, from FIRST_OWN down of others."""
 
     def __init__(
         self,

@@ -9,7 +9,7 @@ from ringreduce.negotiation.protocol import ShutdownAck
 
 
 class Leaving:
-    """Used only by the thread that polls (engine/polling.py)."""
+    """One engine's."""
 
     def __init__(self, mailbox: Mailbox, ending: Ending, process_sets: ProcessSets) -> None:
         self._mailbox, self._ending, self._process_sets = mailbox, ending, process_sets

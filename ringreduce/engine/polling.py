@@ -1,14 +1,4 @@
-"""Polls the services of an engine: in its own thread, or for a moment in a caller's that waits for a result.
-
-    thread                          holds           and then may
-    ────────────────────────────────────────────────────────────────────────────────────────────────────────────
-    any of the user's               Inbox.lock      submit: `Inbox.put`, `Channel.enqueue`; look at what is shared
-    the engine's, or the one that   Polling.lock    poll: run callbacks and operations, send and receive, complete.
-    drives                                          What user's threads share it changes with Inbox.lock, too
-    a user's that drives            Inbox.driving   poll instead of the engine's thread, which sleeps meanwhile
-
-They are taken from the last row to the first, never the other way round.
-"""
+"""Polls the services of an engine: in its own thread, or for a moment in a caller's that waits for a result."""
 
 from __future__ import annotations
 
@@ -38,7 +28,13 @@ class Service(Protocol):
 
 
 class Polling:
-    """Only the thread that holds `lock` polls."""
+    """Only the thread that holds `lock` polls.
+
+    It alone touches what it polls: negotiation, operations, messages, the stall watch, the timeline, the GPU. Where no
+    docstring of these says that any thread may call something, only the holder of this lock may. What the user's
+    threads share with it (submissions, process sets, channels, why the engine ends) it changes with the inbox's lock
+    held, too.
+    """
 
     def __init__(
         self,

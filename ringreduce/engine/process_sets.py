@@ -26,7 +26,7 @@ from ringreduce.world import World
 
 
 class ProcessSets:
-    """Used by the thread that polls (engine/polling.py), but for `sets` and `numbered`."""
+    """One engine's; any thread may ask for `sets` and `numbered`."""
 
     def __init__(
         self,

@@ -26,7 +26,7 @@ from ringreduce.transport.waiting import WaitsFor
 
 
 class Gpu:
-    """One rank's GPU. It costs nothing until the first GPU array; then the engine's thread uses it."""
+    """One rank's GPU. It costs nothing until the first GPU array; from then on only the engine's own thread polls."""
 
     def __init__(self, rank: int) -> None:
         self.rank = rank

@@ -19,7 +19,7 @@ SEND_S = 20e-3  # interval between sends: with rank 0's polling interval, events
 
 
 class Recording:
-    """One rank's part of the recording; used only by the thread that polls (engine/polling.py)."""
+    """One rank's part of the recording."""
 
     def __init__(
         self,

@@ -52,7 +52,7 @@ class Inquiry(NamedTuple):
 
 
 class StallWatch:
-    """One engine's; used only by the thread that polls (engine/polling.py)."""
+    """One engine's."""
 
     def __init__(
         self,

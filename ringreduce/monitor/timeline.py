@@ -41,7 +41,7 @@ def now_us() -> float:
 
 
 class Timeline:
-    """One rank's recorder; records nothing until started. Used only by the thread that polls."""
+    """One rank's recorder; records nothing until started."""
 
     def __init__(self) -> None:
         self.recording = False

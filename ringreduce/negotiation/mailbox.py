@@ -13,7 +13,7 @@ Handler = Callable[[int, Any], object]
 
 
 class Mailbox:
-    """One engine's; used only by the thread that polls (engine/polling.py)."""
+    """One engine's."""
 
     def __init__(self, transport: EngineTransport) -> None:
         self.rank, self.size = transport.rank, transport.size

@@ -36,7 +36,7 @@ NAMED_IN_LOG = 8  # how many operations a log line names
 
 
 class Negotiation:
-    """One engine's; used only by the thread that polls (engine/polling.py)."""
+    """One engine's."""
 
     def __init__(
         self,

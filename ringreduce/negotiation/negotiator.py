@@ -43,7 +43,7 @@ class Group:
 
 
 class Negotiator:
-    """See above; used by one thread at a time."""
+    """See above."""
 
     def __init__(
         self,

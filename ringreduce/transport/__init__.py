@@ -6,6 +6,7 @@ in_flight  the owner of the memory that MPI may still read or write
 counters   what a host's ranks have submitted, and what runs next, in memory that they share
 subset     some ranks of a transport as a transport of their own
 waiting    how a thread waits for other ranks
+futex      how it sleeps meanwhile
 window     memory and flags that the ranks of one host share
 blocks     makes that memory: a block of each rank
 threads    ranks as threads of one process, for tests

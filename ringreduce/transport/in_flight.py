@@ -14,8 +14,6 @@ message keeps that memory alive, and this module the message; nothing else needs
 
 So after `abandon` no late message reaches an array, but for one that was arriving already. What is left behind outlives
 its engine and its world: the process keeps it, to its end if need be, since MPI_Finalize may still read it.
-
-Only the thread that polls the engine (engine/polling.py) calls this.
 """
 
 from __future__ import annotations
