@@ -82,7 +82,7 @@ class Inbox:
         self._submissions.append(submission)
         if not self._defers:
             for each in submission.inputs:
-                self._nbytes += each.flat.nbytes
+                self._nbytes += each.nbytes
         if submission.waits:
             self._urgent = True
 
