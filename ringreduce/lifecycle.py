@@ -21,6 +21,7 @@ from ringreduce.errors import InputError, MismatchError, StalledError
 from ringreduce.execution.algorithms import fitted, usable_algorithms
 from ringreduce.execution.signature import Signature, SubmissionRecord, calling_line, mismatch_message
 from ringreduce.gpu import device_selection
+from ringreduce.kernels import native
 from ringreduce.monitor import excepthook, launcher_link
 from ringreduce.mpi import finalize_mpi, mpi_library
 from ringreduce.negotiation.negotiation import GLOBAL
@@ -103,6 +104,7 @@ def _summary(made: Runtime) -> str:
         f"ringreduce {__version__}: {world.size} ranks on {hosts} host{'' if hosts == 1 else 's'}",
         " with thread level ".join(mpi_library()),
         "no shared memory" if window is None else f"{len(window.blocks[0])} B of shared memory a rank",
+        "sums by " + ("NumPy, for want of a compiler" if native.module is None else "the compiled module"),
         f"allreduce by {engine.states[GLOBAL].algorithms.text()}",
         f"costs {engine.host.constants}",
     ]

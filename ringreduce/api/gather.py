@@ -34,9 +34,14 @@ def allgather(tensor: Array, name: str | None = None, process_set: ProcessSet = 
     return grouped_allgather([tensor], name, process_set)[0]
 
 
-def allgather_async(tensor: Any, name: str | None = None, process_set: ProcessSet = global_process_set) -> Handle:
-    """Begin an `allgather`; `synchronize(handle)` returns its result."""
-    return _allgather([tensor], name, process_set, lambda results: results[0], waits=False)
+def allgather_async(
+    tensor: Any, name: str | None = None, process_set: ProcessSet = global_process_set, *, waits: bool = False
+) -> Handle:
+    """Begin an `allgather`; `synchronize(handle)` returns its result.
+
+    waits: the caller does so at once.
+    """
+    return _allgather([tensor], name, process_set, lambda results: results[0], waits)
 
 
 def grouped_allgather(

@@ -26,6 +26,7 @@ from ringreduce.ops import Adasum, Average, ReduceOp
 from ringreduce.world import World
 
 __all__ = ["Ordered", "ordered"]
+MAKE_NEW = "allreduce", "reducescatter", "allgather"  # of what is done at once; others write into the array given
 
 
 def _of(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -38,22 +39,24 @@ def _of(function: Callable[..., Any]) -> Callable[..., Any]:
     return method
 
 
-def _at_once(function: Callable[..., Any], begin: Callable[..., Handle], in_place: bool = True) -> Callable[..., Any]:
+def _at_once(function: Callable[..., Any], begin: Callable[..., Handle]) -> Callable[..., Any]:
     """The function, of this channel: by the lane, if a call like this one went the usual way before."""
+
+    makes_new, begin = function.__name__ in MAKE_NEW, functools.partial(begin, waits=True)
 
     @functools.wraps(function)
     def method(self: Ordered, *args: Any, **kwargs: Any) -> Any:
         lane, tensor = self._lane, cast("Any", args[0] if args else None)
         array = _host_array(tensor)
         is_unusual = "tensor" in kwargs or (array is None) != (tensor is None)
-        if not in_place:
-            is_unusual = is_unusual or len(args) > 1 or "compression" in kwargs or array.ndim == 0
+        if makes_new:
+            is_unusual = is_unusual or array is None or array.ndim == 0 or len(args) > 1 or "compression" in kwargs
         if lane is None or is_unusual or runtime.current("ordered").world is not self.world:
             return function(*args, **kwargs, process_set=self)
         key = begin, *args[1:], *kwargs.items(), array is not None and (array.dtype, array.shape)
         result, target = tensor, array
-        if not in_place and lane.knows(key):
-            result = np.empty(array.shape, array.dtype) if array is tensor else tensor.new_empty(tensor.shape)
+        if makes_new and (shape := lane.shape(key)) is not None:
+            result = np.empty(shape, array.dtype) if array is tensor else tensor.new_empty(shape)
             target = _host_array(result)
         if lane.run(key, array, target):
             return result
@@ -84,19 +87,19 @@ class Ordered(ProcessSet):
     world: World | None = None
     """In which it was made."""
 
-    allreduce = _at_once(
-        reductions.allreduce, functools.partial(reductions.allreduce_async, waits=True), in_place=False
-    )
-    allreduce_ = _at_once(reductions.allreduce_, functools.partial(reductions.allreduce_async_, waits=True))
+    allreduce = _at_once(reductions.allreduce, reductions.allreduce_async)
+    allreduce_ = _at_once(reductions.allreduce_, reductions.allreduce_async_)
     allreduce_async, allreduce_async_ = _of(reductions.allreduce_async), _of(reductions.allreduce_async_)
-    reducescatter, reducescatter_async = _of(reductions.reducescatter), _of(reductions.reducescatter_async)
-    allgather, allgather_async = _of(gathers.allgather), _of(gathers.allgather_async)
+    reducescatter = _at_once(reductions.reducescatter, reductions.reducescatter_async)
+    reducescatter_async = _of(reductions.reducescatter_async)
+    allgather = _at_once(gathers.allgather, gathers.allgather_async)
+    allgather_async = _of(gathers.allgather_async)
     alltoall, alltoall_async = _of(gathers.alltoall), _of(gathers.alltoall_async)
     broadcast = _of(broadcasts.broadcast)
-    broadcast_ = _at_once(broadcasts.broadcast_, functools.partial(broadcasts.broadcast_async_, waits=True))
+    broadcast_ = _at_once(broadcasts.broadcast_, broadcasts.broadcast_async_)
     broadcast_async, broadcast_async_ = _of(broadcasts.broadcast_async), _of(broadcasts.broadcast_async_)
     broadcast_object, allgather_object = _of(objects.broadcast_object), _of(objects.allgather_object)
-    barrier = _at_once(control.barrier, functools.partial(control.barrier_async, waits=True))
+    barrier = _at_once(control.barrier, control.barrier_async)
     barrier_async = _of(control.barrier_async)
     _lane: Lane | None = None
 

@@ -210,10 +210,15 @@ def reducescatter_async(
     process_set: ProcessSet = global_process_set,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
+    *,
+    waits: bool = False,
 ) -> Handle:
-    """Begin a `reducescatter`; `synchronize(handle)` returns its result."""
+    """Begin a `reducescatter`; `synchronize(handle)` returns its result.
+
+    waits: the caller does so at once.
+    """
     reduction = arguments_of("reducescatter", None, op, prescale_factor, postscale_factor)
-    return submit([tensor], name, None, reduction, process_set, only)
+    return submit([tensor], name, None, reduction, process_set, only, waits=waits)
 
 
 def grouped_reducescatter(

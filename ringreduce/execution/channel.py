@@ -137,16 +137,21 @@ class Channel(Running):
         fits = None if self.signatures is None else in_slot(submission, self._context)
         if fits is not None and self.signed is None:  # else the lane has packed it
             fits.pack([each.flat for each in submission.inputs])
-        words = yield from self._compare(submission)
+        own = getattr(submission.payload, "number", 0) if fits is None else fits.word
+        words = yield from self._compare(submission, own)
         if words is None:
             yield from self._mismatch(submission)
             return
         self._context.timeline.agreed(submission)
-        if fits is not None and not any(words):
+        if fits is not None and all(each == own for each in words):
             with self._context.timeline.phase([submission], submission.signature.kind.upper()):
+                if fits.rows is not None:
+                    operations.make_outputs(submission, [fits.rows], self._context)
                 yield from fits.finish([each.flat for each in submission.outputs])
             submission.complete()
             return
+        if submission.signature.kind == "allgather":  # whose words are no arrays' numbers
+            words = [0]
         if set(words) == {WISHED}:
             exchange = functools.partial(everyones, transport=self._context.transport)
             words = [(yield from self._shared.share(submission, len(self._context.members), exchange))]
@@ -159,7 +164,7 @@ class Channel(Running):
                 yield from shared_in_place.allreduce(arrays, region, reduction)
             submission.complete()
 
-    def _compare(self, submission: Submission) -> Steps[list[int] | None]:
+    def _compare(self, submission: Submission, word: int) -> Steps[list[int] | None]:
         """None when ranks have called different operations; else their words (shared_arrays.py). On all ranks alike."""
         mine, signatures = hash_of(submission.signature), self.signatures
         if signatures is None:
@@ -169,7 +174,7 @@ class Channel(Running):
             return None if found is None else [0]
         number, self.signed = self.signed, None
         if number is None:
-            number = signatures.sign(mine, getattr(submission.payload, "number", 0))
+            number = signatures.sign(mine, word)
         if not signatures.arrived(0, number):
             yield signatures.arrival(0, number)
         return signatures.beside(number) if all(each == mine for each in signatures.read(number)) else None

@@ -40,6 +40,8 @@ class InSlot(NamedTuple):
     region: Region
     where: int = 0  # the root, or the own part's first element
     reduction: Reduction | None = None
+    rows: int | None = None  # of the output, which is made then
+    word: int = 0  # signed beside the hash; it is in one slot only where all ranks sign the same
 
     def pack(self, sources: Sequence[Any]) -> None:
         """Copy sources of one type, one after the other, into this rank's next slot."""
@@ -72,7 +74,8 @@ class InSlot(NamedTuple):
         elif self.gets is Gets.OF_ROOT:
             target[...] = slots[self.where]
         else:
-            for each, into in zip(slots, targets, strict=True):
+            parts = targets if len(targets) == region.size else np.split(target, region.size)
+            for each, into in zip(self._slots(target.dtype, 0, parts[0].size), parts, strict=True):
                 into[...] = each
         region.sequence += 1
 
@@ -83,7 +86,7 @@ class InSlot(NamedTuple):
             numbers = self.reduction.compiled
         if numbers is None or not self.region.can_be_compiled:
             return None
-        return self.region.compiled.exchange(signatures.compiled, signature, self.gets, *numbers, self.where)
+        return self.region.compiled.exchange(signatures.compiled, signature, self.word, self.gets, *numbers, self.where)
 
     def _slots(self, dtype: np.dtype[Any], low: int, high: int) -> list[Any]:
         return [each[low:high] for each in self.region.slots(self.region.sequence, dtype)]
@@ -106,9 +109,15 @@ def in_slot(submission: Submission, context: Context) -> InSlot | None:
         return InSlot(Gets.OF_ROOT, region, context.members.index(root)) if root in context.members else None
     if kind == "all_gather":
         return InSlot(Gets.GATHERED, region)
-    if kind != "reduce_scatter" and not is_by_elements(submission):
+    if kind == "allgather":  # rows may differ by rank
+        rows = inputs[0].shape[0]
+        return InSlot(Gets.GATHERED, region, rows=region.size * rows, word=1 + rows)
+    if kind not in ("reduce_scatter", "reducescatter") and not is_by_elements(submission):
         return None
     reduction = submission.reduction(inputs[0].element)
+    if kind == "reducescatter":
+        low, high = chunk_bounds(inputs[0].shape[0], region.size)[region.rank :][:2]
+        return InSlot(Gets.OWN_PART, region, low * (inputs[0].count // inputs[0].shape[0]), reduction, high - low)
     if kind == "reduce_scatter":
         is_equal = len({each.count for each in inputs}) == len({each.element for each in inputs}) == 1
         return InSlot(Gets.OWN_PART, region, region.rank * inputs[0].count, reduction) if is_equal else None

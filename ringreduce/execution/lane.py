@@ -27,8 +27,8 @@ class Lane:
 
     def __init__(self, channel: Channel, polling: threading.Lock, on_error: Callable[[BaseException], object]) -> None:
         self._channel, self._polling, self._on_error = channel, polling, on_error
-        self._known: dict[Hashable, tuple[Any, Signatures, Region, int]] = {}
-        """What the compiled module runs; how many slots it uses."""
+        self._known: dict[Hashable, tuple[Any, Signatures, Region, int, tuple[int, ...]]] = {}
+        """What the compiled module runs; how many slots it uses; the shape of its result."""
 
     def learn(self, key: Hashable, submission: Any) -> None:
         """Operations of this key are as this one, which is over."""
@@ -38,11 +38,13 @@ class Lane:
         fits = in_slot(submission, self._channel.executor.context)
         exchange = None if fits is None else fits.compiled(signatures, hash_of(submission.signature))
         if fits is not None and exchange is not None:
-            self._known[key] = exchange.run, signatures, fits.region, fits.gets is not Gets.NOTHING
+            shape = submission.outputs[0].shape if submission.outputs else ()
+            self._known[key] = exchange.run, signatures, fits.region, fits.gets is not Gets.NOTHING, shape
 
-    def knows(self, key: Hashable) -> bool:
-        """True when an operation of this key was learned."""
-        return key in self._known
+    def shape(self, key: Hashable) -> tuple[int, ...] | None:
+        """Of the result, of an operation that was learned; else None."""
+        found = self._known.get(key)
+        return None if found is None else found[-1]
 
     def run(self, key: Hashable, source: Any, target: Any) -> bool:
         """Run it; True when it is done; else it must be submitted."""
@@ -57,7 +59,7 @@ class Lane:
             executor = channel.executor
             if executor.busy or channel.closed or channel.signed is not None or executor.context.timeline.recording:
                 return False
-            run, signatures, region, slots = found
+            run, signatures, region, slots, _ = found
             number = signatures.sequence
             state = run(source, target, number, region.sequence, PATIENCE_US)
             signatures.sequence = number + 1

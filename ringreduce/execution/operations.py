@@ -117,7 +117,7 @@ def _allgather(submissions: Sequence[Submission], context: Context) -> Steps[Non
         mine = np.array([tensor.shape[0] for tensor in submission.inputs], np.int64)
         submission.payload = everyones = yield from halves.integers_of_all(mine, context)
         rows = everyones.T.tolist()
-        _make_outputs(submission, [sum(each) for each in rows], context)
+        make_outputs(submission, [sum(each) for each in rows], context)
         yield from halves.on_host(submission, "ALLGATHER", partial(move, bounds=_bounds(submission, rows)), context)
 
 
@@ -133,7 +133,7 @@ def alltoall(submissions: Sequence[Submission], context: Context) -> Steps[None]
     for submission in submissions:
         everyones = yield from halves.integers_of_all(np.asarray(submission.payload, np.int64), context)
         sent, received = submission.payload, everyones[:, context.transport.rank].tolist()
-        _make_outputs(submission, [sum(received)], context)
+        make_outputs(submission, [sum(received)], context)
         both = {"sent": _bounds(submission, [sent]), "received": _bounds(submission, [received])}
         submission.payload = received
         yield from halves.on_host(submission, "ALLTOALL", partial(move, **both), context)
@@ -149,13 +149,13 @@ def _reducescatter(submissions: Sequence[Submission], context: Context) -> Steps
     for submission in submissions:
         ends = [chunk_bounds(tensor.shape[0], size) for tensor in submission.inputs]
         rows = [[high - low for low, high in itertools.pairwise(each)] for each in ends]
-        _make_outputs(submission, [each[rank] for each in rows], context)
+        make_outputs(submission, [each[rank] for each in rows], context)
         reductions = [submission.reduction(each.element) for each in submission.inputs]
         own = partial(move, bounds=_bounds(submission, rows), of=reductions)
         yield from halves.on_host(submission, "REDUCESCATTER", own, context)
 
 
-def _make_outputs(submission: Submission, rows: Sequence[int], context: Context) -> None:
+def make_outputs(submission: Submission, rows: Sequence[int], context: Context) -> None:
     """As the inputs, but of so many rows each."""
     both = zip(submission.inputs, rows, strict=True)
     submission.outputs = [context.empty(tensor, (own, *tensor.shape[1:])) for tensor, own in both]

@@ -455,7 +455,7 @@ enum { DONE, DIFFERENT, LATE, SUMS_LATE };
 typedef struct {
     PyObject_HEAD
     Region *region, *signatures; /* of the latter the flags' lines: two hashes and two words behind each flag */
-    long long hash;
+    long long hash, word; /* which is published beside it */
     int what, root;
     Py_ssize_t low, itemsize; /* the own part's first element */
     Kernel kernel;
@@ -469,22 +469,22 @@ static void exchange_dealloc(Exchange *e) {
     freed((PyObject *)e);
 }
 
-/* Region.exchange(signatures, hash, what, type, op, prescale, divisor, postscale, where) -> Exchange;
+/* Region.exchange(signatures, hash, word, what, type, op, prescale, divisor, postscale, where) -> Exchange;
  * where: the root, or the own part's first element */
 static PyObject *region_exchange(Region *r, PyObject *args) {
     PyObject *signatures;
-    long long hash;
+    long long hash, word;
     int what, type, op;
     Py_ssize_t where;
     Factors f;
-    if (!PyArg_ParseTuple(args, "O!Liiidddn", Py_TYPE((PyObject *)r), &signatures, &hash, &what, &type, &op, &f.prescale, &f.divisor,
-                          &f.postscale, &where) || !kernel_of(type, op))
+    if (!PyArg_ParseTuple(args, "O!LLiiidddn", Py_TYPE((PyObject *)r), &signatures, &hash, &word, &what, &type, &op,
+                          &f.prescale, &f.divisor, &f.postscale, &where) || !kernel_of(type, op))
         return NULL;
     if (what == OF_ROOT && (where < 0 || where >= r->size)) return PyErr_Format(PyExc_ValueError, "root %zd", where);
     Exchange *e = PyObject_New(Exchange, exchange_type);
     if (e == NULL) return NULL;
     Py_INCREF((PyObject *)r), Py_INCREF(signatures);
-    e->region = r, e->signatures = (Region *)signatures, e->hash = hash, e->what = what, e->root = e->low = where;
+    e->region = r, e->signatures = (Region *)signatures, e->hash = hash, e->word = word, e->what = what, e->root = e->low = where;
     e->itemsize = TYPES[type].itemsize, e->kernel = TYPES[type].kernels[op], e->factors = f;
     return (PyObject *)e;
 }
@@ -502,11 +502,11 @@ static int exchanged(Exchange *e, char *source, Py_ssize_t packed, char *target,
     size_t offset = sequence % r->slots * r->slot_bytes, size = e->itemsize;
     int64_t *line = s->flags[s->rank];
     if (e->what != OF_ROOT || r->rank == e->root) copy(r->memory[r->rank] + offset, source, packed);
-    line[1 + number % 2] = e->hash, line[3 + number % 2] = 0;
+    line[1 + number % 2] = e->hash, line[3 + number % 2] = e->word;
     publish(s, PACKED, number);
     if (!arrived(s, PACKED, number, patience_us)) return LATE;
     for (int k = 0; k < s->size; k++)
-        if (s->flags[k][1 + number % 2] != e->hash || s->flags[k][3 + number % 2] != 0) return DIFFERENT;
+        if (s->flags[k][1 + number % 2] != e->hash || s->flags[k][3 + number % 2] != e->word) return DIFFERENT;
     if (e->what == REDUCED || e->what == OWN_PART) {
         Py_ssize_t low = e->what == REDUCED ? 0 : e->low;
         combine(e, offset, low, low + length / size, target, NULL);

@@ -40,16 +40,25 @@ def element(rank, number, count):
 def plan(seed, size):
     """Operations of all kinds: what, how many elements, op or root; "under way" is one while others come."""
     draw = random.Random(seed)
-    kinds = ["allreduce", "allreduce", "new", "new", "broadcast", "barrier", "under way"]
+    kinds = ["allreduce", "allreduce", "new", "new", "gather", "scatter", "broadcast", "barrier", "under way"]
     for number in range(200):
         kind = draw.choice(kinds)
         chosen = draw.randrange(size) if kind == "broadcast" else draw.choice([rr.Sum, rr.Max, rr.Average])
         yield number, kind, 50_000 if kind == "under way" else draw.choice([1, 2, 999, 4096, 30_001]), chosen
 
 
-def reference(arrays, kind, chosen):
+def rows(count, number, rank):
+    """Of an allgather; each fifth time they differ by rank."""
+    return max(count - rank, 0) if number % 5 == 0 else count
+
+
+def reference(arrays, number, kind, chosen, rank):
     if kind == "broadcast":
         return arrays[chosen]
+    if kind == "gather":
+        return np.concatenate([each[: rows(len(each), number, k)] for k, each in enumerate(arrays)])
+    if kind == "scatter":
+        return np.array_split(sum(arrays[1:], arrays[0]), len(arrays))[rank]
     total = np.maximum.reduce(arrays) if chosen is rr.Max else sum(arrays[1:], arrays[0])
     return total / np.float32(len(arrays)) if chosen is rr.Average else total
 
@@ -76,18 +85,23 @@ def test_operations_are_the_same_whichever_way_each_rank_takes(world, size, seed
             elif kind == "new":
                 found.append(channel.allreduce(array, op=chosen).tobytes())
                 np.testing.assert_array_equal(array, element(rr.rank(), number, count))
+            elif kind == "gather":  # each fifth time of different lengths
+                found.append(channel.allgather(array[: rows(count, number, rr.rank())]).tobytes())
+            elif kind == "scatter":
+                found.append(channel.reducescatter(array.reshape(-1, 1), op=rr.Sum).tobytes())
             else:
                 pending.append(channel.allreduce_async(array, op=chosen))
         return found + [each.wait().tobytes() for each in pending], counts[0]
 
-    expected, pending = [], []
-    for number, kind, count, chosen in plan(seed, size):
-        arrays = [element(rank, number, count) for rank in range(size)]
-        if kind != "barrier":
-            (pending if kind == "under way" else expected).append(reference(arrays, kind, chosen).tobytes())
-    results = world(size).run(program)
-    assert [found for found, _ in results] == [expected + pending] * size
-    assert all(taken > 10 for _, taken in results)
+    for rank, (found, taken) in enumerate(world(size).run(program)):
+        expected, pending = [], []
+        for number, kind, count, chosen in plan(seed, size):
+            arrays = [element(each, number, count) for each in range(size)]
+            if kind != "barrier":
+                result = reference(arrays, number, kind, chosen, rank).tobytes()
+                (pending if kind == "under way" else expected).append(result)
+        assert found == expected + pending
+        assert taken > 10
 
 
 @on_every_world
