@@ -129,6 +129,13 @@ def test_gradients_and_horovod(tmp_path, horovod):
         assert (row["wrong"] is None) == (row["who"] == "floor: one copy")
 
 
+def test_short_calls(tmp_path):
+    finished = ringrun(PYTHON, 2, BENCH / "short.py", "--quick", "--json", tmp_path / "rows.json")
+    rows = kept_by(finished, tmp_path)["rows"]
+    assert len(rows) == 3 + 1 + 3 * 4 * 3
+    assert all(row["wrong"] == 0 for row in rows)
+
+
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_the_halves(tmp_path, ranks):
     finished = ringrun(PYTHON, ranks, BENCH / "halves.py", "--quick", *files(tmp_path))
