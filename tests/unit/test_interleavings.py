@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 
 from ringreduce.negotiation import leader
 from ringreduce.negotiation.leader import FAN_OUT
+from ringreduce.transport import counters
+from ringreduce.transport.counters import LOG
 from tests.support.stepped_job import Call, Step, SteppedJob
 
 HOSTS = st.lists(st.integers(0, 2), min_size=1, max_size=4)
@@ -20,6 +22,7 @@ NAMES, WAITS = st.sampled_from([None, "a", "b", "c"]), st.sampled_from([False] *
 ODD, EARLY = st.sampled_from([None] * 8 + ["missing", "other"]), st.sampled_from([False] * 9 + [True])
 ANY = st.integers(0, 999)
 FENCES = 24
+LOGS = st.sampled_from([1, 2, LOG])
 STEPS = 80  # of a schedule, as a rule
 
 
@@ -81,15 +84,21 @@ AGAIN += [Call("add", number=2, ranks=(0, 1)), Call("sum", "a", 2)]  # in the me
 
 
 @settings(suppress_health_check=list(HealthCheck), deadline=None, phases=set(Phase) - {Phase.explain})
-@given(jobs(), st.integers(0, 6), st.sampled_from([0.0, math.inf]), st.sampled_from([1, FAN_OUT]))
+@given(jobs(), st.integers(0, 6), st.sampled_from([0.0, math.inf]), st.sampled_from([1, FAN_OUT]), LOGS)
 # found so: what a rank forgot was reported to the coordinator's when that had ended
-@example(([0, 1], [[Call("barrier"), Call("add", number=1, ranks=(0, 1)), Call("leave")]] * 2, []), 1, 0.0, 1)
-@example(([0, 0], [[*AGAIN, Call("leave")]] * 2, []), 1, 0.0, 1)
-def test_every_call_ends_alike_on_all_ranks_as_it_should(job, capacity, overdue_s, fan_out):
-    """fan_out: of the tree of leaders;  overdue_s: infinite: what differs is found however long ranks may be late."""
+@example(([0, 1], [[Call("barrier"), Call("add", number=1, ranks=(0, 1)), Call("leave")]] * 2, []), 1, 0.0, 1, LOG)
+@example(([0, 0], [[*AGAIN, Call("leave")]] * 2, []), 1, 0.0, 1, LOG)
+@example(([0, 0], [[*AGAIN, Call("leave")]] * 2, []), 1, 0.0, 1, 2)
+def test_every_call_ends_alike_on_all_ranks_as_it_should(job, capacity, overdue_s, fan_out, log):
+    """fan_out: of the tree of leaders;  overdue_s: infinite: what differs is found however long ranks may be late.
+
+    log: how many ids a member's log holds: a leader that lags finds it overwritten.
+    """
     hosts, calls, schedule = job
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(leader, "FAN_OUT", fan_out)
+        for module in (leader, counters):
+            patch.setattr(module, "LOG", log)
         running = SteppedJob(hosts, calls, capacity, overdue_s)
         try:
             running.run(schedule)

@@ -149,6 +149,23 @@ def test_a_member_counts_and_logs_before_it_raises_its_total():
     assert own.words[TOTAL] == 1
 
 
+def test_in_memory_that_was_cleared_a_new_group_begins_anew():
+    """As after a world that was given up, or a process set that was removed: old logs hold larger numbers."""
+    memory = [np.zeros(group_bytes(CAPACITY), np.uint8) for _ in range(2)]
+    for times in (LOG + 3, 1):
+        blocks = [GroupBlock(each, CAPACITY) for each in memory]
+        leader = Leader(0, blocks, CAPACITY, nothing)
+        leader.change(1, (), range(CAPACITY))
+        members = [Counters(blocks, member, nothing) for member in range(2)]
+        assert leader.poll() == []
+        for _ in range(times):
+            for each in members:
+                each.submit([5])
+            assert leader.poll() == [5]
+        for each in memory:
+            each[:] = 0
+
+
 def test_what_is_not_cached_is_never_ready():
     (only,), leader = group(1)
     leader.change(2, (3,), ())
