@@ -20,6 +20,9 @@
 #else
 #define CLONES __attribute__((target_clones("avx2", "default")))
 #endif
+#ifndef SYS_futex /* not Linux */
+#define syscall(...) sched_yield()
+#endif
 #define MOST 256 /* ranks of a host */
 #define BLOCK 1024 /* elements at a time: 4 to 8 KiB stay in a core's first-level cache */
 #define WORDS 8 /* of a flag's cache line */
@@ -29,8 +32,8 @@
 #define SLEEP_US 2000 /* at most */
 #define ASLEEP 7  /* the word of a member's first flag that says so; transport/window.py has the rule */
 
-enum { SUM, MIN, MAX, PRODUCT, OPS };
-enum { PACKED, SUMMED };
+enum { SUM, MIN, MAX, PRODUCT, OPS }; /* ops.py */
+enum { PACKED, SUMMED };              /* flags */
 
 /* ---- elements ---- */
 
@@ -174,11 +177,7 @@ static double now_us(void) {
 }
 
 static long futex(const int64_t *word, int op, uint32_t value, const struct timespec *limit) {
-#ifdef SYS_futex
     return syscall(SYS_futex, word, op, value, limit, NULL, 0); /* its low half, which is first */
-#else
-    return (void)word, (void)op, (void)value, (void)limit, sched_yield();
-#endif
 }
 
 static void publish(Region *r, int flag, int64_t sequence) {
@@ -198,8 +197,7 @@ static int late(Region *r, int flag, int64_t sequence) { /* the first member tha
     return -1;
 }
 
-/* Sleep until a member that is late publishes, or the time is over. */
-static void sleep_for(Region *r, int flag, int64_t sequence, double left_us) {
+static void sleep_for(Region *r, int flag, int64_t sequence, double left_us) { /* until a late member publishes */
     struct timespec limit = {0, (long)(left_us * 1e3)};
     int64_t *mine = r->flags[r->rank] + ASLEEP;
     __atomic_store_n(mine, 1, __ATOMIC_SEQ_CST);
@@ -367,7 +365,7 @@ static int kernel_of(int type, int op) { /* whether there is one */
     return 0;
 }
 
-static PyTypeObject *run_type;
+static PyTypeObject *run_type, *exchange_type;
 
 static void run_dealloc(Run *run) {
     release(run->views, run->nviews);
@@ -446,7 +444,6 @@ static PyObject *run_waits_for(Run *run, PyObject *unused) {
 }
 
 /* ---- a short operation whose flag is a signature: all ranks have called the same, and packed ---- */
-
 /* What this rank gets of the slots: all, combined, by each rank or chunk by chunk; its own part, combined; each rank's,
  * one after the other; the root's; there is none. */
 enum { REDUCED, IN_CHUNKS, OWN_PART, GATHERED, OF_ROOT, NOTHING }; /* execution/in_slot.py */
@@ -461,8 +458,6 @@ typedef struct {
     Kernel kernel;
     Factors factors;
 } Exchange;
-
-static PyTypeObject *exchange_type;
 
 static void exchange_dealloc(Exchange *e) {
     Py_XDECREF((PyObject *)e->region), Py_XDECREF((PyObject *)e->signatures);
@@ -538,12 +533,10 @@ static PyObject *exchange_run(Exchange *e, PyObject *const *args, Py_ssize_t cou
     int64_t number = PyLong_AsLongLong(args[2]), sequence = PyLong_AsLongLong(args[3]);
     double patience_us = PyFloat_AsDouble(args[4]);
     if (PyErr_Occurred()) return NULL;
-    if (e->what != NOTHING) {
-        if (PyObject_GetBuffer(args[0], &source, PyBUF_SIMPLE)) return NULL;
-        if (PyObject_GetBuffer(args[1], &target, PyBUF_WRITABLE)) {
-            PyBuffer_Release(&source);
-            return NULL;
-        }
+    if (e->what != NOTHING && (PyObject_GetBuffer(args[0], &source, PyBUF_SIMPLE) ||
+                               PyObject_GetBuffer(args[1], &target, PyBUF_WRITABLE))) {
+        PyBuffer_Release(&source);
+        return NULL;
     }
     Py_ssize_t slot = e->region->slot_bytes, end = e->what == OWN_PART ? e->low * e->itemsize + target.len : target.len;
     if (source.len > slot || (e->what == GATHERED ? end != source.len * e->region->size : end > source.len)) {
@@ -553,7 +546,7 @@ static PyObject *exchange_run(Exchange *e, PyObject *const *args, Py_ssize_t cou
         found = exchanged(e, source.buf, source.len, target.buf, target.len, number, sequence, patience_us);
         Py_END_ALLOW_THREADS
     }
-    if (e->what != NOTHING) PyBuffer_Release(&source), PyBuffer_Release(&target);
+    PyBuffer_Release(&source), PyBuffer_Release(&target);
     return found < 0 ? NULL : PyLong_FromLong(found);
 }
 
@@ -609,15 +602,12 @@ static PyObject *converted(PyObject *args, Conversion f16, Conversion bf16, int 
 }
 
 /* widen(source, target, is_bf16), narrow(source, target, is_bf16): 16-bit floats to float32 and back */
-static PyObject *widen(PyObject *module, PyObject *args) {
-    (void)module;
-    return converted(args, widen_f16, widen_bf16, 2, 4);
-}
-
-static PyObject *narrow(PyObject *module, PyObject *args) {
-    (void)module;
-    return converted(args, narrow_f16, narrow_bf16, 4, 2);
-}
+#define CONVERTED(NAME, FROM, TO)                                                                                     \
+    static PyObject *NAME(PyObject *module, PyObject *args) {                                                         \
+        return (void)module, converted(args, NAME##_f16, NAME##_bf16, FROM, TO);                                      \
+    }
+CONVERTED(widen, 2, 4)
+CONVERTED(narrow, 4, 2)
 
 static PyMethodDef region_methods[] = {{"allreduce", (PyCFunction)region_allreduce, METH_VARARGS, NULL},
                                        {"exchange", (PyCFunction)region_exchange, METH_VARARGS, NULL},

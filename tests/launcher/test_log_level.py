@@ -5,7 +5,6 @@ import re
 import pytest
 
 import ringreduce as rr
-
 from tests.support.jobs import Run, Script
 
 SCRIPT = """
