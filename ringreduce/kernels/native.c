@@ -496,7 +496,7 @@ static int exchanged(Exchange *e, char *source, Py_ssize_t packed, char *target,
     Region *r = e->region, *s = e->signatures;
     size_t offset = sequence % r->slots * r->slot_bytes, size = e->itemsize;
     int64_t *line = s->flags[s->rank];
-    if (e->what != OF_ROOT || r->rank == e->root) copy(r->memory[r->rank] + offset, source, packed);
+    if (packed && (e->what != OF_ROOT || r->rank == e->root)) copy(r->memory[r->rank] + offset, source, packed);
     line[1 + number % 2] = e->hash, line[3 + number % 2] = e->word;
     publish(s, PACKED, number);
     if (!arrived(s, PACKED, number, patience_us)) return LATE;
