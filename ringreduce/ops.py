@@ -31,11 +31,8 @@ class ReduceOp(enum.Enum):
     MIN = "Min"
     MAX = "Max"
     PRODUCT = "Product"
-    BITWISE_AND, BITWISE_OR, BITWISE_XOR = (
-        "BitwiseAnd",
-        "BitwiseOr",
-        "BitwiseXor",
-    )  # torch.distributed's, in host memory
+    BITWISE_AND, BITWISE_OR = "BitwiseAnd", "BitwiseOr"  # these and the next: torch.distributed's, in host memory
+    BITWISE_XOR = "BitwiseXor"
 
     __hash__ = object.__hash__  # an enum's own is slow, and each call looks its op up
 
