@@ -17,6 +17,7 @@ from ringreduce.execution.in_slot import Gets, in_slot
 from ringreduce.transport.window import Region, Signatures
 
 MOST_KNOWN = 1024
+TAKE_OVER_S = 1e-3  # how long it waits for a look of the engine's thread to end; that may be moving much data
 
 
 class Lane:
@@ -27,6 +28,7 @@ class Lane:
 
     def __init__(self, channel: Channel, polling: threading.Lock, on_error: Callable[[BaseException], object]) -> None:
         self._channel, self._polling, self._on_error = channel, polling, on_error
+        self._executor, self._timeline = channel.executor, channel.executor.context.timeline
         self._known: dict[Hashable, tuple[Any, Signatures, Region, int, tuple[int, ...]]] = {}
         """What the compiled module runs; how many slots it uses; the shape of its result."""
 
@@ -48,16 +50,15 @@ class Lane:
 
     def run(self, key: Hashable, source: Any, target: Any) -> bool:
         """Run it; True when it is done; else it must be submitted."""
-        channel = self._channel
         try:
             found = self._known.get(key)
         except TypeError:  # an argument that cannot be hashed, nor be right
             return False
-        if found is None or not self._polling.acquire(blocking=False):
+        polling, channel = self._polling, self._channel
+        if found is None or not (polling.acquire(False) or polling.acquire(timeout=TAKE_OVER_S)):
             return False
         try:
-            executor = channel.executor
-            if executor.busy or channel.closed or channel.signed is not None or executor.context.timeline.recording:
+            if self._executor.busy or channel.closed or channel.signed is not None or self._timeline.recording:
                 return False
             run, signatures, region, slots, _ = found
             number = signatures.sequence
@@ -74,4 +75,4 @@ class Lane:
             self._on_error(exc)
             raise
         finally:
-            self._polling.release()
+            polling.release()
