@@ -82,6 +82,11 @@ def jobs(draw):
 AGAIN = [Call("add", number=1, ranks=(0, 1)), *2 * [Call("sum", "a", 1)], Call("remove", number=1)]
 AGAIN += [Call("add", number=2, ranks=(0, 1)), Call("sum", "a", 2)]  # in the memory of the one before
 
+ADD = Call("add", number=1, ranks=(0, 1))
+LEAVES = [[ADD, Call("leave")], [ADD, Call("leave_now")]]  # before the set is added
+THEN = [Step("call", 0), Step("poll", 0), Step("call", 1), Step("call", 1), Step("poll", 1)]
+THEN += [Step("arrive", 0), Step("arrive", 0), Step("poll", 0)]
+
 
 @settings(suppress_health_check=list(HealthCheck), deadline=None, phases=set(Phase) - {Phase.explain})
 @given(jobs(), st.integers(0, 6), st.sampled_from([0.0, math.inf]), st.sampled_from([1, FAN_OUT]), LOGS)
@@ -89,6 +94,7 @@ AGAIN += [Call("add", number=2, ranks=(0, 1)), Call("sum", "a", 2)]  # in the me
 @example(([0, 1], [[Call("barrier"), Call("add", number=1, ranks=(0, 1)), Call("leave")]] * 2, []), 1, 0.0, 1, LOG)
 @example(([0, 0], [[*AGAIN, Call("leave")]] * 2, []), 1, 0.0, 1, LOG)
 @example(([0, 0], [[*AGAIN, Call("leave")]] * 2, []), 1, 0.0, 1, 2)
+@example(([0, 1], LEAVES, THEN), 1, 0.0, 1, LOG)
 def test_every_call_ends_alike_on_all_ranks_as_it_should(job, capacity, overdue_s, fan_out, log):
     """fan_out: of the tree of leaders;  overdue_s: infinite: what differs is found however long ranks may be late.
 

@@ -94,6 +94,7 @@ def test_what_is_overwritten_in_a_log_while_the_leader_reads_it_is_found_all_the
             members[1].submit([4 + each])
 
     members[0].submit([1, 2])
+    assert leader.poll() == []
     members[1].submit([1, 2])
     leader._fence = fence
     assert leader.poll() + leader.poll() == [1, 2]
