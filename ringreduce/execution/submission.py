@@ -95,7 +95,7 @@ class Submission(Handle):
     deadline_s = math.inf  # when it must be over; for operations of channels only
     retire: Callable[[Submission], Callable[[], object]] | None = None
     """Of arrays on a GPU: called at the end; returns what the thread that waits calls before it uses the outputs."""
-    _follow: Callable[[], object] = staticmethod(_nothing)
+    _follow: Callable[[], object] | None = None
     in_flight: dict[str, Submission] = {}  # noqa: RUF012 - `begin` replaces it
     """The running submissions of its process set; it is removed before its waiter may submit the name again."""
 
@@ -145,7 +145,8 @@ class Submission(Handle):
 
     def _result(self) -> Any:
         """As in Handle; the caller's later work on the GPU comes after the engine's."""
-        self._follow()
+        if self._follow is not None:
+            self._follow()
         return self.finish(self)
 
     def fail(self, error: Exception) -> None:
