@@ -30,7 +30,7 @@ _TREES = (list, tuple, Mapping)  # a union would be made at every call
 
 def taken_apart(tree: Any) -> tuple[Sequence[Any], Sequence[str] | None, Callable[[Sequence[Any]], Any]]:
     """The arrays of a tree, their names, and what makes such a tree of as many results; of an array no names."""
-    if not isinstance(tree, _TREES):
+    if type(tree) is np.ndarray or not isinstance(tree, _TREES):  # to ask a Mapping takes 0.2 us
         return [tree], None, only
     named = trees.named_leaves(tree)
     names = [name for name, _ in named]
