@@ -153,13 +153,13 @@ def pytest_ignore_collect(collection_path, config):
 
 
 @pytest.fixture(params=["openmpi", pytest.param("mpich", marks=tiers.extended)])
-def python(request: pytest.FixtureRequest) -> Path:
+def python(request):
     """An interpreter whose mpi4py loads this MPI."""
     return request.getfixturevalue("mpich_python") if request.param == "mpich" else Path(sys.executable)
 
 
 @pytest.fixture(scope="session")
-def mpich_python() -> Path:
+def mpich_python():
     """An interpreter with MPICH: $TEST_MPICH_PYTHON, or one that is made for the tests."""
     return environments.interpreter("TEST_MPICH_PYTHON", ".venv-test-mpich", "mpich")
 
@@ -168,7 +168,7 @@ def mpich_python() -> Path:
 def script(tmp_path):
     """Writes a Python script; returns its path."""
 
-    def write(source: str) -> Path:
+    def write(source):
         (tmp_path / "train.py").write_text(textwrap.dedent(source))
         return tmp_path / "train.py"
 

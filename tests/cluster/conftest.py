@@ -1,9 +1,6 @@
 """Fixtures: hosts, a Slurm on hosts, and a Python with each MPI. What a machine cannot have is skipped there."""
 
-from __future__ import annotations
-
 import os
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,20 +10,20 @@ from tests.cluster.slurm import SLURM_NEEDED, start_slurm, wait_until_idle
 
 
 @pytest.fixture(scope="session")
-def shared(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+def shared(tmp_path_factory):
     """What hosts see of /tmp beside this project: the tests' folders, and an environment that stands elsewhere."""
     python = os.environ.get("TEST_MPICH_PYTHON")
     return [tmp_path_factory.getbasetemp(), *([Path(python).parents[1]] if python else [])]
 
 
-def four_hosts(folder: Path, shared: list[Path]) -> Iterator[Hosts]:
+def four_hosts(folder, shared):
     if reason := why_not():
         pytest.skip(reason)
     with Hosts(4, folder, shared) as made:
         yield made
 
 
-def two_nodes(folder: Path, shared: list[Path]) -> Iterator[Hosts]:
+def two_nodes(folder, shared):
     if reason := why_not(SLURM_NEEDED):
         pytest.skip(reason)
     with Hosts(2, folder, shared) as made:
@@ -37,17 +34,17 @@ def two_nodes(folder: Path, shared: list[Path]) -> Iterator[Hosts]:
 
 
 @pytest.fixture(scope="session")
-def hosts_of_all(tmp_path_factory: pytest.TempPathFactory, shared: list[Path]) -> Iterator[Hosts]:
+def hosts_of_all(tmp_path_factory, shared):
     yield from four_hosts(tmp_path_factory.mktemp("hosts"), shared)
 
 
 @pytest.fixture(scope="session")
-def slurm_of_all(tmp_path_factory: pytest.TempPathFactory, shared: list[Path]) -> Iterator[Hosts]:
+def slurm_of_all(tmp_path_factory, shared):
     yield from two_nodes(tmp_path_factory.mktemp("slurm"), shared)
 
 
 @pytest.fixture
-def hosts(hosts_of_all: Hosts, tmp_path: Path) -> Iterator[Hosts]:
+def hosts(hosts_of_all, tmp_path):
     """Four hosts, h0 to h3, the same for all tests: one that changes something about them has `own_hosts`."""
     hosts_of_all.folder = tmp_path
     yield hosts_of_all
@@ -55,7 +52,7 @@ def hosts(hosts_of_all: Hosts, tmp_path: Path) -> Iterator[Hosts]:
 
 
 @pytest.fixture
-def slurm(slurm_of_all: Hosts, tmp_path: Path) -> Iterator[Hosts]:
+def slurm(slurm_of_all, tmp_path):
     """Two hosts, h0 and h1, with two CPUs each, as nodes of a Slurm, where nobody can log in over ssh."""
     slurm_of_all.folder = tmp_path
     wait_until_idle(slurm_of_all)
@@ -64,12 +61,12 @@ def slurm(slurm_of_all: Hosts, tmp_path: Path) -> Iterator[Hosts]:
 
 
 @pytest.fixture
-def own_hosts(tmp_path: Path, shared: list[Path]) -> Iterator[Hosts]:
+def own_hosts(tmp_path, shared):
     """Four hosts for one test, which may cut their links, stop their sshd, mount something there."""
     yield from four_hosts(tmp_path / "hosts", shared)
 
 
 @pytest.fixture
-def own_slurm(tmp_path: Path, shared: list[Path]) -> Iterator[Hosts]:
+def own_slurm(tmp_path, shared):
     """Two nodes for one test."""
     yield from two_nodes(tmp_path / "hosts", shared)

@@ -1,15 +1,11 @@
 """The commands of docs/clusters.md, run as printed. That for Kubernetes: tests/launcher/test_mpijob.py."""
 
-from __future__ import annotations
-
 import re
 import shlex
-import subprocess
-from pathlib import Path
 
 import pytest
 
-from tests.cluster.hosts import ROOT, Hosts
+from tests.cluster.hosts import ROOT
 from tests.support.pages import blocks
 
 pytestmark = pytest.mark.timeout(300)
@@ -17,7 +13,7 @@ pytestmark = pytest.mark.timeout(300)
 SSH, SLURM, _ = (block.text for block in blocks("bash", page="clusters.md"))
 
 
-def run(hosts: Hosts, python: Path, commands: str) -> subprocess.CompletedProcess[str]:
+def run(hosts, python, commands):
     """Run shell commands on host 0 as a user who has activated the environment, in a folder like a clone's."""
     folder = hosts.folder / "clone"
     folder.mkdir()
@@ -29,18 +25,18 @@ def run(hosts: Hosts, python: Path, commands: str) -> subprocess.CompletedProces
     return done
 
 
-def accuracies(text: str) -> list[float]:
+def accuracies(text):
     return [float(number) for number in re.findall(r"test accuracy: ([\d.]+)$", text, re.MULTILINE)]
 
 
-def test_over_ssh(hosts: Hosts, python: Path):
+def test_over_ssh(hosts, python):
     done = run(hosts, python, SSH)
     found = accuracies(done.stdout)
     assert len(found) == 2
     assert min(found) >= 0.97
 
 
-def test_in_slurm(slurm: Hosts, python: Path):
+def test_in_slurm(slurm, python):
     lines = [line for line in SLURM.splitlines() if " srun " not in line]
     assert len(lines) == 2
     done = run(slurm, python, "\n".join(lines))
@@ -49,7 +45,7 @@ def test_in_slurm(slurm: Hosts, python: Path):
     assert min(found) >= 0.97
 
 
-def test_with_srun_alone_on_mpich(slurm: Hosts, mpich_python: Path):
+def test_with_srun_alone_on_mpich(slurm, mpich_python):
     (line,) = [line for line in SLURM.splitlines() if " srun " in line]
     (accuracy,) = accuracies(run(slurm, mpich_python, line).stdout)
     assert accuracy >= 0.97

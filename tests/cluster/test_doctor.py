@@ -1,27 +1,22 @@
 """The preflight and ringrun doctor on real hosts: over sshd, and in a Slurm job, on both MPIs."""
 
-from __future__ import annotations
-
 import os
 import re
-import subprocess
 import sys
 import sysconfig
 from pathlib import Path
 
 import pytest
 
-from tests.cluster.hosts import Hosts
-
 pytestmark = pytest.mark.timeout(180)
 NAMES = "h0,h1,h2,h3"
 
 
-def doctor(hosts: Hosts, python: Path, *arguments: object) -> subprocess.CompletedProcess[str]:
+def doctor(hosts, python, *arguments):
     return hosts.ringrun(python, "doctor", *arguments, timeout=120)
 
 
-def matrix(text: str, unit: str) -> dict[str, list[str]]:
+def matrix(text, unit):
     """The rows of one of the matrices, by host."""
     lines = text.splitlines()
     begin = next(number for number, line in enumerate(lines) if line.startswith(unit))
@@ -29,7 +24,7 @@ def matrix(text: str, unit: str) -> dict[str, list[str]]:
     return {line.split()[0]: line.split()[1:] for line in lines[begin + 1 : begin + 1 + count]}
 
 
-def in_table(text: str) -> list[str]:
+def in_table(text):
     """The hosts in a table, beside which nothing was told but, on a busy machine, for whom ringrun waits."""
     heading, *rows = [line for line in text.splitlines() if not re.match("ringrun: .*, waiting for ", line)]
     assert heading.startswith("host ")
@@ -37,7 +32,7 @@ def in_table(text: str) -> list[str]:
 
 
 @pytest.mark.quick
-def test_four_hosts_of_which_one_has_a_slow_link(python: Path, own_hosts: Hosts):
+def test_four_hosts_of_which_one_has_a_slow_link(python, own_hosts):
     own_hosts.shape(2, 50)
     done = doctor(own_hosts, python, "-H", NAMES)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -52,7 +47,7 @@ def test_four_hosts_of_which_one_has_a_slow_link(python: Path, own_hosts: Hosts)
     own_hosts.assert_nothing_is_left()
 
 
-def test_hosts_that_cannot_be_reached_are_told_with_their_cures_and_the_others_measured(python: Path, own_hosts: Hosts):
+def test_hosts_that_cannot_be_reached_are_told_with_their_cures_and_the_others_measured(python, own_hosts):
     own_hosts.stop_sshd(1)
     own_hosts.new_host_key(2)
     done = doctor(own_hosts, python, "-H", f"{NAMES},h9", "--start-timeout", "15")
@@ -67,7 +62,7 @@ def test_hosts_that_cannot_be_reached_are_told_with_their_cures_and_the_others_m
     own_hosts.assert_nothing_is_left()
 
 
-def test_a_host_whose_link_is_down_is_given_up(own_hosts: Hosts):
+def test_a_host_whose_link_is_down_is_given_up(own_hosts):
     own_hosts.link_down(3)
     done = doctor(own_hosts, Path(sys.executable), "-H", "h0,h3", "--start-timeout", "3")
     assert done.returncode == 3
@@ -75,7 +70,7 @@ def test_a_host_whose_link_is_down_is_given_up(own_hosts: Hosts):
     own_hosts.assert_nothing_is_left()
 
 
-def test_a_firewall_between_a_host_and_this_one(python: Path, own_hosts: Hosts):
+def test_a_firewall_between_a_host_and_this_one(python, own_hosts):
     """ssh's answers come from port 22; whatever else h1 would send to h0 is stopped."""
     rule = ["to", own_hosts.addresses[0], "ipproto", "tcp", "sport", "1024-65534", "prohibit"]
     own_hosts.check(1, ["ip", "rule", "add", *rule])
@@ -87,7 +82,7 @@ def test_a_firewall_between_a_host_and_this_one(python: Path, own_hosts: Hosts):
     own_hosts.assert_nothing_is_left()
 
 
-def test_hosts_with_another_installation(own_hosts: Hosts, mpich_python: Path):
+def test_hosts_with_another_installation(own_hosts, mpich_python):
     """h1 has another MPI, h2 no Python where this host has it, h3 little shared memory."""
     python = Path(sys.executable)
     theirs, ours = mpich_python.parents[1] / "lib", python.parents[1] / "lib"
@@ -112,7 +107,7 @@ PYTHONPATH="$PYTHONPATH:{packages}" {python} "$@" | sed 's/"python": "[0-9.]*"/"
 """
 
 
-def test_another_python_version_on_a_host(own_hosts: Hosts, tmp_path: Path):
+def test_another_python_version_on_a_host(own_hosts, tmp_path):
     python = Path(sys.executable)
     own_hosts.check(2, ["mount", "-t", "tmpfs", "tmpfs", python.parent])
     for name in ("python", "python3", f"python3.{sys.version_info.minor}"):
@@ -129,7 +124,7 @@ def test_another_python_version_on_a_host(own_hosts: Hosts, tmp_path: Path):
     own_hosts.assert_nothing_is_left()
 
 
-def test_a_job_is_refused_before_any_rank_starts_unless_the_host_gets_none(python: Path, own_hosts: Hosts):
+def test_a_job_is_refused_before_any_rank_starts_unless_the_host_gets_none(python, own_hosts):
     own_hosts.stop_sshd(3)
     begun = own_hosts.folder / "begun"
     done = own_hosts.ringrun(python, "-H", "h0:1,h1:1,h3:1", "touch", begun)
@@ -147,7 +142,7 @@ def test_a_job_is_refused_before_any_rank_starts_unless_the_host_gets_none(pytho
     own_hosts.assert_nothing_is_left()
 
 
-def test_a_slurm_job(python: Path, slurm: Hosts):
+def test_a_slurm_job(python, slurm):
     done = slurm.run(0, ["salloc", "-N2", "-n4", python.parent / "ringrun", "doctor"], timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr
     rows = done.stdout.splitlines()
@@ -156,7 +151,7 @@ def test_a_slurm_job(python: Path, slurm: Hosts):
     slurm.wait_until_gone()
 
 
-def test_a_slurm_job_with_a_node_that_is_gone(python: Path, own_slurm: Hosts):
+def test_a_slurm_job_with_a_node_that_is_gone(python, own_slurm):
     own_slurm.link_down(1)
     arguments = [python.parent / "ringrun", "doctor", "--start-timeout", "8"]
     done = own_slurm.run(0, ["salloc", "-N2", "-n4", *arguments], timeout=120)

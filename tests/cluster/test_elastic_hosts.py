@@ -1,18 +1,14 @@
 """Elastic jobs over several hosts, on both MPIs: a rank, a host, a link is lost, and the others go on."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal
 import socket
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.cluster.hosts import PROGRAMS, Hosts
-from tests.cluster.processes import Inside
+from tests.cluster.hosts import PROGRAMS
 from tests.support.patience import patient, wait_until
 
 pytestmark = [pytest.mark.timeout(180), pytest.mark.extended]
@@ -21,13 +17,13 @@ FLAGS = ["--elastic", "-H", "h0:1,h1:2,h2:1,h3:1", "--lost-after", "4", "--stall
 
 
 @pytest.fixture
-def train(own_hosts: Hosts, python: Path) -> Callable[[], Inside]:
+def train(own_hosts, python):
     """Start a job of five ranks, two of them on h1, one on each other host; return when it trains."""
 
-    def start() -> Inside:
+    def start():
         process = own_hosts.start_ringrun(python, *FLAGS, python, PROGRAMS / "trains.py")
 
-        def trains() -> bool:
+        def trains():
             assert process.poll() is None, process.communicate()
             return (own_hosts.folder / "trains").exists()
 
@@ -37,24 +33,24 @@ def train(own_hosts: Hosts, python: Path) -> Callable[[], Inside]:
     return start
 
 
-def end_of(process: Inside) -> tuple[list[str], str]:
+def end_of(process):
     out, err = process.communicate(timeout=90)
     assert process.returncode == 0, err
     return sorted(out.splitlines()), err
 
 
-def survivors(*ranks: int) -> list[str]:
+def survivors(*ranks):
     return [f"[{rank}] ended with {len(ranks)} True" for rank in ranks]
 
 
-def kill(hosts: Hosts, k: int, *, only_rank: bool) -> None:
+def kill(hosts, k, *, only_rank):
     for pid, line in hosts.processes(k).items():
         if ("trains.py" in line and "ringrun" not in line) or not only_rank:
             with contextlib.suppress(ProcessLookupError):  # it has ended with another one
                 os.kill(pid, signal.SIGKILL)
 
 
-def test_a_rank_on_another_host(own_hosts: Hosts, train: Callable[[], Inside]) -> None:
+def test_a_rank_on_another_host(own_hosts, train):
     job = train()
     kill(own_hosts, 2, only_rank=True)
     lines, err = end_of(job)
@@ -63,7 +59,7 @@ def test_a_rank_on_another_host(own_hosts: Hosts, train: Callable[[], Inside]) -
     own_hosts.assert_nothing_is_left()
 
 
-def test_a_host(own_hosts: Hosts, train: Callable[[], Inside]) -> None:
+def test_a_host(own_hosts, train):
     job = train()
     kill(own_hosts, 1, only_rank=False)
     lines, err = end_of(job)
@@ -72,7 +68,7 @@ def test_a_host(own_hosts: Hosts, train: Callable[[], Inside]) -> None:
 
 
 @pytest.fixture
-def system_log() -> Iterator[socket.socket]:
+def system_log():
     """What programs on all hosts, which have one /dev, write to the system's log."""
     path = Path("/dev/log")
     if path.exists():
@@ -85,7 +81,7 @@ def system_log() -> Iterator[socket.socket]:
             path.unlink()
 
 
-def test_ringrun_itself(own_hosts: Hosts, train: Callable[[], Inside], system_log: socket.socket) -> None:
+def test_ringrun_itself(own_hosts, train, system_log):
     job = train()
     job.send_signal(signal.SIGKILL)
     job.communicate(timeout=60)
@@ -98,7 +94,7 @@ def test_ringrun_itself(own_hosts: Hosts, train: Callable[[], Inside], system_lo
     own_hosts.assert_nothing_is_left()
 
 
-def test_no_commits_stay_on_a_host_that_a_restart_leaves_out(own_hosts: Hosts, python: Path) -> None:
+def test_no_commits_stay_on_a_host_that_a_restart_leaves_out(own_hosts, python):
     flags = ["--elastic", "--max-failures", 0, "--restarts", 1, "--blacklist-cooldown-range", 100, 100]
     done = own_hosts.ringrun(python, *flags, "-H", "h0:1,h1:1", python, PROGRAMS / "commits.py")
     assert done.returncode == 0, done.stderr
@@ -107,7 +103,7 @@ def test_no_commits_stay_on_a_host_that_a_restart_leaves_out(own_hosts: Hosts, p
     own_hosts.assert_nothing_is_left()
 
 
-def test_a_link(own_hosts: Hosts, train: Callable[[], Inside]) -> None:
+def test_a_link(own_hosts, train):
     job = train()
     own_hosts.link_down(3)
     lines, err = end_of(job)

@@ -10,20 +10,20 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.hosts import ROOT, Hosts
+from tests.cluster.hosts import ROOT
 from tests.support.patience import wait_until
 
 SSH = ["ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=3"]
 
 
 @pytest.mark.quick
-def test_each_host_is_reached_from_each_by_name_and_address(hosts: Hosts):
+def test_each_host_is_reached_from_each_by_name_and_address(hosts):
     for k, (name, address) in enumerate(zip(hosts.names, hosts.addresses, strict=True)):
         for target in (name, address):
             assert hosts.run((k + 1) % 4, [*SSH, target, "hostname"]).stdout == f"{name}\n"
 
 
-def test_host_keys_are_checked(own_hosts: Hosts):
+def test_host_keys_are_checked(own_hosts):
     own_hosts.new_host_key(2)
     refused = own_hosts.run(0, [*SSH, "h2", "hostname"])
     assert refused.returncode == 255
@@ -33,17 +33,17 @@ def test_host_keys_are_checked(own_hosts: Hosts):
     assert "Host key verification failed" in refused.stderr
 
 
-def test_a_key_that_nobody_knows_is_refused(own_hosts: Hosts):
+def test_a_key_that_nobody_knows_is_refused(own_hosts):
     (own_hosts.home / ".ssh" / "authorized_keys").write_text("")
     assert "Permission denied (publickey" in own_hosts.run(0, [*SSH, "h1", "hostname"]).stderr
 
 
-def all_of(hosts: Hosts, k: int) -> str:
+def all_of(hosts, k):
     """What host k itself sees of all its processes."""
     return hosts.check(k, ["sh", "-c", "cat /proc/[0-9]*/stat"])
 
 
-def test_a_host_has_its_own_processes_and_temporary_files(hosts: Hosts):
+def test_a_host_has_its_own_processes_and_temporary_files(hosts):
     hosts.check(1, ["touch", "/tmp/one", "/dev/shm/two"])
     assert sorted(hosts.left_behind(1)) == ["/dev/shm/two", "/tmp/one"]
     assert hosts.left_behind(0) == []
@@ -58,14 +58,14 @@ def test_a_host_has_its_own_processes_and_temporary_files(hosts: Hosts):
     hosts.wait_until_gone()
 
 
-def test_orphans_are_collected(hosts: Hosts):
+def test_orphans_are_collected(hosts):
     hosts.check(3, ["sh", "-c", "setsid sleep 0.1 & true"])
     time.sleep(0.5)
     assert "sleep" not in all_of(hosts, 3), "not even as a zombie"
 
 
 @pytest.mark.quick
-def test_links_and_daemons_stop_and_start_again(own_hosts: Hosts):
+def test_links_and_daemons_stop_and_start_again(own_hosts):
     own_hosts.link_down(1)
     assert "Connection timed out" in own_hosts.run(0, [*SSH, "h1", "hostname"]).stderr
     own_hosts.link_up(1)
@@ -80,7 +80,7 @@ def test_links_and_daemons_stop_and_start_again(own_hosts: Hosts):
 SEND = "import sys; sys.stdout.buffer.write(bytes(2_500_000))"
 
 
-def test_a_link_has_the_rate_that_it_is_given(own_hosts: Hosts):
+def test_a_link_has_the_rate_that_it_is_given(own_hosts):
     own_hosts.shape(0, 10)
     begin = time.monotonic()
     own_hosts.check(0, ["bash", "-c", f"{sys.executable} -c '{SEND}' | ssh h1 wc -c"])
@@ -88,7 +88,7 @@ def test_a_link_has_the_rate_that_it_is_given(own_hosts: Hosts):
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
-def test_nothing_outlives_the_process_that_made_the_hosts(hosts: Hosts, tmp_path: Path, how: signal.Signals):
+def test_nothing_outlives_the_process_that_made_the_hosts(hosts, tmp_path, how):
     program = """
         import sys, time
         from pathlib import Path
@@ -107,14 +107,14 @@ def test_nothing_outlives_the_process_that_made_the_hosts(hosts: Hosts, tmp_path
     assert not any(b"1234567" in _command_line(pid) for pid in os.listdir("/proc") if pid.isdecimal())
 
 
-def _command_line(pid: str) -> bytes:
+def _command_line(pid):
     try:
         return Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:
         return b""
 
 
-def test_slurm_starts_tasks_on_both_nodes(slurm: Hosts):
+def test_slurm_starts_tasks_on_both_nodes(slurm):
     done = slurm.run(0, ["srun", "-N2", "-n4", "--label", "hostname"])
     assert sorted(done.stdout.splitlines()) == ["0: h0", "1: h0", "2: h1", "3: h1"], done.stderr
     slurm.wait_until_gone()

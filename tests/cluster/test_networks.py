@@ -1,27 +1,22 @@
 """Ways to hosts that are not the usual ones: sshd on another port, a network that leads nowhere. On both MPIs."""
 
-from __future__ import annotations
-
-import subprocess
-from pathlib import Path
-
 import pytest
 
-from tests.cluster.hosts import PROGRAMS, Hosts
+from tests.cluster.hosts import PROGRAMS
 
 pytestmark = pytest.mark.timeout(180)
 
 EXPECTED = [f"[{rank}] {rank} h{rank} 0 1 {rank} 3 3 {999.0 * (1 + 2 + 3)}" for rank in range(3)]
 
 
-def ringrun(hosts: Hosts, python: Path, *flags: object) -> subprocess.CompletedProcess[str]:
+def ringrun(hosts, python, *flags):
     """An allreduce on the first three hosts; when it has ended, nothing is left of it."""
     done = hosts.ringrun(python, *flags, "-H", "h0:1,h1:1,h2:1", python, PROGRAMS / "where.py")
     hosts.assert_nothing_is_left()
     return done
 
 
-def test_sshd_listens_on_another_port(own_hosts: Hosts, python: Path):
+def test_sshd_listens_on_another_port(own_hosts, python):
     for k in (1, 2):
         own_hosts.stop_sshd(k)
         with (own_hosts.files / own_hosts.names[k] / "sshd_config").open("a") as config:
@@ -35,7 +30,7 @@ def test_sshd_listens_on_another_port(own_hosts: Hosts, python: Path):
     assert sorted(done.stdout.splitlines()) == EXPECTED
 
 
-def test_only_one_of_two_networks_leads_to_the_others(own_hosts: Hosts, python: Path):
+def test_only_one_of_two_networks_leads_to_the_others(own_hosts, python):
     """Each host has a second interface with an address of its own in a network that has no other own_hosts."""
     for k in range(4):
         own_hosts.check(k, ["ip", "link", "add", "eth1", "type", "veth", "peer", "name", "nobody"])

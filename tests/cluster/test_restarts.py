@@ -1,18 +1,15 @@
 """--restarts over several hosts: what a rank on another host finds, on both MPIs."""
 
-from __future__ import annotations
-
 import re
-from pathlib import Path
 
 import pytest
 
-from tests.cluster.hosts import PROGRAMS, Hosts
+from tests.cluster.hosts import PROGRAMS
 
 pytestmark = pytest.mark.timeout(180)
 
 
-def test_a_job_on_two_hosts_goes_on_from_its_checkpoint(hosts: Hosts, python: Path, tmp_path: Path):
+def test_a_job_on_two_hosts_goes_on_from_its_checkpoint(hosts, python, tmp_path):
     script = PROGRAMS / "dies_once.py"
     command = ["-H", "h0:1,h1:1", "--restarts", "1", "--output-filename", tmp_path / "kept", python, script]
     done = hosts.ringrun(python, *command)

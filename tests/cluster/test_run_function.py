@@ -1,15 +1,13 @@
 """ringreduce.run() over hosts: the function and the results travel over the network."""
 
-from pathlib import Path
-
 import pytest
 
-from tests.cluster.hosts import PROGRAMS, Hosts
+from tests.cluster.hosts import PROGRAMS
 
 pytestmark = pytest.mark.timeout(180)
 
 
-def test_ranks_on_other_hosts_get_the_function_and_return_their_results(hosts: Hosts, python: Path):
+def test_ranks_on_other_hosts_get_the_function_and_return_their_results(hosts, python):
     done = hosts.run(0, [python, PROGRAMS / "calls_run.py"], timeout=120)
     assert done.returncode == 0, done.stderr
     assert done.stdout == "('h0', 6.0) ('h1', 6.0) ('h2', 6.0)\n"

@@ -1,15 +1,11 @@
 """ringrun in a real Slurm of two nodes, on both MPIs, and MPICH's ranks started by srun alone. No ssh is needed."""
 
-from __future__ import annotations
-
 import os
 import re
-import subprocess
-from pathlib import Path
 
 import pytest
 
-from tests.cluster.hosts import PROGRAMS, ROOT, Hosts, Script
+from tests.cluster.hosts import PROGRAMS, ROOT
 from tests.support.patience import wait_until
 from tests.support.tiers import extended
 
@@ -20,14 +16,14 @@ TWO_AND_TWO = ["0 h0 0 2 0 2 4", "1 h0 1 2 0 2 4", "2 h1 0 2 1 2 4", "3 h1 1 2 1
 TWO_AND_ONE = ["0 h0 0 2 0 2 3", "1 h0 1 2 0 1 3", "2 h1 0 1 1 2 3"]
 
 
-def placed(done: subprocess.CompletedProcess[str], prefix: bool = True) -> list[str]:
+def placed(done, prefix=True):
     """What the ranks of a job that has succeeded say of their places, by rank."""
     assert done.returncode == 0, done.stderr
     lines = sorted(done.stdout.splitlines())
     return [re.fullmatch(r"\[(\d+)\] (\1 .*)", line).group(2) if prefix else line for line in lines]
 
 
-def told(places: list[str], colour: str = "") -> list[str]:
+def told(places, colour=""):
     return [f"{place} {999.0 * sum(range(len(places) + 1))}{colour}" for place in places]
 
 
@@ -41,14 +37,14 @@ def told(places: list[str], colour: str = "") -> list[str]:
         pytest.param("-n4", ["--launcher", "mpirun"], TWO_AND_TWO, marks=extended),
     ],
 )
-def test_salloc_and_ringrun(slurm: Hosts, python: Path, tasks: str, flags: list[str], places: list[str]):
+def test_salloc_and_ringrun(slurm, python, tasks, flags, places):
     command = ["salloc", "-N2", tasks, python.parent / "ringrun", *flags, python, WHERE, "COLOUR"]
     done = slurm.run(0, command, env={"COLOUR": "red wine"})
     assert placed(done) == told(places, " red wine")
     slurm.assert_nothing_is_left()
 
 
-def test_srun_starts_mpichs_ranks_for_ringrun(slurm: Hosts, python: Path, request: pytest.FixtureRequest):
+def test_srun_starts_mpichs_ranks_for_ringrun(slurm, python, request):
     command = ["salloc", "-N2", "-n4", python.parent / "ringrun", "--launcher", "srun", python, WHERE, "COLOUR"]
     done = slurm.run(0, command, env={"COLOUR": "red wine"})
     if "mpich" in request.node.callspec.id:
@@ -60,7 +56,7 @@ def test_srun_starts_mpichs_ranks_for_ringrun(slurm: Hosts, python: Path, reques
     slurm.assert_nothing_is_left()
 
 
-def test_sbatch_takes_the_example(slurm: Hosts, python: Path):
+def test_sbatch_takes_the_example(slurm, python):
     output, path = slurm.folder / "output.txt", f"{python.parent}:{os.environ['PATH']}"
     command = ["sbatch", "--parsable", "--chdir", ROOT, "--output", output, ROOT / "examples" / "slurm.sbatch"]
     number = slurm.run(0, command, env={"PATH": path}).stdout.strip()  # --wait looks after 2, 10 and 42 seconds only
@@ -71,7 +67,7 @@ def test_sbatch_takes_the_example(slurm: Hosts, python: Path):
     slurm.assert_nothing_is_left()
 
 
-def test_a_rank_that_dies_on_the_other_node(slurm: Hosts, python: Path):
+def test_a_rank_that_dies_on_the_other_node(slurm, python):
     done = slurm.run(0, ["salloc", "-N2", "-n4", python.parent / "ringrun", python, STEPS, 0, "kill"])
     slurm.assert_nothing_is_left()
     assert done.returncode == 137, done.stderr
@@ -81,7 +77,7 @@ def test_a_rank_that_dies_on_the_other_node(slurm: Hosts, python: Path):
     assert slurm.run(0, ["squeue", "--noheader"]).stdout == ""
 
 
-def submit(slurm: Hosts, command: str) -> str:
+def submit(slurm, command):
     """Submit a batch job of four ranks on both nodes; return its number."""
     job = slurm.folder / "job.sh"
     job.write_text(f"#!/bin/bash\n#SBATCH -N2 -n4 -o output\n{command}\n")
@@ -89,7 +85,7 @@ def submit(slurm: Hosts, command: str) -> str:
 
 
 @pytest.mark.parametrize("which", ["--batch", "--full"])
-def test_a_signal_to_the_batch_script_reaches_ranks_on_both_nodes(slurm: Hosts, python: Path, which: str):
+def test_a_signal_to_the_batch_script_reaches_ranks_on_both_nodes(slurm, python, which):
     ringrun = f"{python.parent}/ringrun --forward-signals USR1,USR2"
     number = submit(slurm, f"exec {ringrun} {python} {ROOT}/tests/launcher/programs/gets_signals.py")
     wait_until(lambda: all((slurm.folder / f"up{rank}").exists() for rank in range(4)))
@@ -101,7 +97,7 @@ def test_a_signal_to_the_batch_script_reaches_ranks_on_both_nodes(slurm: Hosts, 
     assert "handed SIGUSR2 to 4 ranks" in output
 
 
-def test_scancel_ends_the_job_on_both_nodes(slurm: Hosts, python: Path):
+def test_scancel_ends_the_job_on_both_nodes(slurm, python):
     number = submit(slurm, f"{python.parent}/ringrun {python} {STEPS} 0 pass")
     wait_until(lambda: (slurm.folder / "training").exists())
     slurm.check(0, ["scancel", number])
@@ -112,13 +108,13 @@ def test_scancel_ends_the_job_on_both_nodes(slurm: Hosts, python: Path):
     )
 
 
-def test_srun_alone_starts_mpichs_ranks(slurm: Hosts, mpich_python: Path):
+def test_srun_alone_starts_mpichs_ranks(slurm, mpich_python):
     done = slurm.run(0, ["srun", "-N2", "-n4", "--mpi=pmi2", mpich_python, WHERE])
     assert placed(done, prefix=False) == told(TWO_AND_TWO)
     slurm.wait_until_gone()
 
 
-def test_srun_without_pmi_is_told(slurm: Hosts, mpich_python: Path):
+def test_srun_without_pmi_is_told(slurm, mpich_python):
     done = slurm.run(0, ["srun", "-N2", "-n4", mpich_python, WHERE])
     assert done.returncode == 1
     assert "srun started 4 ranks, but MPI counts 1" in done.stderr
@@ -136,7 +132,7 @@ dist.destroy_process_group()
 
 
 @pytest.mark.parametrize(("backends", "cpu"), [("cpu:ring", "ring"), ("cpu:gloo,cuda:ring", "gloo")])
-def test_srun_alone_tells_torch_the_ranks(slurm: Hosts, mpich_python: Path, script: Script, backends: str, cpu: str):
+def test_srun_alone_tells_torch_the_ranks(slurm, mpich_python, script, backends, cpu):
     done = slurm.run(0, ["srun", "-N2", "-n4", "--mpi=pmi2", mpich_python, script(TORCH), backends])
     assert placed(done, prefix=False) == [f"{rank} 4 {cpu} 10.0" for rank in range(4)]
     slurm.wait_until_gone()

@@ -1,7 +1,5 @@
 """ringrun across four hosts with a real sshd each, on both MPIs."""
 
-from __future__ import annotations
-
 import contextlib
 import re
 import signal
@@ -11,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.hosts import PROGRAMS, ROOT, Hosts, Script
+from tests.cluster.hosts import PROGRAMS, ROOT
 from tests.support.patience import patient, wait_until
 from tests.support.tiers import extended
 
@@ -21,7 +19,7 @@ ALL = ("-np", "4", "-H", "h0:1,h1:1,h2:1,h3:1")
 CUT_OFF_WITHIN_S = 25  # 15 are meant
 
 
-def test_a_training_example_on_four_hosts(hosts: Hosts, python: Path):
+def test_a_training_example_on_four_hosts(hosts, python):
     done = hosts.ringrun(python, *ALL, python, ROOT / "examples" / "train_digits.py", timeout=120)
     assert done.returncode == 0, done.stderr
     assert "[0] parameters are identical on all 4 ranks" in done.stdout
@@ -34,14 +32,12 @@ def test_a_training_example_on_four_hosts(hosts: Hosts, python: Path):
     ("where", "lines"),
     [
         pytest.param(
-            ("-H", "h0:3,h1:1"),
-            ["h0 0 3 0 2 4", "h0 1 3 0 1 4", "h0 2 3 0 1 4", "h1 0 1 1 2 4"],
-            marks=extended,
+            ("-H", "h0:3,h1:1"), ["h0 0 3 0 2 4", "h0 1 3 0 1 4", "h0 2 3 0 1 4", "h1 0 1 1 2 4"], marks=extended
         ),
         (("-np", "4", "-H", "h2:1,h0:2,h3:4"), ["h2 0 1 0 3 4", "h0 0 2 1 3 4", "h0 1 2 0 1 4", "h3 0 1 2 3 4"]),
     ],
 )
-def test_uneven_slots(hosts: Hosts, python: Path, where: tuple[str, ...], lines: list[str]):
+def test_uneven_slots(hosts, python, where, lines):
     done = hosts.ringrun(python, *where, python, WHERE, "LOCAL_RANK", "LOCAL_WORLD_SIZE")
     assert done.returncode == 0, done.stderr
     told = [f"[{rank}] {rank} {line} {999.0 * 10} {line[3:6]}" for rank, line in enumerate(lines)]
@@ -49,7 +45,7 @@ def test_uneven_slots(hosts: Hosts, python: Path, where: tuple[str, ...], lines:
     hosts.assert_nothing_is_left()
 
 
-def test_hosts_that_are_not_this_one(hosts: Hosts, python: Path, script: Script):
+def test_hosts_that_are_not_this_one(hosts, python, script):
     """Rank 0 is elsewhere, and still reads ringrun's stdin."""
     source = "import os, socket, sys\nprint(socket.gethostname(), os.environ['RANK'], repr(sys.stdin.read()))"
     (hosts.folder / "input").write_text("a line")
@@ -60,7 +56,7 @@ def test_hosts_that_are_not_this_one(hosts: Hosts, python: Path, script: Script)
 
 
 @pytest.mark.quick
-def test_variables_reach_all_hosts_and_secrets_stay(hosts: Hosts, python: Path, script: Script):
+def test_variables_reach_all_hosts_and_secrets_stay(hosts, python, script):
     """Command lines, which all users can read, have no value and no key; what stays is in no process elsewhere."""
     source = """
         import os, time
@@ -74,7 +70,7 @@ def test_variables_reach_all_hosts_and_secrets_stay(hosts: Hosts, python: Path, 
     job = hosts.start(0, command, env=secrets, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     lines, environments = set(), set()
 
-    def look() -> bool:
+    def look():
         """From the start on: what asks the hosts has ended when the ranks begin."""
         found = [(k, pid, line) for k in range(3) for pid, line in hosts.processes(k).items()]
         lines.update(line for _, _, line in found)
@@ -106,7 +102,7 @@ def test_variables_reach_all_hosts_and_secrets_stay(hosts: Hosts, python: Path, 
         pytest.param("exit", 7, ["exit code 7"], marks=extended),
     ],
 )
-def test_a_rank_that_dies_on_another_host(hosts: Hosts, python: Path, how: str, code: int, words: list[str]):
+def test_a_rank_that_dies_on_another_host(hosts, python, how, code, words):
     done = hosts.ringrun(python, *ALL, python, STEPS, 0, how)
     hosts.assert_nothing_is_left()
     assert done.returncode == code, done.stderr
@@ -115,14 +111,14 @@ def test_a_rank_that_dies_on_another_host(hosts: Hosts, python: Path, how: str, 
         assert each in report
 
 
-def test_a_rank_that_dies_as_soon_as_mpi_is_up_leaves_no_shared_memory(hosts: Hosts, python: Path, script: Script):
+def test_a_rank_that_dies_as_soon_as_mpi_is_up_leaves_no_shared_memory(hosts, python, script):
     source = "import ringreduce as rr\nrr.init()\nif rr.rank() == 1:\n    raise ValueError('boom')\n"
     done = hosts.ringrun(python, *ALL, python, script(source))
     assert done.returncode == 1, done.stderr
     hosts.assert_nothing_is_left()
 
 
-def test_the_own_address_needs_no_ssh(own_hosts: Hosts, python: Path):
+def test_the_own_address_needs_no_ssh(own_hosts, python):
     """An IPv6 address has another name for the MPI's launcher, which cannot tell that it is this host's."""
     for k in (0, 1):
         own_hosts.check(k, ["ip", "-6", "addr", "add", f"fd00::{k + 1}/64", "dev", "eth0", "nodad"])
@@ -134,12 +130,12 @@ def test_the_own_address_needs_no_ssh(own_hosts: Hosts, python: Path):
     assert sorted(done.stdout.splitlines()) == [f"[{k}] {k} h{k} 0 1 {k} 2 2 {999.0 * 3}" for k in (0, 1)]
 
 
-def wait_for_training(hosts: Hosts, job: subprocess.Popen[str]) -> None:
+def wait_for_training(hosts, job):
     wait_until(lambda: job.poll() is not None or (hosts.folder / "training").exists())
     assert job.poll() is None, job.communicate()
 
 
-def test_a_folder_for_temporary_files_whose_name_has_a_space(hosts: Hosts, python: Path, script: Script):
+def test_a_folder_for_temporary_files_whose_name_has_a_space(hosts, python, script):
     """MPI's launchers are told a file there, among words between spaces."""
     folder = hosts.folder / "my files"
     folder.mkdir()
@@ -161,7 +157,7 @@ UNTIL_TOLD = """
 """
 
 
-def test_a_network_that_is_gone_for_less_than_lost_after_ends_nothing(own_hosts: Hosts, python: Path, script: Script):
+def test_a_network_that_is_gone_for_less_than_lost_after_ends_nothing(own_hosts, python, script):
     job = own_hosts.start_ringrun(python, *ALL, python, script(UNTIL_TOLD))
     wait_for_training(own_hosts, job)
     own_hosts.link_down(2)
@@ -175,7 +171,7 @@ def test_a_network_that_is_gone_for_less_than_lost_after_ends_nothing(own_hosts:
 
 
 @pytest.mark.quick
-def test_a_host_whose_link_goes_down(own_hosts: Hosts, python: Path):
+def test_a_host_whose_link_goes_down(own_hosts, python):
     job = own_hosts.start_ringrun(python, "--lost-after", "8", *ALL, python, STEPS, 0, "pass")
     wait_for_training(own_hosts, job)
     own_hosts.link_down(2)
@@ -188,7 +184,7 @@ def test_a_host_whose_link_goes_down(own_hosts: Hosts, python: Path):
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)])
-def test_ringrun_ends_and_so_does_every_host(hosts: Hosts, python: Path, number: signal.Signals, code: int):
+def test_ringrun_ends_and_so_does_every_host(hosts, python, number, code):
     job = hosts.start_ringrun(python, *ALL, python, STEPS, 0, "pass")
     wait_for_training(hosts, job)
     job.send_signal(number)
@@ -200,7 +196,7 @@ def test_ringrun_ends_and_so_does_every_host(hosts: Hosts, python: Path, number:
 NEVER = "open('started', 'w').close()"
 
 
-def assert_not_started(hosts: Hosts, python: Path, script: Script, *words: str, where: tuple[str, ...] = ALL) -> None:
+def assert_not_started(hosts, python, script, *words, where=ALL):
     """A job on all hosts ends with exit code 3 and says these words, before any rank has begun."""
     begin = time.monotonic()
     done = hosts.ringrun(python, *where, python, script(NEVER))
@@ -213,12 +209,12 @@ def assert_not_started(hosts: Hosts, python: Path, script: Script, *words: str, 
     hosts.assert_nothing_is_left()
 
 
-def test_a_host_that_cannot_be_reached(own_hosts: Hosts, python: Path, script: Script):
+def test_a_host_that_cannot_be_reached(own_hosts, python, script):
     own_hosts.link_down(3)
     assert_not_started(own_hosts, python, script, "h3", where=("--start-timeout", "5", *ALL))
 
 
-def test_a_wrong_key_and_the_right_one(own_hosts: Hosts, python: Path, script: Script):
+def test_a_wrong_key_and_the_right_one(own_hosts, python, script):
     key = own_hosts.home / ".ssh" / "id_ed25519"
     elsewhere = key.rename(own_hosts.home / "another name")
     assert_not_started(own_hosts, python, script, "Permission denied")

@@ -1,15 +1,12 @@
 """What ranks on four hosts do: asked while they hang, and told on the failure card."""
 
-from __future__ import annotations
-
 import re
 import subprocess
-from pathlib import Path
 
 import pytest
 
 from ringrun.arguments import parse_ranks
-from tests.cluster.hosts import PROGRAMS, Hosts
+from tests.cluster.hosts import PROGRAMS
 from tests.support.patience import patient, wait_until
 
 pytestmark = pytest.mark.timeout(180)
@@ -21,7 +18,7 @@ STACKS = (
 )
 
 
-def test_the_card_of_a_rank_on_another_host(hosts: Hosts, python: Path):
+def test_the_card_of_a_rank_on_another_host(hosts, python):
     """The others are asked on their hosts, unless they have failed too: Open MPI ends them when a connection closes."""
     done = hosts.ringrun(python, *ALL, python, PROGRAMS / "steps.py", 1, "raise", timeout=120)
     hosts.assert_nothing_is_left()
@@ -36,7 +33,7 @@ def test_the_card_of_a_rank_on_another_host(hosts: Hosts, python: Path):
     assert card[-2:] == ["ValueError: boom", "-" * 80]
 
 
-def test_a_job_that_hangs_is_asked_on_all_its_hosts(hosts: Hosts, python: Path):
+def test_a_job_that_hangs_is_asked_on_all_its_hosts(hosts, python):
     ringrun, log = python.parent / "ringrun", hosts.folder / "stderr"
     command = [ringrun, "--stall-check-s", "3", *ALL, python, PROGRAMS / "steps.py", 120, "pass"]
     with log.open("w") as stderr:

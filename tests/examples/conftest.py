@@ -2,7 +2,7 @@
 
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,7 +15,7 @@ Ringrun = Callable[..., subprocess.CompletedProcess[str]]
 
 
 @pytest.fixture(scope="session")
-def ringrun(tmp_path_factory: pytest.TempPathFactory) -> Ringrun:
+def ringrun(tmp_path_factory):
     """ringrun(size, *python_arguments) runs that many ranks of this Python; it must end with `returncode`.
 
     flags: of ringrun itself.
@@ -23,9 +23,7 @@ def ringrun(tmp_path_factory: pytest.TempPathFactory) -> Ringrun:
     directory = tmp_path_factory.mktemp("cwd")
     python = Path(sys.executable)
 
-    def run(
-        size: int, *arguments: str | Path, returncode: int = 0, flags: Sequence[str] = ()
-    ) -> subprocess.CompletedProcess[str]:
+    def run(size, *arguments, returncode=0, flags=()):
         ended = jobs.run([jobs.ringrun(python), "-np", size, *flags, python, *arguments], cwd=directory)
         assert ended.returncode == returncode, f"{ended.stdout}\n{ended.stderr}"
         return ended
@@ -34,15 +32,15 @@ def ringrun(tmp_path_factory: pytest.TempPathFactory) -> Ringrun:
 
 
 @pytest.fixture(scope="session")
-def examples() -> Path:
+def examples():
     return EXAMPLES
 
 
 @pytest.fixture(scope="session")
-def lines() -> Callable[[str], Sequence[str]]:
+def lines():
     """The lines that rank 0 printed, without ringrun's `[0] `; no other rank may have printed any."""
 
-    def unprefixed(text: str) -> Sequence[str]:
+    def unprefixed(text):
         prefixed = text.rstrip("\n").split("\n")
         assert all(line.startswith("[0]") for line in prefixed), text
         return [line[4:] for line in prefixed]

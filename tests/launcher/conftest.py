@@ -5,7 +5,6 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -19,13 +18,13 @@ WITHOUT_MPI = [sys.executable, str(Path(__file__).parent / "without_mpi.py")]
 GONE_WITHIN_S = 5.0
 
 
-def _environment(changes: dict[str, str | None] | None) -> dict[str, str]:
+def _environment(changes):
     # on a host with GPUs ringrun tells their ranks, on its stderr
     return jobs.environment(**{"CUDA_VISIBLE_DEVICES": ""} | (changes or {}))
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[loopback_sshd.Server]:
+def server(tmp_path_factory):
     """A real sshd on loopback."""
     if reason := loopback_sshd.why_not():
         pytest.skip(f"no sshd: {reason}")
@@ -34,19 +33,17 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[loopback_sshd.S
 
 
 @pytest.fixture
-def ringrun_command(request: pytest.FixtureRequest, python: str) -> list[str]:
+def ringrun_command(request, python):
     """How `ringrun` and `start` begin."""
     without_mpi = request.node.get_closest_marker("without_mpi")
     return WITHOUT_MPI if without_mpi else [jobs.ringrun(Path(python))]
 
 
 @pytest.fixture
-def ringrun(tmp_path: Path, ringrun_command: list[str]) -> Callable[..., subprocess.CompletedProcess[str]]:
+def ringrun(tmp_path, ringrun_command):
     """Run ringrun to its end: `ringrun("-np", 2, …, env={…}, input="…")`."""
 
-    def run(
-        *arguments: object, env: dict[str, str | None] | None = None, **options
-    ) -> subprocess.CompletedProcess[str]:
+    def run(*arguments, env=None, **options):
         command = [*ringrun_command, *arguments]
         return jobs.run(command, timeout_s=50, env=_environment(env), **{"cwd": tmp_path} | options)
 
@@ -54,11 +51,11 @@ def ringrun(tmp_path: Path, ringrun_command: list[str]) -> Callable[..., subproc
 
 
 @pytest.fixture
-def start(tmp_path: Path, ringrun_command: list[str]) -> Iterator[Callable[..., subprocess.Popen[str]]]:
+def start(tmp_path, ringrun_command):
     """Start ringrun, in its own session, and leave it running; it is killed after the test."""
-    started: list[subprocess.Popen[str]] = []
+    started = []
 
-    def run(*arguments: object, **options) -> subprocess.Popen[str]:
+    def run(*arguments, **options):
         process = subprocess.Popen(
             [*ringrun_command, *map(str, arguments)],
             env=_environment(options.pop("env", None)),
@@ -83,10 +80,10 @@ def start(tmp_path: Path, ringrun_command: list[str]) -> Iterator[Callable[..., 
 
 
 @pytest.fixture
-def script(tmp_path: Path, python: str) -> jobs.Script:
+def script(tmp_path, python):
     """Write a Python script and return the command that runs it."""
 
-    def write(source: str) -> list[str]:
+    def write(source):
         path = tmp_path / "script.py"
         path.write_text(textwrap.dedent(source))
         return [python, str(path)]
@@ -95,18 +92,18 @@ def script(tmp_path: Path, python: str) -> jobs.Script:
 
 
 @pytest.fixture
-def program(script: jobs.Script) -> jobs.Script:
+def program(script):
     """Copy one of programs/ to where `processes_of` knows it by its folder, and return the command that runs it."""
     return lambda name: script((PROGRAMS / f"{name}.py").read_text())
 
 
 @pytest.fixture
-def python(request: pytest.FixtureRequest) -> str:
+def python(request):
     """This one; for the tests of `both_mpis` MPICH's, too."""
     return str(request.getfixturevalue("mpich_python")) if getattr(request, "param", "") == "mpich" else sys.executable
 
 
-def _command_line(pid: int) -> str:
+def _command_line(pid):
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
         return "" if state == "Z" else Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
@@ -115,10 +112,10 @@ def _command_line(pid: int) -> str:
 
 
 @pytest.fixture
-def processes_of(tmp_path: Path) -> Callable[[], dict[int, str]]:
+def processes_of(tmp_path):
     """Return the live processes whose command line holds this test's folder: ringrun, mpirun, agents, ranks."""
 
-    def find() -> dict[int, str]:
+    def find():
         lines = {int(path.name): _command_line(int(path.name)) for path in Path("/proc").glob("[0-9]*")}
         return {pid: line for pid, line in lines.items() if str(tmp_path) in line and pid != os.getpid()}
 
@@ -126,10 +123,10 @@ def processes_of(tmp_path: Path) -> Callable[[], dict[int, str]]:
 
 
 @pytest.fixture
-def wait_until_gone(processes_of: Callable[[], dict[int, str]]) -> Callable[[], float]:
+def wait_until_gone(processes_of):
     """Wait until no process of this test is left; return how many seconds it took, or fail after the bar."""
 
-    def wait() -> float:
+    def wait():
         begin = time.monotonic()
         while left := processes_of():
             assert time.monotonic() < begin + patient(GONE_WITHIN_S), f"left behind: {left}"

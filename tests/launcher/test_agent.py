@@ -31,11 +31,11 @@ class SlowLink:
 
     is_local = True
 
-    def __init__(self) -> None:
-        self.sent: list[wire.Message] = []
+    def __init__(self):
+        self.sent = []
         self._died = threading.Event()
 
-    def send(self, message: wire.Message) -> None:
+    def send(self, message):
         if isinstance(message, wire.Output):
             assert self._died.wait(patient(5)), "the death is not reported"
         self.sent.append(message)
@@ -50,23 +50,21 @@ class ScriptedLink:
 
     is_local, lost_after_s = True, 4.0
 
-    def __init__(self, *messages: wire.Message | Exception) -> None:
+    def __init__(self, *messages):
         self._messages = iter(messages)
-        self.sent: list[wire.Message] = []
+        self.sent = []
 
-    def receive(self) -> wire.Message:
+    def receive(self):
         if isinstance(message := next(self._messages), Exception):
             raise message
         return message
 
-    def send(self, message: wire.Message) -> None:
+    def send(self, message):
         assert not isinstance(message, wire.Started)
         self.sent.append(message)
 
 
-def test_an_agent_removes_the_folder_of_commits_that_ringrun_has_named_and_no_other(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_agent_removes_the_folder_of_commits_that_ringrun_has_named_and_no_other(tmp_path, monkeypatch):
     monkeypatch.setattr(agent_module.os, "_exit", sys.exit)
     monkeypatch.chdir(tmp_path)
     users, ours = str(tmp_path), kept_commits.new_name()
@@ -82,7 +80,7 @@ def test_an_agent_removes_the_folder_of_commits_that_ringrun_has_named_and_no_ot
         assert Path(ours).exists() == (commits != ours)
 
 
-def test_commits_that_a_killed_ringrun_has_left_are_swept_away() -> None:
+def test_commits_that_a_killed_ringrun_has_left_are_swept_away():
     """At once on its own host, after an hour on others, where nobody holds a lock in the pause before a restart."""
     here, there, long_ago, locked = (kept_commits.new_name() for _ in range(4))
     code = "import sys; from ringrun.agent import kept_commits; print(all(map(kept_commits.prepared, sys.argv[1:])))"
@@ -103,7 +101,7 @@ def test_commits_that_a_killed_ringrun_has_left_are_swept_away() -> None:
             kept_commits.remove(folder)
 
 
-def ends_its_rank(link: ScriptedLink, folder: Path, monkeypatch: pytest.MonkeyPatch) -> int:
+def ends_its_rank(link, folder, monkeypatch):
     """Let the agent of rank 1 of 3 do what this ringrun says, and return how its rank has ended."""
     monkeypatch.setattr(agent_module.os, "_exit", sys.exit)
     monkeypatch.setattr(agent_module.processes, "kill_children", lambda: None)  # those of this process are other tests'
@@ -123,9 +121,7 @@ def ends_its_rank(link: ScriptedLink, folder: Path, monkeypatch: pytest.MonkeyPa
         (ValueError("message 3 was changed"), "message 3 was changed"),
     ],
 )
-def test_an_agent_that_loses_ringrun_ends_its_rank_and_the_systems_log_says_why(
-    error: Exception, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_agent_that_loses_ringrun_ends_its_rank_and_the_systems_log_says_why(error, why, tmp_path, monkeypatch):
     logged = []
     monkeypatch.setenv(wire.ADDRESS_VARIABLE, str(Address("head", "/nowhere")))
     monkeypatch.setattr(syslog, "syslog", lambda priority, text: logged.append((priority, text)))
@@ -141,8 +137,8 @@ def test_an_agent_that_loses_ringrun_ends_its_rank_and_the_systems_log_says_why(
 
 @pytest.mark.parametrize("is_there", [True, False])
 def test_an_agent_that_loses_ringrun_keeps_the_folder_of_other_ranks_while_ringrun_is_there(
-    is_there: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    is_there, tmp_path, monkeypatch
+):
     monkeypatch.setenv(wire.ADDRESS_VARIABLE, str(Address("head", "/nowhere")))
     monkeypatch.setattr(syslog, "syslog", lambda *_: None)
     monkeypatch.chdir(tmp_path)
@@ -156,10 +152,8 @@ def test_an_agent_that_loses_ringrun_keeps_the_folder_of_other_ranks_while_ringr
 
 
 @pytest.mark.parametrize("broken", ["look", "in_session"])
-def test_an_agent_that_fails_ends_its_rank_and_one_that_cannot_look_at_it_goes_on(
-    broken: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(*_: object) -> None:
+def test_an_agent_that_fails_ends_its_rank_and_one_that_cannot_look_at_it_goes_on(broken, tmp_path, monkeypatch):
+    def fail(*_):
         raise OSError(errno.EMFILE, "no descriptor")
 
     monkeypatch.setattr(shm_cleanup.ShmCleanup if broken == "look" else shm_cleanup, broken, fail)
@@ -170,7 +164,7 @@ def test_an_agent_that_fails_ends_its_rank_and_one_that_cannot_look_at_it_goes_o
     assert link.sent == [wire.Note(f"ringrun: {failed}")] * (broken == "look")
 
 
-def test_a_death_that_is_heard_in_two_ways_is_reported_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_death_that_is_heard_in_two_ways_is_reported_once(tmp_path, monkeypatch):
     dies = threading.Event()
     monkeypatch.setattr(agent_module, "await_death", lambda files, pid: dies.wait(patient(5)) and 7)
     link = SlowLink()
@@ -191,8 +185,8 @@ def test_a_death_that_is_heard_in_two_ways_is_reported_once(tmp_path: Path, monk
     assert ended.at_s == died.at_s
 
 
-def test_an_agent_that_can_start_no_thread_answers_and_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(thread: threading.Thread) -> None:
+def test_an_agent_that_can_start_no_thread_answers_and_goes_on(tmp_path, monkeypatch):
+    def refuse(thread):
         raise RuntimeError("can't start new thread")
 
     link = SlowLink()
@@ -204,17 +198,17 @@ def test_an_agent_that_can_start_no_thread_answers_and_goes_on(tmp_path: Path, m
     assert link.sent == [wire.State(7, "", "", "its agent cannot ask it: can't start new thread")]
 
 
-def test_output_that_ringrun_does_not_take_waits_in_the_rank_until_its_end(tmp_path: Path) -> None:
+def test_output_that_ringrun_does_not_take_waits_in_the_rank_until_its_end(tmp_path):
     link = SlowLink()
     link._died.set()
     agent = Agent(link, Place(0, 1, 0, 1), Settings("openmpi", str(tmp_path)), daemon=0)
     chatters = [sys.executable, "-c", f"import os; os.write(1, bytes({9 * wire.MOST_AHEAD_BYTES}))"]
     child = subprocess.Popen(chatters, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
-    def sent() -> int:
+    def sent():
         return sum(len(each.data) for each in link.sent if isinstance(each, wire.Output))
 
-    def end_it() -> None:
+    def end_it():
         while sent() < wire.MOST_AHEAD_BYTES:
             pass
         child.kill()
@@ -229,7 +223,7 @@ def test_output_that_ringrun_does_not_take_waits_in_the_rank_until_its_end(tmp_p
     assert wire.MOST_AHEAD_BYTES < sent() <= wire.MOST_AHEAD_BYTES + agent_module._CHUNK_BYTES + in_pipe
 
 
-def test_a_death_is_reported_before_what_the_rank_wrote_is_read(tmp_path: Path) -> None:
+def test_a_death_is_reported_before_what_the_rank_wrote_is_read(tmp_path):
     link = SlowLink()
     agent = Agent(link, Place(0, 1, 0, 1), Settings("openmpi", str(tmp_path)), daemon=0)
     last_words = [sys.executable, "-c", "import os; os.write(1, b'last words'); os._exit(7)"]
@@ -249,9 +243,7 @@ def test_a_death_is_reported_before_what_the_rank_wrote_is_read(tmp_path: Path) 
 @pytest.mark.parametrize(
     ("rank", "local_rank", "ranks", "idle"), [(0, 0, 1, 7), (4, 0, 4, 4), (5, 1, 4, 0), (0, 0, 8, 0)]
 )
-def test_gpus_without_a_rank_are_named_once_on_each_host(
-    rank: int, local_rank: int, ranks: int, idle: int, bind: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_gpus_without_a_rank_are_named_once_on_each_host(rank, local_rank, ranks, idle, bind, tmp_path, monkeypatch):
     monkeypatch.setattr(agent_module, "read_topology", lambda _: SimpleNamespace(gpus=range(8)))
     monkeypatch.setattr(agent_module, "place", lambda topology, size: [Share(())] * size)
     link, settings = ScriptedLink(), Settings("openmpi", str(tmp_path), bind=bind, verbose=True)

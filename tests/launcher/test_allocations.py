@@ -1,7 +1,5 @@
 """What batch systems tell a job of its hosts: the variables and files as they write them, and damaged ones."""
 
-from collections.abc import Mapping
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -25,10 +23,10 @@ VARIABLES = [
 ]
 
 
-def find(environ: Mapping[str, str], **files: str) -> Allocation | None:
+def find(environ, **files):
     """Look for an allocation; the file `/files/x` is the keyword argument x."""
 
-    def read(path: str) -> str:
+    def read(path):
         try:
             return files[path.removeprefix("/files/")]
         except KeyError:
@@ -37,13 +35,13 @@ def find(environ: Mapping[str, str], **files: str) -> Allocation | None:
     return find_allocation(environ, read)
 
 
-def hosts_in(environ: Mapping[str, str], **files: str) -> str:
+def hosts_in(environ, **files):
     allocation = find(environ, **files)
     assert allocation is not None
     return ",".join(map(str, allocation.hosts))
 
 
-def test_without_a_batch_system_there_is_no_allocation() -> None:
+def test_without_a_batch_system_there_is_no_allocation():
     assert find({"HOME": "/root"}) is None
     assert find(dict.fromkeys(VARIABLES, "")) is None
     assert find({"SLURM_TASKS_PER_NODE": "4"}) is None
@@ -64,7 +62,7 @@ def test_without_a_batch_system_there_is_no_allocation() -> None:
         ("gnode[10,20,25,37]", "gnode10 gnode20 gnode25 gnode37"),
     ],
 )
-def test_slurm_s_list_of_nodes_is_expanded(text: str, names: str) -> None:
+def test_slurm_s_list_of_nodes_is_expanded(text, names):
     assert expand_nodelist(text) == names.split()
 
 
@@ -92,7 +90,7 @@ RANGE = "expected a number or a rising range, as in 001-003"
         ("n[1-40000],m[1-40000]", "more than 65536 nodes"),
     ],
 )
-def test_a_damaged_list_of_nodes_is_told(text: str, message: str) -> None:
+def test_a_damaged_list_of_nodes_is_told(text, message):
     assert message_of(expand_nodelist, text) == f"SLURM_JOB_NODELIST={text!r}: {message}"
 
 
@@ -105,7 +103,7 @@ SLURM = {
 
 
 @pytest.mark.parametrize(("variables", "hosts"), SLURM.values(), ids=SLURM.keys())
-def test_slots_of_a_slurm_job(variables: dict[str, str], hosts: str) -> None:
+def test_slots_of_a_slurm_job(variables, hosts):
     assert hosts_in({"SLURM_JOB_NODELIST": "n[1-3]", **variables}) == hosts
 
 
@@ -131,7 +129,7 @@ MINE = (Host("h1"), Host("h2", 2))
         ("hostfile", {"HYDRA_HOST_FILE": "/files/x"}, "h1\nh2:2", MINE),
     ],
 )
-def test_an_allocation_says_why(kind: str, variables: dict[str, str], text: str, hosts: tuple[Host, ...]) -> None:
+def test_an_allocation_says_why(kind, variables, text, hosts):
     says = [f"{name}={value if text else repr(value)}" for name, value in variables.items()]
     files = {"x": text, "/etc/mpi/hostfile": text}
     assert find(variables, **files) == Allocation(kind, hosts, ", ".join(says))
@@ -157,24 +155,24 @@ OF_NODES = "expected numbers for the 3 nodes of SLURM_JOB_NODELIST, not for"
         ("LSB_MCPU_HOSTS", "h! 4", "expected a host name of letters, digits, '.', '-' and '_', got 'h!'"),
     ],
 )
-def test_damaged_numbers_are_told(variable: str, text: str, message: str) -> None:
+def test_damaged_numbers_are_told(variable, text, message):
     nodes = {"SLURM_JOB_NODELIST": "n[1-3]"} if variable.startswith("SLURM") else {}
     assert message_of(find, {variable: text, **nodes}) == f"{variable}={text!r}: {message}{YOURSELF}"
 
 
-def test_a_nodefile_that_cannot_be_read_is_named() -> None:
+def test_a_nodefile_that_cannot_be_read_is_named():
     environ = {"PBS_NODEFILE": "/files/nodes"}
     assert message_of(find, environ) == f"PBS_NODEFILE: hostfile /files/nodes: no such file{YOURSELF}"
     assert message_of(find, environ, nodes="n1\nn2 x").startswith("PBS_NODEFILE: /files/nodes:2: 'n2 x': expected")
 
 
-def test_none_is_open_mpi_s_word_for_no_hostfile() -> None:
+def test_none_is_open_mpi_s_word_for_no_hostfile():
     none = {"OMPI_MCA_orte_default_hostfile": "none"}
     assert find(none) is None
     assert hosts_in({"HYDRA_HOST_FILE": "/files/mine", **none}, mine="h1") == "h1"
 
 
-def test_the_batch_system_comes_before_a_default_hostfile() -> None:
+def test_the_batch_system_comes_before_a_default_hostfile():
     environ = {"PBS_NODEFILE": "/files/a", "HYDRA_HOST_FILE": "/files/b"}
     assert hosts_in(environ, a="n1", b="h1") == "n1:1"
     assert hosts_in({**environ, "LSB_MCPU_HOSTS": "h3 3", "LSB_DJOB_HOSTFILE": "/files/b"}, a="n1", b="h1") == "h3:3"
@@ -187,7 +185,7 @@ slots_by_name = st.dictionaries(
 
 
 @given(slots_by_name)
-def test_every_batch_system_gives_the_same_hosts(slots: dict[str, int]) -> None:
+def test_every_batch_system_gives_the_same_hosts(slots):
     hosts = ",".join(f"{name}:{number}" for name, number in slots.items())
     nodelist = ",".join(slots)
     repeated = ",".join(f"{number}(x1)" if number % 2 else str(number) for number in slots.values())
@@ -208,7 +206,7 @@ values = st.one_of(
 
 
 @given(st.dictionaries(st.sampled_from(VARIABLES), values), st.text(max_size=40))
-def test_any_environment_is_an_allocation_or_nothing_or_a_usage_error(environ: dict[str, str], text: str) -> None:
+def test_any_environment_is_an_allocation_or_nothing_or_a_usage_error(environ, text):
     try:
         allocation = find_allocation(environ, lambda path: text)
     except UsageError:

@@ -8,11 +8,11 @@ from ringrun.report.outcome import RankEnd
 from ringrun.report.states import NO_ANSWER, waiting
 
 
-def end(rank: int, code: int | None, **facts) -> RankEnd:
+def end(rank, code, **facts):
     return RankEnd(rank, "node7", 1000 + rank, code, facts.pop("at_s", 0.0), **facts)
 
 
-def state(doing: str, silent: str = "") -> State:
+def state(doing, silent=""):
     return State(1, doing, "", silent)
 
 
@@ -20,7 +20,7 @@ ALLREDUCE = "allreduce 'layer3.w' (train.py:41)"
 TRACEBACK = "Traceback (most recent call last):\n  " + "x" * 200 + "\nValueError: boom\n"
 
 
-def test_a_card_in_full() -> None:
+def test_a_card_in_full():
     error = RankError("ValueError", "boom", TRACEBACK)
     cause = end(1, 1, error=error, device="GPU 3", ran_s=125.0)
     ends = [cause, end(5, 3, at_s=2.0), end(0, 0)]
@@ -38,7 +38,7 @@ def test_a_card_in_full() -> None:
     ]
 
 
-def test_a_lost_agent_has_no_more_to_tell() -> None:
+def test_a_lost_agent_has_no_more_to_tell():
     assert card(RankEnd(2, "h", 0, None, 0.0), [], 4) == [
         "-- ringrun: rank 2 of 4 failed first -------------------------------------------",
         "how         its agent is gone, without a word",
@@ -55,12 +55,12 @@ def test_a_lost_agent_has_no_more_to_tell() -> None:
         ({3: "its script ended"}, "2 of 4 failed first", "exit code 1"),
     ],
 )
-def test_of_a_rank_that_has_lost_another_that_left_in_order_that_one_is_the_headline(left, head, how) -> None:
+def test_of_a_rank_that_has_lost_another_that_left_in_order_that_one_is_the_headline(left, head, how):
     lines = card(end(2, 1, error=RankError("PeerLostError", "lost", "", (1,))), [], 4, left=left)
     assert lines[:2] == [f"-- ringrun: rank {head} ".ljust(WIDTH, "-"), f"how         {how}"]
 
 
-def test_facts_are_wrapped_and_what_the_rank_wrote_is_not() -> None:
+def test_facts_are_wrapped_and_what_the_rank_wrote_is_not():
     words = "w" * 300
     cause = end(1, -9, oom=f"the kernel's OOM killer did it: out of memory (cgroup {'/slurm' * 8})", tail=(words,))
     states = {rank: state(f"allreduce 'a tensor of rank {rank}' (train.py:{rank})") for rank in range(2, 60)}
@@ -70,21 +70,21 @@ def test_facts_are_wrapped_and_what_the_rank_wrote_is_not() -> None:
     assert "the kernel's OOM killer did it" in lines[2]
 
 
-def test_a_rank_that_failed_before_it_could_answer_is_not_said_to_have_been_asked() -> None:
+def test_a_rank_that_failed_before_it_could_answer_is_not_said_to_have_been_asked():
     cause = end(1, 1)
     lines = card(cause, [cause, end(0, 1)], 3, asked={0, 2}, states={2: state("x.py:1, in f")})
     assert "the others  rank 2: x.py:1, in f" in lines
     assert NO_ANSWER not in "\n".join(lines)
 
 
-def test_of_a_rank_that_failed_as_well_only_what_it_waited_for_is_told() -> None:
+def test_of_a_rank_that_failed_as_well_only_what_it_waited_for_is_told():
     cause = end(1, 1)
     states = {0: state("", "its first process has ended"), 2: state(ALLREDUCE), 3: state("", "it is stopped")}
     lines = card(cause, [cause, end(0, 14), end(2, 14)], 4, asked={0, 2, 3}, states=states)
     assert lines[-4:-2] == [f"the others  rank 2: {ALLREDUCE}", "            rank 3: it is stopped"]
 
 
-def test_colours_are_for_a_terminal_and_change_no_word() -> None:
+def test_colours_are_for_a_terminal_and_change_no_word():
     cause = end(1, 1)
     plain, coloured = (card(cause, [cause], 3, colour=colour) for colour in (False, True))
     assert "\x1b" not in "".join(plain)
@@ -93,7 +93,7 @@ def test_colours_are_for_a_terminal_and_change_no_word() -> None:
     assert plain[-1] in coloured[-1]
 
 
-def test_equal_answers_are_one_line() -> None:
+def test_equal_answers_are_one_line():
     states = {3: state(ALLREDUCE), 0: state(ALLREDUCE), 1: state("t.py:7, in load"), 4: state("", "it is stopped")}
     assert waiting([0, 1, 2, 3, 4], states) == [
         f"ranks 0,3: {ALLREDUCE}",
@@ -118,5 +118,5 @@ def test_equal_answers_are_one_line() -> None:
         (86399, "1 d 0 h"),
     ],
 )
-def test_durations(seconds: float, text: str) -> None:
+def test_durations(seconds, text):
     assert duration(seconds) == text

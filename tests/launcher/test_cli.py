@@ -16,22 +16,21 @@ from ringrun.errors import UsageError
 from ringrun.hosts import place_ranks
 from ringrun.machine.placement import automatic_size
 from ringrun.machine.topology import read_topology
-from tests.support.jobs import Run
 
 
-def test_all_after_the_command_belongs_to_it() -> None:
+def test_all_after_the_command_belongs_to_it():
     options = cli.parse(["-np", "4", "python", "train.py", "--verbose", "-np", "9", "-h", "--", "x"])
     assert options.np == 4
     assert not options.job.verbose
     assert options.job.command == ["python", "train.py", "--verbose", "-np", "9", "-h", "--", "x"]
 
 
-def test_flags_before_the_command_are_ours() -> None:
+def test_flags_before_the_command_are_ours():
     options = cli.parse(["--verbose", "-np", "2", "--dry-run", "--", "-strange"])
     assert (options.job.verbose, options.options.dry_run, options.job.command) == (True, True, ["-strange"])
 
 
-def test_without_a_number_of_ranks_it_is_found_out() -> None:
+def test_without_a_number_of_ranks_it_is_found_out():
     found = automatic_size(read_topology(os.environ))
     for arguments in (["true"], ["-np", "auto", "true"]):
         options = cli.parse(arguments)
@@ -70,9 +69,7 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("arguments", "message"), WRONG)
-def test_a_wrong_command_line_is_one_clear_line(
-    arguments: list[str], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_wrong_command_line_is_one_clear_line(arguments, message, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["ringrun", *arguments])
     monkeypatch.setattr(cli, "survive", lambda _: None)  # the test's own signals stay as they are
     assert cli.main() == 2
@@ -81,24 +78,24 @@ def test_a_wrong_command_line_is_one_clear_line(
     assert captured.out == ""
 
 
-def shown(request: cli.Request) -> frozenset[int] | None:
+def shown(request):
     return cli._shown_ranks(request, request.np or 0)
 
 
 @pytest.mark.parametrize(("text", "signals"), [("USR1", {10}), ("sigusr2, usr1", {10, 12})])
-def test_signals_to_forward(text: str, signals: set[int]) -> None:
+def test_signals_to_forward(text, signals):
     job = cli.parse(["--forward-signals", text, "--grace", "60", "true"]).job
     assert (job.forwarded, job.grace_s) == (signals, 60.0)
 
 
 @given(st.text())
-def test_any_timeout_gives_seconds_or_one_usage_error(text: str) -> None:
+def test_any_timeout_gives_seconds_or_one_usage_error(text):
     with contextlib.suppress(UsageError):
         assert 0 < cli.parse(["-np", "1", f"--timeout={text}", "true"]).job.timeout_s < math.inf
 
 
 @pytest.mark.parametrize(("flag", "columns"), [("-h", "60"), ("--help", "200")])
-def test_help_is_the_manual_on_two_screens(flag: str, columns: str, ringrun: Run) -> None:
+def test_help_is_the_manual_on_two_screens(flag, columns, ringrun):
     done = ringrun(flag, env={"COLUMNS": columns})
     assert done.returncode == 0
     for part in (
@@ -114,7 +111,7 @@ def test_help_is_the_manual_on_two_screens(flag: str, columns: str, ringrun: Run
     assert max(map(len, lines)) <= 100
 
 
-def test_a_reader_that_has_gone() -> None:
+def test_a_reader_that_has_gone():
     command = [str(Path(sys.executable).parent / "ringrun"), "--show-config"]
     gone, write = os.pipe()
     os.close(gone)
@@ -133,9 +130,7 @@ def test_a_reader_that_has_gone() -> None:
         ("stdout", ["-np", 1, "sh", "-c", "echo lost; touch ran"], 0, "stdout cannot be written"),
     ],
 )
-def test_a_stream_on_a_full_disk_costs_its_lines_and_no_job(
-    stream: str, arguments: list[object], code: int, said: str, ringrun: Run, tmp_path: Path
-) -> None:
+def test_a_stream_on_a_full_disk_costs_its_lines_and_no_job(stream, arguments, code, said, ringrun, tmp_path):
     with open("/dev/full", "w") as full:
         done = ringrun(*arguments, env={"RINGREDUCE_ELASTIC": "1"}, **{stream: full})
     assert (done.returncode, (tmp_path / "ran").exists()) == (code, code == 0)
@@ -144,14 +139,14 @@ def test_a_stream_on_a_full_disk_costs_its_lines_and_no_job(
     assert (done.stderr or "").partition(lost)[:2] == ((ignored, lost) if said else ("", ""))
 
 
-def test_version(ringrun: Run) -> None:
+def test_version(ringrun):
     from importlib.metadata import version
 
     done = ringrun("--version")
     assert (done.returncode, done.stdout) == (0, f"ringrun {version('ringreduce')}\n")
 
 
-def test_dry_run_prints_the_command_and_runs_nothing(ringrun: Run, tmp_path: Path) -> None:
+def test_dry_run_prints_the_command_and_runs_nothing(ringrun, tmp_path):
     done = ringrun("-np", 3, "--deterministic", "--mpi-args=-x 'A B'", "--dry-run", "touch", "made here")
     assert done.returncode == 0
     assert done.stdout.startswith("env RINGREDUCE_DETERMINISTIC=1 ")
@@ -162,7 +157,7 @@ def test_dry_run_prints_the_command_and_runs_nothing(ringrun: Run, tmp_path: Pat
     assert not list(tmp_path.iterdir())
 
 
-def test_flags_of_the_display_in_a_file(tmp_path: Path) -> None:
+def test_flags_of_the_display_in_a_file(tmp_path):
     path = tmp_path / "job.yaml"
     path.write_text("ranks: 0,2-3\nfold: true\nprefix_output_with_timestamp: true\noutput_filename: DIR\ntimeout: 5\n")
     options = cli.parse(["-np", "4", "--config-file", str(path), "--timeout", "7", "true"])
@@ -178,7 +173,7 @@ def test_flags_of_the_display_in_a_file(tmp_path: Path) -> None:
         cli.parse(["--config-file", str(path), "true"])
 
 
-def test_a_flag_overrules_what_it_excludes_in_a_file(tmp_path: Path) -> None:
+def test_a_flag_overrules_what_it_excludes_in_a_file(tmp_path):
     path = tmp_path / "job.yaml"
     path.write_text("hosts: localhost:3\n")
     (tmp_path / "hosts").write_text("localhost slots=2\n")
@@ -187,7 +182,7 @@ def test_a_flag_overrules_what_it_excludes_in_a_file(tmp_path: Path) -> None:
     assert place_ranks(options.found, options.np) == (2, ())
 
 
-def test_a_wrong_host_in_a_file_is_told_with_its_line(tmp_path: Path) -> None:
+def test_a_wrong_host_in_a_file_is_told_with_its_line(tmp_path):
     path = tmp_path / "job.yaml"
     path.write_text("np: 2\nhosts: a:b\n")
     with pytest.raises(UsageError, match=rf"^{path}:2: -H, item 1, 'a:b': slots: expected a whole number"):

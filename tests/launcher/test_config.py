@@ -4,8 +4,6 @@ import dataclasses
 import importlib.util
 import os
 import sys
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -17,7 +15,6 @@ from ringrun.config import horovod
 from ringrun.config import resolve as config
 from ringrun.errors import UsageError
 from ringrun.machine.topology import Gpu, Topology
-from tests.support.jobs import Run, Script
 from tests.support.tiers import parted
 
 needs_yaml = pytest.mark.skipif(importlib.util.find_spec("yaml") is None, reason="no PyYAML")
@@ -44,45 +41,45 @@ OTHER = {
 """Values that are no defaults; the settings that are on or off are turned over."""
 
 
-def other(field: dataclasses.Field) -> str:
+def other(field):
     return OTHER.get(field.name) or str(int(not field.default))
 
 
 @pytest.fixture(autouse=True)
-def no_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_settings(monkeypatch):
     """The variables of whoever runs the tests do not count."""
     for name in [*(PREFIX + field.name.upper() for field in FIELDS), *HOROVOD]:
         monkeypatch.delenv(name, raising=False)
 
 
 @pytest.fixture
-def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], str]:
+def file(tmp_path, monkeypatch):
     """Write job.yaml in the current folder."""
     monkeypatch.chdir(tmp_path)
 
-    def write(text: str) -> str:
+    def write(text):
         (tmp_path / "job.yaml").write_text(text)
         return "job.yaml"
 
     return write
 
 
-def parsed(*arguments: str) -> config.Config:
+def parsed(*arguments):
     return cli.parse([*arguments, "-np", "2", "true"]).config
 
 
-def refusal(*arguments: str) -> str:
+def refusal(*arguments):
     with pytest.raises(UsageError) as caught:
         parsed(*arguments)
     return str(caught.value)
 
 
-def of_file(file: Callable[[str], str], text: str) -> config.Config:
+def of_file(file, text):
     return parsed("--config-file", file(text))
 
 
 @pytest.mark.parametrize("field", FIELDS, ids=lambda field: field.name)
-def test_every_setting_has_its_flag(field: dataclasses.Field) -> None:
+def test_every_setting_has_its_flag(field):
     name = field.name.replace("_", "-")
     flag = f"--no-{name}" if field.default is True else f"--{name}"
     given = [flag] if isinstance(field.default, bool) else [flag, OTHER[field.name]]
@@ -94,7 +91,7 @@ def test_every_setting_has_its_flag(field: dataclasses.Field) -> None:
 @pytest.mark.parametrize("dash", "-_")
 @pytest.mark.parametrize("field", FIELDS, ids=lambda field: field.name)
 @needs_yaml
-def test_every_setting_has_its_key(field: dataclasses.Field, dash: str, file: Callable[[str], str]) -> None:
+def test_every_setting_has_its_key(field, dash, file):
     value = OTHER.get(field.name) or str(not field.default).lower()
     quoted = f"'{value}'" if isinstance(field.default, str) else value
     resolved = of_file(file, f"# first line\n{field.name.replace('_', dash)}: {quoted}\n")
@@ -102,15 +99,13 @@ def test_every_setting_has_its_key(field: dataclasses.Field, dash: str, file: Ca
     assert resolved.settings[field.name].source == "job.yaml:2"
 
 
-def test_what_ringrun_sets_itself_is_no_flag() -> None:
+def test_what_ringrun_sets_itself_is_no_flag():
     assert refusal("--error-file=x") == "there is no flag --error-file; see ringrun --help"
 
 
 @needs_yaml
-def test_a_flag_counts_more_than_the_file_the_file_more_than_a_variable(
-    file: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def value() -> tuple[str, str]:
+def test_a_flag_counts_more_than_the_file_the_file_more_than_a_variable(file, monkeypatch):
+    def value():
         found = parsed(*arguments).settings["cycle_time_ms"]
         return found.text, found.source
 
@@ -129,7 +124,7 @@ def test_a_flag_counts_more_than_the_file_the_file_more_than_a_variable(
 
 
 @needs_yaml
-def test_own_flags_may_stand_in_the_file(file: Callable[[str], str]) -> None:
+def test_own_flags_may_stand_in_the_file(file):
     path = file("np: 3\nverbose: true\nmpi_args: --report-bindings --map-by 'slot'\n")
     options = cli.parse(["--config-file", path, "true"])
     assert (options.np, options.job.verbose) == (3, True)
@@ -137,12 +132,12 @@ def test_own_flags_may_stand_in_the_file(file: Callable[[str], str]) -> None:
     assert cli.parse(["--config-file", path, "-np", "2", "true"]).np == 2
 
 
-def test_without_settings_ringreduce_is_not_asked() -> None:
+def test_without_settings_ringreduce_is_not_asked():
     assert parsed().settings == {}
     assert parsed("--verbose", "--mpi-args=-v").settings == {}
 
 
-def test_horovods_flags_mean_settings() -> None:
+def test_horovods_flags_mean_settings():
     given = ["--fusion-threshold-mb", "32", "--cycle-time-ms", "5", "--cache-capacity", "0"]
     given += ["--timeline-filename", "t.json", "--timeline-mark-cycles"]
     given += ["--stall-check-warning-time-seconds", "20", "--stall-check-shutdown-time-seconds", "40"]
@@ -162,12 +157,12 @@ def test_horovods_flags_mean_settings() -> None:
         (["--stall-check", "--stall-check-warning-time-seconds", "9"], "9"),
     ],
 )
-def test_the_stall_check_goes_on_and_off(given: list[str], stall_check_s: str) -> None:
+def test_the_stall_check_goes_on_and_off(given, stall_check_s):
     assert parsed(*given).variables["RINGREDUCE_STALL_CHECK_S"] == stall_check_s
 
 
 @pytest.mark.parametrize(("flag", "text"), [("with", "1"), ("without", "0"), ("hide", "0"), ("no-hide", "1")])
-def test_horovods_switches_of_the_log(flag: str, text: str) -> None:
+def test_horovods_switches_of_the_log(flag, text):
     name = f"--{'no-' * flag.startswith('no-')}log-{flag.removeprefix('no-')}-timestamp"
     assert parsed(name).variables == {"RINGREDUCE_LOG_TIMESTAMP": text}
 
@@ -176,7 +171,7 @@ IGNORED = horovod.IGNORED_VALUES | horovod.IGNORED_SWITCHES
 
 
 @pytest.mark.parametrize("flag", IGNORED, ids="--{}".format)  # pytest-mpi skips what is called mpi
-def test_a_flag_without_meaning_says_so(flag: str) -> None:
+def test_a_flag_without_meaning_says_so(flag):
     resolved = parsed(f"--{flag}", *["3"] * (flag in horovod.IGNORED_VALUES))
     assert resolved.variables == {}
     assert resolved.notices == [f"--{flag} has no meaning here ({IGNORED[flag]})"]
@@ -200,13 +195,13 @@ HOROVODRUN = """
 
 
 @pytest.mark.parametrize("flag", HOROVODRUN.split(), ids=lambda flag: flag.replace("mpi", "MPI"))
-def test_every_flag_of_horovodrun_is_taken(flag: str, file: Callable[[str], str]) -> None:
+def test_every_flag_of_horovodrun_is_taken(flag, file):
     hosts = file("localhost slots=2")
     words = flag.replace("FILE", hosts).split("=", 0 if flag.startswith("--") else 1)
     assert cli.parse([*words, "train"]).job.command == ["train"]
 
 
-def test_horovods_other_names_mean_the_same(file: Callable[[str], str]) -> None:
+def test_horovods_other_names_mean_the_same(file):
     request = cli.parse(["--num-proc", "3", "-hostfile", file("h1\nh2 slots=4"), "--slots-per-host", "2", "true"])
     assert request.np == 3
     assert list(map(str, request.found.hosts)) == ["h1:2", "h2:4"]
@@ -215,7 +210,7 @@ def test_horovods_other_names_mean_the_same(file: Callable[[str], str]) -> None:
     assert cli.parse(["-prefix-timestamp", "true"]).job.timestamps
 
 
-def test_all_of_autotune_is_told_in_one_line() -> None:
+def test_all_of_autotune_is_told_in_one_line():
     resolved = parsed("--autotune", "--autotune-log-file", "found", "--autotune-warmup-samples=3")
     assert resolved.variables == {}
     assert resolved.notices == [f"--autotune has no meaning here ({horovod.TUNING})"]
@@ -248,7 +243,7 @@ logging:
 
 
 @needs_yaml
-def test_horovods_file_is_understood(file: Callable[[str], str]) -> None:
+def test_horovods_file_is_understood(file):
     resolved = of_file(file, HOROVODS_FILE)
     assert resolved.variables == {
         "RINGREDUCE_FUSION_BUFFER_BYTES": str(32 << 20),
@@ -310,13 +305,13 @@ def test_horovods_file_is_understood(file: Callable[[str], str]) -> None:
         (["--mpi-args=--map-by 'slot"], '--mpi-args "--map-by \'slot": no closing quotation; close it, or write \\'),
     ],
 )
-def test_a_wrong_value_is_one_clear_line(given: list[str], message: str) -> None:
+def test_a_wrong_value_is_one_clear_line(given, message):
     with pytest.raises(UsageError) as caught:
         cli.parse(given if given == ["--cache-capacity"] else [*given, "-np", "2", "true"])
     assert str(caught.value).startswith(message)
 
 
-def test_a_wrong_variable_beside_a_flag_is_told_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_variable_beside_a_flag_is_told_too(monkeypatch):
     monkeypatch.setenv("RINGREDUCE_STALL_ABORT_S", "soon")
     said = refusal("--cache-capacity", "5")
     assert said == "RINGREDUCE_STALL_ABORT_S='soon': expected a number of seconds of 0 or more, such as 0.0"
@@ -367,7 +362,7 @@ def test_a_wrong_variable_beside_a_flag_is_told_too(monkeypatch: pytest.MonkeyPa
     ],
 )
 @needs_yaml
-def test_a_wrong_file_is_one_clear_line(text: str, message: str, file: Callable[[str], str]) -> None:
+def test_a_wrong_file_is_one_clear_line(text, message, file):
     with pytest.raises(UsageError) as caught:
         cli.parse(["--config-file", file(text), "true"])
     assert str(caught.value).startswith(message)
@@ -388,24 +383,24 @@ def test_a_wrong_file_is_one_clear_line(text: str, message: str, file: Callable[
     ],
 )
 @needs_yaml
-def test_switches_in_a_file(text: str, variable: str, value: str, file: Callable[[str], str]) -> None:
+def test_switches_in_a_file(text, variable, value, file):
     assert of_file(file, text).variables == {variable: value}
 
 
 @pytest.mark.parametrize("text", ["", "# nothing\n", "params:\n", "timeline:\nstall_check:\n"])
 @needs_yaml
-def test_a_file_may_say_nothing(text: str, file: Callable[[str], str]) -> None:
+def test_a_file_may_say_nothing(text, file):
     assert of_file(file, text).variables == {}
 
 
-def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
+def test_a_file_that_cannot_be_read(tmp_path):
     assert refusal("--config-file", str(tmp_path)) == f"--config-file {tmp_path}: Is a directory"
     assert refusal("--config-file", "nowhere.yaml") == "--config-file nowhere.yaml: No such file or directory"
     (tmp_path / "latin").write_bytes(b"timeline: \xe9")
     assert "latin: not text in UTF-8" in refusal("--config-file", str(tmp_path / "latin"))
 
 
-def test_without_pyyaml_the_cure_is_told(file: Callable[[str], str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_pyyaml_the_cure_is_told(file, monkeypatch):
     monkeypatch.setitem(sys.modules, "yaml", None)
     assert (
         refusal("--config-file", file("np: 2"))
@@ -420,7 +415,7 @@ LINES = st.builds("{}{}: {}".format, st.sampled_from(["", "  ", "- "]), KEYS, VA
 
 @given(st.text() | st.lists(LINES, max_size=6).map("\n".join))
 @needs_yaml
-def test_any_file_is_a_configuration_or_one_error(tmp_path_factory: pytest.TempPathFactory, text: str) -> None:
+def test_any_file_is_a_configuration_or_one_error(tmp_path_factory, text):
     path = tmp_path_factory.getbasetemp() / "any.yaml"
     path.write_bytes(text.encode(errors="surrogatepass"))
     try:
@@ -434,14 +429,14 @@ def test_any_file_is_a_configuration_or_one_error(tmp_path_factory: pytest.TempP
 @given(
     st.lists(st.sampled_from(["--algorithm", "--autotune", "-np", "2", "--timeline= x", "--", "x", "-h="]) | st.text())
 )
-def test_any_command_line_is_a_configuration_or_one_error(arguments: list[str]) -> None:
+def test_any_command_line_is_a_configuration_or_one_error(arguments):
     try:
         cli.parse(["--verbose", *("-x" if each in ("-h", "--help") else each for each in arguments)])
     except UsageError:
         return
 
 
-def test_show_config_prints_and_does_not_run(ringrun: Run) -> None:
+def test_show_config_prints_and_does_not_run(ringrun):
     done = ringrun("--show-config", "--deterministic", "touch", "made", env={"RINGREDUCE_TIMELINE": "a\nb"})
     assert (done.returncode, done.stderr) == (0, "")
     rows = {line.split()[0]: line.split()[1:] for line in done.stdout.splitlines()}
@@ -453,7 +448,7 @@ def test_show_config_prints_and_does_not_run(ringrun: Run) -> None:
     assert len({line.index(line.split()[-1]) for line in done.stdout.splitlines()}) == 1  # aligned
 
 
-def test_check_build_prints_a_table(ringrun: Run) -> None:
+def test_check_build_prints_a_table(ringrun):
     done = ringrun("--check-build")
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith("ringreduce v")
@@ -466,8 +461,8 @@ def test_check_build_prints_a_table(ringrun: Run) -> None:
     assert sum(line.startswith(("    [X] Open MPI (/", "    [X] MPICH (/")) for line in lines) == 1
 
 
-def test_check_build_tells_what_there_is_for_gpu_arrays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def rows(gpus: int, driver: str, cupy: str) -> list[tuple[str, bool]]:
+def test_check_build_tells_what_there_is_for_gpu_arrays(tmp_path, monkeypatch):
+    def rows(gpus, driver, cupy):
         monkeypatch.setattr(build, "read_topology", lambda _: Topology((), (Gpu("0"),) * gpus))
         monkeypatch.setattr(build, "driver_version", lambda: driver)
         monkeypatch.setattr(build, "installed_cupy", lambda: cupy)
@@ -494,13 +489,13 @@ def test_check_build_tells_what_there_is_for_gpu_arrays(tmp_path: Path, monkeypa
         (None, ""),
     ],
 )
-def test_the_driver_s_version(text: str | None, version: str, tmp_path: Path) -> None:
+def test_the_driver_s_version(text, version, tmp_path):
     if text is not None:
         (tmp_path / "version").write_text(text)
     assert build.driver_version(tmp_path / "version") == version
 
 
-def test_check_build_without_mpi4py(ringrun: Run, tmp_path: Path) -> None:
+def test_check_build_without_mpi4py(ringrun, tmp_path):
     (tmp_path / "mpi4py.py").write_text("raise ModuleNotFoundError(\"No module named 'mpi4py'\")")
     path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
     done = ringrun("--check-build", env={"PYTHONPATH": path})
@@ -516,7 +511,7 @@ SHOW = """
 """
 
 
-def test_flags_reach_all_ranks(ringrun: Run, script: Script) -> None:
+def test_flags_reach_all_ranks(ringrun, script):
     given = ["--algorithm", "ring", "--cache-capacity", 9, "--no-stall-check", "--mpi"]
     done = ringrun("-np", 2, *given, *script(SHOW), env={"RINGREDUCE_CACHE_CAPACITY": "5"})
     assert (done.returncode, done.stderr) == (0, "ringrun: --mpi has no meaning here (it is always so)\n")
@@ -527,7 +522,7 @@ MPI_ARGS = ["--map-by slot:OVERSUBSCRIBE", "--bind-to none", "--map-by :OVERSUBS
 
 
 @pytest.mark.parametrize("mpi_args", parted(MPI_ARGS, lambda args: args == "--bind-to none"))
-def test_mpi_args_reach_mpirun(mpi_args: str, ringrun: Run, python: str) -> None:
+def test_mpi_args_reach_mpirun(mpi_args, ringrun, python):
     if "[X] Open MPI" not in ringrun("--check-build").stdout:
         pytest.skip("arguments of Open MPI's")
     done = ringrun("-np", 2, f"--mpi-args={mpi_args}", python, "-c", "print('ran')")

@@ -5,9 +5,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
 
@@ -28,7 +26,7 @@ GIVE = "death_notice.give(sys.argv[1])"
 
 
 @contextmanager
-def rank(files: Path, end: str, give: str = GIVE, megabytes: int = 1) -> Iterator["subprocess.Popen[str]"]:
+def rank(files, end, give=GIVE, megabytes=1):
     """A process that gives notice; it ends when it can read a line."""
     code = "\n".join(line.strip() for line in RANK.format(give=give, end=end, megabytes=megabytes).splitlines())
     pipe = subprocess.PIPE
@@ -43,7 +41,7 @@ def rank(files: Path, end: str, give: str = GIVE, megabytes: int = 1) -> Iterato
             child.kill()
 
 
-def let_go(child: "subprocess.Popen[str]") -> None:
+def let_go(child):
     assert child.stdin is not None
     child.stdin.write("\n")
     child.stdin.flush()
@@ -62,8 +60,8 @@ def let_go(child: "subprocess.Popen[str]") -> None:
         ("pass", 0),
     ],
 )
-def test_every_death_is_heard_with_its_exit_code(tmp_path: Path, end: str, code: int) -> None:
-    heard: list[int | None] = []
+def test_every_death_is_heard_with_its_exit_code(tmp_path, end, code):
+    heard = []
     with rank(tmp_path / "3", end) as child:
         waits = threading.Thread(target=lambda: heard.append(await_death(tmp_path / "3", child.pid)), daemon=True)
         waits.start()
@@ -74,12 +72,12 @@ def test_every_death_is_heard_with_its_exit_code(tmp_path: Path, end: str, code:
         assert child.wait(patient(30)) == code
 
 
-def test_it_is_heard_before_the_memory_is_released(tmp_path: Path) -> None:
-    def is_first(name: str) -> bool:
-        order: list[str] = []
+def test_it_is_heard_before_the_memory_is_released(tmp_path):
+    def is_first(name):
+        order = []
         with rank(tmp_path / name, "signal.pause()", megabytes=500) as child:
 
-            def hear() -> None:
+            def hear():
                 assert await_death(tmp_path / name, child.pid) == -signal.SIGKILL
                 order.append("heard")
 
@@ -103,7 +101,7 @@ def test_it_is_heard_before_the_memory_is_released(tmp_path: Path) -> None:
     ],
     ids=["no notice", "of a thread", "another program"],
 )
-def test_what_is_no_death_is_not_taken_for_one(tmp_path: Path, give: str, end: str) -> None:
+def test_what_is_no_death_is_not_taken_for_one(tmp_path, give, end):
     with rank(tmp_path / "3", end, give) as child:
         let_go(child)
         assert await_death(tmp_path / "3", child.pid) is None

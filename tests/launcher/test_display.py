@@ -4,11 +4,9 @@ import os
 import re
 import time
 from datetime import datetime, timedelta
-from pathlib import Path
 
 import pytest
 
-from tests.support.jobs import Run, Script
 from tests.support.patience import patient
 
 from .test_run import by_rank
@@ -36,9 +34,9 @@ TOGETHER = """
 """
 
 
-def unfold(text: str) -> dict[int, list[str]]:
+def unfold(text):
     """Return the lines of each rank, folded or not."""
-    lines: dict[int, list[str]] = {}
+    lines = {}
     for line in text.splitlines():
         match = re.fullmatch(r"\[ *([0-9,-]+)\](?: (.*))?", line)
         assert match, f"no prefix: {line!r}"
@@ -50,14 +48,14 @@ def unfold(text: str) -> dict[int, list[str]]:
 
 
 @pytest.mark.parametrize(("flags", "shown"), [(["--ranks", "0,2-3"], {0, 2, 3}), (["--ranks", "1"], {1})])
-def test_only_some_ranks_are_shown(flags: list[str], shown: set[int], ringrun: Run, script: Script) -> None:
+def test_only_some_ranks_are_shown(flags, shown, ringrun, script):
     done = ringrun("-np", 4, *flags, *script(BOTH))
     assert done.returncode == 0
     assert by_rank(done.stdout) == {rank: [f"out {rank}"] for rank in shown}
     assert by_rank(done.stderr) == {rank: [f"err {rank}"] for rank in shown}
 
 
-def test_the_report_shows_what_a_hidden_rank_wrote(ringrun: Run, script: Script) -> None:
+def test_the_report_shows_what_a_hidden_rank_wrote(ringrun, script):
     source = """
         import os, sys, time
         print("fine", file=sys.stderr)
@@ -72,7 +70,7 @@ def test_the_report_shows_what_a_hidden_rank_wrote(ringrun: Run, script: Script)
     assert done.stderr.splitlines()[-4:-1] == ["the last it wrote to stderr:", "fine", "out of coffee"]
 
 
-def test_a_line_of_all_ranks_is_shown_once(ringrun: Run, script: Script) -> None:
+def test_a_line_of_all_ranks_is_shown_once(ringrun, script):
     done = ringrun("-np", 3, "--fold", *script(TOGETHER))
     assert done.returncode == 0
     for text, word in ((done.stdout, "same"), (done.stderr, "bad")):
@@ -81,7 +79,7 @@ def test_a_line_of_all_ranks_is_shown_once(ringrun: Run, script: Script) -> None
         assert len(folded) > 5  # all 20 where the machine has nothing else to do
 
 
-def test_folded_lines_are_not_lost_when_the_job_is_killed(ringrun: Run, program: Script) -> None:
+def test_folded_lines_are_not_lost_when_the_job_is_killed(ringrun, program):
     done = ringrun("-np", 3, "--fold", *program("last_words"))
     assert done.returncode == 137
     assert unfold(done.stdout) == {0: ["begin", "ended", "by 0"], 1: ["begin", "ended", "by 1"], 2: ["begin", "dies"]}
@@ -89,17 +87,17 @@ def test_folded_lines_are_not_lost_when_the_job_is_killed(ringrun: Run, program:
     assert done.stderr.splitlines()[-2] == "it wrote nothing to stderr"
 
 
-def test_folding_the_lines_of_one_shown_rank_changes_nothing(ringrun: Run, python: str) -> None:
+def test_folding_the_lines_of_one_shown_rank_changes_nothing(ringrun, python):
     done = ringrun("-np", 2, "--fold", "--ranks", 1, python, "-c", "print('same'); print('same')")
     assert done.stdout == "[1] same\n[1] same\n"
 
 
 @pytest.mark.parametrize("flag", ["--timestamps", "--prefix-output-with-timestamp"])
-def test_the_time_stands_before_each_line(flag: str, ringrun: Run, python: str) -> None:
+def test_the_time_stands_before_each_line(flag, ringrun, python):
     begin = datetime.now()
     done = ringrun("-np", 2, flag, python, "-c", "import time; print('one'); time.sleep(1); print(); print('two')")
     assert done.returncode == 0
-    times: dict[int, list[datetime]] = {0: [], 1: []}
+    times = {0: [], 1: []}
     for line in done.stdout.splitlines():
         match = re.fullmatch(r"(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d{3}) \[([01])\](?: one| two)?", line)
         assert match, line
@@ -109,7 +107,7 @@ def test_the_time_stands_before_each_line(flag: str, ringrun: Run, python: str) 
         assert timedelta(seconds=0.2) < second - first
 
 
-def test_output_is_kept_complete_and_without_prefixes(ringrun: Run, tmp_path: Path, script: Script) -> None:
+def test_output_is_kept_complete_and_without_prefixes(ringrun, tmp_path, script):
     source = r"""
         import os
         rank = os.environ["RANK"].encode()
@@ -126,7 +124,7 @@ def test_output_is_kept_complete_and_without_prefixes(ringrun: Run, tmp_path: Pa
         assert (folder / "stderr").read_bytes() == b"\r 10%\r 20%\n"
 
 
-def test_a_folder_that_cannot_be_made_is_told_before_anything_runs(ringrun: Run, tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_made_is_told_before_anything_runs(ringrun, tmp_path):
     (tmp_path / "file").write_text("")
     done = ringrun("-np", 2, "--output-filename", "file/x", "touch", "made here")
     assert done.returncode == 2
@@ -137,7 +135,7 @@ def test_a_folder_that_cannot_be_made_is_told_before_anything_runs(ringrun: Run,
     assert not (tmp_path / "made here").exists()
 
 
-def test_a_disk_that_is_full_does_not_end_the_job(ringrun: Run, tmp_path: Path, script: Script) -> None:
+def test_a_disk_that_is_full_does_not_end_the_job(ringrun, tmp_path, script):
     (tmp_path / "rank.1").mkdir()
     (tmp_path / "rank.1" / "stdout").symlink_to("/dev/full")
     done = ringrun("-np", 2, "--output-filename", tmp_path, *script("for count in range(5): print(count)"))
@@ -150,9 +148,7 @@ def test_a_disk_that_is_full_does_not_end_the_job(ringrun: Run, tmp_path: Path, 
     assert (tmp_path / "rank.0" / "stdout").read_text() == "0\n1\n2\n3\n4\n"
 
 
-def test_a_job_that_takes_too_long_is_ended_and_a_rank_may_save_its_state(
-    ringrun: Run, wait_until_gone, script: Script
-) -> None:
+def test_a_job_that_takes_too_long_is_ended_and_a_rank_may_save_its_state(ringrun, wait_until_gone, script):
     source = """
         import os, signal, sys, time
         rank = int(os.environ["RANK"])
@@ -179,13 +175,13 @@ def test_a_job_that_takes_too_long_is_ended_and_a_rank_may_save_its_state(
 
 
 @pytest.mark.parametrize("timeout", ["30", "1e300"])
-def test_a_job_in_time_is_left_alone(timeout: str, ringrun: Run, python: str) -> None:
+def test_a_job_in_time_is_left_alone(timeout, ringrun, python):
     done = ringrun("-np", 2, "--timeout", timeout, python, "-c", "raise SystemExit(7)")
     assert done.returncode == 7
     assert "--timeout" not in done.stderr
 
 
-def test_the_time_may_be_over_before_any_rank_has_started(ringrun: Run, wait_until_gone, tmp_path: Path) -> None:
+def test_the_time_may_be_over_before_any_rank_has_started(ringrun, wait_until_gone, tmp_path):
     done = ringrun("-np", 2, "--timeout", "0.001", "touch", tmp_path / "made here")
     assert done.returncode == 124
     assert "ranks 0-1 of 2 had not started\n" in done.stderr

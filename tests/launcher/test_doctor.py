@@ -17,12 +17,9 @@ from ringrun.doctor.matrix import WIDTH, matrix
 from ringrun.doctor.worker import rounds
 from ringrun.errors import UsageError
 from ringrun.job.plan import run_module
-from tests.support.jobs import Run
 
 
-def all_links(
-    hosts: list[str], gbit_s: float = 10.0, latency_us: float = 20.0, **changes: tuple[float, float]
-) -> Links:
+def all_links(hosts, gbit_s=10.0, latency_us=20.0, **changes):
     """Equal links between all hosts, but for `changes`: n1_n2=(Gbit/s, µs)."""
     links = []
     for one, other in itertools.combinations(range(len(hosts)), 2):
@@ -31,7 +28,7 @@ def all_links(
     return Links(hosts, links)
 
 
-def names(count: int) -> list[str]:
+def names(count):
     return [f"n{number}" for number in range(count)]
 
 
@@ -39,7 +36,7 @@ def names(count: int) -> list[str]:
 
 
 @given(st.integers(0, 65))
-def test_every_pair_once_and_no_host_in_two_at_a_time(count: int) -> None:
+def test_every_pair_once_and_no_host_in_two_at_a_time(count):
     found = rounds(count)
     assert sorted(itertools.chain.from_iterable(found)) == list(itertools.combinations(range(count), 2))
     for pairs in found:
@@ -52,7 +49,7 @@ def test_every_pair_once_and_no_host_in_two_at_a_time(count: int) -> None:
 # the figures
 
 
-def test_the_worker_s_lines() -> None:
+def test_the_worker_s_lines():
     lines = [
         "a rank's own words",
         '[0] {"link": [0, 2]}',
@@ -80,25 +77,25 @@ any_line = st.text(max_size=30) | json_values.map(json.dumps)
 
 
 @given(st.lists(any_line, max_size=5), st.integers(2, 5))
-def test_any_lines_give_links_and_text(lines: list[str], count: int) -> None:
+def test_any_lines_give_links_and_text(lines, count):
     links = read_links(lines, names(count))
     assert len(links.links) <= count * (count - 1) // 2
     assert matrix(links)
 
 
-def test_equal_links_are_well() -> None:
+def test_equal_links_are_well():
     for count in (2, 3, 5):
         assert findings(all_links(names(count))) == []
 
 
-def test_one_slow_link_and_one_late_one() -> None:
+def test_one_slow_link_and_one_late_one():
     slow, late = findings(all_links(names(4), n0_n1=(4.9, 20.0), n2_n3=(10.0, 900.0)))
     assert slow.startswith("n0 – n1: slow: 4.9 Gbit/s (typical here: 10); see what lies between the two: switch ports")
     assert late.startswith("n2 – n3: late: 900 µs (typical here: 20); see the route between the two (ping, traceroute)")
 
 
 @pytest.mark.parametrize("count", [3, 4, 8])
-def test_a_host_of_which_all_links_are_slow_is_told_once(count: int) -> None:
+def test_a_host_of_which_all_links_are_slow_is_told_once(count):
     bad = {f"n0_n{other}": (0.9 + other / 100, 20.0) for other in range(1, count)}
     (line,) = findings(all_links(names(count), **bad))
     assert line.startswith(
@@ -107,7 +104,7 @@ def test_a_host_of_which_all_links_are_slow_is_told_once(count: int) -> None:
     assert "ethtool" in line
 
 
-def test_links_of_which_all_are_bad_are_told_by_host() -> None:
+def test_links_of_which_all_are_bad_are_told_by_host():
     worse = {f"n{one}_n{other}": (0.05, 20.0) for one, other in ((0, 2), (1, 2), (2, 3))}
     for bad, told in (({}, ["n0", "n1", "n2"]), (worse, ["n2", "n0", "n1"])):
         lines = findings(all_links(names(4), gbit_s=0.1, **bad))
@@ -124,7 +121,7 @@ class Walked(list):
         return super().__iter__()
 
 
-def test_the_links_of_many_hosts_are_walked_a_few_times_and_not_once_a_link() -> None:
+def test_the_links_of_many_hosts_are_walked_a_few_times_and_not_once_a_link():
     links = all_links(names(24), n0_n1=(0.1, 20.0), n2_n3=(10.0, 900.0))
     walked = Walked(links.links)
     links = Links(links.hosts, walked)
@@ -133,18 +130,18 @@ def test_the_links_of_many_hosts_are_walked_a_few_times_and_not_once_a_link() ->
     assert walked.walks < 10
 
 
-def test_a_single_link_that_no_network_of_these_days_would_have() -> None:
+def test_a_single_link_that_no_network_of_these_days_would_have():
     assert findings(all_links(names(2), gbit_s=0.094))[0].startswith("n0 – n1: slow: 0.094 Gbit/s")
 
 
-def test_a_link_that_hangs_is_told() -> None:
+def test_a_link_that_hangs_is_told():
     (line,) = findings(all_links(names(4), n1_n2=(math.nan, math.nan)))
     assert line.startswith(
         "n1 – n2: begun and not finished; see that no firewall stops TCP between the two on any port"
     )
 
 
-def test_the_matrix() -> None:
+def test_the_matrix():
     links = all_links(["n1.lab", "n2.lab", "n3.lab"], **{"n1.lab_n3.lab": (1.02, 2000.0)})
     hanging = Links(links.hosts, [*links.links[:2], Link(1, 2)])
     assert matrix(hanging).splitlines() == [
@@ -160,7 +157,7 @@ def test_the_matrix() -> None:
     ]
 
 
-def test_of_many_hosts_the_typical_link_is_told() -> None:
+def test_of_many_hosts_the_typical_link_is_told():
     assert matrix(all_links(names(64), n0_n1=(1.5, 20.0))) == "2016 links measured; typical are 10 Gbit/s and 20 µs"
     assert matrix(Links(names(64), [Link(0, 1)])) == "no link was measured to its end"
 
@@ -169,7 +166,7 @@ host_names = st.lists(st.from_regex(r"[a-z0-9][a-z0-9.-]{0,40}", fullmatch=True)
 
 
 @given(host_names, st.floats(1e-6, 1e3), st.floats(0.1, 1e7))
-def test_no_matrix_is_wider_than_a_terminal(hosts: list[str], gbit_s: float, latency_us: float) -> None:
+def test_no_matrix_is_wider_than_a_terminal(hosts, gbit_s, latency_us):
     for line in matrix(all_links(hosts, gbit_s, latency_us)).splitlines():
         assert len(line) <= WIDTH
 
@@ -177,7 +174,7 @@ def test_no_matrix_is_wider_than_a_terminal(hosts: list[str], gbit_s: float, lat
 # the job
 
 
-def test_the_command_of_the_job() -> None:
+def test_the_command_of_the_job():
     argv = start.command(["h1", "fe80::1"], ["--ssh-port", "22"], 60.0)
     flags = ["-np", "2", "-H", "h1:1,[fe80::1]:1", "--timeout", "60", "--no-bind", "--ssh-port", "22"]
     assert argv[: argv.index("22") + 1] == [sys.executable, *run_module("ringrun"), *flags]
@@ -185,11 +182,11 @@ def test_the_command_of_the_job() -> None:
 
 
 @pytest.mark.parametrize("count", [2, 3])
-def test_the_links_between_ranks_of_one_host(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_links_between_ranks_of_one_host(count, monkeypatch):
     """Each rank plays a host."""
     real = start.command
 
-    def on_this_host(hosts: list[str], flags: list[str], timeout_s: float) -> list[str]:
+    def on_this_host(hosts, flags, timeout_s):
         argv = real(hosts, flags, timeout_s)
         argv[argv.index("-H") + 1] = f"localhost:{count}"
         return argv
@@ -204,7 +201,7 @@ def test_the_links_between_ranks_of_one_host(count: int, monkeypatch: pytest.Mon
         assert 0.01 < link.latency_us < 1e6
 
 
-def test_a_job_that_fails_says_how() -> None:
+def test_a_job_that_fails_says_how():
     lines, failure = start.measure(["no-such-host.invalid", "neither.invalid"], ["--start-timeout", "5"], 5.0)
     assert lines == []
     assert failure.startswith("ringrun: error: ")
@@ -215,7 +212,7 @@ def test_a_job_that_fails_says_how() -> None:
 # the command line
 
 
-def test_one_host_has_no_links(ringrun: Run) -> None:
+def test_one_host_has_no_links(ringrun):
     done = ringrun("doctor", env={"SLURM_JOB_NODELIST": None})
     assert (done.returncode, done.stderr) == (0, "ringrun: asking 1 host …\n")
     header, row, *rest = done.stdout.splitlines()
@@ -229,7 +226,7 @@ def test_one_host_has_no_links(ringrun: Run) -> None:
     ]
 
 
-def test_a_host_that_cannot_be_reached(ringrun: Run) -> None:
+def test_a_host_that_cannot_be_reached(ringrun):
     done = ringrun("doctor", "-H", "localhost,no-such-host.invalid", "--start-timeout", "20")
     assert done.returncode == 3
     assert "\nno-such-host.invalid *  its name is not known here (Could not resolve hostname: " in done.stdout
@@ -238,7 +235,7 @@ def test_a_host_that_cannot_be_reached(ringrun: Run) -> None:
     assert "\nThe links are not measured: that takes two hosts without errors.\n\n1 error, 0 warnings\n" in done.stdout
 
 
-def test_the_hosts_of_a_batch_system(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_hosts_of_a_batch_system(monkeypatch):
     assert [str(host) for host in parse([]).found.hosts] == ["localhost"]
     monkeypatch.setenv("SLURM_JOB_NODELIST", "n[1-3]")
     found = parse([]).found
@@ -248,12 +245,12 @@ def test_the_hosts_of_a_batch_system(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @given(st.lists(st.sampled_from(["-H", "-p", "-i", "h1:2", "", "22", "--start-timeout", "1e3", "\0", "--"])))
-def test_any_command_line_is_a_request_or_a_usage_error(arguments: list[str]) -> None:
+def test_any_command_line_is_a_request_or_a_usage_error(arguments):
     with contextlib.suppress(UsageError):
         assert parse(arguments).found.hosts
 
 
-def test_the_manual(ringrun: Run) -> None:
+def test_the_manual(ringrun):
     done = ringrun("doctor", "--help")
     assert done.returncode == 0
     for flag in ("-H", "--hostfile", "-p", "-i", "--start-timeout", "--network-interfaces"):

@@ -6,7 +6,6 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -17,14 +16,13 @@ from ringrun.engines import ENGINES, Launcher
 from ringrun.errors import LauncherError, UsageError
 from tests.support.patience import patient, wait_until
 
-Run = Callable[..., "subprocess.CompletedProcess[str]"]
 RANK = str(Path(__file__).with_name("elastic_rank.py"))
 FAILED = "-- ringrun: rank {} of {} failed --"
 
 
-def lists(done: "subprocess.CompletedProcess[str]") -> dict[int, list[dict[str, object]]]:
+def lists(done):
     """The lists that each rank has printed."""
-    found: dict[int, list[dict[str, object]]] = {}
+    found = {}
     for line in done.stdout.splitlines():
         rank, _, text = line[1:].partition("] ")
         found.setdefault(int(rank), []).append(json.loads(text))
@@ -32,7 +30,7 @@ def lists(done: "subprocess.CompletedProcess[str]") -> dict[int, list[dict[str, 
 
 
 @pytest.mark.without_mpi
-def test_survivors_hear_of_each_loss_and_the_job_ends_well(ringrun: Run, python: str, wait_until_gone) -> None:
+def test_survivors_hear_of_each_loss_and_the_job_ends_well(ringrun, python, wait_until_gone):
     flags = ["--elastic", "--min-np", 2, "-np", 4, "--spares", 1]
     done = ringrun(*flags, python, RANK, 3, "1@0=kill", "0@1=raise", "4@2=sysexit-3")
     assert done.returncode == 0, done.stderr
@@ -63,7 +61,7 @@ def test_survivors_hear_of_each_loss_and_the_job_ends_well(ringrun: Run, python:
         ("agent", "was lost: its agent is gone, without a word"),
     ],
 )
-def test_every_kind_of_death_is_heard_of(action: str, how: str, ringrun: Run, python: str, wait_until_gone) -> None:
+def test_every_kind_of_death_is_heard_of(action, how, ringrun, python, wait_until_gone):
     done = ringrun("--elastic", "-np", 3, python, RANK, 1, f"0@0={action}")
     assert done.returncode == 0, done.stderr
     assert lists(done) == {rank: [{"number": 1, "ranks": [1, 2], "dead": {"0": how}}] for rank in (1, 2)}
@@ -72,7 +70,7 @@ def test_every_kind_of_death_is_heard_of(action: str, how: str, ringrun: Run, py
 
 @pytest.mark.without_mpi
 @pytest.mark.extended
-def test_a_rank_that_ends_with_0_before_the_others_is_missed_but_did_not_fail(ringrun: Run, python: str) -> None:
+def test_a_rank_that_ends_with_0_before_the_others_is_missed_but_did_not_fail(ringrun, python):
     done = ringrun("--elastic", "-np", 3, python, RANK, 1, "1@0=exit-0")
     assert done.returncode == 0, done.stderr
     dead = {"1": "ended with exit code 0"}
@@ -91,7 +89,7 @@ def test_a_rank_that_ends_with_0_before_the_others_is_missed_but_did_not_fail(ri
         (["1@0=abort-5"], "it called MPI_Abort", "MPICH itself ends no rank of an elastic job; "),
     ],
 )
-def test_a_rank_is_killed(ringrun: Run, python: str, actions: list[str], why: str, told: str) -> None:
+def test_a_rank_is_killed(ringrun, python, actions, why, told):
     done = ringrun("--elastic", "-np", 3, python, RANK, 1, *actions)
     assert done.returncode == 0, done.stderr
     dead = {"1": f"was killed, since {why}"}
@@ -103,7 +101,7 @@ def test_a_rank_is_killed(ringrun: Run, python: str, actions: list[str], why: st
 
 
 @pytest.mark.without_mpi
-def test_stacks_after_a_loss_are_those_of_the_ranks_that_are_left(start, python: str, tmp_path: Path) -> None:
+def test_stacks_after_a_loss_are_those_of_the_ranks_that_are_left(start, python, tmp_path):
     job = start("--elastic", "-np", 3, python, RANK, 9, "1@0=kill")
     wait_until(lambda: all((tmp_path / f"{rank}@1").exists() for rank in (0, 2)))
     program = "import sys; from ringrun.stacks import run; sys.exit(run(sys.argv[1:]))"
@@ -117,9 +115,7 @@ def test_stacks_after_a_loss_are_those_of_the_ranks_that_are_left(start, python:
 
 @pytest.mark.without_mpi
 @pytest.mark.parametrize("when", ["1@0", pytest.param("1@left", marks=pytest.mark.extended)])  # it waits for 30 s
-def test_a_rank_that_is_stopped_when_others_have_left_goes_on(
-    ringrun: Run, python: str, monkeypatch: pytest.MonkeyPatch, when: str
-) -> None:
+def test_a_rank_that_is_stopped_when_others_have_left_goes_on(ringrun, python, monkeypatch, when):
     monkeypatch.setenv("RINGREDUCE_STALL_ABORT_S", "1")
     done = ringrun("--elastic", "-np", 2, python, RANK, 0, f"{when}=kill-STOP")
     assert done.returncode == 0, done.stderr
@@ -129,7 +125,7 @@ def test_a_rank_that_is_stopped_when_others_have_left_goes_on(
 
 
 @pytest.mark.without_mpi
-def test_a_script_that_catches_nothing_is_started_again_at_once(ringrun: Run, python: str) -> None:
+def test_a_script_that_catches_nothing_is_started_again_at_once(ringrun, python):
     flags = ["--elastic", "-np", 4, "--restarts", 1]
     done = ringrun(*flags, python, RANK, 1, "2@0=exit-5", "0@1=lost-2")
     assert done.returncode == 5, "the second attempt fails as the first"
@@ -166,7 +162,7 @@ SRUN = "srun ends the job when a rank is lost; leave --launcher srun out"
         ("--elastic --min-np 3 --spares 2", "--min-np 3: the job would begin with 2 ranks, beside 2 spares"),
     ],
 )
-def test_what_makes_no_sense_is_refused(arguments: str, message: str) -> None:
+def test_what_makes_no_sense_is_refused(arguments, message):
     with pytest.raises(UsageError) as error:
         cli.run(["-np", "2", *arguments.split(), sys.executable, "-c", ""])
     assert str(error.value) == message
@@ -182,12 +178,12 @@ def test_what_makes_no_sense_is_refused(arguments: str, message: str) -> None:
         (["--host-discovery-script", "echo h1:4", "--elastic"], Elastic(1, takes_hosts=True)),
     ],
 )
-def test_horovods_flags_make_a_job_elastic(flags: list[str], elastic: Elastic) -> None:
+def test_horovods_flags_make_a_job_elastic(flags, elastic):
     """And then --min-np is by default as many as -np."""
     assert cli.parse(["-np", "4", *flags, "true"]).job.elastic == elastic
 
 
-def test_the_ranks_variables_are_the_mpis_and_the_users_count_more() -> None:
+def test_the_ranks_variables_are_the_mpis_and_the_users_count_more():
     environ = {"OMPI_MCA_smsc": "xpmem"}
     of_engine = ENGINES["openmpi"].elastic_environment(Launcher("mpirun", (5, 0)), environ, is_across=True)
     assert rank_variables(Elastic(2, 1), of_engine, environ) == {
@@ -206,9 +202,7 @@ def test_the_ranks_variables_are_the_mpis_and_the_users_count_more() -> None:
     ("environ", "recovery_s"),
     [({}, 50.0), ({"RINGREDUCE_STALL_ABORT_S": "3"}, 23.0), ({"RINGREDUCE_STALL_ABORT_S": "0"}, 50.0)],
 )
-def test_a_recovery_may_take_longer_than_ranks_are_let_wait(
-    environ: dict[str, str], recovery_s: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_recovery_may_take_longer_than_ranks_are_let_wait(environ, recovery_s, monkeypatch):
     monkeypatch.delenv("RINGREDUCE_STALL_ABORT_S", raising=False)
     for name, value in environ.items():
         monkeypatch.setenv(name, value)
@@ -217,7 +211,7 @@ def test_a_recovery_may_take_longer_than_ranks_are_let_wait(
     assert elastic.recovery_s == recovery_s
 
 
-def test_open_mpi_4_cannot_outlive_a_host() -> None:
+def test_open_mpi_4_cannot_outlive_a_host():
     engine, old = ENGINES["openmpi"], Launcher("mpirun", (4, 1, 6))
     assert engine.elastic_environment(old, {}, is_across=False)
     with pytest.raises(LauncherError, match="Open MPI 4 ends every rank that loses another on another host; install 5"):
@@ -227,7 +221,7 @@ def test_open_mpi_4_cannot_outlive_a_host() -> None:
 @pytest.mark.parametrize(
     ("chosen", "is_fit"), [("ucx", False), ("cm,ucx", False), ("^ob1", False), ("^ucx", True), ("ob1,ucx", True)]
 )
-def test_ucx_cannot_outlive_a_rank(chosen: str, is_fit: bool) -> None:
+def test_ucx_cannot_outlive_a_rank(chosen, is_fit):
     engine, environ = ENGINES["openmpi"], {"OMPI_MCA_pml": chosen}
     with contextlib.nullcontext() if is_fit else pytest.raises(LauncherError) as error:
         assert engine.elastic_environment(Launcher("mpirun", (5, 0)), environ, is_across=False)

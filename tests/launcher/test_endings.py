@@ -5,12 +5,10 @@ import signal
 import subprocess
 import textwrap
 import time
-from pathlib import Path
 
 import pytest
 
 from tests.support import jobs, tiers
-from tests.support.jobs import Run, Script, Start
 from tests.support.patience import patient, wait_until
 from tests.support.tiers import parted
 
@@ -19,8 +17,8 @@ both_mpis = pytest.mark.parametrize("python", ["openmpi", pytest.param("mpich", 
 
 
 @pytest.fixture
-def started(start: Start, program: Script) -> Start:
-    def run(what: str, *flags: object) -> "subprocess.Popen[str]":
+def started(start, program):
+    def run(what, *flags):
         process = start("-np", 3, *flags, *program("runs_on"), what)
         for _ in range(3):
             assert process.stdout.readline().endswith("] up\n")
@@ -29,7 +27,7 @@ def started(start: Start, program: Script) -> Start:
     return run
 
 
-def ended(process: "subprocess.Popen[str]") -> tuple[float, str, str]:
+def ended(process):
     """Return how long ringrun took to end, and what it wrote."""
     begin = time.monotonic()
     output, errors = process.communicate(timeout=patient(30))
@@ -44,7 +42,7 @@ def ended(process: "subprocess.Popen[str]") -> tuple[float, str, str]:
         (signal.SIGHUP, 129, "ringrun: got SIGHUP; ending 3 ranks"),
     ],
 )
-def test_a_signal_ends_everything(number: int, code: int, message: str, started, wait_until_gone) -> None:
+def test_a_signal_ends_everything(number, code, message, started, wait_until_gone):
     process = started("die")
     process.send_signal(number)
     seconds, _, errors = ended(process)
@@ -53,7 +51,7 @@ def test_a_signal_ends_everything(number: int, code: int, message: str, started,
     assert seconds + wait_until_gone() < patient(GONE_WITHIN_S)
 
 
-def test_ctrl_c_lets_a_script_save(started, wait_until_gone) -> None:
+def test_ctrl_c_lets_a_script_save(started, wait_until_gone):
     process = started("save")
     process.send_signal(signal.SIGINT)
     _, output, _ = ended(process)
@@ -62,7 +60,7 @@ def test_ctrl_c_lets_a_script_save(started, wait_until_gone) -> None:
     wait_until_gone()
 
 
-def test_sigterm_and_sighup_at_once_are_one_request_and_leave_the_time_to_save(started, wait_until_gone) -> None:
+def test_sigterm_and_sighup_at_once_are_one_request_and_leave_the_time_to_save(started, wait_until_gone):
     process = started("ignore", "--grace", 2)
     for number in (signal.SIGTERM, signal.SIGHUP):
         process.send_signal(number)
@@ -74,9 +72,7 @@ def test_sigterm_and_sighup_at_once_are_one_request_and_leave_the_time_to_save(s
 
 
 @both_mpis
-def test_a_signal_to_all_processes_of_a_job_reaches_its_ranks_and_ends_none(
-    start: Start, program: Script, processes_of, tmp_path: Path
-) -> None:
+def test_a_signal_to_all_processes_of_a_job_reaches_its_ranks_and_ends_none(start, program, processes_of, tmp_path):
     forwarding = start("-np", 2, "--forward-signals", "usr2", *program("gets_signals"))
     ups = [tmp_path / f"up{rank}" for rank in range(2)]
     wait_until(lambda: all(up.exists() and up.read_text() for up in ups))
@@ -93,9 +89,7 @@ def test_a_signal_to_all_processes_of_a_job_reaches_its_ranks_and_ends_none(
 
 
 @pytest.mark.parametrize(("pauses_s", "least_s", "most_s"), [([0], 2.5, GONE_WITHIN_S), ([0, 0.3], 0, 2.5)])
-def test_ctrl_c_ends_ranks_that_ignore_it_and_a_second_one_at_once(
-    pauses_s: list[float], least_s: float, most_s: float, started, wait_until_gone
-) -> None:
+def test_ctrl_c_ends_ranks_that_ignore_it_and_a_second_one_at_once(pauses_s, least_s, most_s, started, wait_until_gone):
     process = started("ignore")
     for pause_s in pauses_s:
         time.sleep(pause_s)
@@ -106,7 +100,7 @@ def test_ctrl_c_ends_ranks_that_ignore_it_and_a_second_one_at_once(
 
 
 @pytest.mark.parametrize("what", ["die", "ignore"])
-def test_ringrun_killed_leaves_nothing(what: str, started, wait_until_gone) -> None:
+def test_ringrun_killed_leaves_nothing(what, started, wait_until_gone):
     process = started(what)
     process.kill()
     process.wait()
@@ -115,9 +109,7 @@ def test_ringrun_killed_leaves_nothing(what: str, started, wait_until_gone) -> N
 
 @both_mpis
 @pytest.mark.parametrize(("ends", "code"), [("interrupted", 130), ("a rank fails", 3)])
-def test_nothing_waits_for_whoever_reads_the_output(
-    ends: str, code: int, start: Start, program: Script, tmp_path: Path, processes_of
-) -> None:
+def test_nothing_waits_for_whoever_reads_the_output(ends, code, start, program, tmp_path, processes_of):
     read, write = os.pipe()
     process = start("-np", 2, *program("fills_pipe"), ends, stdout=write, stderr=write)
     os.close(write)
@@ -131,7 +123,7 @@ def test_nothing_waits_for_whoever_reads_the_output(
 
 
 @pytest.mark.without_mpi
-def test_memory_is_bounded_while_the_reader_is_slow(start: Start, script: Script, tmp_path: Path) -> None:
+def test_memory_is_bounded_while_the_reader_is_slow(start, script, tmp_path):
     source = """
         import os
         written = 0
@@ -151,7 +143,7 @@ def test_memory_is_bounded_while_the_reader_is_slow(start: Start, script: Script
     process.send_signal(signal.SIGKILL)
 
 
-def test_a_reader_that_leaves_ends_the_job(start: Start, script: Script, wait_until_gone) -> None:
+def test_a_reader_that_leaves_ends_the_job(start, script, wait_until_gone):
     process = start("-np", 2, *script("import itertools\nfor i in itertools.count(): print(i)"))
     assert process.stdout.readline()
     process.stdout.close()
@@ -163,9 +155,7 @@ def test_a_reader_that_leaves_ends_the_job(start: Start, script: Script, wait_un
 @pytest.mark.without_mpi
 @pytest.mark.parametrize("end", ["sys.exit(0)", "1 / 0", "os.kill(agent, signal.SIGKILL)"])
 @pytest.mark.parametrize("shell", [[], ["bash", "-c", '"$@"; exit $?', "sh"]])
-def test_nothing_that_a_rank_has_started_outlives_the_job(
-    shell: list[str], end: str, ringrun: Run, script: Script, wait_until_gone
-) -> None:
+def test_nothing_that_a_rank_has_started_outlives_the_job(shell, end, ringrun, script, wait_until_gone):
     source = """
         import os, signal, subprocess, sys
         agent = os.getppid()
@@ -183,9 +173,7 @@ def test_nothing_that_a_rank_has_started_outlives_the_job(
 
 
 @pytest.mark.without_mpi
-def test_closed_descriptors_are_no_others(
-    ringrun: Run, ringrun_command: list[str], python: str, tmp_path: Path
-) -> None:
+def test_closed_descriptors_are_no_others(ringrun, ringrun_command, python, tmp_path):
     source = "import sys, pathlib; pathlib.Path('read').write_text(repr(sys.stdin.read())); print('x')"
     done = subprocess.run(
         ["sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh", *ringrun_command, "-np", "1", python, "-c", source],
@@ -224,6 +212,6 @@ WAYS_OUT = {
 
 @pytest.mark.without_mpi
 @pytest.mark.parametrize("way", parted(WAYS_OUT, lambda way: way in ("leave(7)", "leave(0)")))
-def test_the_exit_code_is_the_script_s_whatever_happens_on_its_way_out(ringrun: Run, script: Script, way: str) -> None:
+def test_the_exit_code_is_the_script_s_whatever_happens_on_its_way_out(ringrun, script, way):
     done = ringrun("-np", 1, *script(f"{HEAD}import atexit\natexit.register(os._exit, 14)\n{way}\n"))
     assert done.returncode == WAYS_OUT[way], done.stderr

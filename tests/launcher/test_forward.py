@@ -28,7 +28,7 @@ PMIX_RANK PRTE_MCA_x
 
 
 @pytest.mark.parametrize("name", SECRETS.split())
-def test_secrets_stay_unless_they_are_asked_for(name: str) -> None:
+def test_secrets_stay_unless_they_are_asked_for(name):
     assert is_secret(name)
     here = {name: "hush", "LANG": "C"}
     assert forwarded(here, {}, in_batch_system=False) == {"LANG": "C"}
@@ -38,7 +38,7 @@ def test_secrets_stay_unless_they_are_asked_for(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", LEAVES.split())
-def test_what_a_script_may_read_leaves(name: str) -> None:
+def test_what_a_script_may_read_leaves(name):
     assert forwarded({name: "x"}, {}, in_batch_system=True) == {name: "x"}
 
 
@@ -59,7 +59,7 @@ def test_what_a_script_may_read_leaves(name: str) -> None:
         "https://host/blob?a=1&sig=hush",
     ],
 )
-def test_what_is_a_secret_is_one_under_any_name(value: str) -> None:
+def test_what_is_a_secret_is_one_under_any_name(value):
     assert withheld({"BROKER_URL": value, "PROXY": value}, {}) == ["BROKER_URL", "PROXY"]
     assert forwarded({"BROKER_URL": value}, {}, in_batch_system=False) == {}
 
@@ -68,11 +68,11 @@ def test_what_is_a_secret_is_one_under_any_name(value: str) -> None:
     "value",
     ["https://host:80/a@b", "git@github.com:a/b", "ssh://me@host", "//a:b", "http://h/u:p@x", "https://h/?design=1"],
 )
-def test_a_url_without_one_is_not(value: str) -> None:
+def test_a_url_without_one_is_not(value):
     assert forwarded({"BROKER_URL": value}, {}, in_batch_system=False) == {"BROKER_URL": value}
 
 
-def test_an_allow_list_lets_nothing_else_leave_but_what_jobs_need() -> None:
+def test_an_allow_list_lets_nothing_else_leave_but_what_jobs_need():
     here = {
         "CUDA_HOME": "/c",
         "PROJECT": "apollo",
@@ -89,29 +89,29 @@ def test_an_allow_list_lets_nothing_else_leave_but_what_jobs_need() -> None:
         parse_allowed("A=b", "--env-allow")
 
 
-def test_folders_are_no_passwords() -> None:
+def test_folders_are_no_passwords():
     assert withheld({"PWD": "/home", "OLDPWD": "/"}, {}) == []
 
 
 @pytest.mark.parametrize("name", STAYS.split())
-def test_what_describes_this_host_or_process_stays(name: str) -> None:
+def test_what_describes_this_host_or_process_stays(name):
     assert forwarded({name: "x"}, {}, in_batch_system=False) == {}
 
 
 @pytest.mark.parametrize("in_slurm", [False, True])
-def test_gpus_are_chosen_by_the_user_or_by_the_batch_system(in_slurm: bool) -> None:
+def test_gpus_are_chosen_by_the_user_or_by_the_batch_system(in_slurm):
     here = {"CUDA_VISIBLE_DEVICES": "0,1"}
     assert forwarded(here, {}, in_batch_system=in_slurm) == ({} if in_slurm else here)
 
 
-def test_env_takes_names_and_values() -> None:
+def test_env_takes_names_and_values():
     assert parse_env(["A", "B=c=d", "E="], {"A": "1", "B": "2"}) == {"A": "1", "B": "c=d", "E": ""}
     with pytest.raises(UsageError, match="--env C: there is no such variable here; set it, or give --env C=VALUE"):
         parse_env(["C"], {})
 
 
 @given(st.text())
-def test_any_text_is_variables_or_one_usage_error(text: str) -> None:
+def test_any_text_is_variables_or_one_usage_error(text):
     with contextlib.suppress(UsageError):
         for name in parse_env([text], {"A": "b"}):
             assert name.isidentifier()

@@ -1,7 +1,6 @@
 """Hosts that come while an elastic job runs, and hosts that fail and are left out: without processes."""
 
 import queue
-from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -21,16 +20,16 @@ from ringrun.job.plan import Job
 class Clock:
     now_s = 0.0
 
-    def __call__(self) -> float:
+    def __call__(self):
         return self.now_s
 
 
 @pytest.fixture
-def clock() -> Clock:
+def clock():
     return Clock()
 
 
-def test_a_host_is_left_out_for_longer_each_time_up_to_a_limit(clock: Clock) -> None:
+def test_a_host_is_left_out_for_longer_each_time_up_to_a_limit(clock):
     hosts = [Host("h1", 2), Host("h2", 2)]
     blacklist = Blacklist((10.0, 35.0), clock)
     assert blacklist.without(hosts) == hosts
@@ -43,7 +42,7 @@ def test_a_host_is_left_out_for_longer_each_time_up_to_a_limit(clock: Clock) -> 
         assert (blacklist.without(hosts), blacklist.next_s()) == (hosts, 0.0)
 
 
-def test_without_a_range_no_host_is_left_out() -> None:
+def test_without_a_range_no_host_is_left_out():
     blacklist = Blacklist(None)
     assert blacklist.failed("h1") == 0.0
     assert blacklist.without([Host("h1")]) == [Host("h1")]
@@ -52,28 +51,28 @@ def test_without_a_range_no_host_is_left_out() -> None:
 class Watched:
     """A HostWatch of a job that has `in_use`, whose hosts a test changes; `silent` are those that do not answer."""
 
-    def __init__(self, clock: Clock, in_use: InUse | None, most: int = 99) -> None:
-        self.hosts: Sequence[Host] | UsageError = ()
+    def __init__(self, clock, in_use, most=99):
+        self.hosts = ()
         self.in_use = in_use
-        self.silent: set[str] = set()
-        self.asked: list[set[str]] = []
-        self.events: queue.SimpleQueue = queue.SimpleQueue()
-        self.said: list[str] = []
+        self.silent = set()
+        self.asked = []
+        self.events = queue.SimpleQueue()
+        self.said = []
         growth = Growth(self._named, Blacklist(None), most)
         self._watch = HostWatch(growth, self._again, lambda: self.in_use, self.events, self.said.append, clock)
 
-    def _named(self) -> Sequence[Host]:
+    def _named(self):
         if isinstance(self.hosts, UsageError):
             raise self.hosts
         return self.hosts
 
-    def _again(self, in_use: set[str]) -> Job | None:
+    def _again(self, in_use):
         self.asked.append({host.name for host in self._named()} - in_use)
         placed = [(host, host.slots or 1) for host in self._named() if host.name not in self.silent]
         elsewhere = [] if all(map(is_here, self._named())) else placed
         return Job(sum(count for _, count in placed), ["true"], hosts=elsewhere) if placed else None
 
-    def look(self, *hosts: Host) -> list[HostsCame]:
+    def look(self, *hosts):
         self.hosts = hosts or self.hosts
         self._watch.look()
         return [self.events.get_nowait() for _ in range(self.events.qsize())]
@@ -83,7 +82,7 @@ H1, H2 = Host("h1", 2), Host("h2", 2)
 ON_H1 = InUse(2, 2, {"h1": 2})
 
 
-def test_hosts_that_come_and_slots_that_are_added_are_told_once(clock: Clock) -> None:
+def test_hosts_that_come_and_slots_that_are_added_are_told_once(clock):
     watched = Watched(clock, ON_H1)
     assert watched.look(H1) == []
     assert not watched.asked
@@ -95,7 +94,7 @@ def test_hosts_that_come_and_slots_that_are_added_are_told_once(clock: Clock) ->
     assert watched.asked == [{"h1", "h3"}] * 2 + [{"h3"}], "not those that are all in use"
 
 
-def test_a_host_is_named_before_it_answers(clock: Clock) -> None:
+def test_a_host_is_named_before_it_answers(clock):
     """It is asked again, ever more seldom: after 2, 4, 8 … s, then every minute; at once when the list changes."""
     watched = Watched(clock, ON_H1)
     watched.silent = {"h2"}
@@ -112,14 +111,14 @@ def test_a_host_is_named_before_it_answers(clock: Clock) -> None:
     assert watched.look() == [HostsCame(("h2:2", "h3:1"), 5)]
 
 
-def test_a_host_that_was_named_during_the_start_is_new_to_the_job(clock: Clock) -> None:
+def test_a_host_that_was_named_during_the_start_is_new_to_the_job(clock):
     watched = Watched(clock, None)
     assert watched.look(H1, H2) == []
     watched.in_use = ON_H1
     assert watched.look() == [HostsCame(("h2:2",), 4)]
 
 
-def test_a_host_that_was_lost_is_taken_again_and_one_whose_rank_failed_is_not(clock: Clock) -> None:
+def test_a_host_that_was_lost_is_taken_again_and_one_whose_rank_failed_is_not(clock):
     watched = Watched(clock, InUse(4, 4, {"h1": 2, "h2": 2}), most=4)
     assert watched.look(H1, H2) == []
     watched.in_use = InUse(3, 4, {"h1": 2, "h2": 2})
@@ -131,17 +130,17 @@ def test_a_host_that_was_lost_is_taken_again_and_one_whose_rank_failed_is_not(cl
 @pytest.mark.parametrize(
     ("in_use", "came"), [(InUse(3, 3, {}), []), (InUse(2, 2, {}), [HostsCame(("localhost:3",), 3)])]
 )
-def test_a_job_on_this_host_takes_slots_that_are_added(clock: Clock, in_use: InUse, came: list[HostsCame]) -> None:
+def test_a_job_on_this_host_takes_slots_that_are_added(clock, in_use, came):
     assert Watched(clock, in_use).look(Host("localhost", 3)) == came
 
 
-def test_a_job_that_may_have_no_more_ranks_asks_nobody(clock: Clock) -> None:
+def test_a_job_that_may_have_no_more_ranks_asks_nobody(clock):
     watched = Watched(clock, ON_H1, most=2)
     assert watched.look(H1, H2) == []
     assert not watched.asked
 
 
-def test_a_script_that_fails_changes_nothing_and_is_told_once(clock: Clock) -> None:
+def test_a_script_that_fails_changes_nothing_and_is_told_once(clock):
     watched = Watched(clock, ON_H1)
     watched.hosts = UsageError("it ended with exit code 1")
     assert watched.look() == watched.look() == []
@@ -154,14 +153,14 @@ class Recorded:
 
     colours = False
 
-    def __init__(self) -> None:
-        self.sent: list[object] = []
+    def __init__(self):
+        self.sent = []
         self.broadcast = self.sent.append
         self.message = self.sent.extend
 
 
 @pytest.mark.parametrize(("size", "is_told"), [(4, False), (5, True)])
-def test_ranks_hear_of_hosts_that_give_them_company(size: int, is_told: bool) -> None:
+def test_ranks_hear_of_hosts_that_give_them_company(size, is_told):
     recorded = Recorded()
     Losses(4, Elastic(spares=1), recorded, recorded).announce(HostsCame(("h2:1", "h3:2"), size))
     again = f"after its next commit the job is started again, with {size} ranks instead of 4"
@@ -172,7 +171,7 @@ def test_ranks_hear_of_hosts_that_give_them_company(size: int, is_told: bool) ->
 @pytest.mark.parametrize(
     ("max_np", "slots", "size"), [(None, 5, 3), (4, 5, 5), (4, 3, 3), (8, 6, 6)], ids=["as at first", "", "", ""]
 )
-def test_a_job_on_this_host_grows_to_its_slots_and_its_limit(max_np: int | None, slots: int, size: int) -> None:
+def test_a_job_on_this_host_grows_to_its_slots_and_its_limit(max_np, slots, size):
     flags = [] if max_np is None else ["--max-np", str(max_np)]
     request = cli.parse(["--elastic", "-np", "2", "--spares", "1", "-H", f"localhost:{slots}", *flags, "true"])
     found = cli._again(request, ["true"], cli._growth(request))(replace(request.job, size=3), ())
@@ -180,7 +179,7 @@ def test_a_job_on_this_host_grows_to_its_slots_and_its_limit(max_np: int | None,
     assert found.size == size
 
 
-def test_a_range_in_a_file_is_one_text(tmp_path) -> None:
+def test_a_range_in_a_file_is_one_text(tmp_path):
     file = tmp_path / "ringrun.yaml"
     file.write_text("elastic: true\nblacklist_cooldown_range: 10 100\n")
     request = cli.parse(["--config-file", str(file), "true"])

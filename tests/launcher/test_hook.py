@@ -13,7 +13,7 @@ from tests.launcher.test_endings import HEAD, WAYS_OUT
 
 
 @pytest.fixture(scope="session")
-def pythons() -> list[str]:
+def pythons():
     """The one that runs the tests, and those of other versions that are installed."""
     named = [shutil.which(f"python3.{minor}") for minor in range(10, 15)]
     installed = Path("~/.pyenv/versions").expanduser().glob("3.1[0-9].*/bin/python")
@@ -21,7 +21,7 @@ def pythons() -> list[str]:
     return [path for path in found if subprocess.run([path, "-c", ""], capture_output=True).returncode == 0]
 
 
-def told(python: str, source: str, folder: Path, **variables: str) -> str | None:
+def told(python, source, folder, **variables):
     """What the hook leaves for the agent when the script `source` has ended."""
     (folder / "script.py").write_text(HEAD + source + "\n")
     error_file = folder / "rank0.json"
@@ -34,13 +34,13 @@ def told(python: str, source: str, folder: Path, **variables: str) -> str | None
 
 
 @pytest.mark.parametrize("way", WAYS_OUT)
-def test_the_agent_is_told_of_an_exit_code_that_ends_the_script(pythons: list[str], tmp_path: Path, way: str) -> None:
+def test_the_agent_is_told_of_an_exit_code_that_ends_the_script(pythons, tmp_path, way):
     expected = None if WAYS_OUT[way] == 14 else str(WAYS_OUT[way])  # 14: nothing is told there
     assert {python: told(python, way, tmp_path) for python in pythons} == dict.fromkeys(pythons, expected)
 
 
 @pytest.mark.parametrize("broken", ["sys.version_info = (3, 99)", "opcode.opname = []"])
-def test_a_python_that_nobody_knows_yet_takes_an_exit_for_the_end(tmp_path: Path, broken: str) -> None:
+def test_a_python_that_nobody_knows_yet_takes_an_exit_for_the_end(tmp_path, broken):
     reraised = f"import opcode, sys\n{broken}\ntry: leave(7)\nfinally: print('tidied up')"
     assert told(sys.executable, reraised, tmp_path) == "7"
     went_on = f"import opcode, sys\n{broken}\ndef caught():\n    try: leave(7)\n    except SystemExit: pass\ncaught()"

@@ -1,6 +1,5 @@
 """Hosts from the command line and from files, and ranks over them: pure functions, and what they refuse."""
 
-from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
@@ -32,7 +31,7 @@ fragments = st.lists(
 any_text = st.one_of(st.text(max_size=60), fragments)
 
 
-def message_of(call, *arguments: object, **files: str) -> str:
+def message_of(call, *arguments, **files):
     with pytest.raises(UsageError) as caught:
         call(*arguments, **files)
     return str(caught.value)
@@ -55,7 +54,7 @@ def message_of(call, *arguments: object, **files: str) -> str:
         ("h1:007", [Host("h1", 7)]),
     ],
 )
-def test_a_host_list(text: str, hosts: list[Host]) -> None:
+def test_a_host_list(text, hosts):
     assert parse_host_list(text) == hosts
 
 
@@ -93,21 +92,21 @@ NAME = "expected a host name of letters, digits, '.', '-' and '_'"
         ("[::1]4", "-H, item 1, '[::1]4': expected an IPv6 address in brackets, as in [fe80::1]:4, got '[::1]4'"),
     ],
 )
-def test_a_wrong_host_list_is_told_by_its_item(text: str, message: str) -> None:
+def test_a_wrong_host_list_is_told_by_its_item(text, message):
     assert message_of(parse_host_list, text) == message
 
 
-def test_a_message_stays_short() -> None:
+def test_a_message_stays_short():
     assert len(message_of(parse_host_list, "h" * 100_000 + ":x")) < 300
 
 
 @given(st.lists(st.one_of(hosts_with_slots, bare_hosts), **distinct))
-def test_a_host_list_reads_what_str_writes(hosts: list[Host]) -> None:
+def test_a_host_list_reads_what_str_writes(hosts):
     assert parse_host_list(",".join(map(str, hosts))) == hosts
 
 
 @given(any_text)
-def test_any_text_is_hosts_or_a_usage_error(text: str) -> None:
+def test_any_text_is_hosts_or_a_usage_error(text):
     for read in (parse_host_list, partial(parse_hostfile, source="hosts")):
         try:
             hosts = read(text)
@@ -132,11 +131,11 @@ HOSTFILES = {
 
 
 @pytest.mark.parametrize("text", HOSTFILES.values(), ids=HOSTFILES.keys())
-def test_a_hostfile_in_each_form(text: str) -> None:
+def test_a_hostfile_in_each_form(text):
     assert parse_hostfile(text, "hosts") == [Host("h1", 4), Host("h2", 2)]
 
 
-def test_plain_names_leave_their_slots_unsaid_unless_one_is_repeated() -> None:
+def test_plain_names_leave_their_slots_unsaid_unless_one_is_repeated():
     assert parse_hostfile("h1\nh2\n", "hosts") == [Host("h1", None), Host("h2", None)]
     assert parse_hostfile("h1\nh2\nh1\n", "hosts") == [Host("h1", 2), Host("h2", 1)]
     assert parse_hostfile("h1 slots=4\nh2\n", "hosts") == [Host("h1", 4), Host("h2", None)]
@@ -172,18 +171,18 @@ KEYS = "expected slots= or max_slots="
         ("h2:1,h3:1", f"slots: {NUMBER}, got '1,h3:1'"),
     ],
 )
-def test_a_wrong_line_is_told_with_its_place(line: str, message: str) -> None:
+def test_a_wrong_line_is_told_with_its_place(line, message):
     text = f"h1:4\n# comment\n  {line}\t# wrong\nh4\n"
     assert message_of(parse_hostfile, text, "my/hosts") == f"my/hosts:3: {line!r}: {message}"
 
 
 @pytest.mark.parametrize("text", ["", "\n\n", "# only\n  # comments", "\ufeff"])
-def test_a_hostfile_without_hosts(text: str) -> None:
+def test_a_hostfile_without_hosts(text):
     expected = "hostfile empty: no host in it; expected a line for each host, as in 'h1 slots=4' or 'h1:4'"
     assert message_of(parse_hostfile, text, "empty") == expected
 
 
-def test_a_file_that_cannot_be_read_is_a_usage_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_cannot_be_read_is_a_usage_error(tmp_path, monkeypatch):
     missing, empty, binary = (str(tmp_path / name) for name in ("missing", "empty", "binary"))
     Path(empty).touch()
     Path(binary).write_bytes(b"h1\n\xff\xfe")
@@ -195,18 +194,18 @@ def test_a_file_that_cannot_be_read_is_a_usage_error(tmp_path: Path, monkeypatch
     assert message_of(read_hostfile, "a\0b").startswith("hostfile a\0b: cannot be read: embedded null byte")
     assert message_of(read_hostfile, f"{empty}/x") == f"hostfile {empty}/x: cannot be read: Not a directory"
 
-    def refuse(path: Path) -> bytes:  # root may read every file
+    def refuse(path):  # root may read every file
         raise PermissionError(13, "Permission denied", str(path))
 
     monkeypatch.setattr(Path, "read_bytes", refuse)
     assert message_of(read_hostfile, empty) == f"hostfile {empty}: cannot be read: Permission denied"
 
 
-def two(host: Host) -> int:
+def two(host):
     return 2
 
 
-def counts(hosts: str, size: int | None) -> list[tuple[str, int]]:
+def counts(hosts, size):
     return [(host.name, ranks) for host, ranks in assign(parse_host_list(hosts), size, two)]
 
 
@@ -225,11 +224,11 @@ def counts(hosts: str, size: int | None) -> list[tuple[str, int]]:
         ("h1:1,h2", 9, [("h1", 1), ("h2", 8)]),
     ],
 )
-def test_hosts_are_filled_in_order(hosts: str, size: int | None, expected: list[tuple[str, int]]) -> None:
+def test_hosts_are_filled_in_order(hosts, size, expected):
     assert counts(hosts, size) == expected
 
 
-def test_more_ranks_than_slots_is_told_with_both_numbers() -> None:
+def test_more_ranks_than_slots_is_told_with_both_numbers():
     assert message_of(counts, "h1:4,[::1]:2", 9) == (
         "-np 9: the hosts have 6 slots (h1:4, [::1]:2); start at most 6 ranks, or give a host more slots, as in h1:7"
     )
@@ -237,10 +236,10 @@ def test_more_ranks_than_slots_is_told_with_both_numbers() -> None:
     assert "(h0:1, h1:1, h2:1, h3:1, h4:1, h5:1, h6:1, h7:1, and 92 more)" in message_of(counts, many, 101)
 
 
-def test_only_hosts_that_get_ranks_are_asked_for_their_slots() -> None:
+def test_only_hosts_that_get_ranks_are_asked_for_their_slots():
     asked = []
 
-    def ask(host: Host) -> int:
+    def ask(host):
         asked.append(host.name)
         return 2
 
@@ -249,7 +248,7 @@ def test_only_hosts_that_get_ranks_are_asked_for_their_slots() -> None:
 
 
 @given(st.lists(st.one_of(hosts_with_slots, bare_hosts), **distinct), st.integers(1, 60000))
-def test_every_rank_has_its_place(hosts: Sequence[Host], size: int) -> None:
+def test_every_rank_has_its_place(hosts, size):
     limit = sum(host.slots or 0 for host in hosts)
     try:
         placed = assign(hosts, size, two)

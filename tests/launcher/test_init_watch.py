@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from ringrun.connection.wire import Ask, InInit, Initialized, Left, Signal, Stalled, State
+from ringrun.connection.wire import Ask, InInit, Initialized, Left, Stalled, State
 from ringrun.elastic import Elastic
 from ringrun.job.events import Reported
 from ringrun.job.init_watch import InitWatch
@@ -14,7 +14,7 @@ from ringrun.job.supervise import Supervisor
 from tests.launcher.test_supervise import Fake, arrived, ended, queue_of
 
 
-def test_a_rank_that_is_late_is_reported_once_and_its_end_again() -> None:
+def test_a_rank_that_is_late_is_reported_once_and_its_end_again():
     watch = InitWatch(3)
     assert watch.due_s == math.inf
     watch.wait(0, 10.0, now_s=100.0)
@@ -27,7 +27,7 @@ def test_a_rank_that_is_late_is_reported_once_and_its_end_again() -> None:
     assert watch.absent(ended=[1]) == (set(), {1})
 
 
-def test_nothing_is_reported_once_all_go_on() -> None:
+def test_nothing_is_reported_once_all_go_on():
     watch = InitWatch(2)
     for rank in (0, 1):
         watch.wait(rank, 10.0, now_s=100.0)
@@ -39,14 +39,14 @@ def test_nothing_is_reported_once_all_go_on() -> None:
     assert watch.due_s == watch.ask_s == math.inf
 
 
-def test_a_rank_that_dies_in_init_waits_no_more() -> None:
+def test_a_rank_that_dies_in_init_waits_no_more():
     watch = InitWatch(2)
     watch.wait(0, 10.0, now_s=100.0)
     watch.ended(0, -9, now_s=101.0)
     assert watch.waiting == set()
 
 
-def test_ranks_are_asked_each_second_once_one_waits_and_more_and_more_rarely_before() -> None:
+def test_ranks_are_asked_each_second_once_one_waits_and_more_and_more_rarely_before():
     watch = InitWatch(2)
     watch.done(1)
     watch.ended(1, 0, now_s=100.0)
@@ -59,26 +59,26 @@ def test_ranks_are_asked_each_second_once_one_waits_and_more_and_more_rarely_bef
 class Answering(Fake):
     """A channel whose ranks say at once where they are, and end by the signal that they are sent."""
 
-    def __init__(self, *events: object) -> None:
+    def __init__(self, *events):
         super().__init__()
         self.events = queue_of(*events)
-        self.ends_all: tuple[int, ...] = ()
+        self.ends_all = ()
         self.waits = False  # in a collective
 
-    def send(self, rank: int, message: object) -> None:
+    def send(self, rank, message):
         if isinstance(message, Ask):
             self.events.put(Reported(rank, State(message.number, f"train.py:{rank}", "", "", self.waits)))
 
-    def broadcast(self, message: Signal) -> None:
+    def broadcast(self, message):
         for rank in self.ends_all:
             self.events.put(ended(rank, -message.number, sent=(message.number,)))
 
-    def supervisor(self, job: Job) -> Supervisor:
+    def supervisor(self, job):
         return Supervisor(job, self, self, self, self.events)
 
 
 @pytest.mark.parametrize("command", [["python", "train.py"], ["python", "-"]])
-def test_a_rank_that_has_ended_without_init_ends_the_job(command: list[str]) -> None:
+def test_a_rank_that_has_ended_without_init_ends_the_job(command):
     fake = Answering(*arrived(0, 1, 2), Reported(0, InInit(0.05)), Reported(2, InInit(0.05)), ended(1))
     fake.ends_all = (0, 2)
     supervisor = fake.supervisor(Job(3, command))
@@ -95,7 +95,7 @@ def test_a_rank_that_has_ended_without_init_ends_the_job(command: list[str]) -> 
 
 
 @pytest.mark.parametrize("what", ["stalls", "waits", "leaves", "is elastic"])
-def test_a_rank_that_ends_with_0_in_the_middle_ends_the_job_when_another_waits(what: str) -> None:
+def test_a_rank_that_ends_with_0_in_the_middle_ends_the_job_when_another_waits(what):
     """As by os._exit(0). One that has left its world, as another may stall, ends nothing, nor does an elastic job's."""
     leaving = [Reported(1, Left("it called shutdown()"))] * (what == "leaves")
     stalling = [Reported(0, Stalled("rank 1 is mute"))] * (what in ("stalls", "leaves"))
@@ -113,11 +113,11 @@ def test_a_rank_that_ends_with_0_in_the_middle_ends_the_job_when_another_waits(w
         assert fake.said == [f"ringrun: {text} was ended:", "rank 0: train.py:0"]
 
 
-def test_a_rank_that_is_late_is_named_with_its_line_and_the_job_goes_on() -> None:
+def test_a_rank_that_is_late_is_named_with_its_line_and_the_job_goes_on():
     fake = Answering(*arrived(0, 1), Reported(0, InInit(0.05)))
     going_on = [Reported(rank, Initialized()) for rank in (0, 1)]
 
-    def message(lines: list[str]) -> None:
+    def message(lines):
         fake.said += lines
         for event in (Reported(1, InInit(0.05)), *going_on, ended(0), ended(1)):
             fake.events.put(event)

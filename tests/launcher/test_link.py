@@ -8,7 +8,6 @@ import resource
 import socket
 import threading
 import time
-from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -18,9 +17,9 @@ from ringrun import network
 from ringrun.connection import link as link_module
 from ringrun.connection import listener as listener_module
 from ringrun.connection.frames import HEAD_BYTES
-from ringrun.connection.link import Address, Gone, HostSilentError, Link, connect, introduce
+from ringrun.connection.link import Address, Gone, HostSilentError, connect, introduce
 from ringrun.connection.listener import Listener
-from ringrun.connection.wire import Message, Note, Signal
+from ringrun.connection.wire import Note, Signal
 from ringrun.errors import MachineError
 from ringrun.network import own_addresses, parse_interfaces
 
@@ -28,44 +27,44 @@ from ringrun.network import own_addresses, parse_interfaces
 class Served:
     """ringrun's end of a connection: what comes is kept until `receive`."""
 
-    def __init__(self, link: Link) -> None:
+    def __init__(self, link):
         self.link, self.send, self.close = link, link.send, link.close
-        self._came: queue.SimpleQueue[Message | Gone] = queue.SimpleQueue()
+        self._came = queue.SimpleQueue()
 
-    def handle(self, message: Message | Gone) -> bool:
+    def handle(self, message):
         self._came.put(message)
         return not isinstance(message, Gone)
 
-    def receive(self) -> Message:
+    def receive(self):
         message = self._came.get(timeout=10)
         if isinstance(message, Gone):
             raise message.error
         return message
 
 
-def keeping(served: queue.SimpleQueue):
+def keeping(served):
     """What Listener.start needs to put each connection there."""
     return lambda link: served.put(made := Served(link)) or made
 
 
 @pytest.fixture
-def listener(tmp_path: Path):
+def listener(tmp_path):
     made = Listener(str(tmp_path), ["127.0.0.1"], 4)
     yield made
     made.close()
 
 
 @pytest.fixture
-def served() -> "queue.SimpleQueue[Served]":
+def served():
     return queue.SimpleQueue()
 
 
 @pytest.fixture
-def pair(listener: Listener, served: queue.SimpleQueue):
+def pair(listener, served):
     """pair(is_local): both ends of a connection, an agent's and ringrun's."""
     with contextlib.ExitStack() as at_end:
 
-        def connected(is_local: bool) -> tuple[Link, Served]:
+        def connected(is_local):
             listener.start(keeping(served))
             ours = connect(listener.address if is_local else elsewhere(listener.address), listener.authkey)
             theirs = served.get(timeout=10)
@@ -76,13 +75,13 @@ def pair(listener: Listener, served: queue.SimpleQueue):
         yield connected
 
 
-def elsewhere(address: Address) -> Address:
+def elsewhere(address):
     """As an agent on another host sees it."""
     return address._replace(host="another-host")
 
 
 @pytest.mark.parametrize("is_local", [True, False])
-def test_messages_go_both_ways(pair, is_local: bool) -> None:
+def test_messages_go_both_ways(pair, is_local):
     ours, theirs = pair(is_local)
     assert ours.is_local == theirs.link.is_local == is_local
     threading.Thread(target=ours.send, args=[Note("é" * 100_000)]).start()  # longer than what a socket holds
@@ -96,7 +95,7 @@ def test_messages_go_both_ways(pair, is_local: bool) -> None:
         theirs.receive()
 
 
-def test_a_stranger_gets_nowhere_and_holds_nobody_up(listener: Listener, served: queue.SimpleQueue) -> None:
+def test_a_stranger_gets_nowhere_and_holds_nobody_up(listener, served):
     listener.start(keeping(served))
     silent = socket.create_connection(("127.0.0.1", listener.address.port))
     with pytest.raises(
@@ -112,7 +111,7 @@ def test_a_stranger_gets_nowhere_and_holds_nobody_up(listener: Listener, served:
     silent.close()
 
 
-def test_all_that_was_tried_is_told() -> None:
+def test_all_that_was_tried_is_told():
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -122,7 +121,7 @@ def test_all_that_was_tried_is_told() -> None:
         connect(Address("h1", "/nowhere"), b"key")
 
 
-def test_a_silent_host_is_told_from_one_that_has_closed(pair, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_silent_host_is_told_from_one_that_has_closed(pair, monkeypatch):
     for module in (link_module, listener_module):
         monkeypatch.setattr(module, "LOOK_S", 0.1)
     ours, theirs = pair(False)
@@ -136,9 +135,7 @@ def test_a_silent_host_is_told_from_one_that_has_closed(pair, monkeypatch: pytes
         theirs.receive()
 
 
-def test_both_ends_have_the_kernel_probe_for_a_lost_host_in_the_time_that_was_asked_for(
-    tmp_path: Path, served: queue.SimpleQueue
-) -> None:
+def test_both_ends_have_the_kernel_probe_for_a_lost_host_in_the_time_that_was_asked_for(tmp_path, served):
     listener = Listener(str(tmp_path), ["127.0.0.1"], 4, lost_after_s=60.0)
     listener.start(keeping(served))
     assert Address.parse(str(listener.address)).lost_after_s == 60.0, "the agents are told"
@@ -152,11 +149,11 @@ def test_both_ends_have_the_kernel_probe_for_a_lost_host_in_the_time_that_was_as
 
 
 @pytest.mark.parametrize("is_local", [True, False])
-def test_a_host_whose_policy_forbids_md5_gets_in_too(pair, is_local: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_host_whose_policy_forbids_md5_gets_in_too(pair, is_local, monkeypatch):
     """As OpenSSL in FIPS mode: any use of MD5 is a ValueError."""
     digest = hmac.digest
 
-    def refusing(key: bytes, message: bytes, kind: str) -> bytes:
+    def refusing(key, message, kind):
         if kind not in ("sha256", "sha512"):
             raise ValueError("[digital envelope routines] unsupported")
         return digest(key, message, kind)
@@ -169,7 +166,7 @@ def test_a_host_whose_policy_forbids_md5_gets_in_too(pair, is_local: bool, monke
     assert theirs.receive() == Note("in")
 
 
-def test_a_descriptor_follows_a_message_and_another_message_that(pair) -> None:
+def test_a_descriptor_follows_a_message_and_another_message_that(pair):
     ours, theirs = pair(True)
     read, write = os.pipe()
     theirs.send(Note("before"))
@@ -187,7 +184,7 @@ def test_a_descriptor_follows_a_message_and_another_message_that(pair) -> None:
 
 
 @pytest.mark.parametrize("is_local", [True, False])
-def test_what_is_no_message_is_told_from_the_end_by_both_ends(pair, is_local: bool) -> None:
+def test_what_is_no_message_is_told_from_the_end_by_both_ends(pair, is_local):
     ours, theirs = pair(is_local)
     for sender, receiver in ((theirs.link, ours), (ours, theirs)):
         sender._socket.sendall(sender._writer.frame(b"z") + b"\xff" * HEAD_BYTES)
@@ -197,7 +194,7 @@ def test_what_is_no_message_is_told_from_the_end_by_both_ends(pair, is_local: bo
         ours.receive()
 
 
-def test_only_the_chosen_addresses_are_listened_at(tmp_path: Path, served: queue.SimpleQueue) -> None:
+def test_only_the_chosen_addresses_are_listened_at(tmp_path, served):
     listener = Listener(str(tmp_path), ["127.0.0.2", "127.0.0.3"], 4)
     listener.start(keeping(served))
     port = listener.address.port
@@ -212,8 +209,8 @@ def test_only_the_chosen_addresses_are_listened_at(tmp_path: Path, served: queue
 
 @pytest.mark.parametrize(("timeout_s", "patience_s"), [(0.5, 1000), (1000, 0.5)])
 def test_strangers_that_say_nothing_are_few_at_a_time_and_not_for_ever(
-    tmp_path: Path, served: queue.SimpleQueue, monkeypatch: pytest.MonkeyPatch, timeout_s: float, patience_s: float
-) -> None:
+    tmp_path, served, monkeypatch, timeout_s, patience_s
+):
     """Where they are so many that nobody else gets in, their time is short."""
     monkeypatch.setattr(listener_module, "HANDSHAKE_TIMEOUT_S", timeout_s)
     monkeypatch.setattr(listener_module, "_SILENT_S", patience_s)
@@ -226,7 +223,7 @@ def test_strangers_that_say_nothing_are_few_at_a_time_and_not_for_ever(
         for address in ("127.0.0.2", *["127.0.0.1"] * 5)
     ]
     most = 0
-    friends: list[Link] = []
+    friends = []
     friend = threading.Thread(target=lambda: friends.append(connect(elsewhere(listener.address), listener.authkey)))
     friend.start()
     while friend.is_alive():
@@ -246,15 +243,13 @@ def test_strangers_that_say_nothing_are_few_at_a_time_and_not_for_ever(
     listener.close()
 
 
-def test_a_connection_for_which_no_descriptor_is_free_is_taken_later(
-    listener: Listener, served: queue.SimpleQueue
-) -> None:
+def test_a_connection_for_which_no_descriptor_is_free_is_taken_later(listener, served):
     """The last of several: a thread of an earlier test may free a descriptor for the first of them meanwhile."""
-    said: queue.SimpleQueue[str] = queue.SimpleQueue()
+    said = queue.SimpleQueue()
     ours = [socket.socket(socket.AF_UNIX) for _ in range(8)]
-    connected: list[socket.socket] = []
+    connected = []
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    fillers: list[int] = []
+    fillers = []
     try:
         most = max(each.fileno() for each in ours) + 1
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))  # none is free above it
@@ -283,14 +278,12 @@ def test_a_connection_for_which_no_descriptor_is_free_is_taken_later(
     assert said.empty(), "it is said once"
 
 
-def test_an_agent_tries_again_while_nothing_answers(
-    listener: Listener, served: queue.SimpleQueue, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_agent_tries_again_while_nothing_answers(listener, served, monkeypatch):
     """As when ringrun's host drops what more than its queue holds."""
     attempts = 0
     create = socket.create_connection
 
-    def overwhelmed(*arguments: object, **options: object) -> socket.socket:
+    def overwhelmed(*arguments, **options):
         nonlocal attempts
         attempts += 1
         if attempts < 3:
@@ -313,18 +306,18 @@ addresses = st.lists(st.just("10.0.0.1")).map(tuple)
 
 
 @given(st.builds(Address, st.just("h1"), st.text(), st.integers(0, 65535), addresses, seconds, seconds))
-def test_an_address_survives_a_variable(address: Address) -> None:
+def test_an_address_survives_a_variable(address):
     assert Address.parse(str(address)) == address
 
 
-def test_interfaces_and_addresses_of_this_host() -> None:
+def test_interfaces_and_addresses_of_this_host():
     assert parse_interfaces(None) == ()
     assert parse_interfaces("lo") == ("lo",)
     with pytest.raises(MachineError, match="the interfaces lo have no address that other hosts could reach"):
         own_addresses(["h1"], ["lo"])
 
 
-def test_an_address_at_which_nothing_can_listen_is_not_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_address_at_which_nothing_can_listen_is_not_told(tmp_path, monkeypatch):
     table = tmp_path / "if_inet6"
     rows = {"1": "80", "2": "40", "3": "08"}  # permanent, tentative, a duplicate
     table.write_text("".join(f"fd{'0' * 29}{digit} 02 40 00 {flags} lo\n" for digit, flags in rows.items()))
@@ -335,8 +328,8 @@ def test_an_address_at_which_nothing_can_listen_is_not_told(tmp_path: Path, monk
     assert own_addresses(["h1"], ()) == ("10.0.0.1",)
 
 
-def test_of_many_hosts_only_some_names_are_looked_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[str] = []
+def test_of_many_hosts_only_some_names_are_looked_up(monkeypatch):
+    asked = []
     monkeypatch.setattr(network, "_address_towards", lambda host: asked.append(host))
     monkeypatch.setattr(network, "_interface_addresses", lambda names: iter(["10.0.0.1"]))
     for count in (0, 1, 8, 9, 512):

@@ -5,7 +5,6 @@ import re
 import pytest
 
 from ringreduce.kernels import native
-from tests.support.jobs import Run, Script
 
 SCRIPT = """
     import numpy as np
@@ -16,12 +15,12 @@ SCRIPT = """
 """
 
 
-def test_by_default_nothing_is_told(ringrun: Run, script: Script) -> None:
+def test_by_default_nothing_is_told(ringrun, script):
     done = ringrun("-np", 2, *script(SCRIPT))
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
-def test_info_is_one_line_of_rank_0(ringrun: Run, script: Script) -> None:
+def test_info_is_one_line_of_rank_0(ringrun, script):
     done = ringrun("-np", 2, "--log-level", "INFO", "--cycle-time-ms", "7", *script(SCRIPT))
     assert done.returncode == 0
     (line,) = done.stderr.splitlines()
@@ -34,7 +33,7 @@ def test_info_is_one_line_of_rank_0(ringrun: Run, script: Script) -> None:
 
 
 @pytest.mark.parametrize("variable", ["RINGREDUCE_LOG_LEVEL", "HOROVOD_LOG_LEVEL"])
-def test_debug_tells_each_rank_what_is_run(variable: str, ringrun: Run, script: Script) -> None:
+def test_debug_tells_each_rank_what_is_run(variable, ringrun, script):
     done = ringrun("-np", 2, "--log-with-timestamp", *script(SCRIPT), env={variable: "debug"})
     assert done.returncode == 0
     for rank in range(2):

@@ -5,7 +5,6 @@ Whole jobs, in which anything is lost at any point: tests/unit/test_simulated_me
 
 import math
 import tracemalloc
-from typing import Any
 
 import pytest
 
@@ -17,7 +16,7 @@ LOST = [("lost", {1: "a"}, 0.0), ("lost", {2: "b"}, 4.0)]
 WRAPPED = "a script goes on after one only inside a function that ringreduce's elastic.run wraps"
 
 
-def members(size: int = 4, **options: int) -> Members:
+def members(size=4, **options):
     made = Members(size, Elastic(stalled_s=20.0, **options))
     made.initialized()
     return made
@@ -75,18 +74,18 @@ def members(size: int = 4, **options: int) -> Members:
         ),
     ],
 )
-def test_what_is_decided_last(options: dict[str, int], heard: list[Any], decision: Any) -> None:
+def test_what_is_decided_last(options, heard, decision):
     job = members(**options)
     last = [getattr(job, name)(*arguments) for name, *arguments in heard][-1]
     assert last == (CannotGoOn(decision) if isinstance(decision, str) else decision)
 
 
-def test_nobody_goes_on_without_a_world() -> None:
+def test_nobody_goes_on_without_a_world():
     job = Members(3, Elastic())
     assert job.lost({1: "a"}, 0.0) == CannotGoOn("rank 1 was lost before init() returned")
 
 
-def test_a_rank_for_which_others_wait_to_form_it_is_killed() -> None:
+def test_a_rank_for_which_others_wait_to_form_it_is_killed():
     job = members(5)
     job.lost({1: "a"}, 0.0)
     for at_s in range(19):
@@ -102,7 +101,7 @@ def test_a_rank_for_which_others_wait_to_form_it_is_killed() -> None:
     assert job.due_s == 42.0
 
 
-def test_where_some_have_left_who_does_not_end_may_be_stopped() -> None:
+def test_where_some_have_left_who_does_not_end_may_be_stopped():
     job = members(3, spares=1)
     job.await_rest(1.0)
     assert job.due_s == math.inf, "all train"
@@ -119,7 +118,7 @@ def test_where_some_have_left_who_does_not_end_may_be_stopped() -> None:
     assert job.due_s == math.inf
 
 
-def test_what_is_asked_at_every_event_does_not_grow_with_the_ranks() -> None:
+def test_what_is_asked_at_every_event_does_not_grow_with_the_ranks():
     job = members(4096, spares=1)
     for rank in range(100):
         job.ended(rank, 0.0)

@@ -1,7 +1,6 @@
 """Hosts that are named, of which only this one gets ranks."""
 
 import socket
-from pathlib import Path
 
 import pytest
 
@@ -9,7 +8,7 @@ from ringrun import cli
 from ringrun.doctor import command as doctor
 from ringrun.errors import UsageError
 from ringrun.hosts import Host, is_here, place_ranks
-from tests.support.jobs import Run, executable
+from tests.support.jobs import executable
 
 
 @pytest.mark.parametrize(
@@ -19,11 +18,11 @@ from tests.support.jobs import Run, executable
         (False, ["gpu8", "gpu70", "gpu", "192.0.2.1", "2001:db8::1", "gpu7.other"]),
     ],
 )
-def test_names_of_this_host_and_of_others(ours: bool, names: list[str]) -> None:
+def test_names_of_this_host_and_of_others(ours, names):
     assert [is_here(Host(name, 4), "gpu7.lab") for name in names] == [ours] * len(names)
 
 
-def test_domains_tell_hosts_of_one_name_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_domains_tell_hosts_of_one_name_apart(monkeypatch):
     monkeypatch.setattr(socket, "getfqdn", lambda name: f"{name}.rack1")
     assert is_here(Host("n1.rack1"), "n1")
     assert not is_here(Host("n1.rack2"), "n1")
@@ -33,13 +32,13 @@ def test_domains_tell_hosts_of_one_name_apart(monkeypatch: pytest.MonkeyPatch) -
     assert not is_here(Host("n2"), "n1")
 
 
-def _placed(*arguments: str) -> tuple[int, list[tuple[str, int]]]:
+def _placed(*arguments):
     options = cli.parse([*arguments, "true"])
     size, hosts = place_ranks(options.found, options.np)
     return size, [(host.name, count) for host, count in hosts]
 
 
-def test_slots_say_how_many_ranks_there_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slots_say_how_many_ranks_there_are(tmp_path, monkeypatch):
     assert _placed("-H", "localhost:3") == (3, [])
     assert _placed("-np", "2", "-H", "localhost:3") == (2, [])
     (tmp_path / "hosts").write_text(f"# ours\n\n{socket.gethostname()} slots=5\n")
@@ -55,7 +54,7 @@ def test_slots_say_how_many_ranks_there_are(tmp_path: Path, monkeypatch: pytest.
     assert _placed("-H", "localhost:2") == (2, [])
 
 
-def test_a_slurm_job_starts_its_own_nodes_and_ssh_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slurm_job_starts_its_own_nodes_and_ssh_the_others(monkeypatch):
     monkeypatch.setenv("SLURM_JOB_NODELIST", "n[1-3]")
     monkeypatch.setenv("SLURM_TASKS_PER_NODE", "2(x3)")
     assert _placed() == (6, [("n1", 2), ("n2", 2), ("n3", 2)])
@@ -65,9 +64,7 @@ def test_a_slurm_job_starts_its_own_nodes_and_ssh_the_others(monkeypatch: pytest
 
 @pytest.mark.parametrize("hosts", [2, 64, 512])
 @pytest.mark.parametrize(("asked", "seconds"), [([], None), (["--start-timeout", "7"], 7.0)])
-def test_more_hosts_may_take_longer_to_start_unless_it_is_said(
-    hosts: int, asked: list[str], seconds: float | None
-) -> None:
+def test_more_hosts_may_take_longer_to_start_unless_it_is_said(hosts, asked, seconds):
     seconds = seconds or 30 + 0.2 * hosts
     named = ["-H", ",".join(f"n{number}:8" for number in range(hosts))]
     request = cli.parse([*named, *asked, "true"])
@@ -77,7 +74,7 @@ def test_more_hosts_may_take_longer_to_start_unless_it_is_said(
 
 
 @pytest.mark.parametrize(("asked", "seconds"), [([], 30.0), (["--lost-after", "90"], 90.0)])
-def test_how_long_a_host_may_be_silent_is_one_setting(asked: list[str], seconds: float) -> None:
+def test_how_long_a_host_may_be_silent_is_one_setting(asked, seconds):
     named = ["-H", "n1:1,n2:1"]
     request, links = cli.parse([*named, *asked, "true"]), doctor.parse([*named, *asked])
     assert {request.job.lost_after_s, request.ssh.lost_after_s, links.ssh.lost_after_s} == {seconds}
@@ -113,19 +110,19 @@ def test_how_long_a_host_may_be_silent_is_one_setting(asked: list[str], seconds:
         (["doctor", "--network-interfaces", "none0"], "--network-interfaces none0: there is no interface 'none0' here"),
     ],
 )
-def test_what_cannot_be_is_one_line_and_exit_code_2(ringrun: Run, arguments: list[str], message: str) -> None:
+def test_what_cannot_be_is_one_line_and_exit_code_2(ringrun, arguments, message):
     done = ringrun(*arguments, *["true"] * (arguments[0] != "doctor"))
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
     assert message in done.stderr
 
 
-def test_ranks_start_in_the_slots(ringrun: Run) -> None:
+def test_ranks_start_in_the_slots(ringrun):
     done = ringrun("-H", "localhost:3", "sh", "-c", "echo $RANK of $WORLD_SIZE")
     assert done.returncode == 0
     assert sorted(done.stdout.splitlines()) == [f"[{rank}] {rank} of 3" for rank in range(3)]
 
 
-def test_ringrun_is_not_started_once_for_every_rank(ringrun: Run) -> None:
+def test_ringrun_is_not_started_once_for_every_rank(ringrun):
     done = ringrun("true", env={"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "4"})
     assert done.returncode == 2
     assert "srun has started ringrun 4 times (SLURM_STEP_NUM_TASKS=4)" in done.stderr
@@ -135,7 +132,7 @@ def test_ringrun_is_not_started_once_for_every_rank(ringrun: Run) -> None:
 # a program that prints the hosts
 
 
-def test_a_program_says_which_hosts_there_are(tmp_path: Path) -> None:
+def test_a_program_says_which_hosts_there_are(tmp_path):
     script = executable(tmp_path / "discover", "#!/bin/sh\necho h1:$1\necho '# gone: h9'\necho h2:2\n")
     request = cli.parse(["--host-discovery-script", f"{script} 3", "true"])
     assert request.found
@@ -155,14 +152,14 @@ def test_a_program_says_which_hosts_there_are(tmp_path: Path) -> None:
         ("echo h1:x", "its output:1: 'h1:x': slots: expected a whole number from 1 to 999999, got 'x'"),
     ],
 )
-def test_a_program_that_finds_no_hosts_is_quoted(source: str, why: str, tmp_path: Path) -> None:
+def test_a_program_that_finds_no_hosts_is_quoted(source, why, tmp_path):
     script = executable(tmp_path / "discover", f"#!/bin/sh\n{source}\n")
     with pytest.raises(UsageError) as error:
         cli.parse(["--host-discovery-script", str(script), "true"])
     assert str(error.value) == f"--host-discovery-script {script}: {why}"
 
 
-def test_one_source_of_hosts_is_enough(tmp_path: Path) -> None:
+def test_one_source_of_hosts_is_enough(tmp_path):
     with pytest.raises(UsageError, match="--host-discovery-script excludes -H and --hostfile; give one of them"):
         cli.parse(["--host-discovery-script", "x", "-H", "h1", "true"])
     missing = tmp_path / "missing"

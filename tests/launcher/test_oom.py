@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import hypothesis
@@ -42,11 +41,11 @@ NOTHING = "nothing says that it was the kernel's OOM killer"
         (KILL, [7], (), {V2: 5}, {}, NOTHING),
     ],
 )
-def test_the_verdict(code, pids, log, before, after, verdict) -> None:
+def test_the_verdict(code, pids, log, before, after, verdict):
     assert judge(code, pids, log or (), before, after, log_is_readable=log is not None) == verdict
 
 
-def make_cgroups(root: Path) -> str:
+def make_cgroups(root):
     """A cgroup tree of both versions in `root`; return the mounts."""
     for folder, file, text in (
         ("memory/slurm/job7", "memory.oom_control", "oom_kill_disable 0\nunder_oom 0\noom_kill 2\n"),
@@ -61,7 +60,7 @@ def make_cgroups(root: Path) -> str:
     )
 
 
-def test_the_counters_of_both_versions_are_found(tmp_path: Path) -> None:
+def test_the_counters_of_both_versions_are_found(tmp_path):
     mounts = make_cgroups(tmp_path)
     assert list(counters("9:name=systemd:/\n4:memory:/slurm/job7\n1:cpu:/\n0::/user/app\n", mounts)) == [
         Counter(tmp_path / "memory/slurm/job7/memory.oom_control", "/slurm/job7"),
@@ -71,7 +70,7 @@ def test_the_counters_of_both_versions_are_found(tmp_path: Path) -> None:
     assert in_a_container == [Counter(tmp_path / "memory/memory.oom_control", "/docker/0123456789")], "the mount"
 
 
-def test_a_watch_compares_before_and_after(tmp_path: Path) -> None:
+def test_a_watch_compares_before_and_after(tmp_path):
     proc = tmp_path / "proc"
     proc.mkdir()
     (proc / "mounts").write_text(make_cgroups(tmp_path))
@@ -86,12 +85,12 @@ def test_a_watch_compares_before_and_after(tmp_path: Path) -> None:
 @hypothesis.given(st.text(), st.text())
 @hypothesis.example("0::/../../x\n", "cgroup2 / cgroup2 rw\n")
 @hypothesis.example("0::relative\n0::", "a b cgroup2\n a  cgroup2 c\n")
-def test_any_text_gives_counters_or_none(groups: str, mounts: str) -> None:
+def test_any_text_gives_counters_or_none(groups, mounts):
     assert isinstance(list(counters(groups, mounts)), list)
 
 
 @contextlib.contextmanager
-def memory_group(limit: str) -> Iterator[Path]:
+def memory_group(limit):
     """A memory cgroup below our own with so much memory; skips, and says why, where none can be made."""
     groups, mounts = Path("/proc/self/cgroup").read_text(), Path("/proc/self/mounts").read_text()
     own = next(iter(counters(groups, mounts)), None)
@@ -125,7 +124,7 @@ FILL_MEMORY = "import itertools; [bytearray(b'x') * (1 << 24) for _ in itertools
 
 
 @pytest.mark.parametrize("around", [[], ["bash", "-c", '"$@"; exit $?', "bash"]], ids=["python", "in a shell"])
-def test_a_rank_that_the_oom_killer_ends(start, program, around, wait_until_gone) -> None:
+def test_a_rank_that_the_oom_killer_ends(start, program, around, wait_until_gone):
     with memory_group("300M") as group:
         command = [*around, *program("fails"), FILL_MEMORY]
         job = start("-np", 3, *command, preexec_fn=lambda: (group / "cgroup.procs").write_text("0"))

@@ -9,15 +9,7 @@ from ringrun.connection.wire import RankError
 from ringrun.report import outcome
 
 
-def end(
-    rank: int,
-    code: int | None,
-    at_s: float = 0.0,
-    *,
-    sent: tuple[int, ...] = (),
-    lost: tuple[int, ...] = (),
-    tail: tuple[str, ...] = (),
-) -> outcome.RankEnd:
+def end(rank, code, at_s=0.0, *, sent=(), lost=(), tail=()):
     error = RankError("PeerLostError", f"lost {lost}", f"Traceback of {rank}", lost) if lost else None
     return outcome.RankEnd(rank, "node7", 1000 + rank, code, at_s, sent, error, tail)
 
@@ -66,7 +58,7 @@ TERM, KILL = signal.SIGTERM, signal.SIGKILL
         ([end(0, 3, 1.0), end(1, 14, 1.1), end(2, -9, 1.2)], 0),
     ],
 )
-def test_root_cause(ends: list[outcome.RankEnd], cause: int | None) -> None:
+def test_root_cause(ends, cause):
     found = outcome.root_cause(ends, lost_peer_code=14)
     assert (found.rank if found else None) == cause
 
@@ -84,7 +76,7 @@ def test_root_cause(ends: list[outcome.RankEnd], cause: int | None) -> None:
         (None, 1, "its agent is gone, without a word"),
     ],
 )
-def test_how_an_end_is_worded_and_its_exit_code(code: int | None, of_shell: int, words: str) -> None:
+def test_how_an_end_is_worded_and_its_exit_code(code, of_shell, words):
     assert (outcome.exit_code(end(0, code)), outcome.in_words(end(0, code))) == (of_shell, words)
 
 
@@ -105,11 +97,11 @@ DURING = ["", "During handling of the above exception, another exception occurre
         ([*SECOND, "and on", *FIRST, *DURING, *SECOND, *DURING, *FIRST], [*FIRST, *DURING, *SECOND, *DURING, *FIRST]),
     ],
 )
-def test_extract_traceback(tail: list[str], expected: list[str]) -> None:
+def test_extract_traceback(tail, expected):
     assert outcome.extract_traceback(tail) == expected
 
 
-def test_evidence_is_the_best_there_is() -> None:
+def test_evidence_is_the_best_there_is():
     many = tuple(f"line {count}" for count in range(30))
     assert outcome.evidence(end(0, 1, lost=(1,), tail=(*FIRST,))) == ["Traceback of 0"]
     assert outcome.evidence(end(0, 1, tail=("noise", *FIRST))) == FIRST
@@ -119,7 +111,7 @@ def test_evidence_is_the_best_there_is() -> None:
     assert outcome.evidence(end(0, 1)) == ["it wrote nothing to stderr"]
 
 
-def test_the_other_failures_are_told_in_their_order_and_many_stay_short() -> None:
+def test_the_other_failures_are_told_in_their_order_and_many_stay_short():
     cause = end(1, 4, 1.0, tail=tuple(FIRST))
     ends = [end(0, 1, 3.0, lost=(1,)), cause, end(2, -15, 3.0, sent=(TERM,)), end(3, 0), end(4, -11, 2.0)]
     assert outcome.failures_of_others(cause, ends) == [
@@ -132,7 +124,7 @@ def test_the_other_failures_are_told_in_their_order_and_many_stay_short() -> Non
     assert len(lines) == 9
 
 
-def test_hydra_loses_the_code_of_mpi_abort_but_mpich_prints_it() -> None:
+def test_hydra_loses_the_code_of_mpi_abort_but_mpich_prints_it():
     late = "Abort(807528207): Fatal error in internal_Finalize: Other MPI error"
     ends = [
         end(0, 15, 1.0, tail=(late,)),
@@ -145,7 +137,7 @@ def test_hydra_loses_the_code_of_mpi_abort_but_mpich_prints_it() -> None:
     assert outcome.aborter(ends, None) is None
 
 
-def test_the_timeout_report_names_the_ranks() -> None:
+def test_the_timeout_report_names_the_ranks():
     head = "ringrun: the job took longer than --timeout 1.5 s and was ended: "
     assert outcome.timeout_report(1.5, {0, 1, 2}, set(), 4) == f"{head}ranks 0-2 of 4 still ran"
     assert outcome.timeout_report(1.5, {0}, {1, 3}, 4) == f"{head}rank 0 of 4 still ran, ranks 1,3 of 4 had not started"

@@ -5,9 +5,7 @@ import os
 import pty
 import select
 import threading
-from collections.abc import Iterable, Iterator
 from datetime import datetime, timedelta
-from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -32,7 +30,7 @@ from tests.support.patience import patient
         (16, True, [0, 1, 7], b"[0-1,7] x"),
     ],
 )
-def test_prefixes_are_as_wide_as_the_largest_rank(size: int, fold: bool, ranks: Iterable[int], line: bytes) -> None:
+def test_prefixes_are_as_wide_as_the_largest_rank(size, fold, ranks, line):
     prefix = Prefix(size, colour=False, fold=fold)
     assert prefix.apply(ranks, b"x") == [line]
     assert prefix.apply(ranks, b"x", b"12:00") == [b"12:00 " + line], "the time stands first"
@@ -40,28 +38,28 @@ def test_prefixes_are_as_wide_as_the_largest_rank(size: int, fold: bool, ranks: 
     assert prefix.apply(ranks, b"", b"12:00") == [b"12:00 " + line.removesuffix(b" x")]
 
 
-def test_colours_differ_by_rank_and_end_with_the_prefix() -> None:
+def test_colours_differ_by_rank_and_end_with_the_prefix():
     prefix = Prefix(4, colour=True)
     prefixes = [prefix.of(rank)[0] for rank in range(4)]
     assert len({text[: text.index(b"m")] for text in prefixes}) == 4
     assert all(text.startswith(b"\x1b[") and text.endswith(b"[%d]\x1b[0m" % rank) for rank, text in enumerate(prefixes))
 
 
-def test_a_prefix_too_long_to_read_is_cut_in_several() -> None:
+def test_a_prefix_too_long_to_read_is_cut_in_several():
     lines = Prefix(64, colour=False, fold=True).apply(range(0, 64, 2), b"x")
     assert lines[0] == b"[0,2,4,6,8,10,12,14] x"
     assert all(len(line) <= len("[] x") + 20 for line in lines)
     assert b",".join(line[1:-3] for line in lines) == b",".join(b"%d" % rank for rank in range(0, 64, 2))
 
 
-def test_several_ranks_have_no_rank_s_colour() -> None:
+def test_several_ranks_have_no_rank_s_colour():
     prefix = Prefix(4, colour=True, fold=True)
     assert prefix.of(1, 2) == [b"\x1b[1m[1-2]\x1b[0m"]
     assert prefix.of(1)[0].startswith(b"\x1b[33m[  1]")
 
 
 @given(st.integers(0, 4_000_000_000_000))
-def test_the_local_time_is_that_of_datetime(milliseconds: int) -> None:
+def test_the_local_time_is_that_of_datetime(milliseconds):
     expected = datetime.fromtimestamp(milliseconds // 1000) + timedelta(milliseconds=milliseconds % 1000)
     at_s = milliseconds / 1000 + 0.0001  # not just below it, as the float may be
     assert local_time(at_s).decode() == expected.isoformat(sep=" ", timespec="milliseconds")
@@ -76,7 +74,7 @@ _PLAIN = Display()
 class Ends:
     """An Output, and the far ends of its two descriptors."""
 
-    def __init__(self, *, terminal: bool, environ: dict[str, str], display: Display = _PLAIN) -> None:
+    def __init__(self, *, terminal, environ, display=_PLAIN):
         pairs = [pty.openpty() if terminal else os.pipe() for _ in range(2)]
         self.far = [pair[0] for pair in pairs]
         self.near = [pair[1] for pair in pairs]
@@ -89,7 +87,7 @@ class Ends:
                 termios.tcsetattr(descriptor, termios.TCSANOW, attributes)
         self.output = Output(4, environ, *self.near, display=display)
 
-    def read(self, index: int) -> bytes:
+    def read(self, index):
         """Return all that has come: the kernel hands a terminal's bytes over later, and in pieces."""
         assert self.output.finish(patient(10))
         data = b""
@@ -97,7 +95,7 @@ class Ends:
             data += os.read(self.far[index], 1 << 20)
         return data
 
-    def close(self) -> None:
+    def close(self):
         self.output.begin(4)  # nothing is due any more
         assert self.output.finish(patient(10))
         for descriptor in self.far + self.near:
@@ -105,32 +103,32 @@ class Ends:
 
 
 @pytest.fixture
-def pipes() -> Iterator[Ends]:
+def pipes():
     ends = Ends(terminal=False, environ={"TERM": "xterm"})
     yield ends
     ends.close()
 
 
 @pytest.fixture(params=[{}, {"NO_COLOR": "1"}])
-def terminal(request: pytest.FixtureRequest) -> Iterator[Ends]:
+def terminal(request):
     ends = Ends(terminal=True, environ={"TERM": "xterm", **request.param})
     yield ends
     ends.close()
 
 
-def test_each_stream_goes_to_its_own(pipes: Ends) -> None:
+def test_each_stream_goes_to_its_own(pipes):
     pipes.output.write(1, "stdout", [b"one", b"two"])
     pipes.output.write(2, "stderr", [b"bad \xff byte"])
     assert pipes.read(0) == b"[1] one\n[1] two\n"
     assert pipes.read(1) == b"[2] bad \xff byte\n"
 
 
-def test_off_a_terminal_an_unfinished_line_is_not_shown(pipes: Ends) -> None:
+def test_off_a_terminal_an_unfinished_line_is_not_shown(pipes):
     pipes.output.write(1, "stdout", [], frame=b" 10%")
     assert pipes.read(0) == b""
 
 
-def test_on_a_terminal_the_unfinished_line_is_erased_and_drawn_again(terminal: Ends) -> None:
+def test_on_a_terminal_the_unfinished_line_is_erased_and_drawn_again(terminal):
     terminal.output.write(1, "stdout", [], frame=b" 10%")
     drawn = terminal.read(0)
     assert b" 10%" in drawn
@@ -145,13 +143,13 @@ def test_on_a_terminal_the_unfinished_line_is_erased_and_drawn_again(terminal: E
     assert last.endswith(b"100%\n")
 
 
-def test_colour_on_a_terminal_unless_no_color(terminal: Ends, request: pytest.FixtureRequest) -> None:
+def test_colour_on_a_terminal_unless_no_color(terminal, request):
     terminal.output.write(1, "stdout", [b"text"])
     coloured = terminal.read(0) != b"[1] text\n"
     assert coloured == ("NO_COLOR" not in request.node.callspec.params["terminal"])
 
 
-def test_a_frame_cannot_move_the_cursor(terminal: Ends) -> None:
+def test_a_frame_cannot_move_the_cursor(terminal):
     terminal.output.write(1, "stdout", [], frame=b"\x1b[Aup\x1b[32mgreen\x07")
     drawn = terminal.read(0)
     assert b"up\x1b[32mgreen" in drawn
@@ -160,13 +158,13 @@ def test_a_frame_cannot_move_the_cursor(terminal: Ends) -> None:
 
 
 @pytest.fixture
-def folding() -> Iterator[Ends]:
+def folding():
     ends = Ends(terminal=False, environ={}, display=Display(frozenset([0, 1, 2]), fold=True))
     yield ends
     ends.close()
 
 
-def test_lines_that_fold_wait_and_are_shown_in_time(folding: Ends) -> None:
+def test_lines_that_fold_wait_and_are_shown_in_time(folding):
     folding.output.write(0, "stdout", [b"x"])
     folding.output.write(2, "stdout", [b"x"])
     folding.output.write(3, "stdout", [b"x"])  # hidden
@@ -178,14 +176,14 @@ def test_lines_that_fold_wait_and_are_shown_in_time(folding: Ends) -> None:
     assert folding.read(0) == b"[  1] y\n"
 
 
-def test_a_message_comes_below_the_lines_that_wait(folding: Ends) -> None:
+def test_a_message_comes_below_the_lines_that_wait(folding):
     os.dup2(folding.near[1], folding.near[0])
     folding.output.write(0, "stdout", [b"x"])
     folding.output.message(["ringrun: the end"])
     assert folding.read(1) == b"[  0] x\nringrun: the end\n"
 
 
-def test_lines_wait_for_none_of_a_rank_that_has_ended(folding: Ends) -> None:
+def test_lines_wait_for_none_of_a_rank_that_has_ended(folding):
     folding.output.rank_ended(1)
     folding.output.rank_ended(3)  # hidden
     folding.output.write(0, "stdout", [b"x"])
@@ -193,14 +191,14 @@ def test_lines_wait_for_none_of_a_rank_that_has_ended(folding: Ends) -> None:
     assert os.read(folding.far[0], 100) == b"[0,2] x\n"
 
 
-def test_another_attempt_of_another_size_has_other_prefixes(pipes: Ends) -> None:
+def test_another_attempt_of_another_size_has_other_prefixes(pipes):
     pipes.output.write(4, "stdout", [b"no rank of 4"])
     pipes.output.begin(11)
     pipes.output.write(4, "stdout", [b"x"])
     assert pipes.read(0) == b"[ 4] x\n"
 
 
-def test_a_bar_is_shown_while_lines_wait_and_its_end_is_folded() -> None:
+def test_a_bar_is_shown_while_lines_wait_and_its_end_is_folded():
     ends = Ends(
         terminal=True, environ={"TERM": "xterm", "NO_COLOR": "1"}, display=Display(frozenset([0, 1]), fold=True)
     )
@@ -212,7 +210,7 @@ def test_a_bar_is_shown_while_lines_wait_and_its_end_is_folded() -> None:
     ends.close()
 
 
-def test_a_reader_that_left_is_noticed(pipes: Ends) -> None:
+def test_a_reader_that_left_is_noticed(pipes):
     noticed = threading.Event()
     pipes.output.on_closed = noticed.set
     os.close(pipes.far[0])
@@ -222,7 +220,7 @@ def test_a_reader_that_left_is_noticed(pipes: Ends) -> None:
     assert pipes.output.closed
 
 
-def test_a_full_disk_costs_one_line_and_what_was_to_be_written(tmp_path: Path) -> None:
+def test_a_full_disk_costs_one_line_and_what_was_to_be_written(tmp_path):
     full, errors = os.open("/dev/full", os.O_WRONLY), tmp_path / "errors"
     output = Output(1, {}, full, os.open(errors, os.O_WRONLY | os.O_CREAT))
     for _ in range(3):
@@ -237,10 +235,8 @@ def test_a_full_disk_costs_one_line_and_what_was_to_be_written(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("broken", ["_write", "_show_in_time"])
-def test_an_error_in_the_thread_that_writes_is_one_line_and_it_goes_on(
-    broken: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(*_: object) -> float:
+def test_an_error_in_the_thread_that_writes_is_one_line_and_it_goes_on(broken, monkeypatch):
+    def fail(*_):
         raise MemoryError("no more")
 
     monkeypatch.setattr(Output, broken, fail)
@@ -254,7 +250,7 @@ def test_an_error_in_the_thread_that_writes_is_one_line_and_it_goes_on(
     ends.close()
 
 
-def test_what_nobody_reads_is_dropped_in_the_end_and_the_other_stream_is_not(pipes: Ends) -> None:
+def test_what_nobody_reads_is_dropped_in_the_end_and_the_other_stream_is_not(pipes):
     pipes.output.write(0, "stdout", [b"x" * 1_000_000])
     pipes.output.message(["ringrun: the end"])
     assert not pipes.output.finish(0.01)
@@ -262,9 +258,7 @@ def test_what_nobody_reads_is_dropped_in_the_end_and_the_other_stream_is_not(pip
     assert pipes.read(1) == b"ringrun: the end\n"
 
 
-def test_files_on_a_file_system_that_hangs_keep_back_no_message(
-    pipes: Ends, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_files_on_a_file_system_that_hangs_keep_back_no_message(pipes, tmp_path, monkeypatch):
     os.mkfifo(tmp_path / "fifo")
     hangs = os.open(tmp_path / "fifo", os.O_RDWR)  # and nobody reads it
     (tmp_path / "rank.1").mkdir()
@@ -285,9 +279,7 @@ def test_files_on_a_file_system_that_hangs_keep_back_no_message(
     os.close(hangs)
 
 
-def test_elsewhere_the_state_of_a_progress_bar_becomes_a_line_now_and_then(
-    pipes: Ends, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_elsewhere_the_state_of_a_progress_bar_becomes_a_line_now_and_then(pipes, monkeypatch):
     monkeypatch.setattr(display, "BAR_S", 0.02)
     for state in (b" 10%", b"\x1b[A 20%"):
         pipes.output.write(1, "stderr", [], frame=state)

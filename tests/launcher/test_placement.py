@@ -4,8 +4,6 @@ import json
 import os
 import textwrap
 from collections import Counter
-from collections.abc import Sequence
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -15,24 +13,23 @@ from hypothesis import strategies as st
 from ringrun.agent import agent
 from ringrun.connection.wire import Setup
 from ringrun.environment import Place, Settings
-from ringrun.machine.placement import Share, automatic_size, describe, place
+from ringrun.machine.placement import automatic_size, describe, place
 from ringrun.machine.topology import Core, Gpu, Topology, read_topology
 from ringrun.text import format_spans
 from tests.launcher.fake_machines import FakeGpu, make_machine, two_sockets
-from tests.support.jobs import Run, Script
 
 ALL = range(64)
 
 
-def cpus(shares: list[Share]) -> list[str]:
+def cpus(shares):
     return [format_spans(share.cpus) for share in shares]
 
 
-def gpu_names(shares: list[Share]) -> list[str | None]:
+def gpu_names(shares):
     return [share.gpu.name if share.gpu else None for share in shares]
 
 
-def one_node(cores: int) -> Topology:
+def one_node(cores):
     return Topology(tuple(Core((cpu,), 0) for cpu in range(cores)))
 
 
@@ -49,9 +46,7 @@ def one_node(cores: int) -> Topology:
         pytest.param("7,0", 8, ALL, 2, ["16-31,48-63", "0-15,32-47"], id="visible GPUs decide"),
     ],
 )
-def test_the_cores_of_each_rank(
-    visible: str | None, gpus: int, usable: Sequence[int], ranks: int, expected: list[str], tmp_path: Path
-) -> None:
+def test_the_cores_of_each_rank(visible, gpus, usable, ranks, expected, tmp_path):
     environ = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
     shares = place(read_topology(environ, two_sockets(tmp_path, gpus), usable), ranks)
     assert cpus(shares) == expected
@@ -70,9 +65,7 @@ def test_the_cores_of_each_rank(
         pytest.param(None, 2, 40, [0, 1] * 20, [1] * 40, id="too few cores at all: near the GPUs"),
     ],
 )
-def test_the_nodes_of_the_ranks(
-    visible: str | None, gpus: int, ranks: int, nodes: list[int | None], cores: list[int], tmp_path: Path
-) -> None:
+def test_the_nodes_of_the_ranks(visible, gpus, ranks, nodes, cores, tmp_path):
     environ = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
     shares = place(read_topology(environ, two_sockets(tmp_path, gpus), ALL), ranks)
     assert [share.node for share in shares] == nodes
@@ -80,13 +73,13 @@ def test_the_nodes_of_the_ranks(
 
 
 @pytest.mark.parametrize("sizes", [(2, 1), (1, 2), (5, 4), (4, 5)])
-def test_the_longer_shares_go_where_a_node_has_more(sizes: tuple[int, int]) -> None:
+def test_the_longer_shares_go_where_a_node_has_more(sizes):
     cores = tuple(Core((cpu,), int(cpu >= sizes[0])) for cpu in range(sum(sizes)))
     ranks = 2 if sum(sizes) == 3 else 4
     assert None not in [share.node for share in place(Topology(cores), ranks)]
 
 
-def test_gpus_of_no_or_of_an_unknown_node_leave_all_cores_to_all(tmp_path: Path) -> None:
+def test_gpus_of_no_or_of_an_unknown_node_leave_all_cores_to_all(tmp_path):
     gpus = [FakeGpu(f"0000:0{bus}:00.0", near="0-3") for bus in range(2)]
     shares = place(read_topology({}, make_machine(tmp_path, gpus=gpus), range(4)), 2)
     assert (cpus(shares), gpu_names(shares)) == (["0-1", "2-3"], ["0", "1"])
@@ -94,7 +87,7 @@ def test_gpus_of_no_or_of_an_unknown_node_leave_all_cores_to_all(tmp_path: Path)
     assert cpus(place(one_unknown, 2)) == ["0-3", "4-7"]
 
 
-def test_one_rank_per_gpu_or_per_physical_core(tmp_path: Path) -> None:
+def test_one_rank_per_gpu_or_per_physical_core(tmp_path):
     root = two_sockets(tmp_path, gpus=8)
     assert automatic_size(read_topology({}, root, ALL)) == 8
     assert automatic_size(read_topology({"CUDA_VISIBLE_DEVICES": ""}, root, ALL)) == 32
@@ -102,7 +95,7 @@ def test_one_rank_per_gpu_or_per_physical_core(tmp_path: Path) -> None:
 
 
 @st.composite
-def machines(draw: st.DrawFn) -> Topology:
+def machines(draw):
     """Some CPUs of a machine, their threads and nodes drawn at random, with up to 5 GPUs that are near anything."""
     numbers = draw(st.lists(st.integers(0, 200), min_size=1, max_size=40, unique=True))
     cores, left = [], list(numbers)
@@ -117,7 +110,7 @@ def machines(draw: st.DrawFn) -> Topology:
 
 
 @given(machines(), st.integers(1, 60))
-def test_no_rank_is_without_a_core_and_none_has_half_a_core(topology: Topology, ranks: int) -> None:
+def test_no_rank_is_without_a_core_and_none_has_half_a_core(topology, ranks):
     shares = place(topology, ranks)
     assert len(shares) == ranks
     for rank, share in enumerate(shares):
@@ -130,7 +123,7 @@ def test_no_rank_is_without_a_core_and_none_has_half_a_core(topology: Topology, 
 
 
 @given(machines(), st.integers(1, 60))
-def test_without_gpus_every_core_is_given_out_evenly(topology: Topology, ranks: int) -> None:
+def test_without_gpus_every_core_is_given_out_evenly(topology, ranks):
     shares = place(Topology(topology.cores), ranks)
     counts = [len(share.cores) for share in shares]
     used = Counter(core for share in shares for core in share.cores)
@@ -143,7 +136,7 @@ def test_without_gpus_every_core_is_given_out_evenly(topology: Topology, ranks: 
         assert set(counts) == {1}
 
 
-def test_two_ranks_are_told_one_by_one(tmp_path: Path) -> None:
+def test_two_ranks_are_told_one_by_one(tmp_path):
     shares = place(read_topology({}, two_sockets(tmp_path, gpus=2), ALL), 2)
     assert describe(shares, "gpuhost", bound=True) == (
         "ringrun: 2 ranks on gpuhost: rank 0 GPU 0 cores 0-15,32-47; rank 1 GPU 1 cores 16-31,48-63"
@@ -162,13 +155,13 @@ SHOW = """
 """
 
 
-def seen(text: str) -> dict[int, tuple[list[int], str]]:
+def seen(text):
     """Return what each rank of SHOW printed."""
     return {int(line[1 : line.index("]")]): tuple(json.loads(line.partition(" ")[2])) for line in text.splitlines()}
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
-def test_the_ranks_run_where_they_are_placed(size: int, ringrun: Run, script: Script) -> None:
+def test_the_ranks_run_where_they_are_placed(size, ringrun, script):
     done = ringrun("-np", size, *script(SHOW), "OMP_NUM_THREADS")
     assert (done.returncode, done.stderr) == (0, "")
     shares = place(read_topology({"CUDA_VISIBLE_DEVICES": ""}), size)
@@ -177,20 +170,20 @@ def test_the_ranks_run_where_they_are_placed(size: int, ringrun: Run, script: Sc
 
 
 @pytest.mark.without_mpi
-def test_the_number_of_threads_stays_as_the_user_set_it(ringrun: Run, script: Script) -> None:
+def test_the_number_of_threads_stays_as_the_user_set_it(ringrun, script):
     done = ringrun("-np", 2, *script(SHOW), "OMP_NUM_THREADS", env={"OMP_NUM_THREADS": "7"})
     assert [threads for _, threads in seen(done.stdout).values()] == ["7", "7"]
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_no_bind_leaves_all_cores_to_every_rank(size: int, ringrun: Run, script: Script) -> None:
+def test_no_bind_leaves_all_cores_to_every_rank(size, ringrun, script):
     done = ringrun("-np", size, "--no-bind", "--verbose", *script(SHOW), "OMP_NUM_THREADS")
     usable = sorted(os.sched_getaffinity(0))
     assert seen(done.stdout) == dict.fromkeys(range(size), (usable, str(max(1, len(usable) // size))))
     assert " ranks on " not in done.stderr
 
 
-def test_ringruns_own_affinity_is_what_ranks_share(ringrun: Run, script: Script) -> None:
+def test_ringruns_own_affinity_is_what_ranks_share(ringrun, script):
     before = os.sched_getaffinity(0)
     one = min(before)
     try:
@@ -202,7 +195,7 @@ def test_ringruns_own_affinity_is_what_ranks_share(ringrun: Run, script: Script)
 
 
 @pytest.mark.without_mpi
-def test_verbose_tells_who_has_what(ringrun: Run) -> None:
+def test_verbose_tells_who_has_what(ringrun):
     done = ringrun("-np", 2, "--verbose", "true")
     shares = place(read_topology({"CUDA_VISIBLE_DEVICES": ""}), 2)
     assert describe(shares, os.uname().nodename, bound=True) in done.stderr.splitlines()
@@ -210,7 +203,7 @@ def test_verbose_tells_who_has_what(ringrun: Run) -> None:
 
 
 @pytest.mark.without_mpi
-def test_masking_where_there_is_no_gpu_is_told_and_changes_nothing(ringrun: Run, python: str) -> None:
+def test_masking_where_there_is_no_gpu_is_told_and_changes_nothing(ringrun, python):
     source = "import os; print([os.environ.get('CUDA_VISIBLE_DEVICES'), os.environ.get('CUDA_DEVICE_ORDER')])"
     done = ringrun("-np", 1, "--mask-gpus", python, "-c", source)
     assert done.stdout == "[0] ['', None]\n"
@@ -228,7 +221,7 @@ OF_GPUS = ["CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "RINGREDUCE_PLACED_GPU"]
 
 
 @pytest.fixture
-def gpu_machine(tmp_path: Path) -> dict[str, str | None]:
+def gpu_machine(tmp_path):
     """Variables that show this machine's CPUs as two nodes with a GPU each, and one GPU that may not be used."""
     first, *rest = sorted(os.sched_getaffinity(0))
     nodes = {0: str(first), 1: format_spans(rest)}
@@ -241,14 +234,12 @@ def gpu_machine(tmp_path: Path) -> dict[str, str | None]:
 
 
 @pytest.fixture
-def gpu_shares(gpu_machine: dict[str, str | None], tmp_path: Path) -> list[Share]:
+def gpu_shares(gpu_machine, tmp_path):
     return place(read_topology({}, tmp_path / "machine"), 2)
 
 
 @pytest.mark.without_mpi
-def test_threads_are_counted_by_physical_cores(
-    ringrun: Run, script: Script, gpu_machine: dict[str, str], tmp_path: Path
-) -> None:
+def test_threads_are_counted_by_physical_cores(ringrun, script, gpu_machine, tmp_path):
     usable = sorted(os.sched_getaffinity(0))
     make_machine(tmp_path / "machine", [usable])  # all are hardware threads of one core
     assert seen(ringrun("-np", 1, *script(SHOW), "OMP_NUM_THREADS", env=gpu_machine).stdout) == {0: (usable, "1")}
@@ -257,9 +248,7 @@ def test_threads_are_counted_by_physical_cores(
 
 
 @pytest.mark.without_mpi
-def test_on_a_gpu_host_each_gpu_gets_a_rank_that_sees_all_gpus(
-    ringrun: Run, script: Script, gpu_machine: dict[str, str], gpu_shares: list[Share]
-) -> None:
+def test_on_a_gpu_host_each_gpu_gets_a_rank_that_sees_all_gpus(ringrun, script, gpu_machine, gpu_shares):
     done = ringrun(*script(SHOW), *OF_GPUS, env=gpu_machine)
     addresses = ["0000:01:00.0", "0000:02:00.0"]
     assert seen(done.stdout) == {
@@ -269,7 +258,7 @@ def test_on_a_gpu_host_each_gpu_gets_a_rank_that_sees_all_gpus(
 
 
 @pytest.mark.without_mpi
-def test_a_masked_rank_sees_its_own_gpu(ringrun: Run, script: Script, gpu_machine: dict[str, str]) -> None:
+def test_a_masked_rank_sees_its_own_gpu(ringrun, script, gpu_machine):
     usable = sorted(os.sched_getaffinity(0))
     done = ringrun("-np", 3, "--mask-gpus", "--no-bind", *script(SHOW), *OF_GPUS, env=gpu_machine)
     addresses = ["0000:01:00.0", "0000:02:00.0", "0000:01:00.0"]
@@ -303,13 +292,8 @@ FASTEST_FIRST = """
     ],
 )
 def test_a_rank_gets_the_gpu_that_it_is_placed_at_however_cuda_counts(
-    wish: str | None,
-    told: list[str],
-    ringrun: Run,
-    script: Script,
-    gpu_machine: dict[str, str],
-    tmp_path: Path,
-) -> None:
+    wish, told, ringrun, script, gpu_machine, tmp_path
+):
     (tmp_path / "cupy.py").write_text(textwrap.dedent(FASTEST_FIRST))
     show = script("import cupy, ringreduce as rr; rr.init(); print(rr.info().gpu)")
     done = ringrun("-np", 2, *show, env=gpu_machine | {"RINGREDUCE_CUDA_DEVICE": wish})
@@ -317,17 +301,15 @@ def test_a_rank_gets_the_gpu_that_it_is_placed_at_however_cuda_counts(
 
 
 @pytest.mark.without_mpi
-def test_gpus_that_the_user_has_hidden_stay_hidden(ringrun: Run, script: Script, gpu_machine: dict[str, str]) -> None:
+def test_gpus_that_the_user_has_hidden_stay_hidden(ringrun, script, gpu_machine):
     done = ringrun("--mask-gpus", *script(SHOW), *OF_GPUS, env=gpu_machine | {"CUDA_VISIBLE_DEVICES": "1"})
     assert [values[1:] for values in seen(done.stdout).values()] == [("1", "PCI_BUS_ID", "")]
 
 
-def test_a_rank_on_another_host_is_placed_by_the_variables_that_it_is_sent(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_rank_on_another_host_is_placed_by_the_variables_that_it_is_sent(tmp_path, monkeypatch):
     """The agent there has not got them from mpirun."""
     root = two_sockets(tmp_path, gpus=8)
-    given: dict[str, str] = {}
+    given = {}
     monkeypatch.setattr(agent, "read_topology", lambda environ: read_topology(environ, root, ALL))
     monkeypatch.setattr(agent.subprocess, "Popen", lambda *_, env, **__: given.update(env))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)

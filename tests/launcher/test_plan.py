@@ -39,7 +39,7 @@ OPEN_MPI = Detected(
 )
 
 
-def test_the_command_becomes_an_absolute_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command_becomes_an_absolute_path(tmp_path, monkeypatch):
     program = executable(tmp_path / "program", "#!/bin/sh\n")
     monkeypatch.chdir(tmp_path)
     assert plan.find_command(["./program", "a b", "-np"]) == [str(program), "a b", "-np"]
@@ -62,9 +62,7 @@ def test_the_command_becomes_an_absolute_path(tmp_path: Path, monkeypatch: pytes
         ("folder", "command not found: 'folder' (it is a folder)"),
     ],
 )
-def test_a_missing_command_is_told_with_its_cure(
-    name: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_missing_command_is_told_with_its_cure(name, message, tmp_path, monkeypatch):
     (tmp_path / "folder").mkdir()
     for file, mode in {"train.py": 0o644, "program": 0o755, "data": 0o644}.items():
         (tmp_path / file).touch(mode)
@@ -75,14 +73,14 @@ def test_a_missing_command_is_told_with_its_cure(
 
 
 @pytest.mark.parametrize("name", ["python", "python3.12", "python3.13t", "bash", "pythonista", "ipython", "torchrun"])
-def test_a_python_command_is_asked_for_its_mpi_and_instead_of_others_ours(name: str) -> None:
+def test_a_python_command_is_asked_for_its_mpi_and_instead_of_others_ours(name):
     is_python = name in ("python", "python3.12", "python3.13t")
     assert plan.interpreter_of([f"/opt/bin/{name}", "train.py"]) == (
         f"/opt/bin/{name}" if is_python else sys.executable
     )
 
 
-def test_the_job_is_agents_with_the_command_as_it_stands() -> None:
+def test_the_job_is_agents_with_the_command_as_it_stands():
     argv = plan.job_command(OPEN_MPI, plan.Job(4, ["/bin/echo", "$HOME", "a;b"]), None, as_root=False)
     assert argv[0] == "/v/bin/mpirun"
     assert argv[argv.index("-np") + 1] == "4"
@@ -91,7 +89,7 @@ def test_the_job_is_agents_with_the_command_as_it_stands() -> None:
 
 
 @pytest.mark.parametrize("version", [(3, 10), sys.version_info[:2]])
-def test_an_agent_of_every_version_imports_nothing_from_the_current_folder(version, tmp_path: Path) -> None:
+def test_an_agent_of_every_version_imports_nothing_from_the_current_folder(version, tmp_path):
     (tmp_path / "json.py").write_text("raise SystemExit('the wrong file')")
     run = subprocess.run(
         [sys.executable, *plan.run_module("ringrun.agent", version)], cwd=tmp_path, capture_output=True, text=True
@@ -99,7 +97,7 @@ def test_an_agent_of_every_version_imports_nothing_from_the_current_folder(versi
     assert "ringrun.agent is started by ringrun, not by hand" in run.stderr
 
 
-def test_the_user_s_mca_settings_win() -> None:
+def test_the_user_s_mca_settings_win():
     scratch, ours = "PRTE_MCA_prte_local_tmpdir_base", {"OMPI_MCA_mpi_yield_when_idle": "1", "OMPI_MCA_btl": "^ofi"}
     users = {"OMPI_MCA_osc": "rdma", "A": "b", scratch: "/mine"}
     assert plan.engine_variables(OPEN_MPI, users) == ours
@@ -107,13 +105,13 @@ def test_the_user_s_mca_settings_win() -> None:
     assert plan.job_environment(OPEN_MPI, ONE_HOST, {}, SETTINGS, ADDRESS, b"key")[scratch] == SETTINGS.directory
 
 
-def test_what_is_printed_can_be_pasted_into_a_shell() -> None:
+def test_what_is_printed_can_be_pasted_into_a_shell():
     text = plan.printable(["mpirun", "echo", "a b", "$x"], {"OMPI_MCA_osc": "^ucx"})
     assert shlex.split(text) == ["env", "OMPI_MCA_osc=^ucx", "mpirun", "echo", "a b", "$x"]
     assert plan.printable(["mpirun", "x"], {}) == "mpirun x"
 
 
-def test_settings_survive_the_environment() -> None:
+def test_settings_survive_the_environment():
     odd = SETTINGS._replace(directory="/tmp/a;b c", master_port="29500")
     for settings in (SETTINGS, SETTINGS._replace(bind=False, verbose=True), SETTINGS._replace(mask_gpus=True), odd):
         assert Settings.from_environment(settings.to_environment()) == settings
@@ -124,7 +122,7 @@ def test_settings_survive_the_environment() -> None:
 PLACE = Place(rank=5, size=8, local_rank=1, local_size=4)
 
 
-def test_the_variables_of_a_rank() -> None:
+def test_the_variables_of_a_rank():
     inherited = {**SETTINGS.to_environment(), "RINGRUN_AUTHKEY": "secret", "HOME": "/root", "RANK": "99"}
     assert rank_environment(PLACE, SETUP, "/tmp/private", inherited, threads=2) == {
         "HOME": "/root",
@@ -169,18 +167,18 @@ PLACED = {"RINGREDUCE_PLACED_GPU": "0000:01:00.0", "RINGREDUCE_CUDA_DEVICE": "1"
         ),
     ],
 )
-def test_what_becomes_of_variables_that_are_set(sent: dict, inherited: dict, gpu: dict, expected: dict) -> None:
+def test_what_becomes_of_variables_that_are_set(sent, inherited, gpu, expected):
     environment = rank_environment(PLACE, SETUP._replace(variables=sent), "/tmp/private", inherited, threads=2, **gpu)
     assert environment.items() >= expected.items()
     assert "RINGRUN_X" not in environment
 
 
 @pytest.mark.parametrize(("rank", "host"), [(0, "h1"), (2, "h1"), (3, "fe80::1"), (4, "fe80::1")])
-def test_hosts_are_filled_in_order(rank: int, host: str) -> None:
+def test_hosts_are_filled_in_order(rank, host):
     assert ABROAD.host_of(rank) == host
 
 
-def test_only_names_of_variables_stand_on_the_command_line() -> None:
+def test_only_names_of_variables_stand_on_the_command_line():
     beyond = plan.across(ABROAD, {"PYTHONPATH": "/secret/path", "MY_TOKEN": "hush"}, "/tmp/private")
     assert beyond is not None
     argv = plan.job_command(OPEN_MPI, ABROAD, beyond, as_root=False)
@@ -198,7 +196,7 @@ def test_only_names_of_variables_stand_on_the_command_line() -> None:
     assert plan.across(ONE_HOST, {}, "/tmp/private") is None
 
 
-def test_other_hosts_get_what_may_leave_this_one() -> None:
+def test_other_hosts_get_what_may_leave_this_one():
     inherited = {"LANG": "C", "MY_TOKEN": "hush", "WANDB_API_KEY": "sent", "HOME": "/root", "RINGREDUCE_COSTS": "x=1"}
     environment = plan.job_environment(OPEN_MPI, ABROAD, inherited, SETTINGS, ADDRESS, b"key")
     assert "MY_TOKEN" not in environment, "a batch system would send mpirun's environment along"
@@ -224,9 +222,7 @@ def test_other_hosts_get_what_may_leave_this_one() -> None:
         (f"/tmp/{'x' * 90}", "/tmp"),
     ],
 )
-def test_the_private_folder_has_a_name_that_every_launcher_takes(
-    usual: str, chosen: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_private_folder_has_a_name_that_every_launcher_takes(usual, chosen, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", usual)
     with private_folder() as folder:
         assert Path(folder).parent == Path(chosen)
@@ -234,7 +230,7 @@ def test_the_private_folder_has_a_name_that_every_launcher_takes(
     assert not Path(folder).exists()
 
 
-def test_where_none_can_be_made_the_cure_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_none_can_be_made_the_cure_is_told(monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", "/dev/null")
     with pytest.raises(MachineError, match=r"no folder for temporary files can be made: .*; make room, or set TMPDIR$"):
         make_private_folder()

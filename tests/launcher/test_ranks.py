@@ -14,12 +14,12 @@ nearly_lists = st.text(st.sampled_from("0123456789,-- ٣²x"), max_size=12)
 
 
 @given(sets_of_ranks)
-def test_what_is_written_is_read_back(ranks: frozenset[int]) -> None:
+def test_what_is_written_is_read_back(ranks):
     assert parse_ranks(format_spans(ranks), 131, "--ranks") == ranks
 
 
 @given(st.one_of(nearly_lists, st.text()), st.integers(1, 12))
-def test_any_text_gives_ranks_or_one_usage_error(text: str, size: int) -> None:
+def test_any_text_gives_ranks_or_one_usage_error(text, size):
     complaint = ""
     ranks = frozenset([0])
     try:
@@ -34,7 +34,7 @@ def test_any_text_gives_ranks_or_one_usage_error(text: str, size: int) -> None:
 
 
 @given(sets_of_ranks, st.integers(1, 30))
-def test_the_parts_name_all_ranks_once_and_are_short(ranks: frozenset[int], max_characters: int) -> None:
+def test_the_parts_name_all_ranks_once_and_are_short(ranks, max_characters):
     texts = split_ranks(ranks, max_characters)
     assert ",".join(texts) == format_spans(ranks)
     assert all(len(text) <= max_characters or "," not in text for text in texts)
@@ -51,7 +51,7 @@ RIGHT = [
 
 
 @pytest.mark.parametrize(("text", "ranks"), RIGHT)
-def test_lists(text: str, ranks: set[int]) -> None:
+def test_lists(text, ranks):
     assert parse_ranks(text, 8, "--ranks") == ranks
 
 
@@ -73,12 +73,12 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("text", "message"), WRONG)
-def test_what_is_wrong_is_said(text: str, message: str) -> None:
+def test_what_is_wrong_is_said(text, message):
     with pytest.raises(UsageError) as error:
         parse_ranks(text, 8, "--ranks")
     assert str(error.value) == message
 
 
-def test_one_rank_has_one_number() -> None:
+def test_one_rank_has_one_number():
     with pytest.raises(UsageError, match="there is no rank 1; with -np 1 there is only rank 0"):
         parse_ranks("1", 1, "--ranks")

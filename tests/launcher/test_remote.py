@@ -9,8 +9,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -19,22 +17,21 @@ from hypothesis import strategies as st
 from ringrun.remote import Answer, Problem, Remote, Slurm, Ssh, parallel
 from ringrun.remote.base import Runner
 from ringrun.remote.over_ssh import MAX_BYTES, REMOTE_COMMAND, payload, split_exit
-from ringrun.remote.parallel import Outcome, Task, run_all
+from ringrun.remote.parallel import Task, run_all
 from ringrun.remote.refusals import program_problem, srun_problem, ssh_problem
 from tests.launcher.conftest import PROGRAMS
-from tests.launcher.loopback_sshd import Server
 from tests.support.jobs import executable
 from tests.support.patience import patient, wait_until
 
 HERE = "127.0.0.1"
 
 
-def over_ssh(server: Server, timeout_s: float = 20.0, **options: str) -> Remote:
+def over_ssh(server, timeout_s=20.0, **options):
     prefix = server.config(server.aliases(), name=f"config{len(list(server.folder.iterdir()))}", **options)
     return Remote(Ssh(prefix, timeout_s), timeout_s + 1)
 
 
-def problem_of(answer: Answer) -> str:
+def problem_of(answer):
     assert answer.problem is not None
     return f"{answer.problem.what}; {answer.problem.cure}"
 
@@ -42,7 +39,7 @@ def problem_of(answer: Answer) -> str:
 # many programs at once
 
 
-def test_each_program_s_output_input_and_end() -> None:
+def test_each_program_s_output_input_and_end():
     program = (
         "import sys; print(sys.stdin.read() * 2); print('err', sys.argv[1], file=sys.stderr); exit(int(sys.argv[1]))"
     )
@@ -53,7 +50,7 @@ def test_each_program_s_output_input_and_end() -> None:
     assert [outcome.stderr for outcome in outcomes] == [f"err {code}\n".encode() for code in range(5)]
 
 
-def test_no_more_at_once_than_may_be(tmp_path: Path) -> None:
+def test_no_more_at_once_than_may_be(tmp_path):
     program = """
 import os, sys, time
 open(os.path.join(sys.argv[1], str(os.getpid())), 'w').close()
@@ -65,19 +62,19 @@ os.remove(os.path.join(sys.argv[1], str(os.getpid())))
     assert 1 <= max(int(outcome.stdout) for outcome in outcomes) <= 3
 
 
-def test_much_input_and_output_do_not_block_each_other() -> None:
+def test_much_input_and_output_do_not_block_each_other():
     data = os.urandom(1 << 20)
     outcome = run_all([Task(["cat"], data)], 30)[0]
     assert (outcome.code, outcome.stdout == data) == (0, True)
 
 
-def test_one_that_reads_nothing_and_one_that_is_not_there() -> None:
+def test_one_that_reads_nothing_and_one_that_is_not_there():
     deaf, missing = run_all([Task(["true"], bytes(1 << 20)), Task(["/no/such/program"])], 30)
     assert (deaf.code, deaf.not_run) == (0, "")
     assert (missing.code, missing.not_run) == (127, "No such file or directory")
 
 
-def group_exists(leader: int) -> bool:
+def group_exists(leader):
     try:
         os.killpg(leader, 0)
     except ProcessLookupError:
@@ -85,7 +82,7 @@ def group_exists(leader: int) -> bool:
     return True
 
 
-def test_one_that_takes_too_long_is_ended_with_its_children() -> None:
+def test_one_that_takes_too_long_is_ended_with_its_children():
     began_s = time.monotonic()
     quick, slow = run_all([Task(["echo", "done"]), Task(["sh", "-c", "echo $$; sleep 77; echo never"])], 1.0)
     assert time.monotonic() - began_s < 20
@@ -97,15 +94,15 @@ def test_one_that_takes_too_long_is_ended_with_its_children() -> None:
 class Sleeping(Runner):
     """Runs `sleep` for each host, or one for all, which is as late as the last."""
 
-    def __init__(self, one_for_all: bool) -> None:
+    def __init__(self, one_for_all):
         super().__init__(30)
         self.one_for_all = one_for_all
 
-    def tasks(self, names: Sequence[str], argv: Sequence[str], variables: Mapping[str, str]) -> list[Task]:
+    def tasks(self, names, argv, variables):
         seconds = ["4" if name.startswith("late") else "0" for name in names]
         return [Task(["sleep", each]) for each in ([max(seconds)] if self.one_for_all else seconds)]
 
-    def answers(self, names: Sequence[str], program: str, outcomes: Sequence[Outcome]) -> list[Answer]:
+    def answers(self, names, program, outcomes):
         return [Answer(name) for name in names]
 
 
@@ -113,9 +110,7 @@ class Sleeping(Runner):
     ("one_for_all", "said"),
     [(False, "2 answered, waiting for late1, late2"), (True, "1 answered, waiting for n1, late1, late2")],
 )
-def test_hosts_that_let_one_wait_are_told(
-    one_for_all: bool, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_hosts_that_let_one_wait_are_told(one_for_all, said, monkeypatch, capsys):
     monkeypatch.setattr(parallel, "TELL_AFTER_S", 1.8)  # those that answer at once have, on a busy machine too
     remote = Remote(Sleeping(one_for_all), 30, own_name="here")
     remote.run(["n1", "late1", "here", "late2"], ["/bin/true"])
@@ -124,19 +119,19 @@ def test_hosts_that_let_one_wait_are_told(
     assert len(more) <= 1, "each time after twice as long"
 
 
-def test_ctrl_c_while_a_program_starts_ends_it_too() -> None:
+def test_ctrl_c_while_a_program_starts_ends_it_too():
     done = subprocess.run([sys.executable, PROGRAMS / "interrupted.py"], capture_output=True, timeout=30)
     assert b"KeyboardInterrupt" in done.stderr
     group = int(done.stdout)
     wait_until(lambda: not group_exists(group))
 
 
-def test_programs_do_not_inherit_that_ctrl_c_waits() -> None:
+def test_programs_do_not_inherit_that_ctrl_c_waits():
     (outcome,) = run_all([Task(["grep", "SigBlk", "/proc/self/status"])], 60)
     assert int(outcome.stdout.split()[1], 16) & 1 << signal.SIGINT - 1 == 0
 
 
-def test_ctrl_c_ends_all_of_them(tmp_path: Path) -> None:
+def test_ctrl_c_ends_all_of_them(tmp_path):
     program = f"""
 from ringrun.remote.parallel import Task, run_all
 run_all([Task(["sh", "-c", "echo $$ > {tmp_path}/$0; sleep 77", str(number)]) for number in range(3)], 60)
@@ -149,14 +144,14 @@ run_all([Task(["sh", "-c", "echo $$ > {tmp_path}/$0; sleep 77", str(number)]) fo
     wait_until(lambda: not any(group_exists(group) for group in groups))
 
 
-def test_a_child_s_child_that_keeps_the_pipes_is_not_waited_for() -> None:
+def test_a_child_s_child_that_keeps_the_pipes_is_not_waited_for():
     began_s = time.monotonic()
     outcome = run_all([Task(["sh", "-c", "echo said; sleep 20 & exit 4"])], 30)[0]
     assert time.monotonic() - began_s < 15
     assert (outcome.code, outcome.stdout) == (4, b"said\n")
 
 
-def test_when_output_came_is_noted() -> None:
+def test_when_output_came_is_noted():
     before_s = time.time()
     outcome = run_all([Task(["sh", "-c", "echo a; sleep 0.5; echo b"])], 30)[0]
     first, last = outcome.arrived_by(2), outcome.arrived_by(4)
@@ -169,7 +164,7 @@ def test_when_output_came_is_noted() -> None:
 
 
 @pytest.mark.parametrize("name", ["localhost", HERE, socket.gethostname()])
-def test_this_host_needs_no_ssh(name: str) -> None:
+def test_this_host_needs_no_ssh(name):
     remote = Remote(Ssh(["/no/such/ssh"], 20), 20)
     answer = remote.run(
         [name], [sys.executable, "-c", "import os; print(os.environ['MINE']); exit(3)"], {"MINE": "a b"}
@@ -191,14 +186,14 @@ def test_this_host_needs_no_ssh(name: str) -> None:
     ],
     ids=["interpreter", "ssh", "srun"],
 )
-def test_what_is_missing_here(there: Runner, name: str, program: str, problem: str) -> None:
+def test_what_is_missing_here(there, name, program, problem):
     assert problem_of(Remote(there, 30).run([name], [program])[name]).startswith(problem)
 
 
 # over ssh
 
 
-def test_words_travel_apart_from_the_command() -> None:
+def test_words_travel_apart_from_the_command():
     assert payload(["/a b/py'thon", "-c", ""], {"A": "x y"}) == b"A=x y\0--\0/a b/py'thon\0-c\0\0"
     for argv in (["a\0b"], ["x" * MAX_BYTES]):
         with pytest.raises(ValueError, match="expected no zero byte"):
@@ -206,7 +201,7 @@ def test_words_travel_apart_from_the_command() -> None:
 
 
 @pytest.mark.parametrize("shell", ["sh", "bash", "dash"])  # zsh, tcsh, fish and busybox were tried by hand
-def test_the_remote_command_is_the_same_to_every_shell(shell: str) -> None:
+def test_the_remote_command_is_the_same_to_every_shell(shell):
     program = "import os, sys; print(sys.argv[1:], os.environ['V']); print('warn', file=sys.stderr); exit(5)"
     words = ["'", '"', "$HOME", "a  b", "`id`", "!x", "\\", "*", "\n", "-x", "", "é"]
     done = subprocess.run(
@@ -219,14 +214,14 @@ def test_the_remote_command_is_the_same_to_every_shell(shell: str) -> None:
 
 
 @given(st.binary(max_size=200))
-def test_any_stderr_is_split(data: bytes) -> None:
+def test_any_stderr_is_split(data):
     assert split_exit(data + b"ringrun: exit 7\n") == (data.decode(errors="replace"), 7)
     text, code = split_exit(data)
     assert isinstance(text, str)
     assert code is None or 0 <= code <= 999
 
 
-def test_a_program_on_hosts_over_ssh(server: Server, tmp_path: Path) -> None:
+def test_a_program_on_hosts_over_ssh(server, tmp_path):
     folder = tmp_path / 'it\'s a "folder" $HOME'
     python = executable(folder / "python", f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')
     program = """
@@ -249,12 +244,12 @@ sys.exit(9)
 
 
 @pytest.mark.parametrize("code", [0, 1, 255])
-def test_the_program_s_own_exit_code_over_ssh(code: int, server: Server) -> None:
+def test_the_program_s_own_exit_code_over_ssh(code, server):
     answer = over_ssh(server).run(["h1"], ["/bin/sh", "-c", f"echo Permission denied >&2; exit {code}"])["h1"]
     assert (answer.code, answer.problem, answer.stderr) == (code, None, "Permission denied\n")
 
 
-def test_a_missing_interpreter_there(server: Server) -> None:
+def test_a_missing_interpreter_there(server):
     answer = over_ssh(server).run(["h1"], ["/no/such/python", "-c", "pass"])["h1"]
     assert problem_of(answer).startswith("/no/such/python is not there (")
     assert "give every host the same Python at the same path" in problem_of(answer)
@@ -270,7 +265,7 @@ def test_a_missing_interpreter_there(server: Server) -> None:
         ({"known": "changed"}, "its host key is not the one that this host knows it by", '-R "[h1]:'),
     ],
 )
-def test_a_host_that_refuses(options: dict[str, str], what: str, cure: str, server: Server) -> None:
+def test_a_host_that_refuses(options, what, cure, server):
     shutil.copy(server.folder / "user", server.folder / "loose")
     (server.folder / "loose").chmod(0o644)  # others may read it
     answer = over_ssh(server, **options).run(["h1"], ["/bin/true"])["h1"]
@@ -278,7 +273,7 @@ def test_a_host_that_refuses(options: dict[str, str], what: str, cure: str, serv
     assert cure in problem_of(answer)
 
 
-def test_hosts_fail_each_in_its_own_way_beside_one_that_answers(server: Server) -> None:
+def test_hosts_fail_each_in_its_own_way_beside_one_that_answers(server):
     closed = socket.create_server((HERE, 0))
     threading.Thread(target=lambda: closed.accept()[0].close(), daemon=True).start()
     lines = f"""Host refusing
@@ -304,12 +299,12 @@ Host closing
     )
 
 
-def test_a_host_that_hangs_is_given_up(server: Server) -> None:
+def test_a_host_that_hangs_is_given_up(server):
     answer = over_ssh(server, timeout_s=1.0).run(["h1"], ["/bin/sh", "-c", "echo started >&2; sleep 5"])["h1"]
     assert problem_of(answer).startswith("no answer within 1 s; the last it wrote: started")
 
 
-def test_a_wrong_configuration_of_ssh(server: Server) -> None:
+def test_a_wrong_configuration_of_ssh(server):
     prefix = server.config("Nonsense yes", name="config_nonsense")
     answer = Remote(Ssh(prefix, 20), 20).run(["h1"], ["/bin/true"])["h1"]
     assert problem_of(answer).startswith("ssh ended with exit code 255 and wrote: ")
@@ -329,7 +324,7 @@ def test_a_wrong_configuration_of_ssh(server: Server) -> None:
         ("", "ssh ended with exit code 255 and wrote: nothing"),
     ],
 )
-def test_what_ssh_writes(text: str, what: str) -> None:
+def test_what_ssh_writes(text, what):
     problem = ssh_problem("h1", 255, f"{text}\n")
     assert problem.what.startswith(what)
     assert problem.cure
@@ -344,7 +339,7 @@ any_text = st.lists(
 
 
 @given(any_text, st.integers(-64, 255))
-def test_any_text_is_one_problem_of_one_line(text: str, code: int) -> None:
+def test_any_text_is_one_problem_of_one_line(text, code):
     found = [ssh_problem("h1", code, text), srun_problem(code, text, "", 1.0), program_problem("/p", 127, text)]
     for problem in found:
         assert isinstance(problem, Problem)
@@ -356,11 +351,11 @@ def test_any_text_is_one_problem_of_one_line(text: str, code: int) -> None:
 
 
 @pytest.fixture
-def srun(tmp_path: Path) -> str:
+def srun(tmp_path):
     return str(executable(tmp_path / "srun", f"#!{sys.executable}\n{(PROGRAMS / 'srun.py').read_text()}"))
 
 
-def test_each_node_s_answer_out_of_one_srun(srun: str) -> None:
+def test_each_node_s_answer_out_of_one_srun(srun):
     program = """
 import os, sys
 print("on", os.environ["SLURMD_NODENAME"], os.environ["MINE"], sys.argv[1])
@@ -380,6 +375,6 @@ sys.exit(6)
     )
 
 
-def test_a_program_that_is_missing_on_a_node(srun: str) -> None:
+def test_a_program_that_is_missing_on_a_node(srun):
     answer = Remote(Slurm(srun, 30), 30).run(["n1"], ["/no/such/python"])["n1"]
     assert problem_of(answer).startswith("/no/such/python is not there (")

@@ -6,9 +6,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Collection, Sequence
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -26,7 +24,6 @@ from ringrun.job.restarts import COUNT_VARIABLE, Ending, SignalRelay, place_agai
 from ringrun.job.supervise import Supervisor
 from tests.launcher.test_growth import Clock
 from tests.launcher.test_supervise import Fake, arrived, ended, queue_of
-from tests.support.jobs import Run, Script
 from tests.support.patience import patient
 
 OK, FAILED, TIMEOUT = Ending(0), Ending(7, failed=True), Ending(124)
@@ -35,18 +32,16 @@ OK, FAILED, TIMEOUT = Ending(0), Ending(7, failed=True), Ending(124)
 class Attempts:
     """Plays endings one after the other, and remembers what was asked."""
 
-    def __init__(
-        self, *endings: Ending | Exception, sizes: Sequence[int | None] = (), signal: int | None = None
-    ) -> None:
+    def __init__(self, *endings, sizes=(), signal=None):
         self.endings = list(endings)
         self.sizes = list(sizes)
         self.signal = signal
-        self.jobs: list[Job] = []
-        self.deadlines: list[float | None] = []
-        self.pauses: list[float] = []
-        self.said: list[str] = []
+        self.jobs = []
+        self.deadlines = []
+        self.pauses = []
+        self.said = []
 
-    def attempt(self, job: Job, deadline_s: float | None) -> Ending:
+    def attempt(self, job, deadline_s):
         self.jobs.append(job)
         self.deadlines.append(deadline_s)
         ending = self.endings.pop(0)
@@ -54,48 +49,48 @@ class Attempts:
             raise ending
         return ending
 
-    def again(self, job: Job, in_use: Collection[str]) -> Job | None:
+    def again(self, job, in_use):
         size = self.sizes.pop(0) if self.sizes else job.size
         return None if size is None else replace(job, size=size)
 
-    def wait(self, seconds: float) -> int | None:
+    def wait(self, seconds):
         self.pauses.append(seconds)
         return self.signal
 
-    def run(self, number: int, timeout_s: float | None = None, elastic: Elastic | None = None) -> int:
+    def run(self, number, timeout_s=None, elastic=None):
         job = Job(8, ["true"], variables={"A": "b"}, restarts=number, timeout_s=timeout_s, elastic=elastic)
         return restarts.run(job, self.attempt, self.again, self.wait, self.said.append, Blacklist(None))
 
 
-def test_a_failure_is_followed_by_another_attempt_until_one_succeeds() -> None:
+def test_a_failure_is_followed_by_another_attempt_until_one_succeeds():
     run = Attempts(FAILED, FAILED, OK)
     assert run.run(3) == 0
     assert [job.variables for job in run.jobs] == [{"A": "b", COUNT_VARIABLE: str(count)} for count in range(3)]
     assert run.said == ["ringrun: restart 1 of 3 in 1 s", "ringrun: restart 2 of 3 in 2 s"]
 
 
-def test_pauses_grow_and_the_last_failure_gives_the_exit_code() -> None:
+def test_pauses_grow_and_the_last_failure_gives_the_exit_code():
     run = Attempts(*[FAILED] * 7, Ending(9, failed=True))
     assert run.run(7) == 9
     assert run.pauses == [1, 2, 4, 8, 16, 30, 30]
 
 
 @pytest.mark.parametrize("ending", [OK, TIMEOUT, Ending(130)])
-def test_what_is_no_failure_is_not_followed(ending: Ending) -> None:
+def test_what_is_no_failure_is_not_followed(ending):
     run = Attempts(ending)
     assert run.run(3) == ending.exit_code
     assert not run.said
 
 
 @pytest.mark.parametrize("error", [UsageError("wrong"), NotStartedError("nothing"), MachineError("too slow")])
-def test_neither_is_a_job_that_cannot_be_started(error: Exception) -> None:
+def test_neither_is_a_job_that_cannot_be_started(error):
     run = Attempts(error)
     with pytest.raises(type(error)):
         run.run(3)
     assert not run.said
 
 
-def test_but_one_that_had_started_before_is() -> None:
+def test_but_one_that_had_started_before_is():
     run = Attempts(FAILED, NotStartedError("missing: rank 1 on h2"), OK)
     assert run.run(2) == 0
     assert run.said[1:] == ["ringrun: error: missing: rank 1 on h2", "ringrun: restart 2 of 2 in 2 s"]
@@ -103,7 +98,7 @@ def test_but_one_that_had_started_before_is() -> None:
         Attempts(FAILED, NotStartedError("missing: rank 1 on h2")).run(1)
 
 
-def test_it_goes_on_with_fewer_ranks_and_with_all_when_the_host_is_back() -> None:
+def test_it_goes_on_with_fewer_ranks_and_with_all_when_the_host_is_back():
     run = Attempts(FAILED, FAILED, OK, sizes=[6, 8])
     assert run.run(3) == 0
     assert [job.size for job in run.jobs] == [8, 6, 8]
@@ -111,14 +106,14 @@ def test_it_goes_on_with_fewer_ranks_and_with_all_when_the_host_is_back() -> Non
     assert sum("slots" in line for line in run.said) == 1
 
 
-def test_where_hosts_are_lost_an_elastic_job_has_fewer_spares_first() -> None:
+def test_where_hosts_are_lost_an_elastic_job_has_fewer_spares_first():
     run = Attempts(FAILED, FAILED, FAILED, FAILED, sizes=[7, 5, 2])
     assert run.run(3, elastic=Elastic(min_np=3, spares=2)) == 7
     assert [(job.size, job.elastic) for job in run.jobs] == [(8, Elastic(3, 2)), (7, Elastic(3, 1)), (5, Elastic(3, 0))]
     assert run.said[-1] == "ringrun: no restart, since hosts that answer have 2 slots, and --min-np is 3"
 
 
-def test_restarts_for_hosts_that_come_are_not_counted() -> None:
+def test_restarts_for_hosts_that_come_are_not_counted():
     grows = Ending(1, grows=True)
     run = Attempts(grows, FAILED, grows, OK, sizes=[12, 12, 16])
     assert run.run(1) == 0
@@ -129,13 +124,13 @@ def test_restarts_for_hosts_that_come_are_not_counted() -> None:
     assert run.run(0) == 7
 
 
-def test_a_job_goes_on_without_hosts_that_came_and_cannot_start_ranks() -> None:
+def test_a_job_goes_on_without_hosts_that_came_and_cannot_start_ranks():
     """These restarts are not counted, and the hosts are left out for longer each time."""
     h1, h2 = Host("h1.example", 2), Host("h2.example", 2)
     grows, broken, blacklist = Ending(1, grows=True), MachineError("no prted there"), Blacklist(None, Clock())
     run = Attempts(grows, broken, grows, broken, FAILED, OK)
 
-    def again(job: Job, in_use: Collection[str]) -> Job:
+    def again(job, in_use):
         if run.endings[0] is broken:
             blacklist._now_s.now_s += blacklist.next_s()
         found = [(host, 2) for host in blacklist.without([h1, h2])]
@@ -155,7 +150,7 @@ def test_a_job_goes_on_without_hosts_that_came_and_cannot_start_ranks() -> None:
     assert restarts.run(replace(job, restarts=0), run.attempt, again, run.wait, run.said.append, blacklist) == 0
 
 
-def test_where_hosts_that_are_left_out_are_needed_it_waits_for_them() -> None:
+def test_where_hosts_that_are_left_out_are_needed_it_waits_for_them():
     run = Attempts(FAILED, OK, sizes=[1, None, 8])
     left = SimpleNamespace(next_s=iter([30.0, 12.0]).__next__)
     job = Job(8, ["true"], restarts=1, elastic=Elastic(min_np=2))
@@ -171,15 +166,15 @@ def test_where_hosts_that_are_left_out_are_needed_it_waits_for_them() -> None:
         ([FAILED], None, 7, "no restart, since no host answers"),
     ],
 )
-def test_more_slots_than_before_or_none_are_said(endings: list[Ending], size: int | None, code: int, said: str) -> None:
+def test_more_slots_than_before_or_none_are_said(endings, size, code, said):
     run = Attempts(*endings, sizes=[size])
     assert (run.run(1), run.said[-1]) == (code, f"ringrun: {said}")
 
 
-def test_where_hosts_cannot_be_found_out_any_more_it_is_over() -> None:
+def test_where_hosts_cannot_be_found_out_any_more_it_is_over():
     run = Attempts(FAILED)
 
-    def again(job: Job, in_use: Collection[str]) -> Job | None:
+    def again(job, in_use):
         raise UsageError("hostfile hosts: no such file")
 
     run.again = again
@@ -187,7 +182,7 @@ def test_where_hosts_cannot_be_found_out_any_more_it_is_over() -> None:
     assert run.said[-1] == "ringrun: no restart: hostfile hosts: no such file"
 
 
-def test_the_time_limit_is_of_all_attempts_together() -> None:
+def test_the_time_limit_is_of_all_attempts_together():
     run = Attempts(FAILED, OK)
     assert run.run(1, timeout_s=50.0) == 0
     assert len(set(run.deadlines)) == 1
@@ -214,18 +209,18 @@ BEFORE = {"a": 4, "b": 4}
         ([], {}),
     ],
 )
-def test_ranks_move_to_the_slots_of_hosts_that_answer(answering: list[str], counts: dict[str, int]) -> None:
+def test_ranks_move_to_the_slots_of_hosts_that_answer(answering, counts):
     assert {host.name: count for host, count in place_again(HOSTS, BEFORE, answering, 8)} == counts
 
 
-def test_where_slots_were_not_said_a_host_takes_what_it_had() -> None:
+def test_where_slots_were_not_said_a_host_takes_what_it_had():
     hosts = [Host("a"), Host("b"), Host("spare")]
     placed = place_again(hosts, {"a": 5, "b": 3}, ["b", "spare"], 8)
     assert {host.name: count for host, count in placed} == {"b": 3, "spare": 1}
 
 
 @given(st.lists(st.tuples(st.integers(1, 9), st.integers(0, 9), st.booleans()), max_size=6), st.integers(1, 40))
-def test_never_more_ranks_than_slots_nor_than_asked_for(rows: list[tuple[int, int, bool]], size: int) -> None:
+def test_never_more_ranks_than_slots_nor_than_asked_for(rows, size):
     hosts = [Host(f"h{number}", slots) for number, (slots, _, _) in enumerate(rows)]
     before = {f"h{number}": min(had, slots) for number, (slots, had, _) in enumerate(rows)}
     answering = [f"h{number}" for number, (_, _, answers) in enumerate(rows) if answers]
@@ -235,10 +230,10 @@ def test_never_more_ranks_than_slots_nor_than_asked_for(rows: list[tuple[int, in
     assert sum(count for _, count in placed) == min(size, slots)
 
 
-def test_a_job_is_placed_anew_on_the_hosts_that_answer() -> None:
+def test_a_job_is_placed_anew_on_the_hosts_that_answer():
     asked = []
 
-    def answering(names: Sequence[str]) -> list[str]:
+    def answering(names):
         asked.append(list(names))
         return answers.pop(0)
 
@@ -259,7 +254,7 @@ def test_a_job_is_placed_anew_on_the_hosts_that_answer() -> None:
 
 
 @pytest.mark.parametrize(("most", "counts"), [(sys.maxsize, [2, 3]), (3, [2, 1])])
-def test_hosts_that_are_new_get_ranks(most: int, counts: list[int]) -> None:
+def test_hosts_that_are_new_get_ranks(most, counts):
     here, new = Host("localhost", 2), Host("h2.example", 3)
     hosts = [here]
     again = restarts.on_hosts_that_answer(lambda: hosts, lambda names: names, most)
@@ -273,20 +268,20 @@ def test_hosts_that_are_new_get_ranks(most: int, counts: list[int]) -> None:
 
 
 @pytest.fixture
-def relay(monkeypatch: pytest.MonkeyPatch) -> SignalRelay:
+def relay(monkeypatch):
     monkeypatch.setattr(signals.SignalReader, "__init__", lambda *_: None)  # the test's own signals stay as they are
     return SignalRelay()
 
 
-def test_a_signal_that_nobody_has_taken_reaches_the_next_that_listens(relay: SignalRelay) -> None:
+def test_a_signal_that_nobody_has_taken_reaches_the_next_that_listens(relay):
     relay.take(signal.SIGINT)
-    events: queue.SimpleQueue = queue.SimpleQueue()
+    events = queue.SimpleQueue()
     relay.to(events)
     events.put(Arrived(0, "here", 2345))  # of an attempt that is over
     assert relay.wait(30.0) == signal.SIGINT
 
 
-def test_a_pause_without_signals_ends_by_itself_and_with_one_at_once(relay: SignalRelay) -> None:
+def test_a_pause_without_signals_ends_by_itself_and_with_one_at_once(relay):
     assert relay.wait(0.05) is None
     threading.Timer(0.05, relay.take, [signal.SIGUSR1]).start()  # asks for stacks; there are no ranks
     timer = threading.Timer(0.1, relay.take, [signal.SIGTERM])
@@ -298,7 +293,7 @@ def test_a_pause_without_signals_ends_by_itself_and_with_one_at_once(relay: Sign
 
 
 @pytest.mark.parametrize(("signalled", "failed"), [([], True), ([Signalled(signal.SIGINT)], False)])
-def test_a_failure_during_which_ctrl_c_was_pressed_is_none_to_restart_after(signalled: list, failed: bool) -> None:
+def test_a_failure_during_which_ctrl_c_was_pressed_is_none_to_restart_after(signalled, failed):
     fake, events = Fake(), queue_of(*arrived(0, 1), ended(0, 5), *signalled, ended(1, at_s=1.0))
     supervisor = Supervisor(Job(2, ["x"]), fake, fake, fake, events)
     assert supervisor.run() == 5
@@ -308,7 +303,7 @@ def test_a_failure_during_which_ctrl_c_was_pressed_is_none_to_restart_after(sign
 # whole runs
 
 
-def test_a_script_with_a_checkpoint_goes_on(ringrun: Run, program: Script, wait_until_gone) -> None:
+def test_a_script_with_a_checkpoint_goes_on(ringrun, program, wait_until_gone):
     done = ringrun("-np", 2, "--restarts", 2, *program("checkpoints"))
     wait_until_gone()
     assert done.returncode == 0, done.stderr
@@ -321,7 +316,7 @@ def test_a_script_with_a_checkpoint_goes_on(ringrun: Run, program: Script, wait_
 
 
 @pytest.mark.without_mpi
-def test_it_gives_up_after_the_last_restart(ringrun: Run, script: Script, tmp_path: Path, wait_until_gone) -> None:
+def test_it_gives_up_after_the_last_restart(ringrun, script, tmp_path, wait_until_gone):
     source = """
         import os, pathlib, sys, time
         count = int(os.environ["RINGREDUCE_RESTART_COUNT"])
@@ -348,7 +343,7 @@ def test_it_gives_up_after_the_last_restart(ringrun: Run, script: Script, tmp_pa
         assert kept == "".join(f"words of attempt {count}\n" for count in range(3))
 
 
-def test_ctrl_c_during_a_pause_ends_at_once(start, script: Script, wait_until_gone) -> None:
+def test_ctrl_c_during_a_pause_ends_at_once(start, script, wait_until_gone):
     process = start("-np", 2, "--restarts", 9, *script("import sys; sys.exit(5)"))
     for line in process.stderr:
         if "restart 3 of 9 in 4 s" in line:
@@ -363,7 +358,7 @@ def test_ctrl_c_during_a_pause_ends_at_once(start, script: Script, wait_until_go
 
 
 @pytest.mark.without_mpi
-def test_ranks_know_of_no_restart_without_the_flag(ringrun: Run) -> None:
+def test_ranks_know_of_no_restart_without_the_flag(ringrun):
     program = f"import os; print(os.environ['{COUNT_VARIABLE}'])"
     done = ringrun("-np", 2, sys.executable, "-c", program, env={COUNT_VARIABLE: "5"})
     assert (done.returncode, sorted(done.stdout.splitlines())) == (0, ["[0] 0", "[1] 0"])

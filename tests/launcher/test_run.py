@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from tests.support import jobs
-from tests.support.jobs import Run, Script
 
 SHOW_ENVIRONMENT = """
     import json, os
@@ -20,9 +19,9 @@ SHOW_ENVIRONMENT = """
 """
 
 
-def by_rank(text: str) -> dict[int, list[str]]:
+def by_rank(text):
     """Return the lines of each rank; fails on a line without its prefix."""
-    lines: dict[int, list[str]] = {}
+    lines = {}
     for line in text.splitlines():
         prefix, _, rest = line.partition("]")
         assert prefix.startswith("["), f"no prefix: {line!r}"
@@ -32,9 +31,7 @@ def by_rank(text: str) -> dict[int, list[str]]:
 
 @pytest.mark.without_mpi
 @pytest.mark.parametrize("outer", [[], ["--elastic", "--spares", 1, "--restarts", 1]])
-def test_a_ringrun_in_a_rank_starts_a_job_of_its_own(
-    outer: list[object], ringrun: Run, ringrun_command: list[str], script: Script
-) -> None:
+def test_a_ringrun_in_a_rank_starts_a_job_of_its_own(outer, ringrun, ringrun_command, script):
     show = script("import json, os; print(json.dumps(dict(os.environ)))")
     of_outer = {"MASTER_ADDR": "10.1.2.3", "RINGREDUCE_STATE_DIR": "/mine"}
     done = ringrun(*outer, "-np", 1, *ringrun_command, "-np", 1, *show, env=of_outer)
@@ -47,7 +44,7 @@ def test_a_ringrun_in_a_rank_starts_a_job_of_its_own(
 
 
 @pytest.mark.parametrize("size", [1, 3])
-def test_the_environment_of_each_rank(size: int, ringrun: Run, script: Script) -> None:
+def test_the_environment_of_each_rank(size, ringrun, script):
     done = ringrun("-np", size, *script(SHOW_ENVIRONMENT), env={"MINE": "kept", "PYTHONPATH": None})
     assert (done.returncode, done.stderr) == (0, "")
     ranks = {rank: json.loads(lines[0]) for rank, lines in by_rank(done.stdout).items()}
@@ -69,7 +66,7 @@ def test_the_environment_of_each_rank(size: int, ringrun: Run, script: Script) -
         }
 
 
-def test_the_ranks_are_one_mpi_job(ringrun: Run, script: Script) -> None:
+def test_the_ranks_are_one_mpi_job(ringrun, script):
     source = """
         import os
         from mpi4py import MPI
@@ -84,7 +81,7 @@ def test_the_ranks_are_one_mpi_job(ringrun: Run, script: Script) -> None:
 
 
 @pytest.mark.without_mpi
-def test_long_lines_of_many_ranks_stay_whole(ringrun: Run, script: Script) -> None:
+def test_long_lines_of_many_ranks_stay_whole(ringrun, script):
     source = """
         import os, sys
         rank = int(os.environ["RANK"])
@@ -103,21 +100,21 @@ def test_long_lines_of_many_ranks_stay_whole(ringrun: Run, script: Script) -> No
 
 
 @pytest.mark.without_mpi
-def test_bytes_survive_and_the_last_line_gets_its_newline(ringrun: Run, python: str) -> None:
+def test_bytes_survive_and_the_last_line_gets_its_newline(ringrun, python):
     source = r"import os; os.write(1, b'\xff\xfe caf\xc3\xa9 \x00|\n\nno newline')"
     done = ringrun("-np", 1, python, "-c", source)
     assert done.stdout.encode(errors="surrogateescape") == b"[0] \xff\xfe caf\xc3\xa9 \x00|\n[0]\n[0] no newline\n"
 
 
 @pytest.mark.without_mpi
-def test_rank_0_reads_stdin_and_the_others_nothing(ringrun: Run, python: str) -> None:
+def test_rank_0_reads_stdin_and_the_others_nothing(ringrun, python):
     text = "".join(f"line {count}\n" for count in range(100_000))
     source = "import sys, zlib; print(zlib.crc32(sys.stdin.buffer.read()))"
     done = ringrun("-np", 3, python, "-c", source, input=text)
     assert by_rank(done.stdout) == {0: [str(zlib.crc32(text.encode()))], 1: ["0"], 2: ["0"]}
 
 
-def test_stdin_that_no_rank_reads_is_left_for_the_next_program(tmp_path: Path) -> None:
+def test_stdin_that_no_rank_reads_is_left_for_the_next_program(tmp_path):
     (tmp_path / "input").write_text("for the shell\n")
     with (tmp_path / "input").open() as stdin:
         done = jobs.run(["sh", "-c", '"$0" -np 1 true; cat', jobs.ringrun(Path(sys.executable))], stdin=stdin)
@@ -125,14 +122,14 @@ def test_stdin_that_no_rank_reads_is_left_for_the_next_program(tmp_path: Path) -
 
 
 @pytest.mark.without_mpi
-def test_arguments_arrive_as_they_were_given(ringrun: Run, python: str) -> None:
+def test_arguments_arrive_as_they_were_given(ringrun, python):
     arguments = ["a b", "$HOME", "'", '"', "*", "", "-np", "--verbose", "é"]
     done = ringrun("-np", 1, python, "-c", "import sys, json; print(json.dumps(sys.argv[1:]))", *arguments)
     assert json.loads(by_rank(done.stdout)[0][0]) == arguments
 
 
 @pytest.mark.without_mpi
-def test_ranks_start_in_another_folder(ringrun: Run, tmp_path: Path) -> None:
+def test_ranks_start_in_another_folder(ringrun, tmp_path):
     jobs.executable(tmp_path / "program", '#!/bin/sh\npwd\necho "$PWD"\ncat "$1"\n')
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "input").write_text("that of the run\n")
@@ -142,14 +139,14 @@ def test_ranks_start_in_another_folder(ringrun: Run, tmp_path: Path) -> None:
 
 
 @pytest.mark.without_mpi
-def test_a_folder_that_is_not_there_is_told_before_any_rank_starts(ringrun: Run, tmp_path: Path) -> None:
+def test_a_folder_that_is_not_there_is_told_before_any_rank_starts(ringrun, tmp_path):
     done = ringrun("-np", 2, "--wdir", "nowhere", "true")
     assert (done.returncode, done.stdout) == (2, "")
     where = f"there is no folder {tmp_path / 'nowhere'} on host {socket.gethostname()}"
     assert done.stderr == f"ringrun: error: --wdir: {where}; make it, or name another\n"
 
 
-def test_a_low_limit_of_open_files_is_raised_for_ringrun_and_not_for_the_ranks(python: str) -> None:
+def test_a_low_limit_of_open_files_is_raised_for_ringrun_and_not_for_the_ranks(python):
     source = "import resource; print(resource.getrlimit(resource.RLIMIT_NOFILE)[0])"
     ringrun = jobs.ringrun(Path(python))
     done = jobs.run(["sh", "-c", 'ulimit -Sn 30; exec "$@"', "sh", ringrun, "-np", 6, python, "-c", source])
@@ -158,21 +155,21 @@ def test_a_low_limit_of_open_files_is_raised_for_ringrun_and_not_for_the_ranks(p
 
 
 @pytest.mark.without_mpi
-def test_the_private_folder_is_removed(ringrun: Run, tmp_path: Path) -> None:
+def test_the_private_folder_is_removed(ringrun, tmp_path):
     folder = tmp_path / "tmp"
     folder.mkdir()
     assert ringrun("-np", 2, "true", env={"TMPDIR": str(folder)}).returncode == 0
     assert not list(folder.glob("ringrun-*"))
 
 
-def test_a_sitecustomize_of_the_user_s_still_runs(ringrun: Run, tmp_path: Path, python: str) -> None:
+def test_a_sitecustomize_of_the_user_s_still_runs(ringrun, tmp_path, python):
     (tmp_path / "sitecustomize.py").write_text("import builtins; builtins.customized = 'yes'")
     done = ringrun("-np", 1, python, "-c", "print(customized)", env={"PYTHONPATH": str(tmp_path)})
     assert by_rank(done.stdout) == {0: ["yes"]}
 
 
 @pytest.mark.without_mpi
-def test_a_master_port_that_is_in_use_is_told_before_any_rank_starts(ringrun: Run) -> None:
+def test_a_master_port_that_is_in_use_is_told_before_any_rank_starts(ringrun):
     with socket.socket() as taken:
         taken.bind(("", 0))
         taken.listen()
@@ -188,7 +185,7 @@ def test_a_master_port_that_is_in_use_is_told_before_any_rank_starts(ringrun: Ru
 
 @pytest.mark.without_mpi
 @pytest.mark.parametrize("port", ["none", "65536", "-1", "9" * 5000])
-def test_a_master_port_that_is_none_is_told_too(ringrun: Run, port: str) -> None:
+def test_a_master_port_that_is_none_is_told_too(ringrun, port):
     done = ringrun("-np", 2, "echo", "started", env={"MASTER_PORT": port})
     assert (done.returncode, done.stdout) == (3, "")
     assert f"MASTER_PORT={port} is in use" in done.stderr

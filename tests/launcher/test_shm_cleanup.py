@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Collection
 from pathlib import Path
 from subprocess import PIPE
 
@@ -25,13 +24,13 @@ SHM = Path("/dev/shm")
 KILL = "import signal; signal.raise_signal(signal.SIGKILL)"
 
 
-def files() -> set[str]:
+def files():
     """The names in shared memory, of all programs of this machine."""
     return {path.name for path in SHM.iterdir()}
 
 
 @pytest.fixture
-def assert_none_left(wait_until_gone: Callable[[], float]) -> Callable[..., None]:
+def assert_none_left(wait_until_gone):
     """When the job is gone so are these files, and ringrun's folders that belong to no process.
 
     Other jobs may run at the same time: theirs are mapped, or in the environment of their ranks, but for moments at
@@ -39,7 +38,7 @@ def assert_none_left(wait_until_gone: Callable[[], float]) -> Callable[..., None
     """
     before = files()
 
-    def check(names: Collection[str] = ()) -> None:
+    def check(names=()):
         wait_until_gone()
         wait_until(lambda: not any((SHM / name).exists() for name in names), 5)
         left, deadline_s = unused(files() - before), time.monotonic() + 5
@@ -62,14 +61,14 @@ def assert_none_left(wait_until_gone: Callable[[], float]) -> Callable[..., None
     ],
     ids=["rank 1 is killed", "rank 0 is killed", "all are killed", "all is well", "rank 2 exits"],
 )
-def test_no_shared_memory_is_left(end: str, ringrun, program, assert_none_left) -> None:
+def test_no_shared_memory_is_left(end, ringrun, program, assert_none_left):
     done = ringrun("-np", 3, *program("shares_memory"), end)
     mapped_by_ranks = [line.split("mapped ")[1].split() for line in done.stdout.splitlines() if "mapped " in line]
     assert [bool(names) for names in mapped_by_ranks] == [True] * 3, done.stdout + done.stderr
     assert_none_left(set().union(*mapped_by_ranks))
 
 
-def unused(names: set[str]) -> set[str]:
+def unused(names):
     """Those of these names in shared memory that ringrun gave, and that no process knows."""
     ours = {name for name in names if name.startswith("ringrun-")}
     known = b"".join(
@@ -78,14 +77,14 @@ def unused(names: set[str]) -> set[str]:
     return {name for name in ours if f"{SHM / name}".encode() not in known}
 
 
-def text_of(path: Path) -> bytes:
+def text_of(path):
     try:
         return path.read_bytes()
     except OSError:
         return b""
 
 
-def test_ringrun_killed_leaves_none_either(start, program, assert_none_left) -> None:
+def test_ringrun_killed_leaves_none_either(start, program, assert_none_left):
     job = start("-np", 2, *program("shares_memory"), "import time; print('up'); time.sleep(60)")
     assert job.stdout is not None
     lines = list(itertools.takewhile(lambda line: "up" not in line, job.stdout))
@@ -96,7 +95,7 @@ def test_ringrun_killed_leaves_none_either(start, program, assert_none_left) -> 
     assert_none_left(names)
 
 
-def test_which_engines_have_a_folder() -> None:
+def test_which_engines_have_a_folder():
     number = os.getpid()
     private = f"/somewhere/ringrun-test{number}"
     assert ShmCleanup(private, 0).variables(MPICH(), {}) == {}
@@ -110,9 +109,7 @@ def test_which_engines_have_a_folder() -> None:
     assert not any(folder.exists() for folder in folders)
 
 
-def test_a_killed_agent_and_a_command_that_does_not_start_leave_none(
-    ringrun, program, tmp_path: Path, assert_none_left
-) -> None:
+def test_a_killed_agent_and_a_command_that_does_not_start_leave_none(ringrun, program, tmp_path, assert_none_left):
     done = ringrun("-np", 2, *program("fails"), "import os, time; os.kill(os.getppid(), 9); time.sleep(20)")
     assert done.returncode == 1, done.stderr
     broken = executable(tmp_path / "program", "#!/nowhere/interpreter\n")
@@ -135,7 +132,7 @@ def mapper():
     """Start a process, in a session of its own, that maps a file until it is told to end."""
     with contextlib.ExitStack() as at_end:
 
-        def run(path: Path) -> "subprocess.Popen[str]":
+        def run(path):
             command, pipes = [sys.executable, "-c", MAPPER, str(path)], {"stdin": PIPE, "stdout": PIPE, "text": True}
             process = at_end.enter_context(subprocess.Popen(command, **pipes, start_new_session=True))
             at_end.callback(process.kill)
@@ -150,7 +147,7 @@ def segment():
     """Make a file in shared memory that looks like one of MPI's."""
     with contextlib.ExitStack() as at_end:
 
-        def make(name: str) -> Path:
+        def make(name):
             (SHM / name).write_bytes(bytes(4096))
             at_end.callback((SHM / name).unlink, missing_ok=True)
             return SHM / name
@@ -158,7 +155,7 @@ def segment():
         yield make
 
 
-def test_only_files_of_mpi_that_the_rank_had_mapped_and_nobody_maps_are_removed(mapper, segment, monkeypatch) -> None:
+def test_only_files_of_mpi_that_the_rank_had_mapped_and_nobody_maps_are_removed(mapper, segment, monkeypatch):
     monkeypatch.setattr(shm_cleanup, "_PAUSES_S", (0.02, 0.08))
     number = os.getpid()
     ours, shared, others = (segment(f"mpich_shm_{number}{letter}_0") for letter in "abc")
@@ -183,7 +180,7 @@ def test_only_files_of_mpi_that_the_rank_had_mapped_and_nobody_maps_are_removed(
     assert not shared.exists()
 
 
-def test_a_new_file_of_the_same_name_is_not_removed(mapper, segment) -> None:
+def test_a_new_file_of_the_same_name_is_not_removed(mapper, segment):
     path = segment(f"mpich_shm_{os.getpid()}d_0")
     rank = mapper(path)
     watch = ShmCleanup("/somewhere/x", 0)
@@ -200,11 +197,11 @@ def test_a_new_file_of_the_same_name_is_not_removed(mapper, segment) -> None:
 
 @hypothesis.given(st.lists(st.text()))
 @hypothesis.example(["7f-8f rw-s 0 00:1a 12 /dev/shm/mpich_shm_1_0", "7f-8f rw-s 0 00:1a ² /dev/shm/mpich_shm_1_0"])
-def test_any_lines_of_maps_give_segments(lines: list[str]) -> None:
+def test_any_lines_of_maps_give_segments(lines):
     assert all(path.startswith("/dev/shm/") for path, _ in shm_cleanup._segments(lines))
 
 
-def test_of_the_files_of_daemons_only_those_of_this_job_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_the_files_of_daemons_only_those_of_this_job_go(tmp_path, monkeypatch):
     """The daemon that ends has `own` open; of those that nobody has open, one is from before this job."""
     monkeypatch.setattr(shm_cleanup, "_DAEMONS_FILES", f"{tmp_path}/hydra_*")
     paths = {name: tmp_path / f"hydra_{name}" for name in ("own", "running", "killed", "before")}

@@ -4,15 +4,14 @@ import signal
 import subprocess
 import sys
 import textwrap
-from pathlib import Path
 
 import pytest
 
-from tests.support.jobs import Start, executable
+from tests.support.jobs import executable
 from tests.support.patience import patient, wait_until
 
 
-def run(program: str) -> "subprocess.CompletedProcess[str]":
+def run(program):
     """Run a Python program that has SignalReader, and `send(number)` to signal itself."""
     head = """
         import os, queue, signal, subprocess, sys, threading, time
@@ -25,7 +24,7 @@ def run(program: str) -> "subprocess.CompletedProcess[str]":
     return subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, timeout=30)
 
 
-def test_signals_are_delivered_in_their_order_even_those_from_before_the_start() -> None:
+def test_signals_are_delivered_in_their_order_even_those_from_before_the_start():
     done = run("""
         reader = SignalReader(got.put)
         send(signal.SIGUSR1)
@@ -38,7 +37,7 @@ def test_signals_are_delivered_in_their_order_even_those_from_before_the_start()
     assert (done.stdout, done.returncode) == ("10 2\n2\n", 0), done.stderr
 
 
-def test_a_main_thread_that_runs_no_python_keeps_none_back() -> None:
+def test_a_main_thread_that_runs_no_python_keeps_none_back():
     done = run("""
         import ctypes
         SignalReader(lambda number: (print(number, flush=True), os._exit(7))).start()
@@ -49,7 +48,7 @@ def test_a_main_thread_that_runs_no_python_keeps_none_back() -> None:
     assert (done.stdout, done.returncode) == ("15\n", 7), done.stderr
 
 
-def test_the_third_that_is_to_end_it_ends_it() -> None:
+def test_the_third_that_is_to_end_it_ends_it():
     done = run("""
         SignalReader(got.put).start()
         for number in (signal.SIGUSR1, signal.SIGUSR1, signal.SIGUSR1, signal.SIGINT, signal.SIGINT):
@@ -64,7 +63,7 @@ def test_the_third_that_is_to_end_it_ends_it() -> None:
     assert (done.stdout, done.returncode) == ("still here True\n", 143), done.stderr
 
 
-def test_what_the_parent_has_said_to_ignore_is_ignored() -> None:
+def test_what_the_parent_has_said_to_ignore_is_ignored():
     done = run("""
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
         SignalReader(got.put).start()
@@ -75,7 +74,7 @@ def test_what_the_parent_has_said_to_ignore_is_ignored() -> None:
     assert done.stdout == "15\n", done.stderr
 
 
-def test_a_request_for_stacks_that_comes_at_the_very_end_ends_nothing() -> None:
+def test_a_request_for_stacks_that_comes_at_the_very_end_ends_nothing():
     done = run("""
         reader = SignalReader(got.put)
         reader.start()
@@ -90,7 +89,7 @@ def test_a_request_for_stacks_that_comes_at_the_very_end_ends_nothing() -> None:
 
 
 @pytest.mark.without_mpi
-def test_a_request_for_stacks_that_comes_before_the_job_ends_nothing(start: Start, tmp_path: Path) -> None:
+def test_a_request_for_stacks_that_comes_before_the_job_ends_nothing(start, tmp_path):
     script = executable(tmp_path / "hosts", "#!/bin/sh\ntouch asked\nsleep 0.5\necho localhost:1\n")
     ringrun = start("--host-discovery-script", script, "touch", "ran")
     wait_until((tmp_path / "asked").exists)

@@ -1,7 +1,6 @@
 """What ssh is told, tried with the real ssh, which prints what it has understood (`ssh -G`)."""
 
 import subprocess
-from pathlib import Path
 
 import pytest
 
@@ -9,13 +8,13 @@ from ringrun.errors import UsageError
 from ringrun.ssh import SshOptions, check_identity_file, parse_ssh, write_config
 
 
-def understood(argv: list[str], host: str) -> dict[str, str]:
+def understood(argv, host):
     """What ssh would do for `host`."""
     done = subprocess.run([*argv, "-G", host], capture_output=True, text=True, check=True)
     return dict(line.split(" ", 1) for line in reversed(done.stdout.splitlines()))
 
 
-def test_ssh_understands_what_a_job_needs(tmp_path: Path) -> None:
+def test_ssh_understands_what_a_job_needs(tmp_path):
     key = tmp_path / "my key 100%"
     key.touch()
     options = SshOptions(2222, check_identity_file(str(key), "-i"), connect_timeout_s=7.4)
@@ -27,7 +26,7 @@ def test_ssh_understands_what_a_job_needs(tmp_path: Path) -> None:
     assert (told["hostname"], told["hostkeyalias"], told["port"]) == ("fd77::2", "fd77::2", "2222")
 
 
-def test_what_is_not_said_is_left_to_the_user_s_own_configuration(tmp_path: Path) -> None:
+def test_what_is_not_said_is_left_to_the_user_s_own_configuration(tmp_path):
     told = understood(write_config(str(tmp_path), SshOptions()), "h1")
     default = understood(["ssh", "-F", "none"], "h1")
     assert (told["port"], told["connecttimeout"]) == ("22", "30")
@@ -36,21 +35,19 @@ def test_what_is_not_said_is_left_to_the_user_s_own_configuration(tmp_path: Path
 
 
 @pytest.mark.parametrize(("lost_after_s", "interval_s"), [(8.0, 2), (60.0, 15), (1.0, 1)])
-def test_a_connection_to_a_silent_host_ends_when_ringrun_gives_it_up(
-    tmp_path: Path, lost_after_s: float, interval_s: int
-) -> None:
+def test_a_connection_to_a_silent_host_ends_when_ringrun_gives_it_up(tmp_path, lost_after_s, interval_s):
     told = understood(write_config(str(tmp_path), SshOptions(lost_after_s=lost_after_s)), "h1")
     assert (told["serveraliveinterval"], told["serveralivecountmax"]) == (str(interval_s), "3")
 
 
-def test_ports() -> None:
+def test_ports():
     assert parse_ssh("22", None, 1.0).port == 22
     for text in ("", "0", "65536", "-1", "2²", "22 ", "9" * 5000):
         with pytest.raises(UsageError, match=r"^--ssh-port: expected a port from 1 to 65535, got"):
             parse_ssh(text, None, 1.0)
 
 
-def test_keys(tmp_path: Path) -> None:
+def test_keys(tmp_path):
     quoted = tmp_path / 'a"b'
     quoted.touch()
     for path, message in ((quoted, "a quote"), (tmp_path, "no such file"), (tmp_path / "none", "no such file")):

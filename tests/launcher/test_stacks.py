@@ -6,11 +6,8 @@ import os
 import re
 import signal
 import socket
-import subprocess
 import sys
 import time
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
@@ -18,7 +15,7 @@ from ringrun import stacks
 from ringrun.errors import LauncherError, UsageError
 from ringrun.job import control_socket as jobs
 from ringrun.job.control_socket import RunningJob
-from tests.support.jobs import Script, Start, run
+from tests.support.jobs import run
 from tests.support.patience import patient, wait_until
 
 HOST = os.uname().nodename
@@ -34,11 +31,11 @@ rank 3 of 4 on {host}: it runs no Python that ringrun can ask; it sleeps
 """
 
 
-def all_up(folder: Path, count: int) -> Callable[[], bool]:
+def all_up(folder, count):
     return lambda: all((folder / f"up{rank}").exists() for rank in range(count))
 
 
-def ask(job: "subprocess.Popen[str]") -> str:
+def ask(job):
     """What `ringrun stacks JOB` prints."""
     program = "import sys; from ringrun.stacks import run; sys.exit(run(sys.argv[1:]))"
     done = run([sys.executable, "-c", program, job.pid])
@@ -46,7 +43,7 @@ def ask(job: "subprocess.Popen[str]") -> str:
     return done.stdout
 
 
-def test_the_stacks_of_a_job_while_it_runs(start: Start, program: Script, tmp_path: Path, wait_until_gone) -> None:
+def test_the_stacks_of_a_job_while_it_runs(start, program, tmp_path, wait_until_gone):
     python, path = program("mixed")
     job = start("-np", 4, python, path)
     wait_until(all_up(tmp_path, 4))
@@ -66,9 +63,7 @@ def test_the_stacks_of_a_job_while_it_runs(start: Start, program: Script, tmp_pa
 
 
 @pytest.mark.without_mpi
-def test_programs_that_a_rank_starts_are_not_disturbed_and_a_shell_around_it_does_not_matter(
-    start: Start, program: Script, tmp_path: Path
-) -> None:
+def test_programs_that_a_rank_starts_are_not_disturbed_and_a_shell_around_it_does_not_matter(start, program, tmp_path):
     job = start("-np", 2, "bash", "-c", '"$@"; exit $?', "bash", *program("workers"), "processes")
     wait_until(all_up(tmp_path, 2))
     for _ in range(3):
@@ -81,7 +76,7 @@ def test_programs_that_a_rank_starts_are_not_disturbed_and_a_shell_around_it_doe
 
 
 @pytest.mark.without_mpi
-def test_asking_does_no_harm_while_other_threads_run(start: Start, program: Script, tmp_path: Path) -> None:
+def test_asking_does_no_harm_while_other_threads_run(start, program, tmp_path):
     job = start("-np", 1, *program("workers"), "threads")
     asked = 0
     while job.poll() is None:
@@ -96,7 +91,7 @@ def test_asking_does_no_harm_while_other_threads_run(start: Start, program: Scri
 
 
 @pytest.mark.without_mpi
-def test_several_pythons_of_one_rank_are_all_shown(start: Start, python: str, tmp_path: Path) -> None:
+def test_several_pythons_of_one_rank_are_all_shown(start, python, tmp_path):
     for name in ("one", "two"):
         (tmp_path / f"{name}.py").write_text(f"import time\nopen('{name}', 'w').close()\ntime.sleep(60)\n")
     job = start("-np", 1, "bash", "-c", '"$0" one.py & "$0" two.py & wait', python)
@@ -107,7 +102,7 @@ def test_several_pythons_of_one_rank_are_all_shown(start: Start, python: str, tm
     assert 'two.py", line 3, in <module>' in told
 
 
-def test_a_stall_is_told_once_with_all_stacks_and_no_quiet_rank_hides_it(ringrun, program: Script) -> None:
+def test_a_stall_is_told_once_with_all_stacks_and_no_quiet_rank_hides_it(ringrun, program):
     python, path = program("late")
     done = ringrun("-np", 3, "--ranks", 0, "--stall-check-s", "0.7", python, path)
     assert done.returncode == 0
@@ -125,7 +120,7 @@ def test_a_stall_is_told_once_with_all_stacks_and_no_quiet_rank_hides_it(ringrun
 JOB = RunningJob(4711, 1000.0, 4, ("python", "my train.py"), "/nowhere/control")
 
 
-def test_the_list_of_jobs() -> None:
+def test_the_list_of_jobs():
     assert stacks.table([], 0.0) == ["no job of yours runs on this host"]
     head, row = stacks.table([JOB], 1125.0)
     since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(1000.0))
@@ -147,13 +142,13 @@ def test_the_list_of_jobs() -> None:
     ],
     ids=["two jobs", "a flag", "a word", "no digit", "this process", "no process"],
 )
-def test_what_cannot_be_asked(arguments: list[str], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_asked(arguments, message, monkeypatch):
     monkeypatch.setattr(stacks, "find_jobs", lambda: [JOB])
     with pytest.raises(UsageError, match=re.escape(message)):
         stacks.run(arguments)
 
 
-def test_a_job_that_ends_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_job_that_ends_meanwhile(monkeypatch):
     monkeypatch.setattr(stacks, "find_jobs", lambda: [JOB])
     with pytest.raises(LauncherError, match="job 4711 does not answer: No such file or directory; it may have ended"):
         stacks.run(["4711"])
@@ -162,7 +157,7 @@ def test_a_job_that_ends_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
         stacks.run(["4711"])
 
 
-def test_a_directory_that_a_killed_ringrun_left_is_no_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_directory_that_a_killed_ringrun_left_is_no_job(tmp_path, monkeypatch):
     monkeypatch.setattr(jobs.tempfile, "gettempdir", lambda: str(tmp_path))
     folder = tmp_path / "ringrun-abc"
     folder.mkdir()

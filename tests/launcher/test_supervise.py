@@ -6,12 +6,11 @@ import time
 
 import pytest
 
-from ringrun.connection.wire import Signal
 from ringrun.elastic import Elastic
 from ringrun.errors import MachineError
 from ringrun.hosts import Host
 from ringrun.job import supervise
-from ringrun.job.events import Arrived, Events, LauncherEnded, RankEnded
+from ringrun.job.events import Arrived, LauncherEnded, RankEnded
 from ringrun.job.growth import InUse
 from ringrun.job.plan import Job
 from ringrun.job.supervise import Supervisor
@@ -21,50 +20,48 @@ from ringrun.report.outcome import RankEnd
 class Fake:
     """A channel, an mpirun and an output that only remember what was said."""
 
-    def __init__(self) -> None:
-        self.said: list[str] = []
-        self.tail: list[str] = ["ssh: no route to h2"]
+    def __init__(self):
+        self.said = []
+        self.tail = ["ssh: no route to h2"]
         self.name = "mpirun"
         self.code = 0
         self.colours = False
-        self.signals: list[int] = []
-        self.gone: set[int] = set()
+        self.signals = []
+        self.gone = set()
         self.is_set_up = False
 
-    def message(self, lines: list[str]) -> None:
+    def message(self, lines):
         self.said += lines
 
-    def broadcast(self, message: Signal) -> None:
+    def broadcast(self, message):
         self.signals.append(message.number)
 
-    def ignore(self, *arguments: object) -> None:
+    def ignore(self, *arguments):
         pass
 
     send = end_agents = end = close = ignore
 
-    def set_up(self) -> None:
+    def set_up(self):
         self.is_set_up = True
 
 
-def queue_of(*events: object) -> Events:
-    made: Events = queue.SimpleQueue()
+def queue_of(*events):
+    made = queue.SimpleQueue()
     for event in events:
         made.put(event)
     return made
 
 
-def arrived(*ranks: int) -> list[Arrived]:
+def arrived(*ranks):
     return [Arrived(rank, "here", 2345) for rank in ranks]
 
 
-def ended(rank: int, code: int = 0, at_s: float = 0.0, sent: tuple[int, ...] = ()) -> RankEnded:
+def ended(rank, code=0, at_s=0.0, sent=()):
     return RankEnded(RankEnd(rank, "here", 1, code, at_s, sent))
 
 
 @pytest.mark.parametrize(("timeout_s", "code", "signals"), [(None, 0, []), (30.0, 0, []), (0.1, 124, [15])])
-def test_only_a_job_that_takes_longer_is_ended(
-    timeout_s: float | None, code: int, signals: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_a_job_that_takes_longer_is_ended(timeout_s, code, signals, monkeypatch):
     monkeypatch.setattr(supervise, "_LONGEST_WAIT_S", 0.01)  # it wakes often, as in a job of days
     fake = Fake()
     events = queue_of(*arrived(0))
@@ -77,13 +74,13 @@ def test_only_a_job_that_takes_longer_is_ended(
     timer.join()
 
 
-def test_ranks_that_do_not_come_are_named_with_their_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_that_do_not_come_are_named_with_their_hosts(monkeypatch):
     fake = Fake()
     events = queue_of(*arrived(0, 2))
     hosts = ((Host("h1"), 1), (Host("h2"), 1), (Host("h3"), 2))
     job = Job(4, ["x"], hosts=hosts, start_timeout_s=0.2)
 
-    def end_both(number: int) -> None:
+    def end_both(number):
         fake.signals.append(number)
         for rank in (0, 2):
             events.put(ended(rank, -number, sent=(number,)))
@@ -99,14 +96,14 @@ def test_ranks_that_do_not_come_are_named_with_their_hosts(monkeypatch: pytest.M
     assert not fake.is_set_up, "no rank has begun its command"
 
 
-def test_a_start_that_takes_long_is_told_with_the_hosts_that_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_start_that_takes_long_is_told_with_the_hosts_that_are_waited_for(monkeypatch):
     monkeypatch.setattr(supervise, "_PROGRESS_S", 0.05)
     fake = Fake()
     events = queue_of(*arrived(*{*range(12)} - {2, 3, 5}))
-    told: list[int] = []
+    told = []
     fake.message = lambda lines: (told.append(len(fake.said)), fake.said.extend(lines))
 
-    def arrive() -> None:
+    def arrive():
         while len(told) < 2:
             time.sleep(0.01)
         for event in (*arrived(2, 3, 5), *map(ended, range(12))):
@@ -122,7 +119,7 @@ def test_a_start_that_takes_long_is_told_with_the_hosts_that_are_waited_for(monk
 
 
 @pytest.mark.parametrize("hosts", [(), [(Host("h1"), 1)]])
-def test_only_where_there_are_hosts_to_name(hosts: list[tuple[Host, int]], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_where_there_are_hosts_to_name(hosts, monkeypatch):
     monkeypatch.setattr(supervise, "_PROGRESS_S", 0.05)
     fake = Fake()
     with pytest.raises(MachineError):
@@ -131,7 +128,7 @@ def test_only_where_there_are_hosts_to_name(hosts: list[tuple[Host, int]], monke
 
 
 @pytest.mark.parametrize(("lost_peer_code", "code", "cause"), [(14, 137, 1), (None, 14, 0)])
-def test_the_engine_says_which_exit_code_is_a_consequence(lost_peer_code: int | None, code: int, cause: int) -> None:
+def test_the_engine_says_which_exit_code_is_a_consequence(lost_peer_code, code, cause):
     fake = Fake()
     events = queue_of(*arrived(0, 1), ended(0, 14, 1.0), ended(1, -9, 1.1))
     supervisor = Supervisor(Job(2, ["x"]), fake, fake, fake, events, lost_peer_code=lost_peer_code)
@@ -140,7 +137,7 @@ def test_the_engine_says_which_exit_code_is_a_consequence(lost_peer_code: int | 
 
 
 @pytest.mark.parametrize(("elastic", "code"), [(Elastic(), 0), (None, 1)])
-def test_ranks_of_an_elastic_job_outlive_mpirun(elastic: Elastic | None, code: int) -> None:
+def test_ranks_of_an_elastic_job_outlive_mpirun(elastic, code):
     fake = Fake()
     fake.code = 1
     events = queue_of(*arrived(0, 1), LauncherEnded(), ended(0), ended(1))
@@ -153,9 +150,7 @@ def test_ranks_of_an_elastic_job_outlive_mpirun(elastic: Elastic | None, code: i
 @pytest.mark.parametrize(
     ("ends", "gone", "slots"), [((2, 3), {2, 3}, 0), ((2, 3), {3}, 2), ((3,), {2}, 2), ((), {1, 2}, 2)]
 )
-def test_a_host_is_lost_with_its_agents_however_its_ranks_have_ended(
-    ends: tuple[int, ...], gone: set[int], slots: int
-) -> None:
+def test_a_host_is_lost_with_its_agents_however_its_ranks_have_ended(ends, gone, slots):
     fake = Fake()
     fake.gone = gone
     events = queue_of(*arrived(0, 1, 2, 3), *(ended(rank, -15) for rank in ends))

@@ -2,29 +2,26 @@
 
 import os
 import re
-from pathlib import Path
 
 import pexpect
 import pytest
 
-from tests.support.jobs import Script
-
 from .conftest import WITHOUT_MPI
 
 
-def spawn(arguments: list[str], **environment: str) -> pexpect.spawn:
+def spawn(arguments, **environment):
     command, *first = WITHOUT_MPI
     return pexpect.spawn(command, [*first, *arguments], env={**os.environ, **environment}, encoding="utf-8", timeout=60)
 
 
-def on_a_terminal(arguments: list[str], environment: dict[str, str]) -> tuple[str, int]:
+def on_a_terminal(arguments, environment):
     child = spawn(arguments, **{"TERM": "xterm", **environment})
     output = child.read()
     child.close()
     return output, child.exitstatus
 
 
-def stage_by_stage(bar: list[str], environment: dict[str, str], folder: Path) -> tuple[str, int]:
+def stage_by_stage(bar, environment, folder):
     """As `on_a_terminal`; the bar moves on when its stage was seen: on a busy machine several could come at once."""
     child, output = spawn([*bar, str(folder)], **{"TERM": "xterm", **environment}), ""
     for percent in range(0, 100, 20):
@@ -36,7 +33,7 @@ def stage_by_stage(bar: list[str], environment: dict[str, str], folder: Path) ->
     return output, child.exitstatus
 
 
-def screen(output: str) -> list[str]:
+def screen(output):
     """Return the lines that a terminal shows in the end (knows \\r, \\n, and erasing to the end of the line)."""
     lines, column = [""], 0
     for token in re.findall(r"\x1b\[[0-9;?]*[A-Za-z]|[\r\n]|[^\x1b\r\n]+", output):
@@ -53,7 +50,7 @@ def screen(output: str) -> list[str]:
 
 
 @pytest.fixture
-def bar(program: Script) -> list[str]:
+def bar(program):
     return ["-np", "1", *program("bar")]
 
 
@@ -71,7 +68,7 @@ TIME = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d{3} "
         ["--timestamps", "--fold", "--timeout", "40"],
     ],
 )
-def test_a_progress_bar_stays_one_line_with_any_flag(flags: list[str], bar: list[str], tmp_path: Path) -> None:
+def test_a_progress_bar_stays_one_line_with_any_flag(flags, bar, tmp_path):
     flags = [str(tmp_path) if flag == "DIR" else flag for flag in flags]
     output, code = stage_by_stage([*flags, *bar], {"NO_COLOR": "1"}, tmp_path)
     assert code == 0
@@ -87,7 +84,7 @@ def test_a_progress_bar_stays_one_line_with_any_flag(flags: list[str], bar: list
         assert kept == b"".join(b"\r%3d%%|bar" % percent for percent in range(0, 101, 20)) + b"\n"
 
 
-def test_bars_of_several_ranks_fold_into_one_line(bar: list[str]) -> None:
+def test_bars_of_several_ranks_fold_into_one_line(bar):
     output, code = on_a_terminal(["--fold", "-np", "2", *bar[2:]], {})
     assert code == 0
     shown = [re.fullmatch(r"\[([ 01-]{3})\] (a line between|100%\|bar)", line) for line in screen(output)[:-1]]
@@ -99,20 +96,20 @@ def test_bars_of_several_ranks_fold_into_one_line(bar: list[str]) -> None:
     assert all(sorted(found) in (["0-1"], ["0", "1"]) for found in ranks.values())
 
 
-def test_the_prefix_is_coloured(bar: list[str]) -> None:
+def test_the_prefix_is_coloured(bar):
     output, _ = on_a_terminal(bar, {})
     assert "\x1b[36m[0]\x1b[0m a line between" in output
     assert screen(output) == ["[0] a line between", "[0] 100%|bar", ""]
 
 
 @pytest.mark.parametrize("environment", [{"NO_COLOR": "1"}, {"TERM": "dumb"}])
-def test_no_colour_when_it_is_not_wanted(bar: list[str], environment: dict[str, str]) -> None:
+def test_no_colour_when_it_is_not_wanted(bar, environment):
     output = on_a_terminal(bar, environment)[0]
     assert "[0] a line between" in output
     assert "\x1b[36m" not in output
 
 
-def test_ctrl_c_on_the_terminal(script: Script) -> None:
+def test_ctrl_c_on_the_terminal(script):
     arguments = ["-np", "2", *script("import time; print('up'); time.sleep(60)")]
     child = spawn(arguments, NO_COLOR="1")
     for _ in range(2):
@@ -133,7 +130,7 @@ DEBUGGED = """
 """
 
 
-def test_a_debugger_on_one_rank_has_the_terminal_that_it_is_given(script: Script) -> None:
+def test_a_debugger_on_one_rank_has_the_terminal_that_it_is_given(script):
     arguments = ["-np", "2", "--stdin", "1", *script(DEBUGGED)]
     child = spawn(arguments, TERM="xterm")
     child.expect(r"\[1\]\S* \(Pdb\) ")
@@ -146,7 +143,7 @@ def test_a_debugger_on_one_rank_has_the_terminal_that_it_is_given(script: Script
     assert child.exitstatus == 0
 
 
-def test_a_debugger_without_a_terminal_is_told_how_to_get_it(script: Script) -> None:
+def test_a_debugger_without_a_terminal_is_told_how_to_get_it(script):
     output, code = on_a_terminal(["-np", "2", *script(DEBUGGED)], {})
     assert code == 1
     assert "ringrun: to debug rank 1 here, give it this terminal: ringrun --stdin 1 …" in output

@@ -2,7 +2,6 @@
 
 import os
 import tempfile
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,11 +18,11 @@ NODE_0 = frozenset([*range(16), *range(32, 48)])
 NODE_1 = frozenset([*range(16, 32), *range(48, 64)])
 
 
-def names(topology: Topology) -> list[str]:
+def names(topology):
     return [gpu.name for gpu in topology.gpus]
 
 
-def visible(root: Path, text: str) -> list[str]:
+def visible(root, text):
     return names(read_topology({"CUDA_VISIBLE_DEVICES": text}, root, ALL))
 
 
@@ -48,31 +47,31 @@ def visible(root: Path, text: str) -> list[str]:
         pytest.param(lambda root: root, [5, 2], [((2,),), ((5,),)], id="no files"),
     ],
 )
-def test_cores_come_node_by_node(machine: Callable, cpus: list[int], cores: list[tuple], tmp_path: Path) -> None:
+def test_cores_come_node_by_node(machine, cpus, cores, tmp_path):
     assert read_topology({}, machine(tmp_path), cpus) == Topology(tuple(Core(*core) for core in cores))
 
 
-def test_files_that_make_no_sense_are_as_if_they_were_missing(tmp_path: Path) -> None:
+def test_files_that_make_no_sense_are_as_if_they_were_missing(tmp_path):
     root = make_machine(tmp_path, [], {0: "no list"}, [FakeGpu("0000:01:00.0", kind="?"), FakeGpu("nonsense")])
     write(root / "sys/devices/system/cpu/cpu2/topology/thread_siblings_list", "9-,x,1-0")
     (root / "sys/devices/system/node/node²").mkdir()
     assert read_topology({}, root, [2]) == Topology((Core((2,)),))
 
 
-def test_this_machine_can_be_read() -> None:
+def test_this_machine_can_be_read():
     cores = read_topology({}).cores
     assert (
         sorted(cpu for core in cores for cpu in core.cpus) == sorted(usable_cpus()) == sorted(os.sched_getaffinity(0))
     )
 
 
-def test_gpus_are_counted_by_pci_address_and_near_their_node(tmp_path: Path) -> None:
+def test_gpus_are_counted_by_pci_address_and_near_their_node(tmp_path):
     gpus = read_topology({}, two_sockets(tmp_path, gpus=8), ALL).gpus
     addresses = [f"0000:{bus}:00.0" for bus in ("09", "1a", "2b", "3c", "4d", "5e", "6f", "fa")]
     assert gpus == tuple(Gpu(str(index), NODE_0 if index < 4 else NODE_1, addresses[index]) for index in range(8))
 
 
-def test_addresses_are_compared_as_numbers(tmp_path: Path) -> None:
+def test_addresses_are_compared_as_numbers(tmp_path):
     addresses = ["10000:01:00.0", "0000:02:00.0", "0001:01:00.0", "0000:01:1f.0", "0000:01:02.1"]
     gpus = [FakeGpu(address, near=str(cpu), minor=cpu) for cpu, address in enumerate(addresses)]
     found = read_topology({}, make_machine(tmp_path, gpus=gpus), ALL).gpus
@@ -90,7 +89,7 @@ def test_addresses_are_compared_as_numbers(tmp_path: Path) -> None:
         {"accessible": False},
     ],
 )
-def test_what_cuda_cannot_use_is_no_gpu(change: dict, tmp_path: Path) -> None:
+def test_what_cuda_cannot_use_is_no_gpu(change, tmp_path):
     good = FakeGpu("0000:01:00.0", near="0", kind="0x030000")
     bad = replace(FakeGpu("0000:00:00.0", minor=1), **change)
     assert read_topology({}, make_machine(tmp_path, gpus=[good, bad]), ALL).gpus == (
@@ -98,7 +97,7 @@ def test_what_cuda_cannot_use_is_no_gpu(change: dict, tmp_path: Path) -> None:
     )
 
 
-def test_a_gpu_is_near_its_node_and_one_of_no_node_near_what_linux_calls_local(tmp_path: Path) -> None:
+def test_a_gpu_is_near_its_node_and_one_of_no_node_near_what_linux_calls_local(tmp_path):
     places = [{"node": 1}, {"node": 0, "near": "0-3"}, {"near": "0-3"}, {}, {"node": 7, "near": "1"}]
     gpus = [FakeGpu(f"0000:0{number}:00.0", **place) for number, place in enumerate(places)]
     found = read_topology({}, make_machine(tmp_path, nodes={0: "0-1", 1: "2-3"}, gpus=gpus), range(4)).gpus
@@ -121,12 +120,12 @@ def test_a_gpu_is_near_its_node_and_one_of_no_node_near_what_linux_calls_local(t
         ("99999999999999999999", []),
     ],
 )
-def test_cuda_visible_devices_chooses(text: str, expected: list[str], tmp_path: Path) -> None:
+def test_cuda_visible_devices_chooses(text, expected, tmp_path):
     assert visible(two_sockets(tmp_path / "eight", gpus=8), text) == expected
     assert visible(two_sockets(tmp_path / "none"), text) == [], "on a host without GPUs no variable makes one"
 
 
-def test_cuda_visible_devices_may_name_uuids_and_their_beginnings(tmp_path: Path) -> None:
+def test_cuda_visible_devices_may_name_uuids_and_their_beginnings(tmp_path):
     root = two_sockets(tmp_path, gpus=8)
     text = "GPU-00000006-aaaa-bbbb-cccc-0123456789ab,GPU-00000001"
     gpus = read_topology({"CUDA_VISIBLE_DEVICES": text}, root, ALL).gpus
@@ -137,16 +136,14 @@ def test_cuda_visible_devices_may_name_uuids_and_their_beginnings(tmp_path: Path
 
 
 @pytest.mark.parametrize(("order", "known"), [(None, False), ("FASTEST_FIRST", False), ("PCI_BUS_ID", True)])
-def test_which_gpu_an_index_means_is_known_where_cuda_counts_by_address(
-    order: str | None, known: bool, tmp_path: Path
-) -> None:
+def test_which_gpu_an_index_means_is_known_where_cuda_counts_by_address(order, known, tmp_path):
     environ = {"CUDA_VISIBLE_DEVICES": "7,0"} | ({} if order is None else {"CUDA_DEVICE_ORDER": order})
     gpus = read_topology(environ, two_sockets(tmp_path, gpus=8), ALL).gpus
     assert [gpu.bus_id for gpu in gpus] == (["0000:fa:00.0", "0000:09:00.0"] if known else ["", ""])
     assert [gpu.near for gpu in gpus] == [NODE_1, NODE_0], "a guess that does no harm"
 
 
-def test_a_uuid_that_the_driver_does_not_tell_and_a_part_of_a_gpu_are_near_nothing_known(tmp_path: Path) -> None:
+def test_a_uuid_that_the_driver_does_not_tell_and_a_part_of_a_gpu_are_near_nothing_known(tmp_path):
     root = make_machine(tmp_path, gpus=[FakeGpu("0000:01:00.0", near="0")])
     gpus = read_topology({"CUDA_VISIBLE_DEVICES": "GPU-0123,MIG-4567"}, root, ALL).gpus
     assert gpus == (Gpu("GPU-0123"), Gpu("MIG-4567"))
@@ -154,17 +151,17 @@ def test_a_uuid_that_the_driver_does_not_tell_and_a_part_of_a_gpu_are_near_nothi
 
 
 @given(st.text() | st.text("0123456789,- +GPUMIG"))
-def test_any_cuda_visible_devices_gives_some_gpus(text: str) -> None:
+def test_any_cuda_visible_devices_gives_some_gpus(text):
     with tempfile.TemporaryDirectory() as folder:
         found = visible(two_sockets(Path(folder), gpus=2), text)
     assert len(found) == len(set(found))
 
 
 @given(st.text() | st.text("0123456789,-"))
-def test_any_cpulist_is_a_set_of_the_cpus_in_question(text: str) -> None:
+def test_any_cpulist_is_a_set_of_the_cpus_in_question(text):
     assert parse_cpulist(text, range(8)) <= frozenset(range(8))
 
 
 @given(st.frozensets(st.integers(0, 300)))
-def test_a_cpulist_is_read_back(cpus: frozenset[int]) -> None:
+def test_a_cpulist_is_read_back(cpus):
     assert parse_cpulist(format_spans(cpus), range(301)) == cpus

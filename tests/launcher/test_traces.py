@@ -25,23 +25,23 @@ ENGINE = '  File "/opt/ringreduce/engine/request.py", line 52, in wait'
 LOADER = '  File "/home/me/load.py", line 9, in load'
 
 
-def source(file: str, line: int) -> str:
+def source(file, line):
     return f"source {line}" if line else ""
 
 
-def test_frames_are_read_innermost_last() -> None:
+def test_frames_are_read_innermost_last():
     frames = parse(DUMP)
     assert frames[0] == Frame("/home/me/train.py", 0, "<module>")
     assert frames[1] == Frame("/home/me/my code/train.py", 41, "step")
     assert len(frames) == 4
 
 
-def test_of_two_dumps_the_later_counts() -> None:
+def test_of_two_dumps_the_later_counts():
     later = 'Stack (most recent call first):\n  File "later.py", line 1 in f\n'
     assert parse(f"{DUMP}\n{later}") == [Frame("later.py", 1, "f")]
 
 
-def test_a_dump_of_this_very_process_is_read() -> None:
+def test_a_dump_of_this_very_process_is_read():
     with tempfile.TemporaryFile("w+") as file:
         faulthandler.dump_traceback(file, all_threads=False)
         file.seek(0)
@@ -50,17 +50,17 @@ def test_a_dump_of_this_very_process_is_read() -> None:
     assert innermost(frames).endswith(": faulthandler.dump_traceback(file, all_threads=False)")
 
 
-def test_source_stands_with_the_users_frames_only() -> None:
+def test_source_stands_with_the_users_frames_only():
     assert describe(parse(DUMP), "/opt/ringreduce", source) == [*STACK.splitlines(), ENGINE]
 
 
-def test_inside_ringreduce_nothing_is_shown_of_a_wait_that_is_named() -> None:
+def test_inside_ringreduce_nothing_is_shown_of_a_wait_that_is_named():
     assert describe(parse(DUMP), "/opt/ringreduce", source, waits=True) == STACK.splitlines()[:3]
     alone = [Frame("/opt/ringreduce/lifecycle.py", 160, "_at_exit")]
     assert len(describe(alone, "/opt/ringreduce", source, waits=True)) == 1
 
 
-def test_the_innermost_line_is_the_users() -> None:
+def test_the_innermost_line_is_the_users():
     assert innermost(parse(DUMP), "/opt/ringreduce", source) == "train.py:41, in step: source 41"
     assert innermost(parse(DUMP), "", source) == "request.py:52, in wait: source 52"
     library = [Frame("/usr/lib/python3.11/threading.py", 982, "_shutdown")]
@@ -69,13 +69,13 @@ def test_the_innermost_line_is_the_users() -> None:
 
 
 @hypothesis.given(st.text() | st.lists(st.sampled_from([*DUMP.splitlines(), "", "  ...", "x"])).map("\n".join))
-def test_any_text_is_a_stack(text: str) -> None:
+def test_any_text_is_a_stack(text):
     frames = parse(text)
     assert all(isinstance(line, str) for line in describe(frames, "", lambda *_: ""))
     assert isinstance(innermost(frames, "", lambda *_: ""), str)
 
 
-def test_equal_stacks_are_shown_once_with_their_ranks() -> None:
+def test_equal_stacks_are_shown_once_with_their_ranks():
     wait = State(1, "allreduce 'w' (train.py:41)", STACK, "")
     silent = State(1, "", "", "it is stopped")
     states = {0: wait, 2: wait, 3: State(1, "train.py:9, in load", LOADER, ""), 4: silent}

@@ -12,17 +12,17 @@ from ringrun.connection.wire import Message, RankError, Setup, decode, encode, r
 
 @pytest.mark.parametrize("kind", get_args(Message))
 @given(st.data())
-def test_messages_survive(kind: type, data: st.DataObject) -> None:
+def test_messages_survive(kind, data):
     message = data.draw(st.builds(kind, **{name: st.from_type(of) for name, of in get_type_hints(kind).items()}))
     assert repr(decode(encode(message))) == repr(message)  # with NaN in it, too
 
 
-def test_variables_that_are_no_utf_8_survive() -> None:
+def test_variables_that_are_no_utf_8_survive():
     message = Setup("10.0.0.1", 2345, "/home/me", {"A": "é=\udc80"}, gives_stdin=True)
     assert decode(encode(message)) == message
 
 
-def test_an_unknown_frame_is_refused() -> None:
+def test_an_unknown_frame_is_refused():
     with pytest.raises(ValueError, match="unknown tag b'x'"):
         decode(b"xyz")
 
@@ -42,12 +42,12 @@ def test_an_unknown_frame_is_refused() -> None:
         ).map(lambda fields: json.dumps(fields).encode()),
     )
 )
-def test_whatever_does_not_decode_is_a_value_error(payload: bytes) -> None:
+def test_whatever_does_not_decode_is_a_value_error(payload):
     with pytest.raises(ValueError, match="a message that ringrun does not understand: "):
         decode(b"j" + payload)
 
 
-def test_an_error_file_may_lack_fields() -> None:
+def test_an_error_file_may_lack_fields():
     assert rank_error({"exception": "KeyError"}) == RankError("KeyError", "", "", ())
     assert rank_error({"exception": "PeerLostError", "lost_ranks": [2]}) == RankError("PeerLostError", "", "", (2,))
     assert rank_error({}) is None

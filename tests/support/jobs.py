@@ -4,15 +4,9 @@ from __future__ import annotations
 
 import os
 import subprocess
-from collections.abc import Callable
 from pathlib import Path
 
 from tests.support.patience import patient
-
-Run, Start = Callable[..., "subprocess.CompletedProcess[str]"], Callable[..., "subprocess.Popen[str]"]
-"""What the fixtures `ringrun` and `start` are."""
-Script = Callable[[str], list[str]]
-"""What the fixtures `script` and `program` are."""
 
 ROOT = Path(__file__).parents[2]
 OF_JOBS = ("OMPI_", "PMI", "RINGREDUCE", "HOROVOD", "OMP_", "MASTER_")

@@ -1,7 +1,5 @@
 """README and docs/ say what is there: names, settings, flags, links, and which block is run by which test."""
 
-from __future__ import annotations
-
 import ast
 import dataclasses
 import importlib
@@ -95,13 +93,13 @@ def test_messages_that_have_an_answer_are_those_of_the_code():
             assert any(part in text for text in texts), part
 
 
-def rows_of(page: str) -> list[list[str]]:
+def rows_of(page):
     """The cells of all rows of its tables; DDP over gloo is only "DDP" in bench/README."""
     plain = page.replace("**", "").replace("DDP over gloo", "DDP")
     return [re.split(r" ?\| ", row) for row in re.findall(r"^\| ?(.*?) ?\|$", plain, re.MULTILINE)]
 
 
-def not_measured(page: str, measured: str) -> list[str]:
+def not_measured(page, measured):
     """What does not stand in the same row of bench/README, same machine, or is left out of which runs these were.
 
     The first row of a name counts.
@@ -138,7 +136,7 @@ def test_halves_of_an_allreduce_that_are_slower_than_mpis_are_told():
         assert min(map(float, speed)) >= 1 or f"**`{name}` of 64 MiB" in told, name
 
 
-def shown(value: object) -> str:
+def shown(value):
     """A default as docs/settings.md writes it."""
     if isinstance(value, bool):
         return str(int(value))
@@ -161,7 +159,7 @@ def test_settings_and_their_defaults_are_those_of_the_code():
     assert set(re.findall(r"`(HOROVOD_\w+)`", PAGES["settings.md"])) == {*HOROVOD, *NO_EFFECT}
 
 
-def documented(module: str) -> set[str]:
+def documented(module):
     """The names of this module that the reference has."""
     return set(
         re.findall(
