@@ -11,8 +11,6 @@ quick tier. A hang counts as noticed: with threads or ranks that wait for ever t
 A text that does not stand exactly once in its file is an error, and so is a rename: mend the mutant then.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import re

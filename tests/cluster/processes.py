@@ -1,7 +1,5 @@
 """Processes in other namespaces, seen from outside: who runs there, and one that is started there and signalled."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import subprocess

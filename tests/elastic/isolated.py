@@ -1,7 +1,5 @@
 """A job with process numbers, a /dev/shm and a TMPDIR of its own: what it leaves is seen."""
 
-from __future__ import annotations
-
 import subprocess
 import tempfile
 import time

@@ -3,8 +3,6 @@
 Run as a program, this is one rank: python -m tests.elastic.plain 'RANK SECONDS HOW'
 """
 
-from __future__ import annotations
-
 import os
 import random
 import re

@@ -13,8 +13,6 @@ part in each step that counts. One that dies as wanted leaves FOLDER/RANK.died, 
 each process.
 """
 
-from __future__ import annotations
-
 import functools
 import gc
 import json

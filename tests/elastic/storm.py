@@ -8,8 +8,6 @@ A seed says how many ranks there are, on how many hosts by name, how many parame
 when and how (tests/elastic/program.py). What a job leaves is seen: isolated.py.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import random

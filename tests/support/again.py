@@ -6,8 +6,6 @@ The last lines name what failed and then passed, with the seeds of the day: it i
 code is pytest's, or 0 when all that failed is flaky. More failures than MOST are no accident, and are not run again.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

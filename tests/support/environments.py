@@ -4,8 +4,6 @@ Each sees the packages of the one that runs the tests, and this project, and has
 there is installed: another MPI, which mpi4py finds by the environment's own folder, in seconds instead of a minute.
 """
 
-from __future__ import annotations
-
 import fcntl
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Programs started as a user would start them, outside of any job that these tests may themselves be part of."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 from pathlib import Path

@@ -4,8 +4,6 @@ Shared by tests/ranks/test_matrix.py (ranks are threads) and tests/mpi/test_matr
 takes the ranks that take part, rising, and their process set. What it returns must be the same bytes on all of them.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 

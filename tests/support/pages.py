@@ -11,8 +11,6 @@
 | text                     | output, or a drawing: never a command                 |                                  |
 """
 
-from __future__ import annotations
-
 import re
 from typing import NamedTuple
 

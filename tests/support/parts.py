@@ -4,8 +4,6 @@ Every commit has another part, and another order in it: over some commits all te
 longer than there is time.
 """
 
-from __future__ import annotations
-
 import random
 import time
 import zlib

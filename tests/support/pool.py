@@ -5,8 +5,6 @@ the tests, gets a pickled function, runs it between init() and shutdown(), and s
 raised. A rank that dies, or a function that takes too long, ends that pool, and says in its error what the ranks did.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import os
 import pickle

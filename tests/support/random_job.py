@@ -5,8 +5,6 @@ now and then another shape; some are submitted wrongly by one rank. What each mu
 See tests/ranks/test_random.py.
 """
 
-from __future__ import annotations
-
 import contextvars
 import dataclasses
 import random

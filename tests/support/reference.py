@@ -1,7 +1,5 @@
 """What a reduction must give, computed in float64 (integers: exactly), and data that differ by rank and by index."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 

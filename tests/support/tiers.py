@@ -4,8 +4,6 @@ Extended tests explore: those that take seeds take new ones every day. A seed st
 that pytest prints of a failure tells how to see it again: `TEST_SEED=20260722 pytest -m "" -k 20260722004`.
 """
 
-from __future__ import annotations
-
 import datetime
 import os
 from collections.abc import Callable, Iterable

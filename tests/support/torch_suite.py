@@ -6,8 +6,6 @@ which torch itself refuses to other backends than gloo. Each rank writes what be
     ringrun -np 4 python -m tests.support.torch_suite FOLDER ring REGEX
 """
 
-from __future__ import annotations
-
 import datetime
 import json
 import os

@@ -8,8 +8,6 @@ A function for a real job travels there: it must not count on what the test chan
 gives back what it found out, rather than changing something outside of itself.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import sys
 from collections.abc import Callable

@@ -3,8 +3,6 @@
 Each rank is a thread, and whoever waits looks for what happens next. Equal plans give equal runs.
 """
 
-from __future__ import annotations
-
 import heapq
 import itertools
 import math
