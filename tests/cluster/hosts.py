@@ -144,9 +144,9 @@ class Hosts:
         return process
 
     def run(
-        self, k: int, argv: Sequence[object], *, timeout: float = 60, **options
+        self, k: int, argv: Sequence[object], *, timeout: float = 60, returncode: int | None = None, **options
     ) -> subprocess.CompletedProcess[str]:
-        """Run a program on host k to its end; fail if that takes longer than the timeout."""
+        """Run a program on host k to its end, as jobs.run; fail if that takes longer than the timeout."""
         process = self.start(k, argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **options)
         try:
             out, err = process.communicate(timeout=timeout)
@@ -154,6 +154,7 @@ class Hosts:
             process.kill()
             text = "".join(each.decode(errors="replace") for each in (late.stdout, late.stderr) if each)
             raise AssertionError(f"{argv} has not ended after {timeout} s:\n{text}") from None
+        assert returncode in (None, process.returncode), f"ended with {process.returncode}:\n{out}\n{err}"
         return subprocess.CompletedProcess(list(argv), process.returncode, out, err)
 
     def ringrun(self, python: Path, *arguments: object, **options) -> subprocess.CompletedProcess[str]:

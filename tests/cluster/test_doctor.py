@@ -12,8 +12,8 @@ pytestmark = pytest.mark.timeout(180)
 NAMES = "h0,h1,h2,h3"
 
 
-def doctor(hosts, python, *arguments):
-    return hosts.ringrun(python, "doctor", *arguments, timeout=120)
+def doctor(hosts, python, *arguments, returncode):
+    return hosts.ringrun(python, "doctor", *arguments, timeout=120, returncode=returncode)
 
 
 def matrix(text, unit):
@@ -34,8 +34,7 @@ def in_table(text):
 @pytest.mark.quick
 def test_four_hosts_of_which_one_has_a_slow_link(python, own_hosts):
     own_hosts.shape(2, 50)
-    done = doctor(own_hosts, python, "-H", NAMES)
-    assert done.returncode == 0, done.stdout + done.stderr
+    done = doctor(own_hosts, python, "-H", NAMES, returncode=0)
     rows = done.stdout.splitlines()
     assert rows[1].startswith("h0 (here) ")
     assert rows[2].startswith("h[1-3] ")
@@ -50,8 +49,7 @@ def test_four_hosts_of_which_one_has_a_slow_link(python, own_hosts):
 def test_hosts_that_cannot_be_reached_are_told_with_their_cures_and_the_others_measured(python, own_hosts):
     own_hosts.stop_sshd(1)
     own_hosts.new_host_key(2)
-    done = doctor(own_hosts, python, "-H", f"{NAMES},h9", "--start-timeout", "15")
-    assert done.returncode == 3, done.stdout + done.stderr
+    done = doctor(own_hosts, python, "-H", f"{NAMES},h9", "--start-timeout", "15", returncode=3)
     assert "\n  h1: it refuses the connection (port 22: Connection refused): no ssh server listens" in done.stdout
     assert "start sshd there, or name its port with -p PORT\n" in done.stdout
     assert "\n  h2: its host key is not the one that this host knows it by (Host key verif" in done.stdout
@@ -64,8 +62,7 @@ def test_hosts_that_cannot_be_reached_are_told_with_their_cures_and_the_others_m
 
 def test_a_host_whose_link_is_down_is_given_up(own_hosts):
     own_hosts.link_down(3)
-    done = doctor(own_hosts, Path(sys.executable), "-H", "h0,h3", "--start-timeout", "3")
-    assert done.returncode == 3
+    done = doctor(own_hosts, Path(sys.executable), "-H", "h0,h3", "--start-timeout", "3", returncode=3)
     assert re.search(r"\n  h3: it did not answer in time \(.*\); see that h3 is up .*--start-timeout S\n", done.stdout)
     own_hosts.assert_nothing_is_left()
 
@@ -74,8 +71,7 @@ def test_a_firewall_between_a_host_and_this_one(python, own_hosts):
     """ssh's answers come from port 22; whatever else h1 would send to h0 is stopped."""
     rule = ["to", own_hosts.addresses[0], "ipproto", "tcp", "sport", "1024-65534", "prohibit"]
     own_hosts.check(1, ["ip", "rule", "add", *rule])
-    done = doctor(own_hosts, python, "-H", NAMES, "--start-timeout", "15")
-    assert done.returncode == 3, done.stdout + done.stderr
+    done = doctor(own_hosts, python, "-H", NAMES, "--start-timeout", "15", returncode=3)
     told = r"\n  h1: no connection from there to this host \(10\.77\.0\.1 port [0-9]+: .*\); let no firewall stop TCP"
     assert re.search(told, done.stdout), done.stdout
     assert list(matrix(done.stdout, "Gbit/s")) == ["h0", "h2", "h3"]
@@ -91,8 +87,7 @@ def test_hosts_with_another_installation(own_hosts, mpich_python):
     own_hosts.check(1, ["mount", "--rbind", theirs, ours])
     own_hosts.check(2, ["mount", "-t", "tmpfs", "tmpfs", python.parent])
     own_hosts.check(3, ["mount", "-o", "remount,size=32m", "/dev/shm"])
-    done = doctor(own_hosts, python, "-H", NAMES)
-    assert done.returncode == 3, done.stdout + done.stderr
+    done = doctor(own_hosts, python, "-H", NAMES, returncode=3)
     assert re.search(r"\nh1 .* MPICH [0-9.]+\*  ", done.stdout)
     assert re.search(r"\n  h1: MPICH [0-9.]+ there, Open MPI [0-9.]+ on h0; install the same there", done.stdout)
     assert re.search(rf"\n  h2: {python.parent}/python[0-9.]* is not there \(", done.stdout)
@@ -115,8 +110,7 @@ def test_another_python_version_on_a_host(own_hosts, tmp_path):
         fake.write_text(ANOTHER.format(packages=sysconfig.get_path("purelib"), python=os.path.realpath(python)))
         fake.chmod(0o755)
     begun = own_hosts.folder / "begun"
-    done = own_hosts.ringrun(python, "-H", "h0:1,h1:1,h2:1", python, "-c", f"open('{begun}', 'w')")
-    assert done.returncode == 3, done.stderr
+    done = own_hosts.ringrun(python, "-H", "h0:1,h1:1,h2:1", python, "-c", f"open('{begun}', 'w')", returncode=3)
     here = "{}.{}.{}".format(*sys.version_info)
     assert re.search(r"^h2 +3\.9\.1\* ", done.stderr, re.MULTILINE), done.stderr
     assert f"h2: Python 3.9.1 there, Python {here} on h0; install the same there" in done.stderr
@@ -127,8 +121,7 @@ def test_another_python_version_on_a_host(own_hosts, tmp_path):
 def test_a_job_is_refused_before_any_rank_starts_unless_the_host_gets_none(python, own_hosts):
     own_hosts.stop_sshd(3)
     begun = own_hosts.folder / "begun"
-    done = own_hosts.ringrun(python, "-H", "h0:1,h1:1,h3:1", "touch", begun)
-    assert done.returncode == 3
+    done = own_hosts.ringrun(python, "-H", "h0:1,h1:1,h3:1", "touch", begun, returncode=3)
     assert not begun.exists()
     assert "\nh3 *  it refuses the connection (port 22: Connection refused)" in done.stderr
     assert done.stderr.endswith("start sshd there, or name its port with -p PORT\n")
@@ -143,8 +136,7 @@ def test_a_job_is_refused_before_any_rank_starts_unless_the_host_gets_none(pytho
 
 
 def test_a_slurm_job(python, slurm):
-    done = slurm.run(0, ["salloc", "-N2", "-n4", python.parent / "ringrun", "doctor"], timeout=120)
-    assert done.returncode == 0, done.stdout + done.stderr
+    done = slurm.run(0, ["salloc", "-N2", "-n4", python.parent / "ringrun", "doctor"], timeout=120, returncode=0)
     rows = done.stdout.splitlines()
     assert [row.split()[0] for row in rows[:3]] == ["host", "h0", "h1"]
     assert list(matrix(done.stdout, "Gbit/s")) == ["h0", "h1"]
@@ -154,7 +146,6 @@ def test_a_slurm_job(python, slurm):
 def test_a_slurm_job_with_a_node_that_is_gone(python, own_slurm):
     own_slurm.link_down(1)
     arguments = [python.parent / "ringrun", "doctor", "--start-timeout", "8"]
-    done = own_slurm.run(0, ["salloc", "-N2", "-n4", *arguments], timeout=120)
-    assert done.returncode == 3, done.stdout + done.stderr
+    done = own_slurm.run(0, ["salloc", "-N2", "-n4", *arguments], timeout=120, returncode=3)
     assert re.search(r"\n  h1: (Slurm did not run a program there|no answer within 8 s)", done.stdout), done.stdout
     own_slurm.wait_until_gone(0)

@@ -25,8 +25,7 @@ def test_each_host_is_reached_from_each_by_name_and_address(hosts):
 
 def test_host_keys_are_checked(own_hosts):
     own_hosts.new_host_key(2)
-    refused = own_hosts.run(0, [*SSH, "h2", "hostname"])
-    assert refused.returncode == 255
+    refused = own_hosts.run(0, [*SSH, "h2", "hostname"], returncode=255)
     assert "REMOTE HOST IDENTIFICATION HAS CHANGED" in refused.stderr
     (own_hosts.home / ".ssh" / "known_hosts").unlink()
     refused = own_hosts.run(0, [*SSH, "h1", "hostname"])

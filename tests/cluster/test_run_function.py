@@ -8,7 +8,6 @@ pytestmark = pytest.mark.timeout(180)
 
 
 def test_ranks_on_other_hosts_get_the_function_and_return_their_results(hosts, python):
-    done = hosts.run(0, [python, PROGRAMS / "calls_run.py"], timeout=120)
-    assert done.returncode == 0, done.stderr
+    done = hosts.run(0, [python, PROGRAMS / "calls_run.py"], timeout=120, returncode=0)
     assert done.stdout == "('h0', 6.0) ('h1', 6.0) ('h2', 6.0)\n"
     hosts.assert_nothing_is_left()

@@ -68,9 +68,8 @@ def test_sbatch_takes_the_example(slurm, python):
 
 
 def test_a_rank_that_dies_on_the_other_node(slurm, python):
-    done = slurm.run(0, ["salloc", "-N2", "-n4", python.parent / "ringrun", python, STEPS, 0, "kill"])
+    done = slurm.run(0, ["salloc", "-N2", "-n4", python.parent / "ringrun", python, STEPS, 0, "kill"], returncode=137)
     slurm.assert_nothing_is_left()
-    assert done.returncode == 137, done.stderr
     card = done.stderr[done.stderr.index("-- ringrun: rank 2 of 4 failed first --") :]
     assert re.search(r"^how +killed by signal 9 \(SIGKILL\), exit code 137$", card, re.MULTILINE)
     assert re.search(r"^where +host h1, pid \d+, ran for ", card, re.MULTILINE)
@@ -115,8 +114,7 @@ def test_srun_alone_starts_mpichs_ranks(slurm, mpich_python):
 
 
 def test_srun_without_pmi_is_told(slurm, mpich_python):
-    done = slurm.run(0, ["srun", "-N2", "-n4", mpich_python, WHERE])
-    assert done.returncode == 1
+    done = slurm.run(0, ["srun", "-N2", "-n4", mpich_python, WHERE], returncode=1)
     assert "srun started 4 ranks, but MPI counts 1" in done.stderr
 
 

@@ -20,8 +20,7 @@ CUT_OFF_WITHIN_S = 25  # 15 are meant
 
 
 def test_a_training_example_on_four_hosts(hosts, python):
-    done = hosts.ringrun(python, *ALL, python, ROOT / "examples" / "train_digits.py", timeout=120)
-    assert done.returncode == 0, done.stderr
+    done = hosts.ringrun(python, *ALL, python, ROOT / "examples" / "train_digits.py", timeout=120, returncode=0)
     assert "[0] parameters are identical on all 4 ranks" in done.stdout
     assert float(re.search(r"test accuracy: ([\d.]+)", done.stdout).group(1)) > 0.97
     hosts.assert_nothing_is_left()
@@ -38,8 +37,7 @@ def test_a_training_example_on_four_hosts(hosts, python):
     ],
 )
 def test_uneven_slots(hosts, python, where, lines):
-    done = hosts.ringrun(python, *where, python, WHERE, "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-    assert done.returncode == 0, done.stderr
+    done = hosts.ringrun(python, *where, python, WHERE, "LOCAL_RANK", "LOCAL_WORLD_SIZE", returncode=0)
     told = [f"[{rank}] {rank} {line} {999.0 * 10} {line[3:6]}" for rank, line in enumerate(lines)]
     assert sorted(done.stdout.splitlines()) == told
     hosts.assert_nothing_is_left()
@@ -103,9 +101,8 @@ def test_variables_reach_all_hosts_and_secrets_stay(hosts, python, script):
     ],
 )
 def test_a_rank_that_dies_on_another_host(hosts, python, how, code, words):
-    done = hosts.ringrun(python, *ALL, python, STEPS, 0, how)
+    done = hosts.ringrun(python, *ALL, python, STEPS, 0, how, returncode=code)
     hosts.assert_nothing_is_left()
-    assert done.returncode == code, done.stderr
     report = done.stderr[done.stderr.index("rank 2 ") :]
     for each in ("h2", *words):
         assert each in report
@@ -113,8 +110,7 @@ def test_a_rank_that_dies_on_another_host(hosts, python, how, code, words):
 
 def test_a_rank_that_dies_as_soon_as_mpi_is_up_leaves_no_shared_memory(hosts, python, script):
     source = "import ringreduce as rr\nrr.init()\nif rr.rank() == 1:\n    raise ValueError('boom')\n"
-    done = hosts.ringrun(python, *ALL, python, script(source))
-    assert done.returncode == 1, done.stderr
+    hosts.ringrun(python, *ALL, python, script(source), returncode=1)
     hosts.assert_nothing_is_left()
 
 
@@ -125,8 +121,7 @@ def test_the_own_address_needs_no_ssh(own_hosts, python):
     known = own_hosts.home / ".ssh" / "known_hosts"
     key = next(line.partition(" ")[2] for line in known.read_text().splitlines() if line.startswith("h1,"))
     known.write_text(f"{known.read_text()}fd00::2 {key}\n")  # but not fd00::1
-    done = own_hosts.ringrun(python, "-H", "[fd00::1]:1,[fd00::2]:1", python, WHERE)
-    assert done.returncode == 0, done.stderr
+    done = own_hosts.ringrun(python, "-H", "[fd00::1]:1,[fd00::2]:1", python, WHERE, returncode=0)
     assert sorted(done.stdout.splitlines()) == [f"[{k}] {k} h{k} 0 1 {k} 2 2 {999.0 * 3}" for k in (0, 1)]
 
 
@@ -140,8 +135,7 @@ def test_a_folder_for_temporary_files_whose_name_has_a_space(hosts, python, scri
     folder = hosts.folder / "my files"
     folder.mkdir()
     command = ["env", f"TMPDIR={folder}", python.parent / "ringrun", *ALL, python, script("print('here')")]
-    done = hosts.run(0, command)
-    assert done.returncode == 0, done.stderr
+    done = hosts.run(0, command, returncode=0)
     assert sorted(done.stdout.splitlines()) == [f"[{rank}] here" for rank in range(4)]
     hosts.assert_nothing_is_left()
 
@@ -199,9 +193,8 @@ NEVER = "open('started', 'w').close()"
 def assert_not_started(hosts, python, script, *words, where=ALL):
     """A job on all hosts ends with exit code 3 and says these words, before any rank has begun."""
     begin = time.monotonic()
-    done = hosts.ringrun(python, *where, python, script(NEVER))
+    done = hosts.ringrun(python, *where, python, script(NEVER), returncode=3)
     assert time.monotonic() - begin < patient(20)
-    assert done.returncode == 3, done.stderr
     for word in words:
         assert word in done.stderr
     assert "Traceback" not in done.stderr
@@ -218,5 +211,4 @@ def test_a_wrong_key_and_the_right_one(own_hosts, python, script):
     key = own_hosts.home / ".ssh" / "id_ed25519"
     elsewhere = key.rename(own_hosts.home / "another name")
     assert_not_started(own_hosts, python, script, "Permission denied")
-    done = own_hosts.ringrun(python, "-i", elsewhere, *ALL, python, script("print(1)"))
-    assert done.returncode == 0, done.stderr
+    own_hosts.ringrun(python, "-i", elsewhere, *ALL, python, script("print(1)"), returncode=0)

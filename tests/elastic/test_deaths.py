@@ -101,8 +101,7 @@ def test_spares_take_the_places(python, tmp_path):
 
 def test_below_the_fewest_ranks_the_job_fails_as_ever(python, tmp_path):
     command = [jobs.ringrun(python), "--elastic", "--min-np", 2, "-np", 2, python, "-m", "tests.elastic.program"]
-    done = jobs.run([*command, STEPS, tmp_path, "1 step 10 _exit7"])
-    assert done.returncode == 7
+    done = jobs.run([*command, STEPS, tmp_path, "1 step 10 _exit7"], returncode=7)
     assert "the job cannot go on: 1 rank left, and --min-np is 2" in done.stderr
 
 
@@ -122,6 +121,5 @@ def test_a_rank_whose_operation_waits_for_one_that_hangs_goes_on(python, tmp_pat
 @pytest.mark.quick
 def test_without_ringrun_it_is_said_that_nobody_sees_deaths():
     program = [sys.executable, "-c", "import ringreduce; ringreduce.init()"]
-    done = jobs.run(program, env=jobs.environment(RINGREDUCE_ELASTIC="1"))
-    assert done.returncode == 1
+    done = jobs.run(program, env=jobs.environment(RINGREDUCE_ELASTIC="1"), returncode=1)
     assert "only its agents see how a rank ends, which mpirun and srun do not tell; start with `ringrun" in done.stderr

@@ -15,9 +15,7 @@ PROGRAMS = Path(__file__).parent / "programs"
 def run(python, size, program, *arguments, flags=()):
     """Run a program to its end, which is a good one."""
     job = [jobs.ringrun(python), "--elastic", "-np", size, *flags, python, PROGRAMS / f"{program}.py", *arguments]
-    done = jobs.run(job, timeout_s=90)
-    assert done.returncode == 0, done.stderr
-    return done
+    return jobs.run(job, timeout_s=90, returncode=0)
 
 
 @pytest.mark.timeout(120)

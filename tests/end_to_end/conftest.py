@@ -10,10 +10,10 @@ from tests.support import jobs
 PROGRAMS = Path(__file__).parent / "programs"
 
 
-def run(command, *, timeout_s=120, cwd=jobs.ROOT, **variables):
+def run(command, *, timeout_s=120, cwd=jobs.ROOT, returncode=None, **variables):
     """Run a command with these variables; returns the finished process, stderr within stdout."""
-    environment = jobs.environment(**variables)
-    return jobs.run(command, timeout_s=timeout_s, cwd=cwd, env=environment, stderr=subprocess.STDOUT)
+    options = {"timeout_s": timeout_s, "cwd": cwd, "returncode": returncode, "stderr": subprocess.STDOUT}
+    return jobs.run(command, env=jobs.environment(**variables), **options)
 
 
 def ringrun(python, ranks, *command, **options):

@@ -251,8 +251,7 @@ def test_parameter_server(tmp_path):
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="as root only: a user learns that root is missing")
 def test_hosts_without_its_commands_is_skipped_and_says_why(tmp_path):
-    finished = run([PYTHON, BENCH / "hosts.py"], PATH=str(tmp_path))
-    assert finished.returncode == 0, finished.stdout
+    finished = run([PYTHON, BENCH / "hosts.py"], PATH=str(tmp_path), returncode=0)
     assert finished.stdout == "bench/hosts.py: skipped: the command ip (iproute2) is not on PATH\n"
 
 
@@ -289,8 +288,7 @@ def test_hosts_leave_nothing_behind(end):
 
 
 def test_wrong_elements_are_counted():
-    finished = ringrun(PYTHON, 2, PROGRAMS / "wrong_elements.py", PYTHONPATH=BOTH)
-    assert finished.returncode == 0, finished.stdout
+    finished = ringrun(PYTHON, 2, PROGRAMS / "wrong_elements.py", PYTHONPATH=BOTH, returncode=0)
     printed = dict(re.findall(r"^\[0\] (.*) (\d+)$", finished.stdout, re.MULTILINE))
     assert (printed["buffer"], printed["right"], printed["wrong"]) == ("1", "0", "10")
     assert int(printed["not reduced"]) > 50
@@ -345,8 +343,7 @@ def test_gpu_benches_without_a_gpu_are_skipped_and_say_why(tmp_path, name, cupy)
 
 def test_everything_for_gpus_is_run_and_told_whatever_fails(tmp_path):
     (tmp_path / "bench.json").write_text("of an earlier run")
-    finished = run([PYTHON, PROGRAMS / "everything.py", tmp_path, "--minutes", 1], PYTHONPATH=BOTH)
-    assert finished.returncode == 1, finished.stdout
+    run([PYTHON, PROGRAMS / "everything.py", tmp_path, "--minutes", 1], PYTHONPATH=BOTH, returncode=1)
     page = (tmp_path / "results.md").read_text().splitlines()
     assert page[0].startswith("# GPU results, 20")
     assert page[2].startswith("gpu none at all, driver 1.2, ")
@@ -364,6 +361,5 @@ def test_everything_for_gpus_is_run_and_told_whatever_fails(tmp_path):
 
 
 def test_what_there_was_no_time_for_is_told_and_is_no_success(tmp_path):
-    finished = run([PYTHON, PROGRAMS / "everything.py", tmp_path, "--minutes", 0], PYTHONPATH=BOTH)
-    assert finished.returncode == 1, finished.stdout
+    finished = run([PYTHON, PROGRAMS / "everything.py", tmp_path, "--minutes", 0], PYTHONPATH=BOTH, returncode=1)
     assert "begun" not in finished.stdout

@@ -35,8 +35,7 @@ print("total", rr.allreduce(rr.rank() + 1.0, op=rr.Sum))
 def test_the_child_is_alone_and_the_job_goes_on(fault, answer, python, script, tmp_path):
     log = tmp_path / "log"
     variables = {"CUPY_ON_HOST": fault, "CUPY_ON_HOST_LOG": str(log)}
-    done = ringrun(python, 2, script(SCRIPT), timeout_s=120, **variables)
-    assert done.returncode == 0, done.stdout
+    done = ringrun(python, 2, script(SCRIPT), timeout_s=120, returncode=0, **variables)
     assert done.stdout.count("total 3.0") == 2, done.stdout
     for rank in range(2):
         assert re.search(answer.format(rank), done.stdout), done.stdout

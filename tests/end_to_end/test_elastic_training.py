@@ -61,8 +61,7 @@ def test_what_is_trained_is_what_the_ranks_that_took_part_train_in_one_process(t
     program, result = PROGRAMS / "trains_with_torch.py", tmp_path / "result"
     command = [jobs.ringrun(Path(sys.executable)), "--elastic", "--min-np", 2, *flags, sys.executable, program, result]
     environment = jobs.environment(PYTHONPATH=str(jobs.ROOT), OMP_NUM_THREADS="1")
-    ended = jobs.run([*command, *deaths], env=environment, stderr=subprocess.STDOUT)
-    assert ended.returncode == 0, ended.stdout
+    ended = jobs.run([*command, *deaths], env=environment, stderr=subprocess.STDOUT, returncode=0)
     for death in deaths:
         assert re.search(rf"rank {death[0]} of \d failed", ended.stdout), ended.stdout
     history, size, parameters = torch.load(result)

@@ -142,8 +142,8 @@ def test_an_engine_that_fails_is_told_on_all_ranks(finished, python):
         "    time.sleep(1)\n"
         "    sys.exit(3)\n",
         python,
+        returncode=3,
     )
-    assert done.returncode == 3, done.stdout
     told = r"rank 1 of 3 failed inside an operation: MemoryError: no room"
     assert len(re.findall(f"PeerLostError {told}", done.stdout)) == 2, done.stdout
     assert re.search(f"CollectiveError {told}", done.stdout), done.stdout
@@ -168,8 +168,7 @@ STOP = "os.system(f'(sleep 5; kill -CONT {os.getpid()}) > /dev/null 2>&1 &')\n  
 @pytest.mark.quick
 @pytest.mark.parametrize("rank", [pytest.param(0, marks=extended), 2])
 def test_a_rank_that_does_something_else_is_named_with_its_stack(finished, python, rank):
-    done = finished(STALL.format(how=SLEEP, rank=rank), python, RINGREDUCE_STALL_CHECK_S="1")
-    assert done.returncode == 0, done.stdout
+    done = finished(STALL.format(how=SLEEP, rank=rank), python, RINGREDUCE_STALL_CHECK_S="1", returncode=0)
     others = "1-2" if rank == 0 else "0-1"
     assert re.search(
         r"ringrun: the job is stalled, says rank 0: allreduce 'layer3.w' \(float32\[3, 4\]\): waiting for \d s; "
@@ -193,8 +192,7 @@ def test_a_rank_that_does_something_else_is_named_with_its_stack(finished, pytho
     ],
 )
 def test_a_rank_that_is_stopped_is_told(finished, rank, message):
-    done = finished(STALL.format(how=STOP, rank=rank), RINGREDUCE_STALL_CHECK_S="0.5")
-    assert done.returncode == 0, done.stdout
+    done = finished(STALL.format(how=STOP, rank=rank), RINGREDUCE_STALL_CHECK_S="0.5", returncode=0)
     assert re.search(message, done.stdout), done.stdout
     assert re.search(rf"\nrank {rank} of 3 on \S+: it is stopped \(by SIGSTOP, Ctrl-Z or a debugger\)", done.stdout)
 
@@ -217,8 +215,7 @@ MUTE_BEFORE = rf"rank 0 has waited in shutdown\(\) for \d+ s for rank 1\nrank 1 
 )
 def test_a_rank_that_is_stopped_does_not_keep_those_that_leave(tmp_path, rank, early, message):
     variables = {"RINGREDUCE_STALL_CHECK_S": "1", "RINGREDUCE_STALL_ABORT_S": "4"}
-    done = ringrun(Path(sys.executable), 3, STOPPED, rank, *early, cwd=tmp_path, **variables)
-    assert done.returncode == 1, done.stdout
+    done = ringrun(Path(sys.executable), 3, STOPPED, rank, *early, cwd=tmp_path, returncode=1, **variables)
     assert re.search(message, done.stdout), done.stdout
     assert re.search(rf"\nrank {rank} of 3 on \S+: it is stopped \(by SIGSTOP, Ctrl-Z or a debugger\)", done.stdout)
 
@@ -233,8 +230,8 @@ def test_a_stop_in_the_middle_of_an_operation_is_told(finished):
         "for step in range(5):\n"
         "    rr.allreduce_(big, name='big{0}', op=rr.Max)\n",
         RINGREDUCE_STALL_CHECK_S="0.5",
+        returncode=0,
     )
-    assert done.returncode == 0, done.stdout
     assert re.search(
         r"says rank 0: allreduce 'big\{0\}' \(\S+:\d+\) is under way, and has not moved for \d s; "
         r"rank 0 waits for rank [12]\n(.*\n)*rank 1 does not answer: it is stopped",

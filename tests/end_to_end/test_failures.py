@@ -32,13 +32,12 @@ FAILURES = {
 def test_one_rank_ends_and_the_others_wait_for_it(python, tmp_path, kind):
     code, message = FAILURES[kind]
     variables = {"PYTHONPATH": str(ROOT), "RINGREDUCE_STALL_CHECK_S": "0" if kind == "_exit0" else "10"}
-    finished = ringrun(python, 4, PROGRAMS / "fails.py", kind, tmp_path, timeout_s=60, **variables)
+    finished = ringrun(python, 4, PROGRAMS / "fails.py", kind, tmp_path, timeout_s=60, returncode=code, **variables)
     ended = time.time()
     failing = re.search(r"failing at ([\d.]+)", finished.stdout)
     assert failing, f"exit code {finished.returncode}, and it said: {finished.stdout!r}"
     failed = float(failing.group(1))
     print(f"{kind}: all gone after {ended - failed:.2f} s")
-    assert finished.returncode == code, finished.stdout
     assert re.search(message, finished.stdout), finished.stdout
     told = set(re.findall(r"^\[(\d)\] Traceback", finished.stdout, re.M))
     assert told == ({"1"} if kind == "raise" else set()), "those that lose it print no tracebacks of their own"
@@ -89,8 +88,7 @@ print("rank", rr.rank(), "is through")
 def test_a_rank_that_does_not_come_to_init_is_named_with_its_line(python, script, ranks, instead, code, told):
     """One that has ended ends those that wait for it there."""
     path = script(WITHOUT_INIT.format(instead=instead))
-    finished = ringrun(python, ranks, path, timeout_s=60, RINGREDUCE_STALL_CHECK_S="1")
-    assert finished.returncode == code, finished.stdout
+    finished = ringrun(python, ranks, path, timeout_s=60, RINGREDUCE_STALL_CHECK_S="1", returncode=code)
     assert [finished.stdout.count(each) for each in told] == [1] * len(told), finished.stdout
     assert run(["pgrep", "-f", str(path)]).stdout == "", "nothing is left"
 
@@ -109,8 +107,7 @@ def test_another_mpis_launcher_is_told(mpich_python, script):
 def test_under_ringrun_an_exception_is_reported_and_ends_the_process_at_once(python, tmp_path, error, code):
     path = tmp_path / "rank0.json"
     script = f"import atexit, ringreduce; ringreduce.init(); atexit.register(print, 'too late'); raise {error}('x')"
-    finished = run([python, "-c", script], RINGREDUCE_ERROR_FILE=str(path))
-    assert finished.returncode == code
+    finished = run([python, "-c", script], RINGREDUCE_ERROR_FILE=str(path), returncode=code)
     assert "too late" not in finished.stdout
     assert ("Traceback" in finished.stdout) == (error != "KeyboardInterrupt"), "ringrun tells of Ctrl-C, once"
     assert json.loads(path.read_text())["exception"] == error

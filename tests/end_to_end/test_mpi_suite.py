@@ -21,9 +21,8 @@ EVERYWHERE = [*QUICK, *itertools.product(["openmpi", "mpich"], [1, 2, 3, 4], [""
     ("python", "ranks", "tier"), parted(EVERYWHERE, lambda *case: case in QUICK), indirect=["python"]
 )
 def test_the_suite_passes_on_so_many_ranks(python, ranks, tier):
-    finished = ringrun(python, ranks, *PYTEST, "-m", tier, "tests/mpi", timeout_s=400)
+    finished = ringrun(python, ranks, *PYTEST, "-m", tier, "tests/mpi", timeout_s=400, returncode=0)
     print(finished.stdout)
-    assert finished.returncode == 0, finished.stdout
     assert re.search(r"^\[0\] \d{3} passed", finished.stdout, re.MULTILINE), finished.stdout
 
 
@@ -31,14 +30,13 @@ def test_the_launchers_jobs_on_mpich(mpich_python):
     finished = run(
         [mpich_python, "-m", "pytest", "-p", "no:cacheprovider", "-q", "-rs", "-m", "jobs", "tests/launcher"],
         timeout_s=600,
+        returncode=0,
     )
     print(finished.stdout)
-    assert finished.returncode == 0, finished.stdout
 
 
 @pytest.mark.quick
 def test_a_hang_ends_the_run_with_every_ranks_stack(python, broken):
-    finished = ringrun(python, 3, *PYTEST, f"{broken}::test_all_ranks_hang", timeout_s=60)
-    assert finished.returncode == 1, finished.stdout
+    finished = ringrun(python, 3, *PYTEST, f"{broken}::test_all_ranks_hang", timeout_s=60, returncode=1)
     assert "time.sleep(1)" in finished.stdout, "the stack of rank 0"
     assert "in barrier" in finished.stdout, "the stack of a rank that waits for it"

@@ -35,8 +35,7 @@ def mpirun(python, ranks, *arguments, **variables):
     indirect=["python"],
 )
 def test_the_suite_for_ranks(python, ranks, words):
-    finished = mpirun(python, ranks, "tests/mpi", "-k", words)
-    assert finished.returncode == 0, finished.stdout
+    finished = mpirun(python, ranks, "tests/mpi", "-k", words, returncode=0)
     assert len(re.findall(r"^=+ \d+ passed", finished.stdout, re.MULTILINE)) == 1, "one rank reports"
 
 
@@ -56,5 +55,4 @@ def test_a_rank_that_fails_ends_the_job(python, broken):
 def test_pytest_without_the_plugin_for_mpi(tmp_path):
     """It is needed for ranks only."""
     command = [Path(sys.executable).parent / "pytest", "-p", "no:pytest_mpi", "-p", "no:cacheprovider", "-q"]
-    finished = run([*command, "-o", "addopts=--import-mode=importlib", "tests/unit/test_trees.py"], cwd=ROOT)
-    assert finished.returncode == 0, finished.stdout
+    run([*command, "-o", "addopts=--import-mode=importlib", "tests/unit/test_trees.py"], cwd=ROOT, returncode=0)

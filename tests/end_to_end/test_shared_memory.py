@@ -42,8 +42,7 @@ def ringrun(python, ranks, *happening, shm=None, **variables):
 @own_shm
 @pytest.mark.parametrize("mebibytes", [8, 20])
 def test_where_there_is_little_of_it_messages_are_used_and_a_line_says_why(python, mebibytes):
-    finished = ringrun(python, 2, shm=f"{mebibytes}m")
-    assert finished.returncode == 0, finished.stdout
+    finished = ringrun(python, 2, shm=f"{mebibytes}m", returncode=0)
     assert finished.stdout.count("right; False 0") == 2, finished.stdout
     said = [line for line in finished.stdout.splitlines() if "right" not in line and "left:" not in line]
     assert len(said) == 1, finished.stdout
@@ -57,8 +56,7 @@ def test_where_there_is_little_of_it_messages_are_used_and_a_line_says_why(pytho
 
 @own_shm
 def test_memory_that_another_job_takes_meanwhile_ends_no_rank_and_hangs_none(python):
-    finished = ringrun(python, 2, "taken_meanwhile", shm="27m")
-    assert finished.returncode == 0, finished.stdout
+    finished = ringrun(python, 2, "taken_meanwhile", shm="27m", returncode=0)
     assert finished.stdout.count("right; False 0") == 2, finished.stdout
     assert re.search(r"so messages are used: rank \d: /dev/shm, 27 MiB, has no room for 2 × 10 MiB", finished.stdout)
     left = re.findall(r"^left: (\d+) blocks (.*)$", finished.stdout, re.MULTILINE)
@@ -68,8 +66,7 @@ def test_memory_that_another_job_takes_meanwhile_ends_no_rank_and_hangs_none(pyt
 @own_shm
 def test_ranks_of_one_host_that_do_not_share_it_use_messages():
     """As in two containers: processes have other numbers there. MPICH itself waits for ever, in MPI_Init."""
-    finished = ringrun(Path(sys.executable), 2, "in_a_container")
-    assert finished.returncode == 0, finished.stdout
+    finished = ringrun(Path(sys.executable), 2, "in_a_container", returncode=0)
     assert finished.stdout.count("right; False 0") == 2, finished.stdout
     said = (
         r"messages are used: rank 0: /proc/1/fd/\d+, the memory of a rank on this host, cannot be opened here: "
@@ -96,8 +93,7 @@ MPIS_OWN = re.compile(r"/dev/shm/(sm_segment\..*|mpich_shm_.*)")
 @pytest.mark.parametrize("seconds", [0.05, 0.21, 0.5])
 def test_of_a_rank_that_is_killed_nothing_of_ours_is_left(python, seconds):
     """What MPI made for itself may stay (MPICH's mpich_shm_… does); the window, 24 MiB, must not."""
-    finished = ringrun(python, 3, "killed", seconds, shm="256m", RINGREDUCE_ALGORITHM="shared")
-    assert finished.returncode == 137, finished.stdout
+    finished = ringrun(python, 3, "killed", seconds, shm="256m", RINGREDUCE_ALGORITHM="shared", returncode=137)
     assert "rank 1 of 3 failed first" in finished.stdout
     left = re.findall(r"^left: (\d+) blocks (.*)$", finished.stdout, re.MULTILINE)
     assert all(MPIS_OWN.fullmatch(name) for _, name in left), left

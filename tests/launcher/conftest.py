@@ -41,7 +41,7 @@ def ringrun_command(request, python):
 
 @pytest.fixture
 def ringrun(tmp_path, ringrun_command):
-    """Run ringrun to its end: `ringrun("-np", 2, …, env={…}, input="…")`."""
+    """Run ringrun to its end: `ringrun("-np", 2, …, env={…}, input="…", returncode=0)`."""
 
     def run(*arguments, env=None, **options):
         command = [*ringrun_command, *arguments]

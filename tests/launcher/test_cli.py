@@ -96,8 +96,7 @@ def test_any_timeout_gives_seconds_or_one_usage_error(text):
 
 @pytest.mark.parametrize(("flag", "columns"), [("-h", "60"), ("--help", "200")])
 def test_help_is_the_manual_on_two_screens(flag, columns, ringrun):
-    done = ringrun(flag, env={"COLUMNS": columns})
-    assert done.returncode == 0
+    done = ringrun(flag, env={"COLUMNS": columns}, returncode=0)
     for part in (
         "ringrun -np 4 python train.py",
         "LOCAL_WORLD_SIZE",
@@ -147,8 +146,7 @@ def test_version(ringrun):
 
 
 def test_dry_run_prints_the_command_and_runs_nothing(ringrun, tmp_path):
-    done = ringrun("-np", 3, "--deterministic", "--mpi-args=-x 'A B'", "--dry-run", "touch", "made here")
-    assert done.returncode == 0
+    done = ringrun("-np", 3, "--deterministic", "--mpi-args=-x 'A B'", "--dry-run", "touch", "made here", returncode=0)
     assert done.stdout.startswith("env RINGREDUCE_DETERMINISTIC=1 ")
     assert " -x 'A B' " in done.stdout
     assert done.stdout.count("\n") == 1

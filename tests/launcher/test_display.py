@@ -49,8 +49,7 @@ def unfold(text):
 
 @pytest.mark.parametrize(("flags", "shown"), [(["--ranks", "0,2-3"], {0, 2, 3}), (["--ranks", "1"], {1})])
 def test_only_some_ranks_are_shown(flags, shown, ringrun, script):
-    done = ringrun("-np", 4, *flags, *script(BOTH))
-    assert done.returncode == 0
+    done = ringrun("-np", 4, *flags, *script(BOTH), returncode=0)
     assert by_rank(done.stdout) == {rank: [f"out {rank}"] for rank in shown}
     assert by_rank(done.stderr) == {rank: [f"err {rank}"] for rank in shown}
 
@@ -63,16 +62,14 @@ def test_the_report_shows_what_a_hidden_rank_wrote(ringrun, script):
             sys.exit("out of coffee")
         time.sleep(30)
     """
-    done = ringrun("-np", 2, "--ranks", 0, *script(source))
-    assert done.returncode == 1
+    done = ringrun("-np", 2, "--ranks", 0, *script(source), returncode=1)
     assert "[1]" not in done.stderr
     assert "ringrun: rank 1 of 2 failed first" in done.stderr
     assert done.stderr.splitlines()[-4:-1] == ["the last it wrote to stderr:", "fine", "out of coffee"]
 
 
 def test_a_line_of_all_ranks_is_shown_once(ringrun, script):
-    done = ringrun("-np", 3, "--fold", *script(TOGETHER))
-    assert done.returncode == 0
+    done = ringrun("-np", 3, "--fold", *script(TOGETHER), returncode=0)
     for text, word in ((done.stdout, "same"), (done.stderr, "bad")):
         assert unfold(text) == {rank: [f"{word} {count}" for count in range(20)] for rank in range(3)}
         folded = [line for line in text.splitlines() if line.startswith(f"[0-2] {word} ")]
@@ -80,8 +77,7 @@ def test_a_line_of_all_ranks_is_shown_once(ringrun, script):
 
 
 def test_folded_lines_are_not_lost_when_the_job_is_killed(ringrun, program):
-    done = ringrun("-np", 3, "--fold", *program("last_words"))
-    assert done.returncode == 137
+    done = ringrun("-np", 3, "--fold", *program("last_words"), returncode=137)
     assert unfold(done.stdout) == {0: ["begin", "ended", "by 0"], 1: ["begin", "ended", "by 1"], 2: ["begin", "dies"]}
     assert "-- ringrun: rank 2 of 3 failed first" in done.stderr
     assert done.stderr.splitlines()[-2] == "it wrote nothing to stderr"
@@ -126,8 +122,7 @@ def test_output_is_kept_complete_and_without_prefixes(ringrun, tmp_path, script)
 
 def test_a_folder_that_cannot_be_made_is_told_before_anything_runs(ringrun, tmp_path):
     (tmp_path / "file").write_text("")
-    done = ringrun("-np", 2, "--output-filename", "file/x", "touch", "made here")
-    assert done.returncode == 2
+    done = ringrun("-np", 2, "--output-filename", "file/x", "touch", "made here", returncode=2)
     where = "file/x/rank.0 cannot be made or written: Not a directory"
     assert done.stderr == (
         f"ringrun: error: --output-filename file/x: {where}; give a folder that this user can write to\n"
@@ -161,8 +156,7 @@ def test_a_job_that_takes_too_long_is_ended_and_a_rank_may_save_its_state(ringru
     """
     begin_s = time.monotonic()
     limit_s = round(patient(2))
-    done = ringrun("-np", 4, "--timeout", limit_s, *script(source))
-    assert done.returncode == 124
+    done = ringrun("-np", 4, "--timeout", limit_s, *script(source), returncode=124)
     assert limit_s <= time.monotonic() - begin_s < limit_s + patient(6.0)
     assert by_rank(done.stdout) == {0: ["up"], 1: ["up"], 2: ["up", "saved"], 3: ["up"]}
     here = f"on {os.uname().nodename}: script.py:9, in <module>: time.sleep(0 if rank == 1 else 60)"
@@ -176,13 +170,11 @@ def test_a_job_that_takes_too_long_is_ended_and_a_rank_may_save_its_state(ringru
 
 @pytest.mark.parametrize("timeout", ["30", "1e300"])
 def test_a_job_in_time_is_left_alone(timeout, ringrun, python):
-    done = ringrun("-np", 2, "--timeout", timeout, python, "-c", "raise SystemExit(7)")
-    assert done.returncode == 7
+    done = ringrun("-np", 2, "--timeout", timeout, python, "-c", "raise SystemExit(7)", returncode=7)
     assert "--timeout" not in done.stderr
 
 
 def test_the_time_may_be_over_before_any_rank_has_started(ringrun, wait_until_gone, tmp_path):
-    done = ringrun("-np", 2, "--timeout", "0.001", "touch", tmp_path / "made here")
-    assert done.returncode == 124
+    done = ringrun("-np", 2, "--timeout", "0.001", "touch", tmp_path / "made here", returncode=124)
     assert "ranks 0-1 of 2 had not started\n" in done.stderr
     wait_until_gone()

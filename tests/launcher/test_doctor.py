@@ -227,8 +227,7 @@ def test_one_host_has_no_links(ringrun):
 
 
 def test_a_host_that_cannot_be_reached(ringrun):
-    done = ringrun("doctor", "-H", "localhost,no-such-host.invalid", "--start-timeout", "20")
-    assert done.returncode == 3
+    done = ringrun("doctor", "-H", "localhost,no-such-host.invalid", "--start-timeout", "20", returncode=3)
     assert "\nno-such-host.invalid *  its name is not known here (Could not resolve hostname: " in done.stdout
     assert "\nErrors:\n  no-such-host.invalid: its name is not known here (Could not resolve hostname: " in done.stdout
     assert "; correct the name, or let this host know it: getent hosts no-such-host.invalid" in done.stdout
@@ -251,7 +250,6 @@ def test_any_command_line_is_a_request_or_a_usage_error(arguments):
 
 
 def test_the_manual(ringrun):
-    done = ringrun("doctor", "--help")
-    assert done.returncode == 0
+    done = ringrun("doctor", "--help", returncode=0)
     for flag in ("-H", "--hostfile", "-p", "-i", "--start-timeout", "--network-interfaces"):
         assert flag in done.stdout

@@ -32,8 +32,7 @@ def lists(done):
 @pytest.mark.without_mpi
 def test_survivors_hear_of_each_loss_and_the_job_ends_well(ringrun, python, wait_until_gone):
     flags = ["--elastic", "--min-np", 2, "-np", 4, "--spares", 1]
-    done = ringrun(*flags, python, RANK, 3, "1@0=kill", "0@1=raise", "4@2=sysexit-3")
-    assert done.returncode == 0, done.stderr
+    done = ringrun(*flags, python, RANK, 3, "1@0=kill", "0@1=raise", "4@2=sysexit-3", returncode=0)
     dead = {"1": "was killed by SIGKILL", "0": "ended with exit code 1", "4": "ended with exit code 3"}
     first = {"number": 1, "ranks": [0, 2, 3, 4], "dead": {"1": dead["1"]}}
     second = {"number": 2, "ranks": [2, 3, 4], "dead": {"0": dead["0"], "1": dead["1"]}}
@@ -62,8 +61,7 @@ def test_survivors_hear_of_each_loss_and_the_job_ends_well(ringrun, python, wait
     ],
 )
 def test_every_kind_of_death_is_heard_of(action, how, ringrun, python, wait_until_gone):
-    done = ringrun("--elastic", "-np", 3, python, RANK, 1, f"0@0={action}")
-    assert done.returncode == 0, done.stderr
+    done = ringrun("--elastic", "-np", 3, python, RANK, 1, f"0@0={action}", returncode=0)
     assert lists(done) == {rank: [{"number": 1, "ranks": [1, 2], "dead": {"0": how}}] for rank in (1, 2)}
     wait_until_gone()
 
@@ -71,8 +69,7 @@ def test_every_kind_of_death_is_heard_of(action, how, ringrun, python, wait_unti
 @pytest.mark.without_mpi
 @pytest.mark.extended
 def test_a_rank_that_ends_with_0_before_the_others_is_missed_but_did_not_fail(ringrun, python):
-    done = ringrun("--elastic", "-np", 3, python, RANK, 1, "1@0=exit-0")
-    assert done.returncode == 0, done.stderr
+    done = ringrun("--elastic", "-np", 3, python, RANK, 1, "1@0=exit-0", returncode=0)
     dead = {"1": "ended with exit code 0"}
     assert lists(done) == {rank: [{"number": 1, "ranks": [0, 2], "dead": dead}] for rank in (0, 2)}
     assert done.stderr.splitlines()[0] == (
@@ -90,8 +87,7 @@ def test_a_rank_that_ends_with_0_before_the_others_is_missed_but_did_not_fail(ri
     ],
 )
 def test_a_rank_is_killed(ringrun, python, actions, why, told):
-    done = ringrun("--elastic", "-np", 3, python, RANK, 1, *actions)
-    assert done.returncode == 0, done.stderr
+    done = ringrun("--elastic", "-np", 3, python, RANK, 1, *actions, returncode=0)
     dead = {"1": f"was killed, since {why}"}
     assert lists(done) == {rank: [{"number": 1, "ranks": [0, 2], "dead": dead}] for rank in (0, 2)}
     text = " ".join(done.stderr[done.stderr.index(FAILED.format(1, 3)) :].split())
@@ -117,8 +113,7 @@ def test_stacks_after_a_loss_are_those_of_the_ranks_that_are_left(start, python,
 @pytest.mark.parametrize("when", ["1@0", pytest.param("1@left", marks=pytest.mark.extended)])  # it waits for 30 s
 def test_a_rank_that_is_stopped_when_others_have_left_goes_on(ringrun, python, monkeypatch, when):
     monkeypatch.setenv("RINGREDUCE_STALL_ABORT_S", "1")
-    done = ringrun("--elastic", "-np", 2, python, RANK, 0, f"{when}=kill-STOP")
-    assert done.returncode == 0, done.stderr
+    done = ringrun("--elastic", "-np", 2, python, RANK, 0, f"{when}=kill-STOP", returncode=0)
     told = r"ringrun: rank 1 of 2 on host \S+, pid \d+, was stopped while others waited for it to end; it goes on now\n"
     assert re.search(told, done.stderr)
     assert "-- ringrun" not in done.stderr

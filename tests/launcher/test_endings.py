@@ -167,8 +167,7 @@ def test_nothing_that_a_rank_has_started_outlives_the_job(shell, end, ringrun, s
         print("up", flush=True)
     """
     command = script(textwrap.dedent(source) + end + "\n" + "signal.pause()")
-    done = ringrun("-np", 2, *shell, *command, *shell[:1])
-    assert done.returncode == (end != "sys.exit(0)"), done.stderr
+    ringrun("-np", 2, *shell, *command, *shell[:1], returncode=end != "sys.exit(0)")
     wait_until_gone()
 
 
@@ -213,5 +212,4 @@ WAYS_OUT = {
 @pytest.mark.without_mpi
 @pytest.mark.parametrize("way", parted(WAYS_OUT, lambda way: way in ("leave(7)", "leave(0)")))
 def test_the_exit_code_is_the_script_s_whatever_happens_on_its_way_out(ringrun, script, way):
-    done = ringrun("-np", 1, *script(f"{HEAD}import atexit\natexit.register(os._exit, 14)\n{way}\n"))
-    assert done.returncode == WAYS_OUT[way], done.stderr
+    ringrun("-np", 1, *script(f"{HEAD}import atexit\natexit.register(os._exit, 14)\n{way}\n"), returncode=WAYS_OUT[way])

@@ -73,10 +73,9 @@ def test_who_has_another_jobs_key_is_refused_and_the_job_goes_on(ringrun, script
     ],
 )
 def test_a_rank_that_ends_while_others_wait_in_mpi(failure, code, words, ringrun, program, tmp_path, wait_until_gone):
-    done = ringrun("-np", 3, *program("fails"), failure)
+    done = ringrun("-np", 3, *program("fails"), failure, returncode=code)
     assert seconds_since_failure(tmp_path) < patient(GONE_WITHIN_S)
     wait_until_gone()
-    assert done.returncode == code, done.stderr
     card = done.stderr[done.stderr.index("-- ringrun: rank 1 of 3 failed first --") :].splitlines()
     assert card[1] == f"how         {words}"
     if "ValueError" in failure:
@@ -90,15 +89,13 @@ def test_a_rank_that_ends_while_others_wait_in_mpi(failure, code, words, ringrun
 
 def test_atexit_functions_run_after_an_uncaught_exception(ringrun, program):
     failure = "import atexit; atexit.register(print, 'cleaned up'); raise KeyError(1)"
-    done = ringrun("-np", 2, *program("fails"), failure)
-    assert done.returncode == 1
+    done = ringrun("-np", 2, *program("fails"), failure, returncode=1)
     assert done.stdout == "[1] cleaned up\n"
 
 
 @pytest.mark.without_mpi
 def test_the_first_failure_in_time_is_the_cause(ringrun, program):
-    done = ringrun("-np", 3, *program("fails_in_turn"))
-    assert done.returncode == 11
+    done = ringrun("-np", 3, *program("fails_in_turn"), returncode=11)
     report = done.stderr[done.stderr.index("-- ringrun:") :].splitlines()
     assert report[1] == "how         exit code 11"
     assert report[3] == f"failed too  rank 0 on host {os.uname().nodename}: exit code 10"
@@ -110,8 +107,7 @@ def test_the_first_failure_in_time_is_the_cause(ringrun, program):
 @pytest.mark.without_mpi
 @pytest.mark.parametrize(("code", "cause"), [(6, 1), (0, 0)], ids=["failed too", "ended well"])
 def test_a_rank_that_blames_another_that_failed_is_not_the_cause(code, cause, ringrun, program):
-    done = ringrun("-np", 2, *program("blames"), code)
-    assert done.returncode == (code or 1)
+    done = ringrun("-np", 2, *program("blames"), code, returncode=code or 1)
     first, how, _, *others, traceback, _ = done.stderr.splitlines()
     assert first.startswith(f"-- ringrun: rank {cause} of 2 failed first")
     assert how == f"how         exit code {code or 1}"
@@ -123,8 +119,7 @@ def test_a_rank_that_blames_another_that_failed_is_not_the_cause(code, cause, ri
 @pytest.mark.without_mpi
 def test_a_command_that_cannot_be_executed_is_not_tried_again(ringrun, tmp_path):
     executable(tmp_path / "program", "#!/nowhere/interpreter\n")
-    done = ringrun("-np", 2, "--restarts", 2, "./program")
-    assert done.returncode == 2
+    done = ringrun("-np", 2, "--restarts", 2, "./program", returncode=2)
     assert done.stderr.startswith("ringrun: error: the command cannot be executed: No such file or directory")
     assert done.stderr.count("\n") == 1
 
@@ -149,16 +144,14 @@ def broken_mpirun(tmp_path):
 
 def test_an_mpirun_that_fails_is_quoted(ringrun, broken_mpirun):
     words = "(sleep 0.3; echo no slots left >&2) & exit 42"  # read after it has ended, as on a busy machine
-    done = ringrun("-np", 2, sys.executable, "-c", "", env=broken_mpirun(words))
-    assert done.returncode == 3
+    done = ringrun("-np", 2, sys.executable, "-c", "", env=broken_mpirun(words), returncode=3)
     assert done.stderr.startswith("ringrun: error: mpirun ended with exit code 42 when 0 of 2 ranks had started")
     assert done.stderr.endswith("wrote:\nno slots left\n")
 
 
 def test_an_mpirun_that_starts_nothing_is_tried_once_more(ringrun, broken_mpirun, tmp_path):
     shell = f"echo again >> {tmp_path}/tries; wc -l < {tmp_path}/tries >&2; exit 42"
-    done = ringrun("--verbose", "-np", 2, sys.executable, "-c", "", env=broken_mpirun(shell))
-    assert done.returncode == 3
+    done = ringrun("--verbose", "-np", 2, sys.executable, "-c", "", env=broken_mpirun(shell), returncode=3)
     assert "ringrun: trying once more, since mpirun ended with exit code 42" in done.stderr
     assert done.stderr.endswith("wrote:\n2\n")
 
@@ -190,7 +183,6 @@ def test_a_rank_is_heard_after_mpirun_has_killed_what_it_started(ringrun, script
         time.sleep(0.1)
         sys.exit(7)
     """
-    done = ringrun("-np", 2, *script(source))
+    done = ringrun("-np", 2, *script(source), returncode=7)
     wait_until_gone()
-    assert done.returncode == 7
     assert "ringrun: rank 1 of 2 failed first" in done.stderr

@@ -21,8 +21,7 @@ def test_by_default_nothing_is_told(ringrun, script):
 
 
 def test_info_is_one_line_of_rank_0(ringrun, script):
-    done = ringrun("-np", 2, "--log-level", "INFO", "--cycle-time-ms", "7", *script(SCRIPT))
-    assert done.returncode == 0
+    done = ringrun("-np", 2, "--log-level", "INFO", "--cycle-time-ms", "7", *script(SCRIPT), returncode=0)
     (line,) = done.stderr.splitlines()
     head = (
         r"\[0\] ringreduce: info: ringreduce [\d.]+: 2 ranks on 1 host; .+ with thread level multiple; .* shared memory"
@@ -34,8 +33,7 @@ def test_info_is_one_line_of_rank_0(ringrun, script):
 
 @pytest.mark.parametrize("variable", ["RINGREDUCE_LOG_LEVEL", "HOROVOD_LOG_LEVEL"])
 def test_debug_tells_each_rank_what_is_run(variable, ringrun, script):
-    done = ringrun("-np", 2, "--log-with-timestamp", *script(SCRIPT), env={variable: "debug"})
-    assert done.returncode == 0
+    done = ringrun("-np", 2, "--log-with-timestamp", *script(SCRIPT), env={variable: "debug"}, returncode=0)
     for rank in range(2):
         told = rf"^\[{rank}\] \d{{4}}-.*\.\d{{3}} ringreduce: debug: rank {rank}"
         assert re.search(rf"{told} of 2: local rank {rank} of 2, on host 0 ", done.stderr, re.MULTILINE)

@@ -117,14 +117,12 @@ def test_what_cannot_be_is_one_line_and_exit_code_2(ringrun, arguments, message)
 
 
 def test_ranks_start_in_the_slots(ringrun):
-    done = ringrun("-H", "localhost:3", "sh", "-c", "echo $RANK of $WORLD_SIZE")
-    assert done.returncode == 0
+    done = ringrun("-H", "localhost:3", "sh", "-c", "echo $RANK of $WORLD_SIZE", returncode=0)
     assert sorted(done.stdout.splitlines()) == [f"[{rank}] {rank} of 3" for rank in range(3)]
 
 
 def test_ringrun_is_not_started_once_for_every_rank(ringrun):
-    done = ringrun("true", env={"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "4"})
-    assert done.returncode == 2
+    done = ringrun("true", env={"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "4"}, returncode=2)
     assert "srun has started ringrun 4 times (SLURM_STEP_NUM_TASKS=4)" in done.stderr
     assert ringrun("-np", 1, "true", env={"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "1"}).returncode == 0
 

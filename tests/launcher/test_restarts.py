@@ -304,9 +304,8 @@ def test_a_failure_during_which_ctrl_c_was_pressed_is_none_to_restart_after(sign
 
 
 def test_a_script_with_a_checkpoint_goes_on(ringrun, program, wait_until_gone):
-    done = ringrun("-np", 2, "--restarts", 2, *program("checkpoints"))
+    done = ringrun("-np", 2, "--restarts", 2, *program("checkpoints"), returncode=0)
     wait_until_gone()
-    assert done.returncode == 0, done.stderr
     for rank in range(2):
         assert f"[{rank}] attempt 0 begins at step 0\n" in done.stdout
         assert f"[{rank}] attempt 1 begins at step 4\n" in done.stdout
@@ -329,9 +328,8 @@ def test_it_gives_up_after_the_last_restart(ringrun, script, tmp_path, wait_unti
             time.sleep(0.01)
         sys.exit(20 + count)
     """
-    done = ringrun("-np", 2, "--restarts", 2, "--output-filename", "kept", *script(source))
+    done = ringrun("-np", 2, "--restarts", 2, "--output-filename", "kept", *script(source), returncode=22)
     wait_until_gone()
-    assert done.returncode == 22
     told = [line for line in done.stderr.splitlines() if line.startswith(("ringrun:", "-- ringrun:", "how "))]
     assert [re.sub(r"[- ]*-$", "", line) for line in told] == [
         *("-- ringrun: rank 1 of 2 failed first", "how         exit code 20", "ringrun: restart 1 of 2 in 1 s"),

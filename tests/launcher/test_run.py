@@ -90,8 +90,7 @@ def test_long_lines_of_many_ranks_stay_whole(ringrun, script):
             stream.write(f"{count:04} " + str(rank) * (count % 397))
             stream.write(" end\\n")
     """
-    done = ringrun("-np", 4, *script(source))
-    assert done.returncode == 0
+    done = ringrun("-np", 4, *script(source), returncode=0)
     for first, text in ((1, done.stdout), (0, done.stderr)):
         ranks = by_rank(text)
         assert set(ranks) == {0, 1, 2, 3}

@@ -38,8 +38,7 @@ def all_up(folder, count):
 def ask(job):
     """What `ringrun stacks JOB` prints."""
     program = "import sys; from ringrun.stacks import run; sys.exit(run(sys.argv[1:]))"
-    done = run([sys.executable, "-c", program, job.pid])
-    assert done.returncode == 0, done.stderr
+    done = run([sys.executable, "-c", program, job.pid], returncode=0)
     return done.stdout
 
 
@@ -104,8 +103,7 @@ def test_several_pythons_of_one_rank_are_all_shown(start, python, tmp_path):
 
 def test_a_stall_is_told_once_with_all_stacks_and_no_quiet_rank_hides_it(ringrun, program):
     python, path = program("late")
-    done = ringrun("-np", 3, "--ranks", 0, "--stall-check-s", "0.7", python, path)
-    assert done.returncode == 0
+    done = ringrun("-np", 3, "--ranks", 0, "--stall-check-s", "0.7", python, path, returncode=0)
     lines = done.stderr.splitlines()
     reports = [line for line in lines if line.startswith("ringrun: the job is stalled, says rank 0: ")]
     assert len(reports) >= 2, done.stderr  # after 0.7 s, after twice that and so on

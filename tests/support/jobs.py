@@ -19,13 +19,20 @@ def environment(**changes: str | None) -> dict[str, str]:
     return {name: value for name, value in (kept | changes).items() if value is not None}
 
 
-def run(command: list[object], *, timeout_s: float = 120, **options) -> subprocess.CompletedProcess[str]:
-    """Run a program to its end, with no stdin if not told otherwise; what it printed need not be UTF-8."""
+def run(
+    command: list[object], *, timeout_s: float = 120, returncode: int | None = None, **options
+) -> subprocess.CompletedProcess[str]:
+    """Run a program to its end, which must be the returncode where one is named; what it printed need not be UTF-8.
+
+    It has no stdin if not told otherwise.
+    """
     if "input" not in options:
         options.setdefault("stdin", subprocess.DEVNULL)
     defaults = {"cwd": ROOT, "env": environment(), "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     defaults |= {"text": True, "errors": "surrogateescape", "timeout": patient(timeout_s)}
-    return subprocess.run([str(each) for each in command], **defaults | options)
+    done = subprocess.run([str(each) for each in command], **defaults | options)
+    assert returncode in (None, done.returncode), f"ended with {done.returncode}:\n{done.stdout}\n{done.stderr}"
+    return done
 
 
 def executable(path: Path, text: str) -> Path:

@@ -32,8 +32,7 @@ def test_fails(times):
 def test_what_fails_three_times_is_red_and_what_passes_then_is_named(tmp_path, times, code, told):
     (tmp_path / "test_it.py").write_text(FAILS.format(times=",".join(map(str, times))))
     command = [sys.executable, jobs.ROOT / "tests" / "support" / "again.py", "-n", "0", "-q", "test_it.py"]
-    done = jobs.run(command, cwd=tmp_path, env=jobs.environment(TEST_SEED="20260722"))
-    assert done.returncode == code, done.stdout
+    done = jobs.run(command, cwd=tmp_path, env=jobs.environment(TEST_SEED="20260722"), returncode=code)
     assert re.findall(r"^(FLAKY|FAILED)\b.*: test_it\.py::test_fails\[(\d)\]$", done.stdout, re.MULTILINE) == told
     assert ("TEST_SEED=20260722" in done.stdout) == bool(told)
 
