@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.timeout(180)
 NAMES = "h0,h1,h2,h3"
 
 

@@ -11,7 +11,7 @@ import pytest
 from tests.cluster.hosts import PROGRAMS
 from tests.support.patience import patient, wait_until
 
-pytestmark = [pytest.mark.timeout(180), pytest.mark.extended]
+pytestmark = pytest.mark.extended
 
 FLAGS = ["--elastic", "-H", "h0:1,h1:2,h2:1,h3:1", "--lost-after", "4", "--stall-abort-s", "20"]
 

@@ -1,10 +1,6 @@
 """Ways to hosts that are not the usual ones: sshd on another port, a network that leads nowhere. On both MPIs."""
 
-import pytest
-
 from tests.cluster.hosts import PROGRAMS
-
-pytestmark = pytest.mark.timeout(180)
 
 EXPECTED = [f"[{rank}] {rank} h{rank} 0 1 {rank} 3 3 {999.0 * (1 + 2 + 3)}" for rank in range(3)]
 

@@ -2,11 +2,7 @@
 
 import re
 
-import pytest
-
 from tests.cluster.hosts import PROGRAMS
-
-pytestmark = pytest.mark.timeout(180)
 
 
 def test_a_job_on_two_hosts_goes_on_from_its_checkpoint(hosts, python, tmp_path):

@@ -1,10 +1,6 @@
 """ringreduce.run() over hosts: the function and the results travel over the network."""
 
-import pytest
-
 from tests.cluster.hosts import PROGRAMS
-
-pytestmark = pytest.mark.timeout(180)
 
 
 def test_ranks_on_other_hosts_get_the_function_and_return_their_results(hosts, python):

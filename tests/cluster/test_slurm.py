@@ -9,8 +9,6 @@ from tests.cluster.hosts import PROGRAMS, ROOT
 from tests.support.patience import wait_until
 from tests.support.tiers import extended
 
-pytestmark = pytest.mark.timeout(180)
-
 STEPS, WHERE = PROGRAMS / "steps.py", PROGRAMS / "where.py"
 TWO_AND_TWO = ["0 h0 0 2 0 2 4", "1 h0 1 2 0 2 4", "2 h1 0 2 1 2 4", "3 h1 1 2 1 2 4"]
 TWO_AND_ONE = ["0 h0 0 2 0 2 3", "1 h0 1 2 0 1 3", "2 h1 0 1 1 2 3"]

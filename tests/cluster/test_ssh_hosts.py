@@ -13,7 +13,6 @@ from tests.cluster.hosts import PROGRAMS, ROOT
 from tests.support.patience import patient, wait_until
 from tests.support.tiers import extended
 
-pytestmark = pytest.mark.timeout(180)
 STEPS, WHERE = PROGRAMS / "steps.py", PROGRAMS / "where.py"
 ALL = ("-np", "4", "-H", "h0:1,h1:1,h2:1,h3:1")
 CUT_OFF_WITHIN_S = 25  # 15 are meant

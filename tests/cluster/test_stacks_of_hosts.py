@@ -3,13 +3,10 @@
 import re
 import subprocess
 
-import pytest
-
 from ringrun.arguments import parse_ranks
 from tests.cluster.hosts import PROGRAMS
 from tests.support.patience import patient, wait_until
 
-pytestmark = pytest.mark.timeout(180)
 ALL = ("-np", "4", "-H", "h0:1,h1:1,h2:1,h3:1")
 
 STACKS = (

@@ -8,8 +8,6 @@ import pytest
 
 from tests.support import jobs
 
-pytestmark = pytest.mark.timeout(180)
-
 STAND_IN = os.pathsep.join([str(jobs.ROOT / "tests" / "support" / "stand_in"), str(jobs.ROOT)])
 PATHS = {
     "ipc": {},

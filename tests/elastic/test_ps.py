@@ -6,7 +6,6 @@ import pytest
 
 from tests.support import jobs
 
-pytestmark = pytest.mark.timeout(180)
 STEPS, WORKERS = 40, 3
 
 

@@ -3,12 +3,10 @@
 import sys
 from pathlib import Path
 
-import pytest
-
 from tests.support import jobs
 from tests.support.tiers import extended
 
-pytestmark = [pytest.mark.timeout(180), extended]
+pytestmark = extended
 
 
 def job(folder, mode):

@@ -21,7 +21,6 @@ BENCH = ROOT / "bench"
 BOTH = f"{BENCH}:{BENCH / 'gpu'}"
 MACHINE = ("cores", "processor", "ringreduce", "numpy", "python", "date", "mpi", "mpi4py", "torch")
 HOROVOD = "from ringreduce.torch import *\n"
-pytestmark = pytest.mark.timeout(180)
 
 
 def bench_module(name):

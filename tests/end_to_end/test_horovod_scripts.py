@@ -21,8 +21,6 @@ from tests.support.jobs import environment
 from tests.support.patience import patient
 from tests.support.tiers import parted
 
-pytestmark = pytest.mark.timeout(180)
-
 SCRIPTS = Path(__file__).resolve().parents[2] / "examples" / "horovod"
 RUNNER = Path(__file__).with_name("one_after_the_other.py")
 EXACT = 1e-9

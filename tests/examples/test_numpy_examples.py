@@ -10,7 +10,6 @@ import pytest
 
 from tests.examples.conftest import EXAMPLES
 
-pytestmark = pytest.mark.timeout(180)
 ON_MORE = [1, pytest.param(2, marks=pytest.mark.extended), pytest.param(4, marks=pytest.mark.extended)]
 
 

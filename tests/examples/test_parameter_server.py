@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-pytestmark = [pytest.mark.timeout(180), pytest.mark.extended]
+pytestmark = pytest.mark.extended
 
 
 @pytest.mark.parametrize("mode", [[], ["--mode", "async"], ["--mode", "ssp", "--staleness", "3"]], ids=str)

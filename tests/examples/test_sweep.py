@@ -5,7 +5,7 @@ import re
 import pytest
 
 pytest.importorskip("optuna")
-pytestmark = [pytest.mark.timeout(180), pytest.mark.extended]
+pytestmark = pytest.mark.extended
 
 
 def test_it_finds_values_that_learn(ringrun, examples, tmp_path):

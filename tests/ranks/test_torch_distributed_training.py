@@ -16,7 +16,6 @@ from torch.nn.parallel import DistributedDataParallel
 from tests.support.tiers import extended, parted
 from tests.support.torch_groups import groups_outlive_models
 
-pytestmark = pytest.mark.timeout(180)
 STEPS = 6
 FRAMES = {}  # that Dynamo has compiled, by backend
 
