@@ -57,25 +57,13 @@ def test_allreduce_with_prescale_and_postscale(check, dtype, op):
 
 @pytest.mark.parametrize("dtype", ["float16", "float32", "complex128"])
 def test_adasum(check, dtype):
-    def program(dtype, ranks, process_set):
-        return None if len(ranks) == 3 else matrix.adasum_program(dtype, ranks, process_set)
+    check(matrix.adasum_program, dtype)
 
+
+@pytest.mark.parametrize("dtype", EVERY_TYPE)
+@pytest.mark.parametrize("program", matrix.COPIES)
+def test_copies(check, program, dtype):
     check(program, dtype)
-
-
-@pytest.mark.parametrize("dtype", EVERY_TYPE)
-def test_allgather(check, dtype):
-    check(matrix.allgather_program, dtype)
-
-
-@pytest.mark.parametrize("dtype", EVERY_TYPE)
-def test_broadcast(check, dtype):
-    check(matrix.broadcast_program, dtype)
-
-
-@pytest.mark.parametrize("dtype", EVERY_TYPE)
-def test_alltoall(check, dtype):
-    check(matrix.alltoall_program, dtype)
 
 
 @pytest.mark.parametrize(("dtype", "op"), of_few(matrix.SCATTERINGS), **readable)

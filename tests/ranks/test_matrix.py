@@ -57,28 +57,14 @@ def test_allreduce_with_prescale_and_postscale(size, dtype, op):
 @pytest.mark.parametrize("dtype", FLOATS + COMPLEX)
 @pytest.mark.parametrize("size", parted([1, 2, 4], lambda size: size == 4))
 def test_adasum(size, dtype):
-    def program(ranks, process_set):
-        return matrix.adasum_program(dtype, ranks, process_set) if len(ranks) != 3 else None
-
-    run_on_all_sets(size, program)
+    run_on_all_sets(size, functools.partial(matrix.adasum_program, dtype))
 
 
 @pytest.mark.parametrize("dtype", FEW_TYPES)
+@pytest.mark.parametrize("program", matrix.COPIES)
 @pytest.mark.parametrize("size", THREE)
-def test_allgather(size, dtype):
-    run_on_all_sets(size, functools.partial(matrix.allgather_program, dtype))
-
-
-@pytest.mark.parametrize("dtype", FEW_TYPES)
-@pytest.mark.parametrize("size", THREE)
-def test_broadcast(size, dtype):
-    run_on_all_sets(size, functools.partial(matrix.broadcast_program, dtype))
-
-
-@pytest.mark.parametrize("dtype", FEW_TYPES)
-@pytest.mark.parametrize("size", THREE)
-def test_alltoall(size, dtype):
-    run_on_all_sets(size, functools.partial(matrix.alltoall_program, dtype))
+def test_copies(size, program, dtype):
+    run_on_all_sets(size, functools.partial(program, dtype))
 
 
 @pytest.mark.parametrize(("dtype", "op"), all_but_few_extended(matrix.SCATTERINGS), **readable)
