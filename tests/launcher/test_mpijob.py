@@ -12,11 +12,10 @@ import yaml
 
 from ringrun import cli
 from tests.launcher import loopback_sshd
-from tests.support.jobs import run
+from tests.support.jobs import ROOT, run
 from tests.support.pages import PAGES
 from tests.support.patience import wait_until
 
-ROOT = Path(__file__).parents[2]
 SPEC = yaml.safe_load((ROOT / "examples" / "mpijob.yaml").read_text())["spec"]
 PODS = {name: each["template"]["spec"] for name, each in SPEC["mpiReplicaSpecs"].items()}
 LAUNCHER, WORKER = (PODS[name]["containers"][0] for name in ("Launcher", "Worker"))

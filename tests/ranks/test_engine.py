@@ -12,7 +12,6 @@ import pytest
 import ringreduce as rr
 from ringreduce import runtime
 from ringreduce.engine.engine import Engine
-from ringreduce.errors import InputError
 from ringreduce.execution.host import Host
 from ringreduce.execution.signature import Signature
 from ringreduce.negotiation.protocol import Announcement, Response, Scheduled, ShutdownAck, decode, encode
@@ -158,7 +157,7 @@ def test_more_sets_than_mpi_has_tags_for():
     reserved = [host.reserve(members) for members in ([0, 1, 2, 3], [0, 1], [2, 3], [1, 2])]
     assert [each.tags for each in reserved] == [0, 1, 1, 2]
     with pytest.raises(
-        InputError, match=r"\[0, 2\]: MPI has tags for 3 process sets that share a rank, .* remove_proc"
+        rr.InputError, match=r"\[0, 2\]: MPI has tags for 3 process sets that share a rank, .* remove_proc"
     ):
         host.reserve([0, 2])
     host.release(reserved[-1], [1, 2])

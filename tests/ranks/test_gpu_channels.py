@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 
 import ringreduce as rr
-from ringreduce import Sum
 from tests.ranks.test_gpu import ranks, values
 from tests.ranks.test_into_outputs import SUM, begin, open_channel
 
@@ -25,7 +24,7 @@ def test_a_channel_of_all_ranks(gpu, hosts):
         sent = channel.send_async(gpu.array(mine(rank)), (rank + 1) % size)
         received = gpu.array(np.zeros(700, np.float32))
         channel.recv(received, (rank - 1) % size)
-        summed = channel.allreduce(gpu.array(mine(rank, 3000)), op=Sum)
+        summed = channel.allreduce(gpu.array(mine(rank, 3000)), op=rr.Sum)
         copied = channel.broadcast(gpu.array(mine(rank)), 1)
         gathered = channel.allgather(gpu.array(mine(rank).reshape(-1, 2)))
         sent.wait()

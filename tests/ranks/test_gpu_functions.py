@@ -10,7 +10,6 @@ import pytest
 import ringreduce as rr
 from ringreduce import Sum, runtime
 from ringreduce.arrays import buffer
-from ringreduce.errors import CollectiveError, InputError, MismatchError, MissingExtraError, UnsupportedArrayError
 from ringreduce.gpu import cuda_aware, nccl
 from ringreduce.gpu.paths import GpuPaths
 from ringreduce.gpu.stage import Stage
@@ -210,7 +209,7 @@ def test_torch_tensors_on_a_gpu_without_cupy_name_the_extra(cupy, monkeypatch):
     monkeypatch.setitem(sys.modules, "torch", fake_torch)
 
     def program():
-        with pytest.raises(MissingExtraError, match=r"pip install 'cupy-cuda12x\[ctk\]'"):
+        with pytest.raises(rr.MissingExtraError, match=r"pip install 'cupy-cuda12x\[ctk\]'"):
             rr.allreduce_(fake_torch.tensor(values(5, "float32", 0)))
 
     with monkeypatch.context() as patch:  # undone before `cupy` is, whose module would else stay
@@ -224,7 +223,7 @@ def test_torch_tensors_on_a_gpu_without_cupy_name_the_extra(cupy, monkeypatch):
 @each_rank_of(2, settings=small())
 def test_an_array_on_the_host_here_and_on_a_gpu_there(gpu):
     host = values(100, "float32", rr.rank())
-    with pytest.raises(MismatchError, match="a tensor on cuda, but rank 0 has one on cpu"):
+    with pytest.raises(rr.MismatchError, match="a tensor on cuda, but rank 0 has one on cpu"):
         rr.allreduce(host if rr.rank() == 0 else gpu.array(host), name="w")
     result = rr.allreduce(gpu.array(host), name="w", op=Sum).get()
     np.testing.assert_array_equal(result, total(100, "float32", 2))
@@ -244,7 +243,7 @@ def test_an_array_on_another_gpu_than_the_first(cupy):
     rr.allreduce_(cupy.array(values(10, "float32", 0)))
     with cupy.cuda.Device(1):
         wrong = cupy.array(values(10, "float32", 0))
-    with pytest.raises(InputError, match="an array on cuda:1, but its first was on cuda:0; a rank uses one GPU"):
+    with pytest.raises(rr.InputError, match="an array on cuda:1, but its first was on cuda:0; a rank uses one GPU"):
         rr.allreduce_(wrong)
 
 
@@ -373,7 +372,7 @@ def test_a_rank_that_nccl_does_not_connect_rules_it_out_on_all(nccl_ranks, monke
         made = yield from connect(device, size, uid, rank)
         if rank == 1:
             made.abort()
-            raise CollectiveError("NCCL: no route")
+            raise rr.CollectiveError("NCCL: no route")
         return made
 
     monkeypatch.setattr(nccl, "connect", failing)
@@ -387,7 +386,7 @@ def test_a_rank_that_nccl_does_not_connect_rules_it_out_on_all(nccl_ranks, monke
 def test_nccl_that_is_asked_for_on_a_gpu_that_ranks_share_is_an_error_on_all(nccl_ranks):
     def program(cupy):
         for _ in range(2):
-            with pytest.raises(InputError, match=r"RINGREDUCE_ALGORITHM=nccl: .*ranks 0, 2 share GPU"):
+            with pytest.raises(rr.InputError, match=r"RINGREDUCE_ALGORITHM=nccl: .*ranks 0, 2 share GPU"):
                 rr.allreduce_(cupy.array(values(10, "float32", rr.rank())), name="x")
         on_host = rr.allreduce(values(10, "float32", rr.rank()), op=Sum)
         np.testing.assert_array_equal(on_host, total(10, "float32", 3))
@@ -446,6 +445,6 @@ class Foreign:
 @each_rank_of(2, settings=small())
 def test_dlpack_of_another_library(gpu):
     array = Foreign(gpu.array(values(700, "float32", rr.rank())))
-    with pytest.raises(UnsupportedArrayError, match="cannot be changed in place"):
+    with pytest.raises(rr.UnsupportedArrayError, match="cannot be changed in place"):
         rr.allreduce_(array)
     np.testing.assert_array_equal(rr.allreduce(array, op=Sum).get(), total(700, "float32", 2))

@@ -10,7 +10,6 @@ import pytest
 
 import ringreduce as rr
 from ringreduce import runtime
-from ringreduce.ops import ReduceOp
 from ringreduce.settings import Settings
 from ringreduce.testing import run_ranks
 from tests.ranks.on_threads import each_rank_of, known
@@ -106,7 +105,7 @@ def test_a_scaled_reduction_whose_neutral_element_the_factor_would_change():
         if step:
             with pytest.raises(rr.CollectiveError, match=r"rank 0 called join\(\), and op=Product .*_factor=2\.0 l"):
                 rr.allreduce(np.float64(3), op=rr.Product, prescale_factor=2.0)
-        assert rr.allreduce(np.int8(5), op=ReduceOp.BITWISE_AND) == 5
+        assert rr.allreduce(np.int8(5), op=rr.ReduceOp.BITWISE_AND) == 5
     rr.join()
 
 

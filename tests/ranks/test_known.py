@@ -10,7 +10,6 @@ import torch
 import ringreduce as rr
 import ringreduce.torch as hvd
 from ringreduce import runtime
-from ringreduce.errors import InputError, MismatchError
 from ringreduce.negotiation import leader
 from ringreduce.settings import Settings
 from ringreduce.testing import run_ranks
@@ -139,7 +138,7 @@ def test_what_is_wrong_is_refused_though_its_name_is_known(first, second, messag
     for _ in STEPS:
         first()
     for _ in STEPS:
-        with pytest.raises(InputError, match=message):
+        with pytest.raises(rr.InputError, match=message):
             second()
     first()
 
@@ -170,7 +169,7 @@ def test_calls_without_a_name_that_differ_are_found_soon(monkeypatch, hosts, odd
             if known:
                 rr.barrier()
         for _ in range(2):
-            with pytest.raises(MismatchError, match=r"rank . of 3, (allreduce|barrier) 'noname.*; all ranks must"):
+            with pytest.raises(rr.MismatchError, match=r"rank . of 3, (allreduce|barrier) 'noname.*; all ranks must"):
                 rr.barrier() if rr.rank() == odd else rr.allreduce(np.ones(3))
         assert rr.allreduce(np.ones(3), op=rr.Sum).tolist() == [3, 3, 3]
 

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 import ringreduce as rr
-from ringreduce.errors import MismatchError
 from ringreduce.settings import Settings
 from ringreduce.testing import run_ranks
 from tests.ranks.on_threads import each_rank_of
@@ -51,7 +50,7 @@ def test_deterministic_sums_keep_their_own_algorithm():
 def test_another_shape_of_a_known_name_is_an_error_on_all_ranks_and_the_next_call_is_right():
     for _ in range(2):
         rr.allreduce(np.ones(3), name="x")
-    with pytest.raises(MismatchError, match=r"float64\[4\], but rank 0 has float64\[3\]"):
+    with pytest.raises(rr.MismatchError, match=r"float64\[4\], but rank 0 has float64\[3\]"):
         rr.allreduce(np.ones(3 + (rr.rank() == 2)), name="x")
     for n in range(3):
         assert rr.allreduce(np.full(3, rr.rank() + n), op=rr.Sum, name="x").tolist() == [3 + 3 * n] * 3

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 import ringreduce.torch as hvd
-from ringreduce.errors import InputError, MissingExtraError
 from ringreduce.testing import run_ranks
 from tests.ranks.on_threads import each_rank_of
 from tests.support import training
@@ -274,7 +273,9 @@ def test_an_optimizer_goes_by_the_world_there_is(options):
 def test_torch_without_a_private_name_is_told_at_wrapping(monkeypatch, name):
     model = training.make_model()
     monkeypatch.delattr(torch._C, name)
-    with pytest.raises(MissingExtraError, match=rf"needs torch._C.{name}, which torch 2\.\d+.* lacks; torch 2.4 to"):
+    with pytest.raises(
+        hvd.MissingExtraError, match=rf"needs torch._C.{name}, which torch 2\.\d+.* lacks; torch 2.4 to"
+    ):
         run_ranks(1, lambda: training.wrap(model))
 
 
@@ -323,4 +324,4 @@ def test_batch_normalisation_is_replaced_in_a_model():
 
 
 def test_an_error_of_an_argument_is_no_failed_collective():
-    assert not issubclass(InputError, hvd.HorovodInternalError)
+    assert not issubclass(hvd.InputError, hvd.HorovodInternalError)

@@ -12,7 +12,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import ringreduce.torch as hvd
 from ringreduce.elastic.commit import put_back
 from ringreduce.elastic.libraries import LIBRARIES
-from ringreduce.errors import InputError, PeerLostError
 from ringreduce.testing import run_ranks
 from tests.ranks.on_threads import each_rank_of
 
@@ -93,7 +92,7 @@ def test_what_was_being_reduced_is_given_up(elastic):
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
         optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters())
         state = hvd.elastic.TorchState(model, optimizer, step=0)
-        failures = [PeerLostError("rank 9 died", [9])]
+        failures = [hvd.PeerLostError("rank 9 died", [9])]
 
         @hvd.elastic.run
         def training(state):
@@ -217,7 +216,7 @@ def test_an_optimizer_of_other_parameters_is_refused():
     if hvd.rank() == 0:
         state.sync()
         return
-    with pytest.raises(InputError, match=r"has groups of \[3\] parameters, the root's of \[4\]; all ranks must"):
+    with pytest.raises(hvd.InputError, match=r"has groups of \[3\] parameters, the root's of \[4\]; all ranks must"):
         state.sync()
 
 

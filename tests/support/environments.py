@@ -11,7 +11,8 @@ import sys
 import sysconfig
 from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
+from tests.support.jobs import ROOT
+
 INSTALL_TIMEOUT_S = 600
 
 

@@ -23,9 +23,9 @@ from typing import Any, NoReturn
 import ringreduce as rr
 from ringreduce import pickling
 from ringreduce.settings import PREFIX, Settings
+from tests.support.jobs import ROOT
 from tests.support.patience import patient
 
-ROOT = Path(__file__).parents[2]
 START_S = 60
 END_S = 10
 OF_OTHER_JOBS = ("OMPI_", "PMI", "RINGREDUCE", "HOROVOD")

@@ -11,7 +11,6 @@ import pytest
 import ringreduce as rr
 from ringreduce.arrays.dtypes import TABLE
 from ringreduce.cost_model import ALGORITHMS, ONE_SHOT_BYTES, Constants, best_units, choose, is_one_shot, predict_us
-from ringreduce.errors import SettingsError
 from ringreduce.execution.algorithms import candidates, check, fitted, usable_algorithms
 from ringreduce.execution.host import Host, window_bytes
 from ringreduce.ops import Reduction, Sum
@@ -137,7 +136,7 @@ def test_what_is_not_named_keeps_its_default():
 def test_constants_that_do_not_parse_are_refused(item):
     names = "copy_gbs, message_us, message_gbs, wire_us, wire_gbs"
     message = f"RINGREDUCE_COSTS: {item!r}; expected name=number, the number above 0, the name one of {names}"
-    with pytest.raises(SettingsError, match=f"^{re.escape(message)}$"):
+    with pytest.raises(rr.SettingsError, match=f"^{re.escape(message)}$"):
         Constants.parse(f"copy_gbs=3,{item},wire_us=7")
 
 
@@ -205,7 +204,7 @@ def told(hosts, settings, why_not="", shared=True):
     usable = usable_algorithms(hosts, shared)
     try:
         check(settings, usable, hosts, why_not)
-    except SettingsError as exc:
+    except rr.SettingsError as exc:
         return str(exc)
     return ""
 

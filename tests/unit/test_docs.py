@@ -14,9 +14,9 @@ import ringrun
 from ringreduce.settings import HOROVOD, NO_EFFECT, PREFIX, Settings
 from ringrun import cli
 from ringrun.config import resolve
+from tests.support.jobs import ROOT
 from tests.support.pages import BLOCKS, ELSEWHERE, NOT_RUN, PAGES, blocks, sides
 
-ROOT = Path(__file__).parents[2]
 PACKAGE, LAUNCHER = (Path(package.__file__).parent for package in (ringreduce, ringrun))
 DOCS = "\n".join(PAGES.values())
 REFERENCE = {name: text for name, text in PAGES.items() if name.startswith("reference")}

@@ -2,11 +2,11 @@
 
 import ast
 import re
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.support.jobs import ROOT
+
 EXAMPLES = sorted(path for path in (ROOT / "examples").rglob("*.*") if path.suffix in (".py", ".sbatch", ".yaml"))
 SCRIPTS = [path for path in EXAMPLES if path.suffix == ".py" and path.name != "common.py"]
 HOROVOD = [path for path in SCRIPTS if path.parent.name == "horovod"]

@@ -8,8 +8,8 @@ import pytest
 
 import ringreduce
 import ringrun
+from tests.support.jobs import ROOT
 
-ROOT = Path(__file__).parents[2]
 FOLDERS = {package.__name__: Path(package.__file__).parent for package in (ringreduce, ringrun)}
 SOURCES = [
     *(path for folder in FOLDERS.values() for path in folder.rglob("*.py")),

@@ -8,7 +8,6 @@ import pytest
 import ringreduce as rr
 from ringreduce.gpu.ipc import PeerSlots
 from ringreduce.gpu.runtime import Block, Pinned, Stream, device
-from ringreduce.ops import Sum
 from ringreduce.settings import Settings
 from ringreduce.testing import run_ranks
 from ringreduce.transport.window import PACKED, SUMMED
@@ -238,7 +237,7 @@ def test_every_wait_that_an_allreduce_forgets_is_found(cupy_of_every_mode, monke
 
     def program():
         arrays = [fake.arange(600, dtype=np.float32) * (rr.rank() + 1) + step for step in range(12)]
-        return [rr.allreduce(each, op=Sum).get() for each in arrays]
+        return [rr.allreduce(each, op=rr.Sum).get() for each in arrays]
 
     settings = Settings(cuda_slot_bytes=1024, cuda_nccl=False)
     for results in run_ranks(3, program, settings=settings, timeout_s=60):

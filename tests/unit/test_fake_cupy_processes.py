@@ -2,15 +2,14 @@
 
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 from tests.support import fake_cupy, tiers
+from tests.support.jobs import ROOT
 
 pytestmark = tiers.extended
 
-ROOT = Path(__file__).parents[2]
 NBYTES = 1 << 12
 
 

@@ -11,7 +11,6 @@ import pytest
 
 import ringreduce as rr
 from ringreduce import log
-from ringreduce.errors import SettingsError
 from ringreduce.settings import Settings
 from ringreduce.testing import run_ranks
 
@@ -87,9 +86,9 @@ def test_the_settings_names_of_levels():
     assert Settings.from_environment({"HOROVOD_LOG_TIMESTAMP": "1"}).log_timestamp
     expected = "expected one of trace, debug, info, warning, error, fatal"
     for variable in ("RINGREDUCE_LOG_LEVEL", "HOROVOD_LOG_LEVEL"):
-        with pytest.raises(SettingsError, match=f"^{variable}='loud': {expected}$"):
+        with pytest.raises(rr.SettingsError, match=f"^{variable}='loud': {expected}$"):
             Settings.from_environment({variable: "loud"})
-    with pytest.raises(SettingsError, match=f"^log_level='loud': {expected}$"):
+    with pytest.raises(rr.SettingsError, match=f"^log_level='loud': {expected}$"):
         Settings(log_level="loud")
 
 

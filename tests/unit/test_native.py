@@ -4,14 +4,13 @@ import os
 import subprocess
 import sys
 import sysconfig
-from pathlib import Path
 
 import pytest
 
 from ringreduce.kernels import native
+from tests.support.jobs import ROOT
 from tests.support.tiers import extended
 
-ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "ringreduce/kernels/native.c"
 FLAGS = [
     "-std=gnu11",

@@ -9,7 +9,6 @@ from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.distributed import DistributedSampler as TorchSampler
 
 import ringreduce.torch as hvd
-from ringreduce.errors import InputError, NotInitializedError
 from ringreduce.sampler import DistributedSampler
 from ringreduce.testing import run_ranks
 
@@ -116,7 +115,7 @@ def test_rank_and_size_are_those_of_the_job_unless_they_are_given(given, expecte
 
 @pytest.mark.parametrize("given", [{}, {"rank": 0}, {"num_replicas": 1}])
 def test_before_init_both_must_be_given(given):
-    with pytest.raises(NotInitializedError, match=r"DistributedSampler\(\): ringreduce has not been initialized"):
+    with pytest.raises(hvd.NotInitializedError, match=r"DistributedSampler\(\): ringreduce has not been initialized"):
         DistributedSampler(10, **given)
 
 
@@ -134,15 +133,15 @@ def test_before_init_both_must_be_given(given):
     ],
 )
 def test_wrong_arguments_are_refused(arguments, message):
-    with pytest.raises(InputError, match=f"^DistributedSampler: {message}"):
+    with pytest.raises(hvd.InputError, match=f"^DistributedSampler: {message}"):
         DistributedSampler(**{"count_or_dataset": 10, "num_replicas": 3, "rank": 0} | arguments)
 
 
 def test_wrong_epochs_and_batches_are_refused():
     sampler = DistributedSampler(10, 2, 0)
-    with pytest.raises(InputError, match="epoch=-1; expected a whole number of 0 or more"):
+    with pytest.raises(hvd.InputError, match="epoch=-1; expected a whole number of 0 or more"):
         sampler.set_epoch(-1)
-    with pytest.raises(InputError, match="batch_size=0; expected a whole number of 1 or more"):
+    with pytest.raises(hvd.InputError, match="batch_size=0; expected a whole number of 1 or more"):
         sampler.batches(0)
 
 
