@@ -11,9 +11,6 @@ from ringreduce.transport.base import complete
 from tests.ranks.on_threads import each_rank_of, transport
 from tests.support import matrix
 from tests.support.reference import data
-from tests.support.tiers import parted
-
-SIZES = parted(range(1, 10), lambda size: size in (1, 2, 3, 4, 7))
 
 
 @pytest.mark.parametrize("name", ["float32", "float64", "complex64", "complex128"])

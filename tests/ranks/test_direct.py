@@ -11,10 +11,7 @@ from ringreduce.collectives import direct
 from ringreduce.ops import Reduction, Sum
 from ringreduce.partition import chunk_bounds
 from tests.ranks.on_threads import reduced_over_messages
-from tests.support.reference import assert_reduced, data
-from tests.support.tiers import parted
-
-SIZES = parted(range(1, 10), lambda size: size in (1, 2, 3, 4, 7))
+from tests.support.reference import SIZES, assert_reduced, data
 
 
 @pytest.mark.parametrize("name", ["float16", "float64"])

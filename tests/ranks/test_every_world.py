@@ -30,21 +30,6 @@ def test_tensors_larger_than_a_slot(world, size):
 
 
 @on_every_world
-def test_allgather_broadcast_and_objects(world, size):
-    def program():
-        mine = np.full((rr.rank() % 3, 2), rr.rank(), np.int32)
-        expected = [[rank] * 2 for rank in range(rr.size()) for _ in range(rank % 3)]
-        assert rr.allgather(mine).tolist() == expected
-        last = rr.size() - 1
-        assert rr.broadcast(np.float64([rr.rank(), 7]), last).tolist() == [last, 7]
-        assert rr.broadcast_object({"from": rr.rank(), "f": lambda: 3}, last)["from"] == last
-        assert rr.allgather_object("ab" * rr.rank()) == ["ab" * rank for rank in range(rr.size())]
-        rr.barrier()
-
-    world(size).run(program)
-
-
-@on_every_world
 def test_a_mismatch_is_an_error_on_every_rank_and_the_job_goes_on(world, size):
     def program():
         last = rr.size() - 1

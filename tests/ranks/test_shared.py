@@ -13,13 +13,11 @@ from ringreduce.ops import Product, Reduction, Sum
 from ringreduce.partition import chunk_bounds
 from ringreduce.transport.base import complete
 from ringreduce.transport.window import Region
-from tests.support.reference import assert_reduced, data, folded
+from tests.support.reference import SIZES, assert_reduced, data, folded
 from tests.support.slots import SLOT_BYTES, SlowRegion, on_a_host, random_plan, reduced, slots_of
 from tests.support.tiers import parted
 
 pytestmark = pytest.mark.usefixtures("threads_that_take_turns_quickly")
-
-SIZES = parted(range(1, 10), lambda size: size in (1, 2, 3, 4, 7))
 
 
 def reduce(array, region, reduction, capacity=10**9, pieces=1, in_place=True, watch=None):

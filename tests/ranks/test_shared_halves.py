@@ -16,13 +16,12 @@ from ringreduce.partition import bounds_of, by_chunk
 from ringreduce.transport.base import complete
 from ringreduce.transport.window import SLOTS, Region
 from tests.ranks.on_threads import each_rank_of
-from tests.support.reference import assert_reduced, data
+from tests.support.reference import SIZES, assert_reduced, data
 from tests.support.slots import SLOT_BYTES, SlowRegion, on_a_host
 from tests.support.tiers import parted
 
 pytestmark = pytest.mark.usefixtures("threads_that_take_turns_quickly")
 
-SIZES = parted(range(1, 10), lambda size: size in (1, 2, 3, 4, 7))
 KINDS = ("reduce_scatter", "allgather", "broadcast", "allreduce")
 
 

@@ -10,9 +10,6 @@ from ringreduce.ops import Reduction, Sum
 from ringreduce.testing import run_ranks
 from ringreduce.transport.base import complete
 from tests.ranks.on_threads import transport
-from tests.support.tiers import parted
-
-SIZES = parted(range(1, 10), lambda size: size in (1, 2, 3, 4, 7))
 
 
 def test_memory_that_is_being_sent_is_not_received_into():

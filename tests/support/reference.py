@@ -54,6 +54,8 @@ ONE_OF_EACH = [("bool", Min), ("int8", Sum), ("float16", Average), ("bfloat16", 
 """What shows the same once more: on other ways, or between real processes."""
 FEW_TYPES = parted(TABLE, lambda dtype: dtype in ONE_OF_EACH_CLASS)
 """For parametrize: what shows that elements of every size are moved right; the other types are extended."""
+SIZES = parted(range(1, 10), lambda size: size in (1, 2, 3, 4, 7))
+"""For parametrize: so many ranks."""
 readable = {"ids": lambda value: str(getattr(value, "value", value))}
 """For parametrize: ops by their names."""
 
