@@ -30,8 +30,7 @@ def accuracies(text):
 
 
 def test_over_ssh(hosts, python):
-    done = run(hosts, python, SSH)
-    found = accuracies(done.stdout)
+    found = accuracies(run(hosts, python, SSH).stdout)
     assert len(found) == 2
     assert min(found) >= 0.97
 

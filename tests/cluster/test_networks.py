@@ -18,8 +18,7 @@ def test_sshd_listens_on_another_port(own_hosts, python):
         with (own_hosts.files / own_hosts.names[k] / "sshd_config").open("a") as config:
             config.write("Port 2222\n")
         own_hosts.start_sshd(k)
-    refused = ringrun(own_hosts, python, returncode=3)
-    assert "port 22: Connection refused" in refused.stderr
+    assert "port 22: Connection refused" in ringrun(own_hosts, python, returncode=3).stderr
     done = ringrun(own_hosts, python, "-p", 2222, returncode=0)
     assert sorted(done.stdout.splitlines()) == EXPECTED
 
@@ -35,5 +34,4 @@ def test_only_one_of_two_networks_leads_to_the_others(own_hosts, python):
     assert sorted(done.stdout.splitlines()) == EXPECTED
     cut_off = ringrun(own_hosts, python, "--network-interfaces", "eth1", returncode=3)
     assert "2 hosts, h[1-2]: no connection from there to this host (10.78.0.1 port " in cut_off.stderr, cut_off.stderr
-    unknown = ringrun(own_hosts, python, "--network-interfaces", "eth7", returncode=2)
-    assert "eth7" in unknown.stderr
+    assert "eth7" in ringrun(own_hosts, python, "--network-interfaces", "eth7", returncode=2).stderr

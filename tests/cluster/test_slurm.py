@@ -37,8 +37,7 @@ def told(places, colour=""):
 )
 def test_salloc_and_ringrun(slurm, python, tasks, flags, places):
     command = ["salloc", "-N2", tasks, python.parent / "ringrun", *flags, python, WHERE, "COLOUR"]
-    done = slurm.run(0, command, env={"COLOUR": "red wine"})
-    assert placed(done) == told(places, " red wine")
+    assert placed(slurm.run(0, command, env={"COLOUR": "red wine"})) == told(places, " red wine")
     slurm.assert_nothing_is_left()
 
 

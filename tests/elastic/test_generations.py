@@ -37,14 +37,12 @@ def test_what_lives_on_and_what_says_that_it_cannot(python, tmp_path):
 
 
 def test_a_death_does_not_hold_up_those_that_call_shutdown(python):
-    done = run(python, 3, "leaves")
-    assert sorted(done.stdout.splitlines()) == ["[0] went on", "[2] went on"]
+    assert sorted(run(python, 3, "leaves").stdout.splitlines()) == ["[0] went on", "[2] went on"]
 
 
 def test_ranks_outlive_the_daemon_that_has_started_them(python):
     """It ends, as mpirun does, when another host is lost."""
-    done = run(python, 3, "orphaned")
-    assert sorted(done.stdout.splitlines()) == [f"[{rank}] ended with 3" for rank in range(3)]
+    assert sorted(run(python, 3, "orphaned").stdout.splitlines()) == [f"[{rank}] ended with 3" for rank in range(3)]
 
 
 @pytest.mark.extended

@@ -18,8 +18,7 @@ def test_no_child_of_a_rank_joins_in_its_place(tmp_path, python, launcher):
     # a rank is no child of the launcher's, either
     wrapped.write_text(f"env OMP_NUM_THREADS=1 {python} {PROGRAMS / 'children.py'}\n")
     flags = ["--allow-run-as-root", "--oversubscribe"] if launcher == "mpirun" else []
-    done = run([python.parent / launcher, *flags, "-np", str(SIZE), "bash", wrapped], returncode=0)
-    told = done.stdout
+    told = run([python.parent / launcher, *flags, "-np", str(SIZE), "bash", wrapped], returncode=0).stdout
     assert told.count("spawn BrokenProcessPool forkserver BrokenProcessPool") == SIZE, told
     for rank in range(SIZE):
         text = f"this process was started by rank {rank} and is not a rank itself; put init() under `if __name__"

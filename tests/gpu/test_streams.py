@@ -102,8 +102,7 @@ def test_the_memory_of_a_result_that_was_let_go_is_not_written_again(path, libra
     with library.on(library.stream()):
         for _ in range(5):
             rr.synchronize(rr.allreduce_async(library.put(mine(1), LATE_MS), op=rr.Sum, name="unwanted"))
-            wanted = library.put(mine(2))
-            same_bits(library.get(wanted), mine(2))
+            same_bits(library.get(library.put(mine(2))), mine(2))
 
 
 @contextlib.contextmanager
@@ -144,5 +143,4 @@ def test_many_slots_of_late_ranks(path, library):
             array = library.put(mine(number, count), 5 if number % rr.size() == rr.rank() else 0)
             handles.append(rr.allreduce_async(array, op=rr.Sum, name=f"slots {number}"))
     for number, handle in enumerate(handles):
-        found = rr.synchronize(handle)
-        compare(library, found, rr.allreduce(mine(number, count), op=rr.Sum, name="host"))
+        compare(library, rr.synchronize(handle), rr.allreduce(mine(number, count), op=rr.Sum, name="host"))

@@ -95,8 +95,7 @@ def test_allgather(run):
 
 
 def test_allgather_of_as_many_rows_as_a_rank_likes_outside_jit():
-    parts = [own(rank, 2, rank=rank) for rank in RANKS]
-    close(hvd.allgather(own(RANK, 2)), np.concatenate(parts))
+    close(hvd.allgather(own(RANK, 2)), np.concatenate([own(rank, 2, rank=rank) for rank in RANKS]))
 
 
 @pytest.mark.quick

@@ -16,6 +16,7 @@ from ringrun.engines import ENGINES, Launcher
 from ringrun.errors import LauncherError, UsageError
 from tests.support.patience import patient, wait_until
 
+pytestmark = pytest.mark.without_mpi
 RANK = str(Path(__file__).with_name("elastic_rank.py"))
 FAILED = "-- ringrun: rank {} of {} failed --"
 
@@ -29,7 +30,6 @@ def lists(done):
     return found
 
 
-@pytest.mark.without_mpi
 def test_survivors_hear_of_each_loss_and_the_job_ends_well(ringrun, python, wait_until_gone):
     flags = ["--elastic", "--min-np", 2, "-np", 4, "--spares", 1]
     done = ringrun(*flags, python, RANK, 3, "1@0=kill", "0@1=raise", "4@2=sysexit-3", returncode=0)
@@ -49,7 +49,6 @@ def test_survivors_hear_of_each_loss_and_the_job_ends_well(ringrun, python, wait
     assert wait_until_gone() < patient(5.0)
 
 
-@pytest.mark.without_mpi
 @pytest.mark.extended
 @pytest.mark.parametrize(
     ("action", "how"),
@@ -66,7 +65,6 @@ def test_every_kind_of_death_is_heard_of(action, how, ringrun, python, wait_unti
     wait_until_gone()
 
 
-@pytest.mark.without_mpi
 @pytest.mark.extended
 def test_a_rank_that_ends_with_0_before_the_others_is_missed_but_did_not_fail(ringrun, python):
     done = ringrun("--elastic", "-np", 3, python, RANK, 1, "1@0=exit-0", returncode=0)
@@ -78,7 +76,6 @@ def test_a_rank_that_ends_with_0_before_the_others_is_missed_but_did_not_fail(ri
     assert "-- ringrun" not in done.stderr
 
 
-@pytest.mark.without_mpi
 @pytest.mark.parametrize(
     ("actions", "why", "told"),
     [
@@ -96,7 +93,6 @@ def test_a_rank_is_killed(ringrun, python, actions, why, told):
     assert (said in text) == ("MPI_Abort" in why)
 
 
-@pytest.mark.without_mpi
 def test_stacks_after_a_loss_are_those_of_the_ranks_that_are_left(start, python, tmp_path):
     job = start("--elastic", "-np", 3, python, RANK, 9, "1@0=kill")
     wait_until(lambda: all((tmp_path / f"{rank}@1").exists() for rank in (0, 2)))
@@ -109,7 +105,6 @@ def test_stacks_after_a_loss_are_those_of_the_ranks_that_are_left(start, python,
     job.wait(patient(20))
 
 
-@pytest.mark.without_mpi
 @pytest.mark.parametrize("when", ["1@0", pytest.param("1@left", marks=pytest.mark.extended)])  # it waits for 30 s
 def test_a_rank_that_is_stopped_when_others_have_left_goes_on(ringrun, python, monkeypatch, when):
     monkeypatch.setenv("RINGREDUCE_STALL_ABORT_S", "1")
@@ -119,7 +114,6 @@ def test_a_rank_that_is_stopped_when_others_have_left_goes_on(ringrun, python, m
     assert "-- ringrun" not in done.stderr
 
 
-@pytest.mark.without_mpi
 def test_a_script_that_catches_nothing_is_started_again_at_once(ringrun, python):
     flags = ["--elastic", "-np", 4, "--restarts", 1]
     done = ringrun(*flags, python, RANK, 1, "2@0=exit-5", "0@1=lost-2")

@@ -261,8 +261,7 @@ RC = "class rc: pass\n"
 def test_the_probe_finds_what_mpi4py_loads_and_initialises_nothing(shadow):
     check = "from mpi4py import rc\nassert rc.initialize is False\n"
     shadow(RC, check + f"def Get_library_version(): return {OPEN_MPI_TEXT!r} + '\\0'")
-    found = probe_library(sys.executable)
-    assert found == Library(OPEN_MPI_TEXT, sys.executable, sys.prefix)
+    assert probe_library(sys.executable) == Library(OPEN_MPI_TEXT, sys.executable, sys.prefix)
 
 
 def test_no_mpi4py(shadow):

@@ -89,8 +89,7 @@ def test_a_rank_that_ends_while_others_wait_in_mpi(failure, code, words, ringrun
 
 def test_atexit_functions_run_after_an_uncaught_exception(ringrun, program):
     failure = "import atexit; atexit.register(print, 'cleaned up'); raise KeyError(1)"
-    done = ringrun("-np", 2, *program("fails"), failure, returncode=1)
-    assert done.stdout == "[1] cleaned up\n"
+    assert ringrun("-np", 2, *program("fails"), failure, returncode=1).stdout == "[1] cleaned up\n"
 
 
 @pytest.mark.without_mpi

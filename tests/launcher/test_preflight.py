@@ -169,8 +169,7 @@ def test_another_cupy_is_told_where_there_are_gpus(gpus, theirs, expected):
 
 
 def test_this_host_is_not_compared_with_itself_but_may_lack_something():
-    told = {"n1": facts(numpy=Version(error="no"), clock_skew_s=99.0)}
-    (finding,) = find(told, "n1", QUESTION)
+    (finding,) = find({"n1": facts(numpy=Version(error="no"), clock_skew_s=99.0)}, "n1", QUESTION)
     assert "numpy" in finding.what
 
 

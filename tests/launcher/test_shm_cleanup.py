@@ -111,8 +111,7 @@ def test_which_engines_have_a_folder():
 
 def test_a_killed_agent_and_a_command_that_does_not_start_leave_none(ringrun, program, tmp_path, assert_none_left):
     ringrun("-np", 2, *program("fails"), "import os, time; os.kill(os.getppid(), 9); time.sleep(20)", returncode=1)
-    broken = executable(tmp_path / "program", "#!/nowhere/interpreter\n")
-    assert ringrun("-np", 2, broken).returncode == 2
+    assert ringrun("-np", 2, executable(tmp_path / "program", "#!/nowhere/interpreter\n")).returncode == 2
     assert_none_left()
 
 

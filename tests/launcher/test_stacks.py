@@ -38,8 +38,7 @@ def all_up(folder, count):
 def ask(job):
     """What `ringrun stacks JOB` prints."""
     program = "import sys; from ringrun.stacks import run; sys.exit(run(sys.argv[1:]))"
-    done = run([sys.executable, "-c", program, job.pid], returncode=0)
-    return done.stdout
+    return run([sys.executable, "-c", program, job.pid], returncode=0).stdout
 
 
 def test_the_stacks_of_a_job_while_it_runs(start, program, tmp_path, wait_until_gone):

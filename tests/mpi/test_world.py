@@ -92,8 +92,7 @@ def test_process_sets_of_communicators_of_which_each_rank_passes_its_own(fresh):
     assert mine.ranks == everyone[world.rank % 2 :: 2]
     assert mine.rank() == world.rank // 2
     assert rr.get_process_set_ids_and_ranks() == {0: everyone, 1: everyone[::2], 2: everyone[1::2]}
-    total = rr.allreduce(np.float64(world.rank), op=rr.Sum, process_set=mine)
-    assert total == sum(everyone[world.rank % 2 :: 2])
+    assert rr.allreduce(np.float64(world.rank), op=rr.Sum, process_set=mine) == sum(everyone[world.rank % 2 :: 2])
     rr.shutdown()
     comm.Barrier()
     comm.Free()

@@ -7,7 +7,6 @@ import ringreduce as rr
 from tests.ranks.test_gpu import ranks, values
 from tests.ranks.test_into_outputs import SUM, begin, open_channel
 
-pytestmark = pytest.mark.timeout(120)
 hosts = pytest.mark.parametrize("hosts", [[0, 0, 0], [0, 1, 2], [0, 0, 1]], ids=["one host", "hosts", "uneven hosts"])
 
 

@@ -225,8 +225,7 @@ def test_an_array_on_the_host_here_and_on_a_gpu_there(gpu):
     host = values(100, "float32", rr.rank())
     with pytest.raises(rr.MismatchError, match="a tensor on cuda, but rank 0 has one on cpu"):
         rr.allreduce(host if rr.rank() == 0 else gpu.array(host), name="w")
-    result = rr.allreduce(gpu.array(host), name="w", op=Sum).get()
-    np.testing.assert_array_equal(result, total(100, "float32", 2))
+    np.testing.assert_array_equal(rr.allreduce(gpu.array(host), name="w", op=Sum).get(), total(100, "float32", 2))
 
 
 @each_rank_of(2, settings=small())

@@ -10,7 +10,6 @@ from ringreduce.execution.into_outputs import INTO_OUTPUTS
 from ringreduce.settings import Settings
 from ringreduce.testing import run_ranks
 
-pytestmark = pytest.mark.timeout(60)
 SUM = (("op", "Sum"), ("prescale_factor", 1.0), ("postscale_factor", 1.0))
 worlds = pytest.mark.parametrize("hosts", [None, [0, 1, 2], [0, 0, 1]], ids=["one host", "three hosts", "two hosts"])
 

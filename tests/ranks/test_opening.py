@@ -17,8 +17,6 @@ from tests.ranks.on_threads import each_rank_of
 from tests.support.patience import wait_until
 from tests.support.world import on_every_world
 
-pytestmark = pytest.mark.timeout(60)
-
 
 def open_channel(members, name="group"):
     return into_outputs.open_channel(members, name, IN_ORDER)

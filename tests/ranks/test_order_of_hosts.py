@@ -19,10 +19,8 @@ def program():
     rank, size = rr.rank(), rr.size()
     mine = np.arange(100_003, dtype=np.float32) % 1000 + rank
     summed = rr.allreduce(mine, op=rr.Sum)
-    expected = size * (np.arange(100_003) % 1000) + sum(range(size))
-    np.testing.assert_array_equal(summed, expected)
-    gathered = rr.allgather(np.full(3, rank))
-    np.testing.assert_array_equal(gathered, np.repeat(np.arange(size), 3))
+    np.testing.assert_array_equal(summed, size * (np.arange(100_003) % 1000) + sum(range(size)))
+    np.testing.assert_array_equal(rr.allgather(np.full(3, rank)), np.repeat(np.arange(size), 3))
     part = rr.reducescatter(np.arange(size * 2, dtype=np.float32), op=rr.Sum)
     np.testing.assert_array_equal(part, size * np.arange(2 * rank, 2 * rank + 2))
     noise = np.random.default_rng(rank).standard_normal(5000).astype(np.float32)

@@ -12,7 +12,6 @@ from ringreduce.runtime import Runtime
 from ringreduce.testing import run_ranks
 from tests.ranks.on_threads import each_rank_of
 
-pytestmark = pytest.mark.timeout(60)
 IMAGES, LABELS = load_digits(return_X_y=True)
 IMAGES = IMAGES / 16.0
 RATE = 0.5

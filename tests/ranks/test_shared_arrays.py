@@ -17,7 +17,6 @@ from ringreduce.testing import run_ranks
 from tests.ranks.on_threads import each_rank_of
 from tests.ranks.test_into_outputs import SUM, begin, open_channel
 
-pytestmark = pytest.mark.timeout(60)
 COUNT = 200_003
 
 

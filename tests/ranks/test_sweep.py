@@ -12,7 +12,6 @@ from ringreduce.testing import run_ranks
 from tests.ranks.on_threads import each_rank_of
 
 optuna = pytest.importorskip("optuna")
-pytestmark = pytest.mark.timeout(60)
 
 
 def seeded(objective, trials, ranks, **options):

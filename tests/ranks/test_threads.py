@@ -32,8 +32,7 @@ def test_different_lengths_are_told_by_the_fake_transport():
 
 def test_a_deadlock_is_told_by_the_fake_transport():
     def program():
-        other = 1 - transport().rank
-        transport().receive(np.zeros(1), other, 7).wait()
+        transport().receive(np.zeros(1), 1 - transport().rank, 7).wait()
 
     with pytest.raises(CollectiveError, match="deadlock: rank 0 waits to receive from rank 1; rank 1 waits to receive"):
         run_ranks(2, program, timeout_s=0.2)

@@ -304,8 +304,7 @@ def test_batch_normalisation_is_replaced_in_a_model():
         ).double()
         before = dict(model.named_parameters())
         model[1].eval()
-        converted = hvd.SyncBatchNorm.convert_sync_batchnorm(model)
-        assert converted is model
+        assert hvd.SyncBatchNorm.convert_sync_batchnorm(model) is model
         assert [type(each) for each in (model[1][0], model[2])] == [hvd.SyncBatchNorm] * 2
         assert (model[1][0].momentum, model[1][0].training, model[2].affine) == (0.3, False, False)
         assert all(parameter is before[name] for name, parameter in model.named_parameters())

@@ -18,8 +18,6 @@ from ringreduce.torch.distributed import RingProcessGroup
 from tests.support.tiers import extended
 from tests.support.world import on_a_pool
 
-pytestmark = pytest.mark.timeout(120)
-
 
 def on_ring(program, folder, backend="ring"):
     """The program between init_process_group and destroy_process_group; it takes the rank and the size."""

@@ -210,8 +210,7 @@ def test_dropout_of_each_rank_is_its_own_and_comes_again_after_a_loss():
 
 @each_rank_of(2)
 def test_an_optimizer_of_other_parameters_is_refused():
-    model = model_of(1.0)
-    parameters = list(model.parameters())[: 4 - hvd.rank()]
+    parameters = list(model_of(1.0).parameters())[: 4 - hvd.rank()]
     state = hvd.elastic.TorchState(optimizer=torch.optim.SGD(parameters, lr=0.1))
     if hvd.rank() == 0:
         state.sync()

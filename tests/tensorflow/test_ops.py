@@ -114,8 +114,7 @@ def test_trees(run):
 
 
 def test_gradient_of_gradient(run):
-    twice = run(gradient(gradient(lambda x: hvd.allreduce(x) ** 2 / 2)))
-    close(twice(own(2)), [MEAN**2] * 2)
+    close(run(gradient(gradient(lambda x: hvd.allreduce(x) ** 2 / 2)))(own(2)), [MEAN**2] * 2)
 
 
 def test_an_op_without_gradient(run):

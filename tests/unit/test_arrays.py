@@ -183,8 +183,7 @@ def test_gpu_memory_without_cupy_names_the_extra(array):
 
 
 def test_gpu_memory_is_never_read_but_by_ordered_copies(cupy):
-    array = cupy.asarray(np.arange(6, dtype=np.float32).reshape(2, 3))
-    buffer = as_buffer(array)
+    buffer = as_buffer(cupy.asarray(np.arange(6, dtype=np.float32).reshape(2, 3)))
     assert (buffer.device, buffer.shape) == ("cuda:0", (2, 3))
     memory = message_bytes(buffer.flat)
     assert (memory.data.ptr, memory.nbytes, memory.dtype) == (buffer.pointer, 24, np.uint8)

@@ -82,8 +82,7 @@ def test_memory_that_is_freed_while_another_process_has_it_mapped(fake, child, m
 
 def test_what_was_unmapped_is_not_touched(fake, child):
     told = child("runtime.malloc(4096)")
-    handle = child(f"runtime.ipcGetMemHandle({told})")
-    mapped = fake.cuda.runtime.ipcOpenMemHandle(eval(handle))
+    mapped = fake.cuda.runtime.ipcOpenMemHandle(eval(child(f"runtime.ipcGetMemHandle({told})")))
     fake.cuda.runtime.ipcCloseMemHandle(mapped)
     with pytest.raises(fake.cuda.runtime.CUDARuntimeError, match="illegal memory access"):
         fake.cuda.runtime.memsetAsync(mapped, 0, 1, 0) or fake.cuda.runtime.streamSynchronize(0)

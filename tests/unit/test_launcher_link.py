@@ -67,8 +67,7 @@ def test_it_goes_on_when_who_asked_has_gone(agent, error_file, tmp_path):
 def test_after_the_end_nothing_is_left_and_a_new_world_can_begin(agent, error_file):
     before = threading.active_count()
     for _ in range(2):
-        server = StatusServer(error_file, lambda: "x")
-        server.close()
+        StatusServer(error_file, lambda: "x").close()
         assert not os.path.exists(f"{error_file}.ask")
     deadline = time.monotonic() + 5
     while threading.active_count() > before:
