@@ -29,7 +29,6 @@ def test_the_processes_of_a_session_are_found_and_no_others():
     command = [sys.executable, "-c", program]
     with subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True) as leader:
         try:
-            assert leader.stdout is not None
             inner = int(leader.stdout.readline())
             assert os.getpgid(inner) != leader.pid
             assert {leader.pid, inner} <= set(in_session(leader.pid))

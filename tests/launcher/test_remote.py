@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ringrun.remote import Answer, Problem, Remote, Slurm, Ssh, parallel
+from ringrun.remote import Answer, Remote, Slurm, Ssh, parallel
 from ringrun.remote.base import Runner
 from ringrun.remote.over_ssh import MAX_BYTES, REMOTE_COMMAND, payload, split_exit
 from ringrun.remote.parallel import Task, run_all
@@ -32,7 +32,6 @@ def over_ssh(server, timeout_s=20.0, **options):
 
 
 def problem_of(answer):
-    assert answer.problem is not None
     return f"{answer.problem.what}; {answer.problem.cure}"
 
 
@@ -342,7 +341,6 @@ any_text = st.lists(
 def test_any_text_is_one_problem_of_one_line(text, code):
     found = [ssh_problem("h1", code, text), srun_problem(code, text, "", 1.0), program_problem("/p", 127, text)]
     for problem in found:
-        assert isinstance(problem, Problem)
         assert problem.what.isprintable()
         assert problem.cure.isprintable()
 
