@@ -99,7 +99,9 @@ def test_scancel_ends_the_job_on_both_nodes(slurm, python):
     slurm.check(0, ["scancel", number])
     slurm.wait_until_gone(within_s=15)
     left = [path for k in range(2) for path in slurm.left_behind(k)]
-    assert [path for path in left if "hydra_hwloc" not in path] == [], "agents clean up; Hydra has been killed"
+    assert [path for path in left if "hydra_hwloc" not in path] == [], (
+        "agents clean up after ranks; Hydra has been killed"
+    )
 
 
 def test_srun_alone_starts_mpichs_ranks(slurm, mpich_python):

@@ -24,4 +24,6 @@ def test_they_are_made_anew(tmp_path):
 def test_who_keeps_them_is_told_how(tmp_path):
     done = job(tmp_path, "kept")
     assert done.returncode == 1
-    assert "allreduce: this process group belongs to a world that has ended; destroy it, and make it" in done.stderr
+    assert (
+        "allreduce: this process group belongs to a world that has ended; destroy it, and make it anew" in done.stderr
+    )

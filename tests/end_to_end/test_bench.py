@@ -191,7 +191,9 @@ def test_hosts(tmp_path):
     rows = {row["who"].strip(): row for row in kept["rows"]}
     assert {"ring", "hierarchical", "allreduce_", "MPI_Allreduce", "torch gloo", "raw TCP"} < set(rows)
     assert rows["raw TCP"]["share"] == 1
-    assert all(rows[who][by] > 0 for who in ("ring", "halving", "hierarchical") for by in ("model_us", "simulated_us"))
+    assert all(
+        rows[name][by] > 0 for name in ("ring", "halving", "hierarchical") for by in ("model_us", "simulated_us")
+    )
     host = rows["hierarchical"]["rank_hosts"]
     assert host[0] == host[1] != host[2] == host[3]
     for row in rows.values():

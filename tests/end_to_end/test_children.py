@@ -24,7 +24,10 @@ def test_no_child_of_a_rank_joins_in_its_place(tmp_path, python, launcher):
         text = f"this process was started by rank {rank} and is not a rank itself; put init() under `if __name__"
         assert told.count(text) >= 4, told  # spawn, forkserver, a script of its own, a forked child
         assert f"child 1 ringreduce.errors.StartupError: init(): {text}" in told, told
-        assert f"forked {rank} {SIZE} {rank} 1 True allreduce(): ringreduce has not been initialized; this" in told
+        assert (
+            f"forked {rank} {SIZE} {rank} 1 True allreduce(): ringreduce has not been initialized; this process "
+            in told
+        )
     assert told.count("total 2.0") == SIZE, told
     assert told.count("inside 0 ['2.0', '2.0', '[0]', '[1]', 'sum', 'sum']") == 1, told
     assert "OSC UCX" not in told, "two lines of Open MPI's that say nothing to anybody"

@@ -92,7 +92,9 @@ def test_data_loaders_of_torch_that_fork(finished):
     )
     assert (done.returncode, done.stdout.count("sum 570.0")) == (0, 2), done.stdout
     registers = any(map(lifecycle._has_entries, lifecycle._REGISTERING_CARDS))
-    assert done.stdout.count(lifecycle.FORK_WARNING) == 2 * registers, "once a rank, where a card registers memory"
+    assert done.stdout.count(lifecycle.FORK_WARNING) == 2 * registers, (
+        "once a rank, and only where a card registers memory"
+    )
 
 
 def test_beside_the_users_own_mpi_and_threads(finished, python):
@@ -205,7 +207,11 @@ MUTE_BEFORE = rf"rank 0 has waited in shutdown\(\) for \d+ s for rank 1\nrank 1 
 
 @pytest.mark.parametrize(
     ("rank", "early", "message"),
-    [(1, [], MUTE_IN_LEAVING), (0, [], r"rank 0, which coordinates, does not answer"), (1, ["early"], MUTE_BEFORE)],
+    [
+        (1, [], MUTE_IN_LEAVING),
+        (0, [], r"rank 0, which coordinates, does not answer"),
+        (1, ["early"], MUTE_BEFORE),
+    ],
 )
 def test_a_rank_that_is_stopped_does_not_keep_those_that_leave(tmp_path, rank, early, message):
     variables = {"RINGREDUCE_STALL_CHECK_S": "1", "RINGREDUCE_STALL_ABORT_S": "4"}

@@ -19,7 +19,9 @@ MORE_RANKS_THAN_CORES = {"PRTE_MCA_rmaps_default_mapping_policy": ":oversubscrib
 def mpirun(python, ranks, *arguments, **variables):
     """`mpirun -np RANKS pytest ARGUMENTS` with the commands that stand beside `python`."""
     path = f"{python.parent}{os.pathsep}{os.environ['PATH']}"
-    pytest = ["pytest"] if python.with_name("pytest").exists() else ["python", "-m", "pytest"]  # environments.py
+    pytest = (
+        ["pytest"] if python.with_name("pytest").exists() else ["python", "-m", "pytest"]
+    )  # support/environments.py
     command = ["mpirun", "-np", str(ranks), *pytest, "-p", "no:cacheprovider", "--color=no", *arguments]
     return run(command, PATH=path, timeout_s=500, **ALLOWED, **MORE_RANKS_THAN_CORES, **variables)
 

@@ -167,7 +167,9 @@ def test_a_connection_that_somebody_interferes_with_is_ended_with_a_line(capsys)
 
 
 def test_what_cannot_be_pickled_and_results_of_many_pieces(monkeypatch):
-    with pytest.raises(rr.JobFailedError, match=r"InputError: run\(\): what the function returned.*cannot be pickled"):
+    with pytest.raises(
+        rr.JobFailedError, match=r"InputError: run\(\): what the function returned, .*cannot be pickled"
+    ):
         rr.run(lambda: __import__("threading").Lock(), np=1)
     monkeypatch.setattr(sys.modules["ringreduce.run_function"], "PIECE_BYTES", 1000)
     many = bytes(range(256)) * 1000

@@ -33,12 +33,16 @@ def test_gradients_of_lenet_are_those_of_finite_differences(lenet):
     for (name, key), gradient in gradients.items():
         assert gradient.shape == parameters[name][key].shape
         for at in draw.integers(0, gradient.size, 8):
-            place, loss = np.unravel_index(at, gradient.shape), []
+            place, losses = np.unravel_index(at, gradient.shape), []
             for step in (1e-6, -1e-6):
                 parameters[name][key][place] += step
-                loss.append(lenet.loss_and_backward(parameters, images, labels)[0])
+                losses.append(lenet.loss_and_backward(parameters, images, labels)[0])
                 parameters[name][key][place] -= step
-            assert gradient[place] == pytest.approx((loss[0] - loss[1]) / 2e-6, rel=1e-4, abs=1e-8), (name, key, place)
+            assert gradient[place] == pytest.approx((losses[0] - losses[1]) / 2e-6, rel=1e-4, abs=1e-8), (
+                name,
+                key,
+                place,
+            )
 
 
 def losses_of(ended):

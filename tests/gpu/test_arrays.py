@@ -42,7 +42,7 @@ def test_every_type_and_op(path, library, maker, dtype):
         for count in COUNTS:
             values = special(dtype, count, rr.rank(), count)
             expected = rr.allreduce(values, op=op, name="on the host")
-            handle = rr.allreduce_async(maker(values), op=op, name="on GPU")
+            handle = rr.allreduce_async(maker(values), op=op, name="on the GPU")
             same_bits(library.get(rr.synchronize(handle)), expected, fuses)
             array = maker(values)
             assert rr.allreduce_(array, op=op, name="in place") is array
@@ -55,7 +55,7 @@ def test_scales(path, library, maker, dtype):
     for op in (rr.Sum, rr.Average, rr.Max):
         values = data(dtype, 1001, rr.rank())
         expected = rr.allreduce(values, op=op, name="on the host", **scales)
-        same_bits(library.get(rr.allreduce(maker(values), op=op, name="on GPU", **scales)), expected)
+        same_bits(library.get(rr.allreduce(maker(values), op=op, name="on the GPU", **scales)), expected)
 
 
 @pytest.mark.parametrize("dtype", TABLE)
@@ -64,7 +64,7 @@ def test_reducescatter(path, library, maker, dtype):
         for rows in (0, 1, rr.size() - 1, rr.size(), 331):
             values = data(dtype, 3 * rows, rr.rank()).reshape(rows, 3)
             expected = rr.reducescatter(values, name="on the host", op=op)
-            same_bits(library.get(rr.reducescatter(maker(values), name="on GPU", op=op)), expected)
+            same_bits(library.get(rr.reducescatter(maker(values), name="on the GPU", op=op)), expected)
 
 
 @pytest.mark.parametrize("dtype", TABLE)
@@ -94,7 +94,7 @@ def test_arrays_that_begin_anywhere(path, library, maker, dtype):
             values = data(dtype, count, rr.rank(), offset)
             array = maker(values, offset=offset)
             expected = rr.allreduce(values, op=rr.Sum, name="on the host")
-            same_bits(library.get(rr.allreduce_(array, op=rr.Sum, name="on GPU")), expected)
+            same_bits(library.get(rr.allreduce_(array, op=rr.Sum, name="on the GPU")), expected)
 
 
 def test_what_lies_beside_an_array_stays(path, library, maker):
@@ -125,7 +125,9 @@ def test_an_array_of_many_slots(path, library):
     """100 MB, with the default slots of 32 MiB and with short ones."""
     count = 25_000_003 if "short" not in path else 250_003
     values = data("float32", count, rr.rank())
-    same_bits(library.get(rr.allreduce(library.put(values), name="on GPU")), rr.allreduce(values, name="on the host"))
+    same_bits(
+        library.get(rr.allreduce(library.put(values), name="on the GPU")), rr.allreduce(values, name="on the host")
+    )
 
 
 def test_compression(path, library):
@@ -133,7 +135,7 @@ def test_compression(path, library):
     for compression in (
         (rr.Compression.fp16, rr.Compression.bf16) if library.name == "torch" else (rr.Compression.fp16,)
     ):
-        found = rr.allreduce(library.put(values), op=rr.Sum, compression=compression, name="on GPU")
+        found = rr.allreduce(library.put(values), op=rr.Sum, compression=compression, name="on the GPU")
         expected = rr.allreduce(values, op=rr.Sum, compression=compression, name="on the host")
         same_bits(library.get(found), expected)
 
@@ -178,7 +180,7 @@ def test_an_array_that_is_on_the_host_elsewhere(path, library):
         with pytest.raises(rr.MismatchError, match=rf"rank {last} .*a tensor on cpu, but rank 0 has one on cuda"):
             rr.allreduce(values if rr.rank() == last else library.put(values), name="w")
         expected = rr.allreduce(values, name="on the host")
-        same_bits(library.get(rr.allreduce(library.put(values), name="on GPU")), expected)
+        same_bits(library.get(rr.allreduce(library.put(values), name="on the GPU")), expected)
 
 
 def test_an_array_on_another_gpu_of_this_host():

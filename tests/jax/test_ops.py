@@ -368,7 +368,9 @@ def test_what_is_ours_has_its_names():
 
 def test_a_jax_without_what_is_relied_on_is_refused(monkeypatch):
     monkeypatch.delattr(primitive.mlir, "TokenSet")
-    with pytest.raises(ImportError, match=r"ringreduce.jax needs jax.interpreters.mlir.TokenSet, which JAX .* lacks"):
+    with pytest.raises(
+        ImportError, match=r"ringreduce.jax needs jax\.interpreters\.mlir\.TokenSet, which JAX .* lacks"
+    ):
         primitive.check_names()
 
 

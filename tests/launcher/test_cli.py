@@ -97,7 +97,13 @@ def test_any_timeout_gives_seconds_or_one_usage_error(text):
 @pytest.mark.parametrize(("flag", "columns"), [("-h", "60"), ("--help", "200")])
 def test_help_is_the_manual_on_two_screens(flag, columns, ringrun):
     done = ringrun(flag, env={"COLUMNS": columns}, returncode=0)
-    for part in ("ringrun -np 4 python train.py", "LOCAL_WORLD_SIZE", "Exit code", "--output-filename", "stacks [JOB]"):
+    for part in (
+        "ringrun -np 4 python train.py",
+        "LOCAL_WORLD_SIZE",
+        "Exit code",
+        "--output-filename DIR",
+        "stacks [JOB]",
+    ):
         assert part in done.stdout
     lines = done.stdout.splitlines()
     assert len(lines) <= 2 * 45

@@ -353,7 +353,10 @@ def test_a_wrong_variable_beside_a_flag_is_told_too(monkeypatch):
         ("cache_capacity: yes", "job.yaml:1: RINGREDUCE_CACHE_CAPACITY='yes': expected a whole number of tensors"),
         ("cache_capacity: 1.5", "job.yaml:1: RINGREDUCE_CACHE_CAPACITY='1.5': expected a whole number of tensors"),
         ("algorithm: no", "job.yaml:1: RINGREDUCE_ALGORITHM='no': expected auto or one of"),
-        ("fusion_threshold_mb: x", "job.yaml:1: fusion_threshold_mb: expected a whole number of MB (2^20 bytes) from"),
+        (
+            "fusion_threshold_mb: x",
+            "job.yaml:1: fusion_threshold_mb: expected a whole number of MB (2^20 bytes) from 0",
+        ),
         ('timeline: "a\\0b"', "job.yaml:1: timeline: 'a\\x00b' holds a character that a variable cannot hold"),
         ('mpi_args: "\'"', 'job.yaml:1: --mpi-args "\'": no closing quotation'),
     ],
@@ -399,8 +402,10 @@ def test_a_file_that_cannot_be_read(tmp_path):
 
 def test_without_pyyaml_the_cure_is_told(file, monkeypatch):
     monkeypatch.setitem(sys.modules, "yaml", None)
-    told = refusal("--config-file", file("np: 2"))
-    assert told == "--config-file job.yaml: reading YAML needs PyYAML; pip install pyyaml"
+    assert (
+        refusal("--config-file", file("np: 2"))
+        == "--config-file job.yaml: reading YAML needs PyYAML; pip install pyyaml"
+    )
 
 
 KEYS = st.sampled_from(["np", "timeline", "params", "stall_check", "enabled", "cache_capacity", "autotune", "<<", "?"])

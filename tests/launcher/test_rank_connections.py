@@ -92,7 +92,10 @@ def test_what_no_agent_sends_is_the_end_of_that_rank_and_says_why(channel, event
         (hello(0), "rank 0 was started twice, again on host h0"),
         (hello(4), "a process on host h4 was started as rank 4 of 4, but this job has 4"),
         (hello(-1), "a process on host h-1 was started as rank -1 of 4, but this job has 4"),
-        (hello(1, size=1), "a process on host h1 was started as rank 1 of 1, but this job has 4: perhaps another"),
+        (
+            hello(1, size=1),
+            "a process on host h1 was started as rank 1 of 1, but this job has 4: perhaps another MPI's",
+        ),
         (Note("no greeting"), "an agent begins with Note"),
         (None, "an agent begins with what it has not sent: message 0 of this connection was changed"),
     ],

@@ -40,7 +40,14 @@ def test_the_parts_name_all_ranks_once_and_are_short(ranks, max_characters):
     assert all(len(text) <= max_characters or "," not in text for text in texts)
 
 
-RIGHT = [("0", {0}), ("0,3-5", {0, 3, 4, 5}), (" 1 , 2 -3", {1, 2, 3}), ("7,7,6-7", {6, 7}), ("2-2", {2}), ("007", {7})]
+RIGHT = [
+    ("0", {0}),
+    ("0,3-5", {0, 3, 4, 5}),
+    (" 1 , 2 - 3 ", {1, 2, 3}),
+    ("7,7,6-7", {6, 7}),
+    ("2-2", {2}),
+    ("007", {7}),
+]
 
 
 @pytest.mark.parametrize(("text", "ranks"), RIGHT)

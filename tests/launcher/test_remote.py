@@ -174,7 +174,12 @@ def test_this_host_needs_no_ssh(name):
 @pytest.mark.parametrize(
     ("there", "name", "program", "problem"),
     [
-        (Ssh(["ssh"], 20), "localhost", "/no/python", "/no/python is not there (No such file or directory); give"),
+        (
+            Ssh(["ssh"], 20),
+            "localhost",
+            "/no/python",
+            "/no/python is not there (No such file or directory); give every",
+        ),
         (Ssh(["/no/ssh"], 20), "h1", "/bin/true", "ssh cannot be executed on this host: No such file or directory; in"),
         (Slurm("/no/srun", 30), "h1", "/bin/true", "srun cannot be executed on this host: No such file or directory"),
     ],
@@ -285,7 +290,9 @@ Host closing
         answers["refusing"]
     )
     assert "(port 1: Connection refused)" in problem_of(answers["refusing"])
-    assert problem_of(answers["closing"]).startswith("it took the connection and closed it (kex_exchange")
+    assert problem_of(answers["closing"]).startswith(
+        "it took the connection and closed it (kex_exchange_identification:"
+    )
     assert problem_of(answers["no-such-host.invalid"]).startswith(
         "its name is not known here (Could not resolve hostname: Name or service not known); correct the name"
     )

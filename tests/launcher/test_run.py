@@ -175,7 +175,9 @@ def test_a_master_port_that_is_in_use_is_told_before_any_rank_starts(ringrun):
         port = str(taken.getsockname()[1])
         done = ringrun("-np", 2, "echo", "started", env={"MASTER_PORT": port})
     assert (done.returncode, done.stdout) == (3, "")
-    assert done.stderr.startswith(f"ringrun: error: MASTER_PORT={port} is in use on {socket.gethostname()}, where")
+    assert done.stderr.startswith(
+        f"ringrun: error: MASTER_PORT={port} is in use on {socket.gethostname()}, where rank 0"
+    )
     done = ringrun("-np", 2, "sh", "-c", "echo $MASTER_PORT", env={"MASTER_PORT": port})
     assert (done.returncode, sorted(done.stdout.splitlines())) == (0, [f"[0] {port}", f"[1] {port}"])
 

@@ -71,7 +71,9 @@ def test_a_list_of_ranks(fresh):
         rr.init([2, 0])
         assert rr.allgather_object(world.rank) == [2, 0]
         rr.shutdown()
-    with pytest.raises(ValueError, match=rf"init.comm=\[0, 0\]\): expected different ranks from 0 to {world.size - 1}"):
+    with pytest.raises(
+        ValueError, match=rf"init\(comm=\[0, 0\]\): expected different ranks from 0 to {world.size - 1}"
+    ):
         rr.init([0, 0])
     world.Barrier()
 

@@ -17,8 +17,11 @@ WAYS = {
     "one host": ([0, 0, 0], {}),
     "three hosts": ([0, 1, 2], {}),
     "two hosts": ([0, 0, 1], {}),
-    "one host, tiny": ([0, 0, 0], {"shared_slot_bytes": 192, "fusion_slot_bytes": 512, "fusion_buffer_bytes": 1 << 16}),
-    "two hosts, tiny": ([0, 1, 0], {"fusion_slot_bytes": 1000, "shared_slot_bytes": 64}),
+    "one host, tiny slots": (
+        [0, 0, 0],
+        {"shared_slot_bytes": 192, "fusion_slot_bytes": 512, "fusion_buffer_bytes": 1 << 16},
+    ),
+    "two hosts, tiny slots": ([0, 1, 0], {"fusion_slot_bytes": 1000, "shared_slot_bytes": 64}),
     "three hosts, tiny segments": ([2, 0, 1], {"ring_segment_bytes": 100, "fusion_slot_bytes": 4000}),
     "one host, by messages": ([0, 0, 0], {"algorithm": "direct"}),
     "at once": ([0, 0, 0], {"cycle_time_ms": 0.0}),

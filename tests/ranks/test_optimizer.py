@@ -220,7 +220,10 @@ def made_by(library):
     [
         (made_by("flax"), r"flax's optimizers are made from optax's: wrap those, such as nnx.Optimizer\(model, "),
         (made_by("keras"), r"use ringreduce.keras.DistributedOptimizer; if .* pip install --upgrade keras"),
-        (made_by("tf_keras"), r"an optimizer of Keras 2; use those of Keras 3, keras.optimizers, with ringreduce"),
+        (
+            made_by("tf_keras"),
+            r"an optimizer of Keras 2; use those of Keras 3, keras.optimizers, with ringreduce.keras",
+        ),
     ],
 )
 @each_rank_of(SIZE)

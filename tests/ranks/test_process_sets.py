@@ -138,7 +138,9 @@ def test_a_wrong_set_is_a_value_error_and_the_job_goes_on(ranks, message):
 
 @each_rank_of(3, settings=DYNAMIC)
 def test_different_sets_on_different_ranks_are_told():
-    with pytest.raises(rr.MismatchError, match=r"rank 1 of 3, add_process_set .*ranks=\(1, 2\), but rank 0 has .*\(0"):
+    with pytest.raises(
+        rr.MismatchError, match=r"rank 1 of 3, add_process_set .*ranks=\(1, 2\), but rank 0 has .*\(0, 2"
+    ):
         rr.add_process_set([1, 2] if rr.rank() == 1 else [0, 2])
     assert rr.get_process_set_ids_and_ranks() == {0: [0, 1, 2]}
 

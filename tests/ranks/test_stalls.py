@@ -64,7 +64,9 @@ def test_many_tensors_are_one_report_and_what_waits_elsewhere_is_told(monkeypatc
 
     run_ranks(2, program, settings=SOON)
     told = reports[0]
-    assert re.search(r"stalled: allreduce 't0.\d' \(float64\[2\]\), and 't1.\d', 't2.\d' and 7 more", told), told
+    assert re.search(r"stalled: allreduce 't0.\d' \(float64\[2\]\), and 't1.\d', 't2.\d' and 7 more: waiting", told), (
+        told
+    )
     assert re.search(
         r"rank 1 last submitted allreduce 't4.1' .*, and waits for allreduce 't0.1', .* and 2 more", told
     ), told

@@ -230,7 +230,9 @@ def test_nobody_waits_for_an_engine_that_has_failed(tmp_path, words, fresh_log, 
         transport.send_control = fails
     transport.recv_control = fails
     wait_until(lambda: engine.ending.error)  # while nobody waits
-    with pytest.raises(rr.CollectiveError, match=r"rank 0 of 2 failed inside an operation: OSError: .*No space") as at:
+    with pytest.raises(
+        rr.CollectiveError, match=r"rank 0 of 2 failed inside an operation: OSError: .*No space left"
+    ) as at:
         handle.wait()
     assert [each.name for each in traceback.extract_tb(at.value.__cause__.__traceback__)][-1] == "fails"
     engine._thread.join()

@@ -198,7 +198,9 @@ def exchanges(rank, size):
     dist.all_to_all(outputs, [torch.full((each + 1,), 10.0 * rank + each) for each in range(size)])
     for source, found in enumerate(outputs):
         equal(found, torch.full((rank + 1,), 10.0 * source + rank))
-    with pytest.raises(rr.MismatchError, match=r"all_to_all 'group .*rank \d sends \d elements to rank \d, which exp"):
+    with pytest.raises(
+        rr.MismatchError, match=r"all_to_all 'group .*rank \d sends \d elements to rank \d, which expec"
+    ):
         dist.all_to_all_single(
             torch.empty(2 * size), torch.empty(size + (rank > 0)), [2] * size, [1 + (rank > 0)] + [1] * (size - 1)
         )
@@ -238,7 +240,9 @@ def messages(rank, size):
 
 def differences(rank, size):
     at = rf"rank {size - 1} of {size}, allreduce 'group \d+' \(test_torch_distributed.py:\d+\): "
-    with pytest.raises(rr.MismatchError, match=at + rf"float32\[{size + 2}\], but rank 0 has float32\[3\] \(.*equal"):
+    with pytest.raises(
+        rr.MismatchError, match=at + rf"float32\[{size + 2}\], but rank 0 has float32\[3\] \(.*equal shapes"
+    ):
         dist.all_reduce(torch.ones(3 if rank < size - 1 else size + 2))
     work = dist.all_reduce(torch.ones(3), dist.ReduceOp.MAX if rank else dist.ReduceOp.SUM, async_op=True)
     with pytest.raises(rr.MismatchError, match=r"op=Max, but rank 0 has op=Sum"):

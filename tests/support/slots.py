@@ -62,7 +62,9 @@ def on_a_host(size, program, region_type=Region):
         thread.join()
     if failures:
         raise failures[0]
-    assert len({region.sequence for region in regions}) == 1, "the next operation begins with one slot on all ranks"
+    assert len({region.sequence for region in regions}) == 1, (
+        "the next operation begins with the same slot on all ranks"
+    )
     return results
 
 

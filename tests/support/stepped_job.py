@@ -344,7 +344,9 @@ class SteppedJob:
         assert not any(rank.wire.arrived for rank in self.ranks), "a message would reach the next engine"
         assert all(self.ranks[each].leaving for each in self.refused), "only sets that a rank has left refuse calls"
         for number, by_rank in self.ran.items():
-            assert len({tuple(by_rank[each]) for each in self.members[number]}) == 1, f"set {number}: {by_rank}"
+            assert len({tuple(by_rank[each]) for each in self.members[number]}) == 1, (
+                f"orders in set {number}: {by_rank}"
+            )
         for group, calls in self.operations.items():
             self._check_operation(group, calls)
 

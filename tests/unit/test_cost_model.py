@@ -217,7 +217,11 @@ SEVERAL = "several hosts, one of them with several ranks, and shared memory"
     ("algorithm", "hosts", "message"),
     [
         *(("rings", hosts, UNKNOWN) for hosts in ([0], [0, 0], [0, 1])),
-        ("shared", [0, 0, 1], "=shared: needs all ranks on one host, and shared memory; there are 3 ranks on 2 hosts"),
+        (
+            "shared",
+            [0, 0, 1],
+            "=shared: needs all ranks on one host, and shared memory; there are 3 ranks on 2 hosts; ",
+        ),
         ("hierarchical", [0, 0], f"=hierarchical: needs {SEVERAL}; there are 2 ranks on 1 host; usable are "),
         ("hierarchical", [0, 1, 2], f"=hierarchical: needs {SEVERAL}; there are 3 ranks on 3 hosts; usable are "),
         *((algorithm, [0], "") for algorithm in ALGORITHMS),

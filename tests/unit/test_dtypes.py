@@ -23,5 +23,7 @@ def test_dtypes_of_numpy_and_torch_are_told_by_name(name):
 
 @pytest.mark.parametrize("dtype", [np.dtype("O"), np.dtype(">f4"), np.dtype("U3"), np.dtype("M8[s]"), torch.qint8])
 def test_other_types_are_refused_by_name(dtype):
-    with pytest.raises(UnsupportedArrayError, match=r"elements of type .* cannot be communicated; supported are: bool"):
+    with pytest.raises(
+        UnsupportedArrayError, match=r"elements of type .* cannot be communicated; supported are: bool, "
+    ):
         element_type(dtype)

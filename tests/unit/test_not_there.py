@@ -39,7 +39,9 @@ def test_without_its_framework_an_adapter_says_what_to_install(monkeypatch, modu
 
 def test_an_old_keras_is_refused(monkeypatch):
     monkeypatch.setitem(sys.modules, "keras", types.SimpleNamespace(__version__="2.15.0"))
-    with pytest.raises(rr.MissingExtraError, match=r"needs Keras 3, but Keras 2\.15\.0 is installed; pip install --up"):
+    with pytest.raises(
+        rr.MissingExtraError, match=r"needs Keras 3, but Keras 2\.15\.0 is installed; pip install --upg"
+    ):
         importlib.import_module("ringreduce.keras")
 
 

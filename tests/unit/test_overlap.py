@@ -45,7 +45,9 @@ def test_each_begins_when_the_one_that_had_its_channel_has_ended(width, seed):
         own = [what for what, n in story if n == number]
         assert own == ["begin", *range(length), "end"], "each takes all its steps, in order"
         before = story[: story.index(("begin", number))]
-        assert all(("end", n) in before for n in range(number - width + 1)), "n - width has ended, and all before"
+        assert all(("end", n) in before for n in range(number - width + 1)), (
+            "number n - width has ended, and all before"
+        )
 
 
 def test_a_wait_of_one_is_time_for_the_next():

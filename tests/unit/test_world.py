@@ -80,7 +80,9 @@ def test_the_right_launcher_is_accepted(vendor, environment):
     [("MPICH", {"OMPI_COMM_WORLD_SIZE": "4"}, "Open MPI"), ("Open MPI", {"PMI_SIZE": "4"}, "MPICH")],
 )
 def test_the_wrong_launcher_is_told(vendor, environment, launcher):
-    message = f"one of 4 that {launcher}'s launcher started, but mpi4py loads {vendor}.* rank 0 of 1; start with"
+    message = (
+        f"one of 4 that {launcher}'s launcher started, but mpi4py loads {vendor}.* rank 0 of 1; start with ringrun"
+    )
     with pytest.raises(LauncherMismatchError, match=message):
         check_launcher(vendor, environment)
 
@@ -90,7 +92,9 @@ def test_a_start_that_mpi_knows_nothing_of_is_told(variable, launcher):
     check_world_size(4, {variable: "4"})
     check_world_size(1, {variable: "1"})
     check_world_size(1, {variable: "many"})
-    message = rf"{variable}=4 says that .*{launcher} started 4 ranks, but MPI counts 1: .* start with: ringrun -np 4"
+    message = (
+        rf"{variable}=4 says that .*{launcher} started 4 ranks, but MPI counts 1: .* start with: ringrun -np 4 python"
+    )
     with pytest.raises(LauncherMismatchError, match=message):
         check_world_size(1, {variable: "4"})
 
@@ -101,7 +105,9 @@ def test_a_child_process_of_a_rank_is_refused():
     own, childs = (started | {mpi._RANK_VARIABLE: f"{pid} 3 {mpi._start_of(started)}"} for pid in (os.getpid(), 1))
     check_process(started)
     check_process(own)  # another init() of the rank itself
-    with pytest.raises(StartupError, match=r"this process was started by rank 3 and is not a rank itself; put init"):
+    with pytest.raises(
+        StartupError, match=r"this process was started by rank 3 and is not a rank itself; put init\(\)"
+    ):
         check_process(childs)
     for name in started:
         check_process(childs | {name: "another"})  # of a job that the rank has started
