@@ -14,5 +14,7 @@ FOLDERS = {"ringreduce": Path(ringreduce.__file__).parent, "launcher": Path(ring
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda each: each.why)
 def test_the_line_that_a_mutant_breaks_is_there(mutant):
     folder, _, rest = mutant.file.partition("/")
-    before = (FOLDERS.get(folder, ROOT / folder) / rest).read_text()
-    assert mutated(before, mutant) != before
+    path = FOLDERS.get(folder, ROOT / folder) / rest
+    if path.suffix == ".c" and not path.exists():
+        pytest.skip("ringreduce was installed from a wheel, which has no C source")
+    assert mutated(path.read_text(), mutant) != path.read_text()
