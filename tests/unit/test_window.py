@@ -139,8 +139,7 @@ def test_a_fence_stands_before_a_flag_is_written_and_after_it_was_read():
 def test_who_sleeps_is_woken(monkeypatch, either_kernels):
     """By whoever publishes the flag that it waits for, from Python or from the compiled module."""
     monkeypatch.setattr(window, "SLEEP_S", 3600.0)
-    shared = host_window(2)
-    mine, other = views_of(shared, 0, [0, 1])
+    mine, other = views_of(host_window(2), 0, [0, 1])
     array = np.ones(8, np.float32)
     for number in range(3):
         mine._sleeps = 1
@@ -149,6 +148,7 @@ def test_who_sleeps_is_woken(monkeypatch, either_kernels):
             mine.publish(PACKED, number)
             while not mine._asleep[0][0]:
                 time.sleep(1e-3)
+            time.sleep(0.03)  # until it is in the kernel
             if native.module is None:
                 other.publish(PACKED, number)
             else:
