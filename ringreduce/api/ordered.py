@@ -41,36 +41,33 @@ def _of(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def _at_once(function: Callable[..., Any], begin: Callable[..., Handle]) -> Callable[..., Any]:
     """The function, of this channel: by the lane, if a call like this one went the usual way before."""
-
     makes_new, begin = function.__name__ in MAKE_NEW, functools.partial(begin, waits=True)
+    takes_none = function is control.barrier
 
     @functools.wraps(function)
     def method(self: Ordered, *args: Any, **kwargs: Any) -> Any:  # each line counts: MPI's call takes 1 µs
-        lane: Any = self._lane
-        tensor: Any = None
-        array, key = tensor, (begin,)
-        is_usual = lane is not None and runtime.current("ordered").world is self.world
-        if args:
-            tensor = args[0]
-            array = tensor if type(tensor) is np.ndarray else _host_array(tensor)
-            is_usual = is_usual and array is not None
-            if is_usual:
-                key = begin, array.dtype, array.shape, *args[1:], *kwargs.items()
-        elif kwargs:
-            is_usual = False
-        if is_usual and makes_new and (array is None or not array.ndim or len(args) > 1 or "compression" in kwargs):
-            is_usual = False
-        if not is_usual:
+        lane = self._lane
+        tensor: Any = args[0] if args else None
+        array: Any = tensor if tensor is None or type(tensor) is np.ndarray else _host_array(tensor)
+        if array is not None:
+            is_usual = not makes_new or (array.ndim > 0 and len(args) == 1 and "compression" not in kwargs)
+        else:
+            is_usual = takes_none and not args and not kwargs
+        if lane is None or not is_usual or runtime.current("ordered").world is not self.world:
             return function(*args, **kwargs, process_set=self)
-        result, target = tensor, array
-        if makes_new and (shape := lane.shape(key)) is not None:
-            result = np.empty(shape, array.dtype) if array is tensor else tensor.new_empty(shape)
-            target = _host_array(result)
-        if lane.run(key, array, target):
-            return result
+        key = (begin,) if array is None else (begin, array.dtype, array.shape, *args[1:], *kwargs.items())
+        known = lane.find(key)
+        if known is not None:
+            result, target = tensor, array
+            if makes_new:
+                result = np.empty(known.shape, array.dtype) if array is tensor else tensor.new_empty(known.shape)
+                target = _host_array(result)
+            if lane.run(known, array, target):
+                return result
         handle = begin(*args, **kwargs, process_set=self)
         result = handle.wait()
-        lane.learn(key, handle)
+        if known is None:
+            lane.learn(key, handle)
         return result
 
     return method
@@ -81,7 +78,7 @@ def _host_array(tensor: Any) -> Any:
     if type(tensor) is np.ndarray:
         return tensor
     if type(tensor).__module__ == "torch" and tensor.is_cpu and not tensor.requires_grad:
-        with contextlib.suppress(TypeError):  # of bfloat16
+        with contextlib.suppress(TypeError, RuntimeError):  # of bfloat16; of a conjugated view
             return tensor.numpy()
     return None
 

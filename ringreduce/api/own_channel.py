@@ -70,11 +70,12 @@ class OwnChannel:
             )
         if lane is None and kind in IN_PLACE and len(inputs) == 1:
             lane = inputs[0], inputs[0]
-        key = None
+        key = known = None
         if self._lane and (lane or kind == "barrier") and options.get("waits") and not options.get("payload"):
             source, target = lane or (None, None)
             key = kind, details, source and (source.element, source.shape, source.device)
-            if self._lane.run(key, source and source.flat, target and target.flat):
+            known = self._lane.find(key)
+            if known and self._lane.run(known, source and source.flat, target and target.flat):
                 return _ended(options)
         arrays = inputs if signed is None else signed
         signed = [each.part(0, each.count) for each in arrays] if counted else arrays
@@ -82,7 +83,7 @@ class OwnChannel:
         handle = self.engine.submit(
             kind, None, self._number, details=details, signed=signed, inputs=inputs, outputs=outputs, **options
         )
-        if key and self._lane:
+        if key and not known and self._lane:
             self._lane.learn(key, handle)
         return handle
 

@@ -103,18 +103,12 @@ def _packed_one_shot(parts: Sequence[Part], region: Region, reduction: Reduction
     watch(0, DONE)
 
 
-def packed(source: Any, region: Region, packs: bool = True) -> list[Any]:
-    """Copy an array into this rank's next slot; returns the slots of all ranks, to be read when all have packed."""
-    slots = [each[: source.size] for each in region.slots(region.sequence, source.dtype)]
-    if packs:
-        slots[region.rank][...] = source
-    return slots
-
-
 def one_shot(source: Any, target: Any, region: Region, reduction: Reduction) -> Steps[None]:
     """As `allreduce` of one array for which `is_one_shot` is true."""
-    slots, sequence = packed(source, region), region.sequence
+    sequence = region.sequence
     region.sequence = sequence + 1
+    slots = [each[: source.size] for each in region.slots(sequence, source.dtype)]
+    slots[region.rank][...] = source
     region.publish(PACKED, sequence)
     if not region.arrived(PACKED, sequence):
         yield region.arrival(PACKED, sequence)

@@ -53,31 +53,35 @@ class InSlot(NamedTuple):
 
     def finish(self, targets: Sequence[Any]) -> Steps[None]:
         """Fill the target, or that of each rank, when all ranks have packed."""
-        region, reduction = self.region, self.reduction
         if self.gets is Gets.NOTHING:
             return
-        (target, *_), rank = targets, region.rank
-        slots = self._slots(target.dtype, 0, target.size)
-        if self.gets is Gets.IN_CHUNKS and reduction is not None:
-            sequence, bounds = region.sequence, chunk_bounds(target.size, region.size)
-            if not region.published(SUMMED, sequence):  # as the lane may have
-                chunks = [each[bounds[rank] : bounds[rank + 1]] for each in slots]
-                reduction.reduce_parts(chunks, chunks[rank])
-                region.publish(SUMMED, sequence)
-            if not region.arrived(SUMMED, sequence):
-                yield region.arrival(SUMMED, sequence)
-            for each, low, high in zip(slots, bounds, bounds[1:], strict=False):
-                region.read(each[low:high], target[low:high])
-        elif reduction is not None:
-            low = self.where if self.gets is Gets.OWN_PART else 0
-            reduction.reduce_parts(self._slots(target.dtype, low, low + target.size), target)
-        elif self.gets is Gets.OF_ROOT:
-            target[...] = slots[self.where]
-        else:
+        region, target = self.region, targets[0]
+        if self.gets is Gets.IN_CHUNKS:
+            yield from self._chunk_by_chunk(target)
+        elif self.gets is Gets.GATHERED:
             parts = targets if len(targets) == region.size else np.split(target, region.size)
             for each, into in zip(self._slots(target.dtype, 0, parts[0].size), parts, strict=True):
                 into[...] = each
+        else:
+            low = self.where if self.gets is Gets.OWN_PART else 0
+            slots = self._slots(target.dtype, low, low + target.size)
+            if self.reduction is None:
+                target[...] = slots[self.where]
+            else:
+                self.reduction.reduce_parts(slots, target)
         region.sequence += 1
+
+    def _chunk_by_chunk(self, target: Any) -> Steps[None]:
+        region, bounds = self.region, chunk_bounds(target.size, self.region.size)
+        slots, sequence, rank = self._slots(target.dtype, 0, target.size), region.sequence, region.rank
+        if self.reduction is not None and not region.published(SUMMED, sequence):  # as the lane may have
+            chunks = [each[bounds[rank] : bounds[rank + 1]] for each in slots]
+            self.reduction.reduce_parts(chunks, chunks[rank])
+            region.publish(SUMMED, sequence)
+        if not region.arrived(SUMMED, sequence):
+            yield region.arrival(SUMMED, sequence)
+        for each, low, high in zip(slots, bounds, bounds[1:], strict=False):
+            region.read(each[low:high], target[low:high])
 
     def compiled(self, signatures: Signatures, signature: int) -> Any:
         """The compiled module's form of it, and None where there is none.  signature: its hash."""

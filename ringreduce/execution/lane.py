@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Hashable
-from typing import Any
+from typing import Any, NamedTuple
 
 from ringreduce.collectives.compiled import PATIENCE_US
 from ringreduce.execution.channel import Channel, hash_of
@@ -18,6 +18,16 @@ from ringreduce.transport.window import Region, Signatures
 
 MOST_KNOWN = 1024
 TAKE_OVER_S = 1e-3  # how long it waits for a look of the engine's thread to end; that may be moving much data
+
+
+class Known(NamedTuple):
+    """Operations that were learned."""
+
+    run: Callable[..., int]  # of the compiled module
+    signatures: Signatures
+    region: Region
+    slots: int  # that it uses
+    shape: tuple[int, ...]  # of its result
 
 
 class Lane:
@@ -29,8 +39,14 @@ class Lane:
     def __init__(self, channel: Channel, polling: threading.Lock, on_error: Callable[[BaseException], object]) -> None:
         self._channel, self._polling, self._on_error = channel, polling, on_error
         self._executor, self._timeline = channel.executor, channel.executor.context.timeline
-        self._known: dict[Hashable, tuple[Any, Signatures, Region, int, tuple[int, ...]]] = {}
-        """What the compiled module runs; how many slots it uses; the shape of its result."""
+        self._known: dict[Hashable, Known] = {}
+
+    def find(self, key: Hashable) -> Known | None:
+        """What was learned of operations of this key."""
+        try:
+            return self._known.get(key)
+        except TypeError:  # an argument that cannot be hashed, nor be right
+            return None
 
     def learn(self, key: Hashable, submission: Any) -> None:
         """Operations of this key are as this one, which is over."""
@@ -41,26 +57,17 @@ class Lane:
         exchange = None if fits is None else fits.compiled(signatures, hash_of(submission.signature))
         if fits is not None and exchange is not None:
             shape = submission.outputs[0].shape if submission.outputs else ()
-            self._known[key] = exchange.run, signatures, fits.region, fits.gets is not Gets.NOTHING, shape
+            self._known[key] = Known(exchange.run, signatures, fits.region, fits.gets is not Gets.NOTHING, shape)
 
-    def shape(self, key: Hashable) -> tuple[int, ...] | None:
-        """Of the result, of an operation that was learned; else None."""
-        found = self._known.get(key)
-        return None if found is None else found[-1]
-
-    def run(self, key: Hashable, source: Any, target: Any) -> bool:
+    def run(self, known: Known, source: Any, target: Any) -> bool:
         """Run it; True when it is done; else it must be submitted."""
-        try:
-            found = self._known.get(key)
-        except TypeError:  # an argument that cannot be hashed, nor be right
-            return False
         polling, channel = self._polling, self._channel
-        if found is None or not (polling.acquire(False) or polling.acquire(timeout=TAKE_OVER_S)):
+        if not (polling.acquire(False) or polling.acquire(timeout=TAKE_OVER_S)):
             return False
         try:
             if self._executor.busy or channel.closed or channel.signed is not None or self._timeline.recording:
                 return False
-            run, signatures, region, slots, _ = found
+            run, signatures, region, slots, _ = known
             number = signatures.sequence
             state = run(source, target, number, region.sequence, PATIENCE_US)
             signatures.sequence = number + 1

@@ -6,6 +6,7 @@ import time
 
 import numpy as np
 import pytest
+import torch
 
 import ringreduce as rr
 from ringreduce.api.own_channel import OwnChannel
@@ -146,21 +147,13 @@ def test_a_rank_that_is_late_with_its_chunk(world, size):
         counts = counted(channel)
         channel._lane, lane = None if rank == 0 else channel._lane, channel._lane
         if rank == 0:  # signs, sums late
-            lane._channel.executor.context.algorithms.shared_region.publish = late(lane._channel)
+            region = lane._channel.executor.context.algorithms.shared_region
+            publish = region.publish
+            region.publish = lambda *which: (time.sleep(0.05), publish(*which))
         array = element(rank, 0, 30_000)
         channel.allreduce_(array, op=rr.Sum)
         taken = list(counts)
         return array.tobytes(), channel.allreduce(np.ones(1), op=rr.Sum).tolist(), taken
-
-    def late(channel):
-        region = channel.executor.context.algorithms.shared_region
-        publish = region.publish
-
-        def published(flag, sequence):
-            time.sleep(0.05)
-            publish(flag, sequence)
-
-        return published
 
     arrays = [element(rank, 0, 30_000) for rank in range(size)]
     for rank, (array, one, taken) in enumerate(world(size).run(program)):
@@ -216,6 +209,10 @@ def test_memory_that_the_lane_cannot_take(world, size):
         read_only.flags.writeable = False
         with pytest.raises(rr.InputError, match="read-only"):
             channel.allreduce_(read_only, op=rr.Sum)
+        with pytest.raises(rr.InputError, match=r"pass tensor\.resolve_conj"):
+            channel.allreduce_(torch.ones(3, dtype=torch.complex64).conj(), op=rr.Sum)
+        with pytest.raises(TypeError, match=r"allreduce_\(\) missing 1 .* 'tensor'"):
+            channel.allreduce_()
         return wide.tolist(), channel.allreduce_(np.float64([[1, 2]]).T.copy(), op=rr.Sum).tolist()
 
     for rank, (wide, small) in enumerate(world(size).run(program)):
