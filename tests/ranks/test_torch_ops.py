@@ -418,6 +418,7 @@ WRONG = [
     (lambda: hvd.allreduce(torch.ones(3, dtype=torch.float8_e4m3fn)), "float8_e4m3fn cannot be communicated"),
     (lambda: hvd.allreduce(torch.eye(3).to_sparse()), r"torch.sparse_coo is not dense; pass tensor.to_dense\(\)"),
     (lambda: hvd.allreduce(torch.ones(3, device="meta")), "a tensor on meta cannot be communicated"),
+    (lambda: hvd.ordered().allreduce_(torch.ones(3, dtype=torch.cfloat).conj()), r"pass tensor.resolve_conj\(\)"),
     (lambda: hvd.alltoall(torch.tensor(1.0)), "alltoall: a 0-d tensor has no rows"),
     (lambda: hvd.alltoall(torch.ones(3)), "alltoall: 3 rows cannot be split equally among 2 ranks"),
     (lambda: hvd.alltoall(torch.ones(4), torch.tensor([1, 1])), "splits of type torch.int64; expected torch.int32"),
