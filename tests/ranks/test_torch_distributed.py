@@ -80,7 +80,7 @@ def again_and_again(rank, size):
             found, other = mine(rank + number, dtype=dtype), mine(rank + number, dtype=dtype)[::2]
             work = dist.all_reduce(mine(rank, 5000), async_op=True) if number % 7 == 3 else None
             dist.all_reduce(found)
-            equal(found, sum(mine(each + number, dtype=dtype) for each in range(size)))
+            equal(found, sum(mine(each + number, dtype=dtype).double() for each in range(size)).to(dtype))
             dist.broadcast(other, number % size)
             equal(other, mine(number % size + number, dtype=dtype)[::2])
             dist.barrier()
