@@ -11,12 +11,11 @@ from ringreduce import runtime
 from ringreduce.api.process_sets import ProcessSet, global_process_set, number_of
 from ringreduce.api.submit import Array, like
 from ringreduce.arrays.buffer import Buffer
-from ringreduce.arrays.gpu_buffer import GpuBuffer
+from ringreduce.arrays.gpu_buffer import GpuBuffer, uploaded
 from ringreduce.arrays.torch_tensor import is_torch
 from ringreduce.arrays.view import as_buffer
 from ringreduce.errors import InputError
 from ringreduce.execution.submission import Handle, Submission
-from ringreduce.gpu import runtime as cuda
 
 __all__ = ["allgather", "allgather_async", "alltoall", "alltoall_async", "grouped_allgather"]
 __all__ += ["grouped_allgather_async"]
@@ -146,7 +145,4 @@ def _as_given(splits: Any, received: np.ndarray[Any, Any]) -> Any:
         return splits.new_tensor(received)
     given = as_buffer(splits)
     received = received.astype(given.element.storage)
-    if isinstance(given, GpuBuffer):
-        with cuda.device(given.index):
-            return cuda.cupy().asarray(received)
-    return received
+    return uploaded(received, given.index) if isinstance(given, GpuBuffer) else received

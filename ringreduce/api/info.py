@@ -80,7 +80,8 @@ def info() -> Info:
     """
     current = runtime.current("info")
     engine = current.engine
-    window, algorithms = engine.host.window, engine.states[GLOBAL].algorithms
+    window, context = engine.host.window, engine.states[GLOBAL].executor.context
+    algorithms = context.algorithms
     no_overlap = next(filter(None, (each.no_overlap for each in list(engine.host.reducers))), "")
     library, threads = ("threads of one process", "") if current.world.comm is None else mpi.mpi_library()
     return Info(
@@ -95,7 +96,7 @@ def info() -> Info:
         generation=current.world.generation,
         gpu=str(current.gpu),
         algorithm=algorithms.text() + algorithms.across,
-        gpu_algorithm=algorithms.gpu.text(),
+        gpu_algorithm=context.gpu.text(),
         overlap=engine.host.overlaps and not no_overlap,
         no_overlap=no_overlap,
         usable_algorithms=tuple(algorithms.usable),

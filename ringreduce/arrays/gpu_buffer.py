@@ -120,6 +120,12 @@ def cupy_buffer(array: Any, writable: bool) -> Buffer:
     return GpuBuffer(array, int(array.data.ptr), array.device.id, element, tuple(array.shape), array.dtype)
 
 
+def uploaded(values: Any, index: int) -> Any:
+    """A CuPy array of a NumPy array's elements, on GPU `index`."""
+    with cuda.device(index):
+        return cupy().asarray(values)
+
+
 def is_cupy(array: Any) -> bool:
     """True for a CuPy array."""
     module = sys.modules.get("cupy")

@@ -32,6 +32,7 @@ from ringreduce.execution.context import Context
 from ringreduce.execution.host import Host
 from ringreduce.execution.lane import Lane
 from ringreduce.execution.submission import Handle
+from ringreduce.gpu.backend import CudaBackend
 from ringreduce.gpu.stream import Gpu
 from ringreduce.log import LOGGER
 from ringreduce.monitor import launcher_link
@@ -67,19 +68,20 @@ class Engine:
         """
         self.world, self.transport, self.settings, self.host = world, transport, settings, host
         self.memory = fusion.Memory(settings.fusion_buffer_bytes // 2, settings.fusion_slot_bytes)
-        self.gpu = Gpu(world.rank)
+        self.gpu = Gpu(world)
         self.mailbox = mailbox = Mailbox(transport)
         one_host = len(set(world.hosts)) == 1
         self._inbox = inbox = Inbox(transport, settings, one_host, not host.overlaps)
         timeline = Timeline()
         self.ending = ending = Ending(world, inbox.lock)
-        neutral = functools.partial(neutral_submission, gpu=self.gpu)
+        neutral = functools.partial(neutral_submission, on_gpu=self.gpu.filled)
         self.negotiation = negotiation = Negotiation(world, settings, mailbox, inbox, ending, timeline, neutral)
         self.states = negotiation.states
-        make = functools.partial(Context, settings=settings, memory=self.memory, timeline=timeline, gpu=self.gpu)
+        make_gpu = functools.partial(CudaBackend, self.gpu)
+        make = functools.partial(Context, settings=settings, memory=self.memory, timeline=timeline, make_gpu=make_gpu)
         self.channels = Channels(world, host, inbox, ending, self.states, make, transport.in_flight.sweep)
         self.process_sets = ProcessSets(world, host, inbox, mailbox, negotiation, ending, self.channels, make)
-        self.submitting = Submitting(world, inbox, ending, self.process_sets, self.gpu)
+        self.submitting = Submitting(world, inbox, ending, self.process_sets, self.gpu.check)
         self.submit = self.submitting.submit
         self.activity = Activity(inbox, ending, self.process_sets)
         self._leaving = Leaving(mailbox, ending, self.process_sets)

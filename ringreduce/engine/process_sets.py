@@ -143,7 +143,7 @@ class ProcessSets:
             if state.coordinator is not None:
                 state.coordinator.close(why)
             yield Ended(state)
-            yield from state.algorithms.gpu.release()
+            yield from state.executor.context.gpu.release()
         with self._inbox.lock:
             self.states.pop(numbers[0], None)
             for number in numbers[1:]:

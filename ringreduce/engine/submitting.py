@@ -15,7 +15,6 @@ from ringreduce.errors import CollectiveError
 from ringreduce.execution.channel import Channel
 from ringreduce.execution.signature import KnownSignatures, calling_line
 from ringreduce.execution.submission import Handle, Submission
-from ringreduce.gpu.stream import Gpu
 from ringreduce.negotiation import errors_for
 from ringreduce.negotiation.negotiation import GLOBAL, JOIN
 from ringreduce.negotiation.process_set import ProcessSetState
@@ -35,10 +34,11 @@ class Submitting:
         inbox: Inbox,
         ending: Ending,
         process_sets: ProcessSets,
-        gpu: Gpu,
+        check_gpu: Callable[[Sequence[Buffer]], object],
     ) -> None:
+        """check_gpu: raises InputError for arrays on another GPU than this rank's."""
         self.count = 0  # of all submissions
-        self._world, self._inbox, self._ending, self._gpu = world, inbox, ending, gpu
+        self._world, self._inbox, self._ending, self._check_gpu = world, inbox, ending, check_gpu
         self._process_sets, self._states, self._channels = process_sets, process_sets.states, process_sets.channels
         self._wait, self._poll = inbox.wait, inbox.on_poll
         self._known = KnownSignatures()
@@ -93,7 +93,7 @@ class Submitting:
             )
             if any_on_gpu(inputs, outputs):
                 arrays = *inputs, *outputs
-                self._gpu.check(arrays)
+                self._check_gpu(arrays)
                 made.ready = ready(arrays)
             if self._ending.error is not None or self._ending.leaving or state.closed:
                 raise self._closed(state, made)

@@ -8,7 +8,7 @@ shared_arrays   arrays in memory that the ranks of a channel share, which it sum
 opening         channels that their members make alone
 operations      all operations, as generators; into_outputs has those whose results go into given arrays
 halves          allgather and reduce-scatter of host memory, for both
-batch           tensors that can be fused, and the submissions that own them
+batch           tensors that can be fused, and the submissions that own them; packing packs and sends one bucket
 allreduce       the all-reduce of many tensors; point_to_point has the algorithms that send messages
 algorithms      which all-reduce algorithms are usable, and which the cost model prefers
 context         what operations need; their completions, in groups

@@ -18,7 +18,6 @@ from ringreduce.cost_model import (
     segment_bytes,
 )
 from ringreduce.errors import SettingsError
-from ringreduce.gpu.paths import GpuPaths
 from ringreduce.ops import Reduction
 from ringreduce.settings import Settings
 from ringreduce.transport.base import Steps, Transport
@@ -56,7 +55,6 @@ class Algorithms:
     order:     the members' indices, as they stand around a ring.
     region:    the set's part of the host's shared memory; None on all ranks where a host has none.
     gpu_flags: flags for GPU arrays; None as for the region.
-    over_mpi:  MPI carries the messages.
     abandon:   see `InFlight.abandon`, for all messages of the set.
     """
 
@@ -69,7 +67,6 @@ class Algorithms:
         settings: Settings,
         constants: Constants,
         gpu_flags: Flags | None = None,
-        over_mpi: bool = False,
         abandon: Callable[[], object] = lambda: None,
     ) -> None:
         self.channels, self.abandon = channels, abandon
@@ -77,8 +74,7 @@ class Algorithms:
         """For all-reduces alone, since who owns which chunk differs."""
         if list(order) != sorted(order):
             self.ring_channels = [SubsetTransport(each, order, 0) for each in channels]
-        self.region = region
-        self.gpu = GpuPaths(channels, hosts, gpu_flags, settings, over_mpi)
+        self.region, self.gpu_flags = region, gpu_flags
         self.hierarchy, self.across = None, ""
         one_host = len(set(hosts)) == 1
         is_free = settings.algorithm == "auto" and not settings.deterministic

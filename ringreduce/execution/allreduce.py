@@ -14,10 +14,10 @@ from ringreduce.collectives import compiled, shared
 from ringreduce.collectives.overlap import overlapped
 from ringreduce.cost_model import BUCKETS_IN_FLIGHT, is_one_shot
 from ringreduce.execution import point_to_point
-from ringreduce.execution.batch import Batch, batches, carry, plan, watcher
+from ringreduce.execution.batch import Batch, batches
 from ringreduce.execution.context import Context
+from ringreduce.execution.packing import carry, plan, watcher
 from ringreduce.execution.submission import Submission
-from ringreduce.gpu.allreduce import GpuReduction, nccl_can
 from ringreduce.log import LOGGER
 from ringreduce.ops import Adasum, Reduction
 from ringreduce.transport.base import Steps
@@ -38,14 +38,12 @@ def allreduce(submissions: Sequence[Submission], context: Context) -> Steps[None
         yield from shared.one_shot(source.flat, target.flat, region, submissions[0].reduction(source.element))
         submissions[0].complete()
         return
-    work, on_gpu = [], []
+    work = []
     found = [(batch, submissions[0].reduction(batch.inputs[0].element)) for batch in batches(submissions)]
-    can = [nccl_can(reduction) for batch, reduction in found if batch.on_gpu]
-    # one path for all: a submission completes on one stream
-    path = (yield from context.algorithms.gpu.choose(context.gpu, all(can))) if can else ""
+    of_gpu = [each for each in found if each[0].on_gpu]
+    on_gpu = (yield from context.gpu.allreduces(of_gpu)) if of_gpu else []
     for batch, reduction in found:
         if batch.on_gpu:
-            on_gpu.append(GpuReduction(batch, reduction, path, context))
             continue
         algorithm = context.algorithms.choose(batch.nbytes, reduction)
         if algorithm == "shared" and compiled.can(region, reduction) and not context.timeline.recording:
@@ -58,7 +56,7 @@ def allreduce(submissions: Sequence[Submission], context: Context) -> Steps[None
         work.append((batch, reduction, algorithm, buckets))
     context.completions.settle(submissions)
     for each in on_gpu:
-        yield from each.run()
+        yield from each
     for batch, reduction, algorithm, buckets in work:
         if algorithm == "compiled":
             yield from _compiled(batch, reduction, context)

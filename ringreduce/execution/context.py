@@ -12,9 +12,9 @@ from ringreduce import fusion
 from ringreduce.arrays.buffer import Buffer
 from ringreduce.errors import InputError
 from ringreduce.execution.algorithms import Algorithms
+from ringreduce.execution.gpu_backend import GpuBackend
 from ringreduce.execution.signature import ranks_text
 from ringreduce.execution.submission import Submission
-from ringreduce.gpu.stream import Gpu
 from ringreduce.log import LOGGER
 from ringreduce.monitor.timeline import Timeline
 from ringreduce.settings import Settings
@@ -61,11 +61,15 @@ class Context:
     settings: Settings
     memory: fusion.Memory
     timeline: Timeline
-    gpu: Gpu
+    make_gpu: dataclasses.InitVar[Callable[[Context], GpuBackend]]
     operations: Mapping[str, Operation] = dataclasses.field(default_factory=dict)
     """By kind: those that are not execution's own, but must run in the same order."""
     debugs: bool = dataclasses.field(default_factory=lambda: LOGGER.isEnabledFor(logging.DEBUG))
     completions: Completions = dataclasses.field(default_factory=Completions)
+    gpu: GpuBackend = dataclasses.field(init=False)
+
+    def __post_init__(self, make_gpu: Callable[[Context], GpuBackend]) -> None:
+        self.gpu = make_gpu(self)
 
     @property
     def transport(self) -> Transport:

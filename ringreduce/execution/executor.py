@@ -75,8 +75,8 @@ class Executor:
 
     def abandon(self) -> None:
         """Drop all operations; the current one will never complete. Its messages are `InFlight`'s affair."""
-        if self._queue and self.context.gpu.is_used:
-            self.context.gpu.abandoned.append(self._queue[0].steps)
+        if self._queue:
+            self.context.gpu.abandon(self._queue[0].steps)
         self._queue.clear()
 
 

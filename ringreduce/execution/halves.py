@@ -13,7 +13,6 @@ import numpy as np
 from ringreduce.collectives import bruck, direct, ring, shared_halves
 from ringreduce.execution.context import Context
 from ringreduce.execution.submission import Submission
-from ringreduce.gpu.through_host import down, room, up
 from ringreduce.ops import Reduction
 from ringreduce.transport.base import Steps
 
@@ -26,12 +25,12 @@ def on_host(submission: Submission, phase: str, move: Move, context: Context) ->
     """Move a submission's elements, which may be on a GPU, through host memory, and complete it."""
     sources = []
     for each in submission.inputs:
-        sources.append((yield from down(each, context)))
-    targets = [room(each) for each in submission.outputs]
+        sources.append((yield from context.gpu.down(each)))
+    targets = [context.gpu.room(each) for each in submission.outputs]
     with context.timeline.phase([submission], phase):
         yield from move(sources, targets)
     for elements, output in zip(targets, submission.outputs, strict=True):
-        up(elements, output, context)
+        context.gpu.up(elements, output)
     submission.complete()
 
 

@@ -108,7 +108,6 @@ class Host:
             self.settings,
             self.constants,
             gpu_flags,
-            self.world.comm is not None,
             functools.partial(self._transport.in_flight.abandon, tags_of(tags)),
         )
 

@@ -14,16 +14,14 @@ from typing import Any
 import numpy as np
 
 from ringreduce.collectives import adasum, pairwise, shared_halves, tree
-from ringreduce.cost_model import BUCKETS_IN_FLIGHT
 from ringreduce.errors import InputError
 from ringreduce.execution import halves
 from ringreduce.execution.allreduce import ADASUM, allreduce
-from ringreduce.execution.batch import Batch, batches, carry, plan
+from ringreduce.execution.batch import Batch, batches
 from ringreduce.execution.context import Context, Operation
 from ringreduce.execution.halves import Arrays
+from ringreduce.execution.packing import carry, plan
 from ringreduce.execution.submission import Submission
-from ringreduce.gpu.allreduce import GpuBatch
-from ringreduce.gpu.through_host import down, up
 from ringreduce.ops import Reduction
 from ringreduce.partition import bounds_of, by_chunk, chunk_bounds
 from ringreduce.transport.base import Steps
@@ -63,14 +61,14 @@ def _adasum(submissions: Sequence[Submission], context: Context) -> Steps[None]:
     for submission in submissions:
         for source, target in zip(submission.inputs, submission.outputs, strict=True):
             reduction = submission.reduction(source.element)
-            flat = yield from down(source, context)
+            flat = yield from context.gpu.down(source)
             if not target.on_gpu and target is not source:
                 target.flat[...], flat = flat, target.flat
             sums = reduction.start(flat)
             with context.timeline.phase([submission], "ADASUM"):
                 yield from adasum.allreduce(sums, context.transport)
             reduction.finish(sums, flat)
-            up(flat, target, context)
+            context.gpu.up(flat, target)
         submission.complete()
 
 
@@ -81,14 +79,14 @@ def _broadcast(submissions: Sequence[Submission], context: Context) -> Steps[Non
         yield from tree.broadcast(flat, context.algorithms.channels[channel], root)
 
     found = batches(submissions)
-    on_gpu = [GpuBatch(each, context.settings.fusion_slot_bytes, context) for each in found if each.on_gpu]
+    on_gpu = [context.gpu.through_host(each, by_messages) for each in found if each.on_gpu]
     on_host = [each for each in found if not each.on_gpu]
     region = context.algorithms.shared_region
     planned = [(each, plan(each, context, each.inputs[0].element.itemsize)) for each in on_host if region is None]
     for batch, buckets in planned:
         batch.expect(buckets)
     for each in on_gpu:
-        yield from each.through_host(by_messages, BUCKETS_IN_FLIGHT)
+        yield from each
     if region is not None:
         for batch in on_host:
             yield from _broadcast_in_window(batch, root, region, context)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from ringreduce.collectives import direct, doubling, halving, ring
-from ringreduce.execution.batch import view
 from ringreduce.execution.context import Context
+from ringreduce.execution.packing import view
 from ringreduce.ops import Reduction
 from ringreduce.transport.base import Steps
 

@@ -16,7 +16,6 @@ from ringreduce.errors import MismatchError
 from ringreduce.execution.context import Context
 from ringreduce.execution.signature import tensor_text
 from ringreduce.execution.submission import Submission
-from ringreduce.gpu.through_host import down, room, up
 from ringreduce.transport.base import Steps, Transport, Work
 
 HEADER_TAG, DATA_TAG = 0, 6  # which no collective uses
@@ -40,7 +39,7 @@ def send(submission: Submission, context: Context, transport: Transport, destina
     if submission.ready:
         context.gpu.begin(submission)
     (tensor,) = submission.inputs
-    elements = yield from down(tensor, context)
+    elements = yield from context.gpu.down(tensor)
     header = np.zeros(16 + TEXT_BYTES, np.uint8)
     header[:16].view(np.int64)[:] = submission.payload[1], tensor.nbytes
     text = f"{_what(submission)} {submission.line}".encode()[:TEXT_BYTES]
@@ -113,7 +112,7 @@ class Receiver:
         if taker is not None:
             taker.payload = self._rank, tag
         fits = taker is not None and what.rpartition(" ")[0] == _what(taker)
-        data = room(taker.outputs[0]) if taker is not None and fits else np.empty(nbytes, np.uint8)
+        data = self._context.gpu.room(taker.outputs[0]) if taker is not None and fits else np.empty(nbytes, np.uint8)
         yield self._transport.receive(data, self._source, DATA_TAG)
         if taker is None:
             self._kept.append(Kept(tag, what, data))
@@ -136,10 +135,10 @@ class Receiver:
             )
             return
         if elements is None:  # the message was kept
-            elements = room(target)
+            elements = self._context.gpu.room(target)
             elements.view(np.uint8)[:] = message.data
         if submission.ready:
             self._context.gpu.begin(submission)
-        up(elements, target, self._context)
+        self._context.gpu.up(elements, target)
         self._context.timeline.span(submission, "RECV")
         submission.complete()

@@ -17,10 +17,11 @@ from ringreduce.collectives import ring, shared
 from ringreduce.collectives.overlap import InOrder, Order, overlapped
 from ringreduce.cost_model import BUCKETS_IN_FLIGHT
 from ringreduce.execution import point_to_point
-from ringreduce.execution.batch import Batch, view, watcher
-from ringreduce.execution.context import Context
+from ringreduce.execution.batch import Batch
+from ringreduce.execution.packing import view, watcher
 from ringreduce.gpu import ipc_allreduce, nccl
 from ringreduce.gpu.ipc_allreduce import GpuSlot
+from ringreduce.gpu.paths import GpuPaths
 from ringreduce.gpu.runtime import Stream
 from ringreduce.gpu.stage import Done, Stage
 from ringreduce.log import LOGGER
@@ -35,15 +36,15 @@ WINDOW_SLOT_BYTES = 8 << 20  # for host_staged, where the host's ranks share mem
 class GpuBatch:
     """Tensors of one element type on this rank's GPU, in slots of at most `slot_bytes`."""
 
-    def __init__(self, batch: Batch, slot_bytes: int, context: Context) -> None:
-        self.batch, self.context, self.gpu = batch, context, context.gpu
+    def __init__(self, batch: Batch, slot_bytes: int, paths: GpuPaths) -> None:
+        self.batch, self.paths, self.context, self.gpu = batch, paths, paths.context, paths.gpu
         self.element: ElementType = batch.inputs[0].element
         self.itemsize = self.element.itemsize
         multiple = ipc_allreduce.alignment(self.itemsize)
         self.capacity = max(1, slot_bytes // self.itemsize // multiple) * multiple
         self.buckets = fusion.plan(batch.counts, self.capacity, alignment=multiple)
         batch.expect(self.buckets)
-        self.watch = watcher(batch, self.buckets, context)  # a phase is queued
+        self.watch = watcher(batch, self.buckets, self.context)  # a phase is queued
 
     def gpu_slot(self, bucket: fusion.Bucket, stream: Stream) -> GpuSlot:
         """A bucket in the form that kernels on a stream need."""
@@ -61,13 +62,13 @@ class GpuBatch:
         `width` slots are in flight, each with its own stream, pinned memory and channel; in_order: only copies overlap,
         and the collectives run one after the other.
         """
-        self.context.algorithms.gpu.start(self.gpu)
-        stages, start = self.context.algorithms.gpu.stages, self.gpu.stream.record()
+        self.paths.start()
+        start = self.gpu.stream.record()
         order = Order(self.context.transport.rank)
 
         def steps(number: int) -> Steps[None]:
             channel = number % width
-            stage = stages[channel]
+            stage = self.paths.stages[channel]
             stage.stream.wait(start)
             slot = self.down(number, stage)
             yield Done(stage.stream.record(), self.context.transport.rank)
@@ -111,13 +112,14 @@ def address(buffer: Buffer, low: int = 0) -> int:
 class GpuReduction(GpuBatch):
     """The all-reduce of one batch; made when it is planned, so that its owners know how many slots to wait for."""
 
-    def __init__(self, batch: Batch, reduction: Reduction, path: str, context: Context) -> None:
+    def __init__(self, batch: Batch, reduction: Reduction, path: str, paths: GpuPaths) -> None:
         """path: see GpuPaths.choose."""
-        self.reduction, self.path, self.paths = reduction, path, context.algorithms.gpu
+        self.reduction, self.path = reduction, path
         # of the host, for `host_staged`
-        self.algorithm = context.algorithms.choose(batch.nbytes, reduction) if path == "host_staged" else ""
-        super().__init__(batch, self._slot_bytes(context.settings), context)
-        if context.debugs:
+        algorithms = paths.context.algorithms
+        self.algorithm = algorithms.choose(batch.nbytes, reduction) if path == "host_staged" else ""
+        super().__init__(batch, self._slot_bytes(paths.context.settings), paths)
+        if self.context.debugs:
             what = f"allreduce of {len(batch.inputs)} GPU tensors, {batch.nbytes} B of {reduction.element.name}"
             LOGGER.debug(f"{what}: {path} {self.algorithm}".rstrip() + f", in {len(self.buckets)} slots")
 

@@ -5,7 +5,7 @@ ipc           one host: the GPUs read each other's slots (gpu/ipc_allreduce.py)
 cuda_aware    MPI accepts GPU memory: rings of device buffers
 host_staged   through pinned host memory, by the algorithms for host arrays
 
-A single rank needs none. Operations other than all-reduces always go through host memory.
+A single rank needs none. Operations other than all-reduces always go through host memory (backend.py).
 """
 
 from __future__ import annotations
@@ -17,15 +17,14 @@ import numpy as np
 
 from ringreduce.collectives import bruck
 from ringreduce.errors import InputError, RingreduceError
+from ringreduce.execution.context import Context
 from ringreduce.gpu import cuda_aware, nccl
 from ringreduce.gpu.ipc import HANDLE_BYTES, OwnSlots, PeerSlots
 from ringreduce.gpu.runtime import Stream
 from ringreduce.gpu.stage import Done, Stage
 from ringreduce.gpu.stream import Gpu
 from ringreduce.log import LOGGER
-from ringreduce.settings import Settings
-from ringreduce.transport.base import Steps, Transport
-from ringreduce.transport.window import Flags
+from ringreduce.transport.base import Steps
 
 TEXT_BYTES = 480  # the longest reason that a rank sends to the others
 
@@ -33,18 +32,8 @@ TEXT_BYTES = 480  # the longest reason that a rank sends to the others
 class GpuPaths:
     """The paths of one process set, on one of its ranks; all members choose the same."""
 
-    def __init__(
-        self,
-        channels: Sequence[Transport],
-        hosts: Sequence[int],
-        flags: Flags | None,
-        settings: Settings,
-        over_mpi: bool,
-    ) -> None:
-        """hosts: each member's;  flags: in the host's shared memory, if any;  over_mpi: MPI carries the messages."""
-        self._channel, self._channels, self._hosts = channels[0], channels, hosts
-        self._flags, self._settings, self._over_mpi = flags, settings, over_mpi
-        self._gpu: Gpu | None = None
+    def __init__(self, gpu: Gpu, context: Context) -> None:
+        self.gpu, self.context = gpu, context
         self.path = ""  # of what NCCL cannot reduce: ipc, cuda_aware or host_staged; empty until something needs it
         self._why = ""
         self.why_not_nccl: str | None = None  # None: not decided yet; empty: NCCL is used
@@ -58,13 +47,18 @@ class GpuPaths:
         self._own: OwnSlots | None = None
 
     @property
+    def hosts(self) -> list[int]:
+        """The host of each member."""
+        return [self.gpu.world.hosts[each] for each in self.context.members]
+
+    @property
     def all_stages(self) -> list[Stage]:
         """Whatever has a stream, or memory for one."""
         return [*self.stages, *self.blocks, *([self.nccl_stage] if self.nccl_stage else [])]
 
     def text(self) -> str:
         """The path and the reason for it, such as `ipc: …`."""
-        if self._channel.size == 1:
+        if self.context.transport.size == 1:
             return "one rank, so nothing travels"
         if self.why_not_nccl is None:
             return "no GPU array so far"
@@ -73,44 +67,43 @@ class GpuPaths:
         other = f"; else {self.path}: {self._why}" if self.path else ""
         return f"nccl: every rank has a GPU of its own, and NCCL is installed{other}"
 
-    def start(self, gpu: Gpu) -> None:
+    def start(self) -> None:
         """Allocate what all paths need, once."""
-        if self._gpu is None:
-            self._gpu = gpu
-            gpu.paths.append(self)
-            self.stages = [Stage(Stream(gpu.stream.device)) for _ in self._channels]
-            self.blocks = [Stage(gpu.stream) for _ in self._channels]
+        if not self.blocks:
+            self.gpu.paths.append(self)
+            self.stages = [Stage(Stream(self.gpu.stream.device)) for _ in self.context.algorithms.channels]
+            self.blocks = [Stage(self.gpu.stream) for _ in self.stages]
 
-    def choose(self, gpu: Gpu, nccl_can: bool) -> Steps[str]:
+    def choose(self, nccl_can: bool) -> Steps[str]:
         """The path of an all-reduce, found when first needed; empty for a single rank. All members call it alike.
 
         nccl_can: NCCL has this reduction.
         Cost:     the first time some messages, and seconds to start NCCL or a child process that tries MPI.
         Raises:   InputError, on all members, for RINGREDUCE_ALGORITHM=nccl where NCCL cannot be used.
         """
-        self.start(gpu)
-        if self._channel.size == 1:
+        self.start()
+        if self.context.transport.size == 1:
             return ""
         if self.why_not_nccl is None:
-            self.why_not_nccl = yield from self._start_nccl(gpu)
+            self.why_not_nccl = yield from self._start_nccl()
             if self.nccl is not None:
                 self._log(logging.INFO, f"GPU arrays are reduced by {self.text()}")
-        if self.why_not_nccl and self._settings.algorithm == "nccl":
+        if self.why_not_nccl and self.context.settings.algorithm == "nccl":
             raise InputError(f"RINGREDUCE_ALGORITHM=nccl: {self.why_not_nccl}")
         if self.nccl is not None and nccl_can:
             return "nccl"
         if not self.path:
-            self.path, self._why = yield from self._find(gpu)
+            self.path, self._why = yield from self._find()
             self._log(logging.INFO, f"GPU arrays are reduced by {self.text()}")
         return self.path
 
     def _log(self, level: int, line: str) -> None:
-        if self._channel.rank == 0:
+        if self.context.transport.rank == 0:
             LOGGER.log(level, line)
 
-    def _start_nccl(self, gpu: Gpu) -> Steps[str]:
+    def _start_nccl(self) -> Steps[str]:
         """Join NCCL's communicator of all members; returns why that failed, the same on all, or ""."""
-        settings, device, rank = self._settings, gpu.stream.device, self._channel.rank
+        settings, device, rank = self.context.settings, self.gpu.stream.device, self.context.transport.rank
         if settings.algorithm not in ("auto", "nccl"):
             return f"RINGREDUCE_ALGORITHM={settings.algorithm}"
         if settings.deterministic:
@@ -119,12 +112,12 @@ class GpuPaths:
             return "RINGREDUCE_CUDA_NCCL=0"
         replies = yield from self._exchange(f"{device.pci_bus_id} {nccl.why_not()}")
         buses, reasons = zip(*(each.split(" ", 1) for each in replies), strict=True)
-        why_not = _first(reasons) or nccl.shared_gpu(buses, self._hosts)
+        why_not = _first(reasons) or nccl.shared_gpu(buses, self.hosts)
         if why_not:
             return why_not
         identities = yield from self._exchange(nccl.unique_id().hex() if rank == 0 else "")
         try:
-            self.nccl = yield from nccl.connect(device, self._channel.size, bytes.fromhex(identities[0]), rank)
+            self.nccl = yield from nccl.connect(device, self.context.transport.size, bytes.fromhex(identities[0]), rank)
         except RingreduceError as exc:
             why_not = str(exc)
         why_not = _first((yield from self._exchange(why_not)))
@@ -135,33 +128,33 @@ class GpuPaths:
             self.nccl_stage = Stage(Stream(device))
         return why_not
 
-    def _find(self, gpu: Gpu) -> Steps[tuple[str, str]]:
+    def _find(self) -> Steps[tuple[str, str]]:
         """The path of what NCCL does not reduce, and the reason for it."""
-        no_ipc = yield from self._map(gpu)
+        no_ipc = yield from self._map()
         if not no_ipc:
             return "ipc", "the host's ranks map each other's GPU memory (CUDA IPC)"
-        is_aware, why = yield from self._is_cuda_aware(gpu)
+        is_aware, why = yield from self._is_cuda_aware()
         return "cuda_aware" if is_aware else "host_staged", f"{why}; no ipc: {no_ipc}"
 
-    def _map(self, gpu: Gpu) -> Steps[str]:
+    def _map(self) -> Steps[str]:
         """Map the slots of all members; returns why that failed, the same on all, or ""."""
-        settings, flags = self._settings, self._flags
+        settings, flags = self.context.settings, self.context.algorithms.gpu_flags
         if not settings.cuda_ipc:
             return "RINGREDUCE_CUDA_IPC=0"
         if settings.algorithm in ("ring", "halving", "direct", "doubling"):
             return f"RINGREDUCE_ALGORITHM={settings.algorithm}"
-        if len(set(self._hosts)) > 1:
+        if len(set(self.hosts)) > 1:
             return "several hosts"
         if flags is None:
             return "the host's ranks have no shared memory for another process set's flags"
         handle, why_not = np.zeros(HANDLE_BYTES, np.uint8), ""
         try:
-            self._own = own = OwnSlots(gpu.stream.device, settings.cuda_slot_bytes)
+            self._own = own = OwnSlots(self.gpu.stream.device, settings.cuda_slot_bytes)
             handle = own.handle()
         except Exception as exc:  # CuPy's: no memory, or no IPC here
             why_not = f"CUDA allocates no memory that others can map ({_sentence(exc)})"
         why_not = _first((yield from self._exchange(why_not)))
-        handles = yield from bruck.allgather(handle, self._channel)
+        handles = yield from bruck.allgather(handle, self.context.transport)
         if not why_not:
             try:
                 self.peers = PeerSlots(own, list(handles), flags, settings.elastic)
@@ -175,18 +168,18 @@ class GpuPaths:
             self._log(logging.WARNING, f"GPU arrays are copied through host memory instead of by CUDA IPC: {why_not}")
         return why_not
 
-    def _is_cuda_aware(self, gpu: Gpu) -> Steps[tuple[bool, str]]:
+    def _is_cuda_aware(self) -> Steps[tuple[bool, str]]:
         """Whether all members may pass GPU memory to MPI, and why."""
-        rank, settings = self._channel.rank, self._settings
-        if not self._over_mpi:
+        rank, settings = self.context.transport.rank, self.context.settings
+        if not self.gpu.over_mpi:
             return False, "the ranks are threads"
         if settings.deterministic or settings.algorithm in ("direct", "doubling"):
             return False, "GPU memory has only the ring"
         is_aware, why = yield from cuda_aware.local_answer(
             settings.cuda_aware_mpi,
-            gpu.stream.device.index,
+            self.gpu.stream.device.index,
             rank,
-            is_first_of_host=self._hosts.index(self._hosts[rank]) == rank,
+            is_first_of_host=self.hosts.index(self.hosts[rank]) == rank,
         )
         why_not = _first((yield from self._exchange("" if is_aware else why)))
         return not why_not, why_not or why
@@ -196,7 +189,7 @@ class GpuPaths:
         mine = np.zeros(TEXT_BYTES, np.uint8)
         encoded = sentence.encode()[:TEXT_BYTES]
         mine[: len(encoded)] = np.frombuffer(encoded, np.uint8)
-        texts = yield from bruck.allgather(mine, self._channel)
+        texts = yield from bruck.allgather(mine, self.context.transport)
         return [bytes(each).rstrip(b"\0").decode(errors="replace") for each in texts]
 
     def check(self) -> None:
@@ -212,13 +205,13 @@ class GpuPaths:
 
     def release(self) -> Steps[None]:
         """Free all memory of a removed set. All members call it, after everything that they have queued."""
-        if self._gpu is None:
+        if not self.blocks:
             return
-        for event in self._gpu.queued():
-            yield Done(event, self._channel.rank)
+        for event in self.gpu.queued():
+            yield Done(event, self.context.transport.rank)
         self.close()
         yield from self._exchange("")  # a barrier: no rank frees what another has mapped
-        self._gpu.paths.remove(self)
+        self.gpu.paths.remove(self)
         self.free()
 
     def close(self) -> None:

@@ -23,18 +23,24 @@ from ringreduce.gpu import runtime as cuda
 from ringreduce.gpu.kernels import Kernels
 from ringreduce.gpu.runtime import Event, Stream
 from ringreduce.transport.waiting import WaitsFor
+from ringreduce.world import World
 
 
 class Gpu:
     """One rank's GPU. It costs nothing until the first GPU array; from then on only the engine's own thread polls."""
 
-    def __init__(self, rank: int) -> None:
-        self.rank = rank
+    def __init__(self, world: World) -> None:
+        self.world = world
         self.index: int | None = None  # the index of the GPU, from the first array
         self.default_index = 0  # used before the first array: a rank may join without any
         self.paths: list[Any] = []  # GpuPaths, from a layer above, of the process sets that have memory on this GPU
         self.abandoned: list[Any] = []  # operations that will not go on, whose memory queued work may still use
         self._retired: deque[tuple[Event, Any]] = deque()
+
+    @property
+    def over_mpi(self) -> bool:
+        """True where MPI carries the messages."""
+        return self.world.comm is not None
 
     @property
     def is_used(self) -> bool:
@@ -47,8 +53,9 @@ class Gpu:
             if isinstance(each, GpuBuffer) and each.index != self.index:
                 if self.index is not None:
                     raise InputError(
-                        f"rank {self.rank}: an array on cuda:{each.index}, but its first was on cuda:{self.index}; a "
-                        "rank uses one GPU: move the array there, or make that GPU current before arrays are made "
+                        f"rank {self.world.rank}: an array on cuda:{each.index}, but its first was on "
+                        f"cuda:{self.index}; a rank uses one GPU: move the array there, or make that GPU current "
+                        "before arrays are made "
                         "(torch.cuda.set_device, cupy.cuda.Device(…).use())"
                     )
                 self.index = each.index
@@ -75,13 +82,6 @@ class Gpu:
             return functools.partial(_follow, submission.outputs, done)
 
         submission.retire = retire
-
-    def empty(self, like: Buffer, shape: tuple[int, ...]) -> Buffer:
-        """See `Buffer.empty`; the stream may write to it."""
-        made = like.empty(shape)
-        if isinstance(made, GpuBuffer):
-            self.stream.wait(made.ready())
-        return made
 
     def filled(self, element: ElementType, count: int, fill: Callable[[Any], None]) -> Buffer:
         """New memory of `count` elements, filled on the engine's stream."""

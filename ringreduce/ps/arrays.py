@@ -7,9 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from ringreduce.arrays.gpu_buffer import is_cupy
+from ringreduce.arrays.gpu_buffer import is_cupy, uploaded
 from ringreduce.arrays.torch_tensor import is_torch
-from ringreduce.gpu.runtime import cupy
 
 
 def to_numpy(array: Any) -> Any:
@@ -26,7 +25,7 @@ def as_kind(original: Any, values: Any) -> Any:
     if is_torch(original):
         return sys.modules["torch"].as_tensor(values, dtype=original.dtype, device=original.device)
     if is_cupy(original):
-        return cupy().asarray(values)
+        return uploaded(values, original.device.id)
     jax = sys.modules.get("jax")
     if jax is not None and isinstance(original, jax.Array):
         return jax.device_put(values.astype(original.dtype), original.sharding if original.committed else None)

@@ -11,8 +11,8 @@ import ringreduce as rr
 from ringreduce import Sum, runtime
 from ringreduce.arrays import buffer
 from ringreduce.gpu import cuda_aware, nccl
-from ringreduce.gpu.paths import GpuPaths
 from ringreduce.gpu.stage import Stage
+from ringreduce.gpu.stream import Gpu
 from ringreduce.partition import chunk_bounds
 from ringreduce.settings import Settings
 from ringreduce.testing import run_ranks
@@ -146,7 +146,7 @@ def mpi_takes_gpu(monkeypatch):
 
     monkeypatch.setattr(buffer, "message_bytes", lambda flat: getattr(settled(flat), "_memory", flat.view(np.uint8)))
     monkeypatch.setattr(cuda_aware, "local_answer", answer)
-    monkeypatch.setattr(GpuPaths, "_over_mpi", property(lambda paths: True, lambda paths, given: None), raising=False)
+    monkeypatch.setattr(Gpu, "over_mpi", True)
 
 
 @pytest.mark.parametrize("places", parted([[0, 1], [0, 1, 2], [0, 0, 1, 1]], lambda places: len(places) == 3))
@@ -412,7 +412,7 @@ def test_nccl_for_process_sets_that_overlap(nccl_ranks):
                 expected = sum(values(1800, "float32", each, step) for each in mine[number][0])
                 np.testing.assert_array_equal(rr.synchronize(handle).get(), expected)
         states = runtime.current("test").engine.states.values()
-        assert {state.algorithms.gpu.text().partition(":")[0] for state in states} == {"nccl"}
+        assert {state.executor.context.gpu.text().partition(":")[0] for state in states} == {"nccl"}
 
     nccl_ranks(3, program, 3, dynamic_process_sets=True)
 

@@ -15,7 +15,6 @@ from ringreduce.engine.engine import Engine
 from ringreduce.execution.executor import Executor
 from ringreduce.execution.host import Host
 from ringreduce.execution.signature import Signature
-from ringreduce.gpu.stream import Gpu
 from ringreduce.monitor.timeline import Event, Timeline, TimelineFile
 from ringreduce.negotiation.neutral import neutral_submission
 from ringreduce.settings import Settings
@@ -149,7 +148,7 @@ def test_other_clocks_are_brought_to_rank_0s(tmp_path):
 
 def test_a_phase_that_an_earlier_recording_left_open_is_not_told_by_a_later_one():
     timeline = Timeline()
-    request = neutral_submission(Signature("allreduce", "w", details=(("op", "Sum"),)), 0, Gpu(0))
+    request = neutral_submission(Signature("allreduce", "w", details=(("op", "Sum"),)), 0, None)
     timeline.start(mark_cycles=False)
     timeline.agreed(request)
     timeline.switch_phase([request], "ALLREDUCE")

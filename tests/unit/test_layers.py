@@ -19,22 +19,24 @@ LAUNCHER = Path(ringrun.__file__).parent
 ORDER = """
 _version, errors, log, not_there, pickling < mxnet, run_function < kernels.native < kernels.half, kernels.copying <
 settings, arrays.dtypes, partition, trees < gpu.runtime < gpu.device_selection < arrays.buffer < arrays.gpu_buffer <
-arrays.torch_tensor, arrays.dlpack < ops, arrays.view, compression, fusion < gpu.kernels < mpi < world <
+arrays.torch_tensor, arrays.dlpack < ops, arrays.view, compression, fusion < mpi < world <
 transport.waiting, transport.futex, transport.counters < transport.in_flight < transport.base < transport.window,
 transport.blocks <
 transport.message, transport.threads, transport.subset, monitor.excepthook, monitor.launcher_link <
-gpu.stage, gpu.ipc < gpu.cuda_aware, gpu.nccl <
 collectives.ring, collectives.tree, collectives.bruck, collectives.pairwise <
 collectives.direct, collectives.doubling, collectives.halving <
 collectives.adasum, startup.clock, collectives.overlap, cost_model <
 collectives.shared, collectives.hashed, startup.measure, startup.links <
-collectives.compiled, collectives.shared_halves, collectives.shared_in_place, gpu.ipc_allreduce <
+collectives.compiled, collectives.shared_halves, collectives.shared_in_place <
 collectives.hierarchical <
-execution.signature < execution.submission < gpu.stream, monitor.timeline < gpu.paths < execution.algorithms <
-execution.host, execution.context < execution.batch < execution.point_to_point < gpu.allreduce < gpu.through_host <
+execution.signature < execution.submission < monitor.timeline, execution.algorithms <
+execution.host, execution.batch < execution.gpu_backend < execution.context < execution.packing <
+execution.point_to_point <
 execution.halves, execution.allreduce < execution.operations, execution.into_outputs <
 execution.executor, execution.opening <
 execution.send_receive, execution.shared_arrays, execution.in_slot < execution.channel < execution.lane <
+gpu.kernels, gpu.stage, gpu.ipc < gpu.cuda_aware, gpu.nccl, gpu.ipc_allreduce, gpu.stream < gpu.paths <
+gpu.allreduce < gpu.backend <
 engine.inbox, negotiation.protocol, negotiation.cache <
 negotiation.coordinator, negotiation.leader, negotiation.neutral, negotiation.mailbox, negotiation.short <
 negotiation.negotiator < negotiation.process_set < negotiation.errors_for < engine.ending < negotiation.negotiation <
@@ -67,6 +69,13 @@ LAYERS = layers(ORDER)
 UPWARD = {("optimizer", name) for name in ("torch", "jax", "keras")} | {
     ("tensorflow.training", "keras"),
     ("tensorflow.keras", "keras"),  # only a name of it
+}
+# who names a module of gpu/, but for its own: above its lowest two, that is the engine only
+KNOW_GPU = {
+    "gpu.runtime": {f"arrays.{name}" for name in ("buffer", "gpu_buffer", "torch_tensor", "dlpack", "view")},
+    "gpu.device_selection": {"runtime", "lifecycle", "recovery.elastic_runtime"},
+    "gpu.stream": {"engine.engine"},
+    "gpu.backend": {"engine.engine"},
 }
 
 
@@ -119,6 +128,15 @@ def test_a_package_imports_nothing_above_its_own_modules(path):
 
 def test_every_upward_import_that_is_listed_is_there():
     assert {(module, imported) for module, path in modules() for imported in imports(path)} >= UPWARD
+
+
+def test_only_arrays_the_choice_of_a_gpu_and_the_engine_know_the_modules_of_gpus():
+    knowing = {}
+    for name, path in modules():
+        for imported in imports(path):
+            if imported.startswith("gpu.") and not name.startswith("gpu."):
+                knowing.setdefault(imported, set()).add(name)
+    assert knowing == KNOW_GPU
 
 
 def test_only_two_modules_and_two_of_the_transport_know_mpi():
