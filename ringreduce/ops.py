@@ -126,6 +126,11 @@ class Reduction(_Fields):
         """True when sums have the elements' own type, so that the caller's memory can hold them."""
         return self.sum_type == self.element.storage
 
+    @property
+    def divisor(self) -> int:
+        """What the sum is divided by."""
+        return self.size if self.op is Average else 1
+
     def part(self) -> Reduction:
         """That of some of the ranks, whose results have `sum_type`: not divided, postscaled or rounded."""
         if self.in_place:
@@ -169,7 +174,7 @@ class Reduction(_Fields):
         if self.element.kind != "f" and not is_raw:
             return None
         numbers = _COMPILED_TYPES.index(self.element.name), _COMPILED_OPS[self.op]
-        return *numbers, self.prescale, float(self.size if self.op is Average else 1), self.postscale
+        return *numbers, self.prescale, float(self.divisor), self.postscale
 
     def _is_compiled(self, *arrays: Any) -> bool:
         """True where the compiled module reduces these arrays."""
@@ -197,7 +202,7 @@ class Reduction(_Fields):
     @functools.cached_property
     def _divisor(self) -> tuple[Any, Any]:
         """For floats: what the sum is divided by, and its reciprocal where that is exact, else 0."""
-        divisor, scalar = self.size if self.op is Average else 1, self.sum_type.type
+        divisor, scalar = self.divisor, self.sum_type.type
         return scalar(divisor), scalar(1 / divisor if divisor & (divisor - 1) == 0 else 0)
 
     def _reduce_arrays(self, parts: Sequence[Any], out: Any) -> None:

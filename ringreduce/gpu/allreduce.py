@@ -19,8 +19,9 @@ from ringreduce.cost_model import BUCKETS_IN_FLIGHT
 from ringreduce.execution import point_to_point
 from ringreduce.execution.batch import Batch
 from ringreduce.execution.packing import view, watcher
-from ringreduce.gpu import ipc_allreduce, nccl
-from ringreduce.gpu.ipc_allreduce import GpuSlot
+from ringreduce.gpu import nccl
+from ringreduce.gpu.ipc import PublishedWhenDone
+from ringreduce.gpu.ipc_allreduce import GpuSlot, MappedSlot, alignment
 from ringreduce.gpu.paths import GpuPaths
 from ringreduce.gpu.runtime import Stream
 from ringreduce.gpu.stage import Done, Stage
@@ -40,7 +41,7 @@ class GpuBatch:
         self.batch, self.paths, self.context, self.gpu = batch, paths, paths.context, paths.gpu
         self.element: ElementType = batch.inputs[0].element
         self.itemsize = self.element.itemsize
-        multiple = ipc_allreduce.alignment(self.itemsize)
+        multiple = alignment(self.itemsize)
         self.capacity = max(1, slot_bytes // self.itemsize // multiple) * multiple
         self.buckets = fusion.plan(batch.counts, self.capacity, alignment=multiple)
         batch.expect(self.buckets)
@@ -169,14 +170,14 @@ class GpuReduction(GpuBatch):
             self.gpu.begin(owner, stream)
 
     def _ipc(self) -> Steps[None]:
-        """See gpu/ipc_allreduce.py."""
-        stream = self.gpu.stream
-        slots = [self.gpu_slot(each, stream) for each in self.buckets]
-        if self.paths.peers is None:
+        """See gpu/ipc_allreduce.py; in an elastic job this rank publishes meanwhile what its GPU has done."""
+        stream, peers = self.gpu.stream, self.paths.slots
+        if peers is None:
             raise AssertionError("the path is ipc, but no slots are mapped")
-        yield from ipc_allreduce.allreduce(
-            slots, self.paths.peers, self.reduction, self.gpu.kernels, stream, self.watch
-        )
+        slots = [self.gpu_slot(each, stream) for each in self.buckets]
+        work = [MappedSlot(each, peers, self.reduction, self.gpu.kernels, stream) for each in slots]
+        for each in shared.pipelined(work, peers.flags, self.watch):
+            yield PublishedWhenDone(each, peers) if peers.elastic else each
 
     def _cuda_aware(self) -> Steps[None]:
         """Rings of GPU memory, summed by the GPU; all on the engine's stream, for which outgoing messages wait."""

@@ -20,9 +20,10 @@ Works for several ranks on one GPU too, and, without IPC, for ranks that are thr
 from __future__ import annotations
 
 import functools
+import itertools
 import os
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -30,7 +31,7 @@ import numpy as np
 from ringreduce.gpu.runtime import Block, Device, Event, Stream, runtime
 from ringreduce.transport import waiting
 from ringreduce.transport.base import Work
-from ringreduce.transport.window import PACKED, SLOTS, SUMMED, Flags
+from ringreduce.transport.window import SLOTS, Flags
 
 IPC_HANDLE = np.dtype("V64")  # of memory or of an event
 _HANDLE = np.dtype(
@@ -51,70 +52,55 @@ def process() -> int:
     return int.from_bytes(os.urandom(7), "little")
 
 
-class OwnSlots:
-    """This rank's slots and events."""
+class Slots:
+    """The slots of all members on this host, as one of them uses them: its own from the start, others' once opened."""
 
-    def __init__(self, device: Device, slot_bytes: int) -> None:
+    def __init__(self, device: Device, slot_bytes: int, flags: Flags, elastic: bool) -> None:
         """slot_bytes: a multiple of 256. Raises CuPy's CUDARuntimeError where there is no memory."""
-        self.device, self.slot_bytes = device, slot_bytes
-        self.block = Block(device, SLOTS * slot_bytes)
-        with device:
-            flags = runtime().eventInterprocess | runtime().eventDisableTiming
-            self.events = [[int(runtime().eventCreateWithFlags(flags)) for _ in range(SLOTS)] for _ in (PACKED, SUMMED)]
-
-    def handle(self) -> Any:
-        """What the other members need to map the slots: HANDLE_BYTES of uint8."""
-        handle = np.zeros((), _HANDLE)
-        handle["process"], handle["memory"] = process(), self.block.pointer
-        handle["events"] = self.events
-        with self.device:
-            handle["memory_handle"] = np.void(runtime().ipcGetMemHandle(self.block.pointer))
-            handle["event_handles"] = [[np.void(runtime().ipcGetEventHandle(e)) for e in kind] for kind in self.events]
-        return handle.reshape(1).view(np.uint8)
-
-    def free(self) -> None:
-        """Free everything, after all members have closed their mappings."""
-        self.block.free()
-        for event in (*self.events[PACKED], *self.events[SUMMED]):
-            runtime().eventDestroy(event)
-
-
-class PeerSlots:
-    """The slots of all members on this host, as one of them maps them."""
-
-    def __init__(self, own: OwnSlots, handles: Sequence[Any], flags: Flags, elastic: bool) -> None:
-        """handles: the members', in order. Raises CuPy's CUDARuntimeError where one cannot be mapped."""
-        self.own, self.flags, self.elastic = own, flags, elastic
-        self._queued: deque[tuple[Event, int, int]] = deque()  # in an elastic job: what is to be published
+        self.device, self.slot_bytes, self.flags, self.elastic = device, slot_bytes, flags, elastic
         self.rank, self.size = flags.rank, flags.size
-        self.slot_bytes = own.slot_bytes
-        self._memory: list[int] = []
-        self._events: list[Any] = []
+        self._queued: deque[tuple[Event, int, int]] = deque()  # in an elastic job: what is to be published
+        self._own = Block(device, SLOTS * slot_bytes)
+        with device:
+            kind = runtime().eventInterprocess | runtime().eventDisableTiming
+            self._own_events = [[int(runtime().eventCreateWithFlags(kind)) for _ in range(SLOTS)] for _ in range(2)]
+        self._memory: list[int] = []  # each member's
+        self._events: list[list[list[int]]] = []  # each member's, by flag and slot
         self._mapped: list[int] = []
         self._opened: list[int] = []
-        try:
-            for handle in handles:
-                self._open(handle.view(_HANDLE)[0])
-        except Exception:
-            self.close()
-            raise
+
+    def handle(self) -> Any:
+        """What the other members need to map this rank's slots: HANDLE_BYTES of uint8."""
+        handle = np.zeros((), _HANDLE)
+        handle["process"], handle["memory"], handle["events"] = process(), self._own.pointer, self._own_events
+        with self.device:
+            handle["memory_handle"] = np.void(runtime().ipcGetMemHandle(self._own.pointer))
+            handle["event_handles"] = [
+                [np.void(runtime().ipcGetEventHandle(e)) for e in kind] for kind in self._own_events
+            ]
+        return handle.reshape(1).view(np.uint8)
+
+    def open(self, handles: Iterable[Any]) -> None:
+        """Map the members', in order. Raises CuPy's CUDARuntimeError where one cannot be; `close` what was then."""
+        for each in handles:
+            self._open(each.view(_HANDLE)[0])
 
     def _open(self, handle: Any) -> None:
         if handle["process"] == process():
             self._memory.append(int(handle["memory"]))
             self._events.append(handle["events"].tolist())
             return
-        with self.own.device:
+        with self.device:
             lazily = runtime().cudaIpcMemLazyEnablePeerAccess
             self._mapped.append(int(runtime().ipcOpenMemHandle(handle["memory_handle"].tobytes(), lazily)))
             events = [
                 [int(runtime().ipcOpenEventHandle(each.tobytes())) for each in kind] for kind in handle["event_handles"]
             ]
         self._memory.append(self._mapped[-1])
-        self._opened += events[PACKED] + events[SUMMED]
+        self._opened += itertools.chain(*events)
         self._events.append(events)
 
-    def slots(self, sequence: int) -> list[int]:
+    def addresses(self, sequence: int) -> list[int]:
         """The address of the slot of a sequence number on every member's GPU."""
         return [memory + sequence % SLOTS * self.slot_bytes for memory in self._memory]
 
@@ -123,8 +109,8 @@ class PeerSlots:
         if self.elastic:
             self._queued.append((stream.record(), flag, sequence))
             return
-        with self.own.device:
-            runtime().eventRecord(self.own.events[flag][sequence % SLOTS], stream.pointer)
+        with self.device:
+            runtime().eventRecord(self._own_events[flag][sequence % SLOTS], stream.pointer)
         self.flags.publish(flag, sequence)
 
     def follow(self, flag: int, sequence: int, stream: Stream) -> None:
@@ -140,13 +126,19 @@ class PeerSlots:
             self.flags.publish(flag, sequence)
 
     def close(self) -> None:
-        """Unmap the others' memory; after all members have, each frees its own."""
-        with self.own.device:
+        """Unmap the others'; after all members have, each may `free` its own."""
+        with self.device:
             for memory in self._mapped:
                 runtime().ipcCloseMemHandle(memory)
         for event in self._opened:
             runtime().eventDestroy(event)
         self._mapped, self._opened = [], []
+
+    def free(self) -> None:
+        """Free this rank's, after all members have closed theirs."""
+        self._own.free()
+        for event in itertools.chain(*self._own_events):
+            runtime().eventDestroy(event)
 
 
 class PublishedWhenDone(Work):
@@ -154,7 +146,7 @@ class PublishedWhenDone(Work):
 
     waits_for = waiting.WaitsFor.FLAGS
 
-    def __init__(self, work: Work, peers: PeerSlots) -> None:
+    def __init__(self, work: Work, peers: Slots) -> None:
         self._work, self._peers = work, peers
 
     @property

@@ -19,13 +19,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from ringreduce.collectives.shared import Watch, pipelined
-from ringreduce.gpu.ipc import PeerSlots, PublishedWhenDone
+from ringreduce.gpu.ipc import Slots
 from ringreduce.gpu.kernels import Kernels, Table
 from ringreduce.gpu.runtime import Stream
 from ringreduce.ops import Reduction
 from ringreduce.partition import equal_chunk
-from ringreduce.transport.base import Steps
 from ringreduce.transport.window import PACKED, SUMMED
 
 ALIGNMENT_BYTES = 16  # what a kernel's thread reads and writes at a time
@@ -45,31 +43,15 @@ def alignment(itemsize: int) -> int:
     return max(1, ALIGNMENT_BYTES // itemsize)
 
 
-def allreduce(
-    slots: Sequence[GpuSlot],
-    peers: PeerSlots,
-    reduction: Reduction,
-    kernels: Kernels,
-    stream: Stream,
-    watch: Watch,
-) -> Steps[None]:
-    """Queue on `stream` the reduction of all slots over all ranks of the host; all ranks get the same bits.
-
-    slots:   each at most `peers.slot_bytes` long, alike on all ranks; the stream already waits for the inputs.
-    stream:  the same in every call with these `peers`.
-    watch:   called with a slot's number and phase when that is queued; DONE: work queued later sees the results.
-    Cost:    3 launches a slot, and 2 waits until the host's other ranks have queued theirs. With P ranks and n bytes a
-             GPU reads and writes 4 n + n / P + n bytes, of which it reads 2 n (P - 1) / P from other GPUs.
-    """
-    work = [MappedSlot(slot, peers, reduction, kernels, stream) for slot in slots]
-    for each in pipelined(work, peers.flags, watch):
-        yield PublishedWhenDone(each, peers) if peers.elastic else each
-
-
 class MappedSlot:
-    """See `shared.SlotWork`; every phase is only queued."""
+    """See `shared.SlotWork`; every phase is only queued, on a stream that is the same for all slots of these `peers`.
 
-    def __init__(self, slot: GpuSlot, peers: PeerSlots, reduction: Reduction, kernels: Kernels, stream: Stream) -> None:
+    slot: at most `peers.slot_bytes` long, alike on all ranks; the stream already waits for the inputs.
+    Cost: 3 launches, and 2 waits until the host's other ranks have queued theirs. With P ranks and n bytes a GPU reads
+          and writes 4 n + n / P + n bytes, of which it reads 2 n (P - 1) / P from other GPUs.
+    """
+
+    def __init__(self, slot: GpuSlot, peers: Slots, reduction: Reduction, kernels: Kernels, stream: Stream) -> None:
         self.slot, self.peers, self.reduction, self.kernels, self.stream = slot, peers, reduction, kernels, stream
         self.itemsize = reduction.element.itemsize
         self.chunk = equal_chunk(slot.length, peers.size, alignment(self.itemsize))
@@ -77,7 +59,7 @@ class MappedSlot:
     def pack(self, sequence: int) -> None:
         """See `shared.SlotWork`."""
         peers = self.peers
-        self.kernels.gather(self.slot.table, self.slot.inputs, peers.slots(sequence)[peers.rank], self.stream)
+        self.kernels.gather(self.slot.table, self.slot.inputs, peers.addresses(sequence)[peers.rank], self.stream)
         peers.publish(PACKED, sequence, self.stream)
 
     def sum(self, sequence: int) -> None:
@@ -87,11 +69,12 @@ class MappedSlot:
         low = min(self.slot.length, peers.rank * self.chunk)
         count = min(self.slot.length, low + self.chunk) - low
         if count:
-            chunks = [each + low * self.itemsize for each in peers.slots(sequence)]
+            chunks = [each + low * self.itemsize for each in peers.addresses(sequence)]
             self.kernels.reduce(self.reduction, chunks, chunks[peers.rank], count, self.stream)
         peers.publish(SUMMED, sequence, self.stream)
 
     def copy_out(self, sequence: int) -> None:
         """See `shared.SlotWork`."""
-        self.peers.follow(SUMMED, sequence, self.stream)
-        self.kernels.scatter(self.slot.table, self.peers.slots(sequence), self.chunk, self.slot.outputs, self.stream)
+        slot, peers = self.slot, self.peers
+        peers.follow(SUMMED, sequence, self.stream)
+        self.kernels.scatter(slot.table, peers.addresses(sequence), self.chunk, slot.outputs, self.stream)

@@ -65,11 +65,6 @@ def tiles(starts: Sequence[int], counts: Sequence[int], length: int) -> np.ndarr
     return np.column_stack([piece, first, start, np.minimum(of[piece] - first, length)]).astype(np.int32)
 
 
-def divisor(reduction: Reduction) -> int:
-    """What the sum is divided by."""
-    return reduction.size if reduction.op is Average else 1
-
-
 class Table(NamedTuple):
     """The pieces of a slot in the kernels' format, made by `Kernels.table` for the launches of one stream."""
 
@@ -134,7 +129,7 @@ class Kernels:
         """Copy reduced pieces from a slot: divided, postscaled, rounded."""
         pieces = self._addresses(tuple(pointers), stream)
         name = "store_wide" if wide else "store"
-        arguments = slot, pieces.data.ptr, divisor(reduction), float(reduction.postscale)
+        arguments = slot, pieces.data.ptr, reduction.divisor, float(reduction.postscale)
         self._on_tiles(_converting(reduction), name, table, arguments, stream)
 
     def reduce(self, reduction: Reduction, sources: Sequence[int], target: int, count: int, stream: Stream) -> None:
@@ -144,7 +139,7 @@ class Kernels:
         """
         listed = self._addresses(tuple(sources), stream)
         is_aligned = all(address % WORD_BYTES == 0 for address in (target, *sources))
-        scales = float(reduction.prescale), divisor(reduction), float(reduction.postscale)
+        scales = float(reduction.prescale), reduction.divisor, float(reduction.postscale)
         arguments = listed.data.ptr, len(sources), target, count, int(is_aligned), *scales
         variant = Variant(reduction.element.name, str(reduction.sum_type), _OPS[reduction.op])
         blocks = -(-count * reduction.element.itemsize // TILE_BYTES)

@@ -19,7 +19,7 @@ from ringreduce.collectives import bruck
 from ringreduce.errors import InputError, RingreduceError
 from ringreduce.execution.context import Context
 from ringreduce.gpu import cuda_aware, nccl
-from ringreduce.gpu.ipc import HANDLE_BYTES, OwnSlots, PeerSlots
+from ringreduce.gpu.ipc import HANDLE_BYTES, Slots
 from ringreduce.gpu.runtime import Stream
 from ringreduce.gpu.stage import Done, Stage
 from ringreduce.gpu.stream import Gpu
@@ -41,10 +41,9 @@ class GpuPaths:
         # with its own stream: NCCL's kernels wait for other ranks; two sets in one stream, in another order on another
         # rank, would deadlock
         self.nccl_stage: Stage | None = None
-        self.peers: PeerSlots | None = None
+        self.slots: Slots | None = None
         self.stages: list[Stage] = []  # of host_staged: one per channel, each with its own stream
         self.blocks: list[Stage] = []  # of the other paths: one per channel, on the engine's stream
-        self._own: OwnSlots | None = None
 
     @property
     def hosts(self) -> list[int]:
@@ -149,20 +148,21 @@ class GpuPaths:
             return "the host's ranks have no shared memory for another process set's flags"
         handle, why_not = np.zeros(HANDLE_BYTES, np.uint8), ""
         try:
-            self._own = own = OwnSlots(self.gpu.stream.device, settings.cuda_slot_bytes)
-            handle = own.handle()
+            self.slots = slots = Slots(self.gpu.stream.device, settings.cuda_slot_bytes, flags, settings.elastic)
+            handle = slots.handle()
         except Exception as exc:  # CuPy's: no memory, or no IPC here
             why_not = f"CUDA allocates no memory that others can map ({_sentence(exc)})"
         why_not = _first((yield from self._exchange(why_not)))
         handles = yield from bruck.allgather(handle, self.context.transport)
         if not why_not:
             try:
-                self.peers = PeerSlots(own, list(handles), flags, settings.elastic)
+                slots.open(handles)
             except Exception as exc:  # CuPy's
                 why_not = f"the other ranks' GPU memory cannot be mapped ({_sentence(exc)})"
             why_not = _first((yield from self._exchange(why_not)))
         if why_not:
-            self._unmap()
+            if self.slots is not None:
+                self.slots.close()
             yield from self._exchange("")  # a barrier: no rank frees what another has mapped
             self._free_slots()
             self._log(logging.WARNING, f"GPU arrays are copied through host memory instead of by CUDA IPC: {why_not}")
@@ -210,7 +210,7 @@ class GpuPaths:
         for event in self.gpu.queued():
             yield Done(event, self.context.transport.rank)
         self.close()
-        yield from self._exchange("")  # a barrier: no rank frees what another has mapped
+        yield from self._exchange("")  # a barrier, see `_map`
         self.gpu.paths.remove(self)
         self.free()
 
@@ -219,7 +219,8 @@ class GpuPaths:
         if self.nccl is not None:
             self.nccl.close()
         self.nccl = None
-        self._unmap()
+        if self.slots is not None:
+            self.slots.close()
 
     def free(self, of_lost_world: bool = False) -> None:
         """Free the memory; the set reduces no more GPU arrays.
@@ -232,15 +233,10 @@ class GpuPaths:
                 stage.free()
         self._free_slots()
 
-    def _unmap(self) -> None:
-        if self.peers is not None:
-            self.peers.close()
-        self.peers = None
-
     def _free_slots(self) -> None:
-        if self._own is not None:
-            self._own.free()
-        self._own = None
+        if self.slots is not None:
+            self.slots.free()
+        self.slots = None
 
 
 def _first(reasons: Sequence[str]) -> str:

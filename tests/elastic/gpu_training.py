@@ -16,7 +16,7 @@ import cupy
 import numpy as np
 
 import ringreduce as rr
-from ringreduce.gpu.ipc import PeerSlots
+from ringreduce.gpu.ipc import Slots
 from tests.support import fake_cupy
 
 STEPS, COUNT, RATE = 12, 30_000, 0.125
@@ -45,7 +45,7 @@ def main():
         publish_as_ever(*args)
         die(state.step, "queued")
 
-    publish_as_ever, PeerSlots.publish = PeerSlots.publish, publish
+    publish_as_ever, Slots.publish = Slots.publish, publish
     rr.init()
     state = rr.elastic.ObjectState(parameters=cupy.zeros(COUNT, np.float32), history=[], step=0)
 

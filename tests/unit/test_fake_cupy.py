@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import ringreduce as rr
-from ringreduce.gpu.ipc import PeerSlots
+from ringreduce.gpu.ipc import Slots
 from ringreduce.gpu.runtime import Block, Pinned, Stream, device
 from ringreduce.settings import Settings
 from ringreduce.testing import run_ranks
@@ -230,10 +230,10 @@ def test_the_host_cannot_read_device_memory(any_mode):
 @pytest.mark.parametrize("forgotten", [None, PACKED, SUMMED, "slots"])
 def test_every_wait_that_an_allreduce_forgets_is_found(cupy_of_every_mode, monkeypatch, forgotten):
     """Through the slots of three ranks (ringreduce/gpu/ipc.py); with one slot, a rank packs what others still copy."""
-    fake, follow = cupy_of_every_mode, PeerSlots.follow
-    monkeypatch.setattr(PeerSlots, "follow", lambda *args: None if args[1] == forgotten else follow(*args))
+    fake, follow = cupy_of_every_mode, Slots.follow
+    monkeypatch.setattr(Slots, "follow", lambda *args: None if args[1] == forgotten else follow(*args))
     if forgotten == "slots":
-        monkeypatch.setattr(PeerSlots, "slots", lambda peers, sequence: list(peers._memory))
+        monkeypatch.setattr(Slots, "addresses", lambda peers, sequence: list(peers._memory))
 
     def program():
         arrays = [fake.arange(600, dtype=np.float32) * (rr.rank() + 1) + step for step in range(12)]
