@@ -30,7 +30,7 @@ import numpy as np
 
 from ringreduce.collectives import halving, ring
 from ringreduce.collectives.overlap import until_ended
-from ringreduce.collectives.shared import COPY, DONE, PACK, REDUCE, Part, Watch, pieces_of
+from ringreduce.collectives.shared import COPY, DONE, PACK, REDUCE, Part, Watch, spans_of
 from ringreduce.collectives.shared_halves import allgather, reduce_scatter
 from ringreduce.cost_model import UNITS_AHEAD
 from ringreduce.ops import Reduction
@@ -129,9 +129,9 @@ class _Unit:
     ) -> None:
         self.number, self.reduction = number, reduction
         self.crossing: Task[None]
-        pieces = pieces_of(parts, hierarchy.chunks)
-        self.sources = [[each.source for each in pieces if each.owner == owner] for owner in range(size)]
-        self.targets = [[each.target for each in pieces if each.owner == owner] for owner in range(size)]
+        spans = spans_of(parts, hierarchy.chunks)
+        self.sources = [[each.source for each in spans if each.owner == owner] for owner in range(size)]
+        self.targets = [[each.target for each in spans if each.owner == owner] for owner in range(size)]
         lengths = [each.size for each in self.sources[rank]]
         if reduction.in_place and len(lengths) == 1:  # what crosses the wire is where it belongs
             self.partial = self.finished = self.targets[rank].pop()

@@ -173,7 +173,7 @@ def with_one_wait(slots: Sequence[SlotWork], flags: Flags, watch: Watch) -> Step
             watch(number, DONE)
 
 
-class Piece(NamedTuple):
+class Span(NamedTuple):
     """Elements low:high of a slot, in its owner's chunk; in the caller's memory from `source` to `target`, if given."""
 
     owner: int
@@ -190,9 +190,9 @@ class Slot:
         self,
         region: Region,
         dtype: np.dtype[Any],
-        packed: Sequence[Piece] = (),
-        summed: Sequence[Piece] = (),
-        copied: Sequence[Piece] = (),
+        packed: Sequence[Span] = (),
+        summed: Sequence[Span] = (),
+        copied: Sequence[Span] = (),
         reduction: Reduction | None = None,
         spreads: bool = True,
     ) -> None:
@@ -232,20 +232,20 @@ class Slot:
             read(slots[owner][low:high], target)
 
 
-def pieces_of(parts: Sequence[Part], size: int) -> list[Piece]:
-    """The pieces of a slot with `size` chunks."""
+def spans_of(parts: Sequence[Part], size: int) -> list[Span]:
+    """The spans of a slot with `size` chunks."""
     return [
-        Piece(owner, low, high, parts[part].source[first:last], parts[part].target[first:last])
+        Span(owner, low, high, parts[part].source[first:last], parts[part].target[first:last])
         for owner, part, low, high, first, last in cut(tuple([part.source.size for part in parts]), size)
     ]
 
 
 def _in_chunks(parts: Sequence[Part], region: Region, reduction: Reduction) -> Slot:
-    pieces, dtype = pieces_of(parts, region.size), reduction.element.storage
-    own = [each for each in pieces if each.owner == region.rank]
+    spans, dtype = spans_of(parts, region.size), reduction.element.storage
+    own = [each for each in spans if each.owner == region.rank]
     length = sum([each.high - each.low for each in own])
     if length * dtype.itemsize >= WHOLE_BYTES * len(own) or len(own) == 1:
-        others = [each for each in pieces if each.owner != region.rank]
+        others = [each for each in spans if each.owner != region.rank]
         return Slot(region, dtype, others, own, others, reduction)
-    whole = Piece(region.rank, own[0].low, own[-1].high)
-    return Slot(region, dtype, pieces, [whole], pieces, reduction)
+    whole = Span(region.rank, own[0].low, own[-1].high)
+    return Slot(region, dtype, spans, [whole], spans, reduction)

@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from ringreduce.collectives.shared import Piece, Slot, Watch, with_one_wait
+from ringreduce.collectives.shared import Slot, Span, Watch, with_one_wait
 from ringreduce.fusion import plan
 from ringreduce.ops import Reduction
 from ringreduce.transport.base import Steps
@@ -50,7 +50,7 @@ def reduce_scatter(
     slots = []
     for number in range(max(len(own), *map(len, packed))):
         both = zip(_at([own], number), _at([results], number), strict=True)
-        summed = [Piece(*chunk[:4], result.target) for chunk, result in both]
+        summed = [Span(*chunk[:4], result.target) for chunk, result in both]
         slots.append(Slot(region, dtype, _at(packed, number), summed, (), reduction, spreads=False))
     yield from with_one_wait(slots, region, watch)
 
@@ -86,17 +86,17 @@ def _bytes(arrays: Arrays) -> Arrays:
     return [each.view(np.uint8) for each in arrays]
 
 
-def _by_slot(owner: int, arrays: Arrays, capacity: int, first: int = 0) -> list[list[Piece]]:
+def _by_slot(owner: int, arrays: Arrays, capacity: int, first: int = 0) -> list[list[Span]]:
     """Arrays, one after the other, in pieces of which `capacity` elements, from `first` on, fill a slot."""
     return [
         [
-            Piece(owner, first + start, first + start + high - low, arrays[k][low:high], arrays[k][low:high])
+            Span(owner, first + start, first + start + high - low, arrays[k][low:high], arrays[k][low:high])
             for (k, low, high), start in zip(bucket.pieces, bucket.starts, strict=True)
         ]
         for bucket in plan(tuple(each.size for each in arrays), capacity)
     ]
 
 
-def _at(slots_of_owners: Sequence[list[list[Piece]]], number: int) -> list[Piece]:
+def _at(slots_of_owners: Sequence[list[list[Span]]], number: int) -> list[Span]:
     """What is in a slot; owners may have too little to be in all."""
     return [each for slots in slots_of_owners if number < len(slots) for each in slots[number]]
