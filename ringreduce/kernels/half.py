@@ -64,7 +64,7 @@ def widen(name: str, source: Any, target: Any) -> None:
     may change.
     """
     if native.module is not None and source.flags.c_contiguous and target.flags.c_contiguous:
-        native.module.widen(source, target, name == "bfloat16")
+        native.module.convert(source, target, name == "bfloat16")
     elif name == "float16":
         np.copyto(target, source)
     else:
@@ -74,7 +74,7 @@ def widen(name: str, source: Any, target: Any) -> None:
 def narrow(name: str, values: Any, target: Any) -> None:
     """Round float32 elements to 16 bits: to nearest, ties to even, or to infinity."""
     if native.module is not None and values.flags.c_contiguous and target.flags.c_contiguous:
-        native.module.narrow(values, target, name == "bfloat16")
+        native.module.convert(values, target, name == "bfloat16")
     elif name == "float16":
         _narrow_float16(values, target)
     else:

@@ -1,7 +1,7 @@
 /* Sums, copies and waits in memory that the ranks of a host share, without the GIL; collectives/shared.py explains.
  *
  * Optional: where no compiler was there, NumPy's passes do the same, to the same bits, slot by slot; a rank that has
- * this module and one that has not may work together. No intrinsics: compilers vectorise the loops.
+ * this module and one that has not may work together. Compilers vectorise the loops; only float16 has intrinsics.
  */
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
@@ -20,11 +20,15 @@
 #else
 #define CLONES __attribute__((target_clones("avx2", "default")))
 #endif
+#if defined(__x86_64__) && __GNUC__ >= 12 && !defined(__clang__)
+#include <immintrin.h>
+#define F16C __attribute__((target("f16c")))
+#endif
 #ifndef SYS_futex /* not Linux */
 #define syscall(...) sched_yield()
 #endif
 #define MOST 256 /* ranks of a host */
-#define BLOCK 1024 /* elements at a time: 4 to 8 KiB stay in a core's first-level cache */
+#define BLOCK 4096 /* bytes at a time: some of them stay in a core's first-level cache */
 #define WORDS 8 /* of a flag's cache line */
 #define SPINS 100 /* tests of a flag before the core is yielded */
 #define TAKEN_US 1000 /* who yields for so long has lost the core to others' work, which a sleeper's waking interrupts */
@@ -80,28 +84,26 @@ typedef void (*Kernel)(const char *const *parts, int count, char *out, char *als
 #define SCALE(acc, factor)                                                                                            \
     if ((factor) != 1) EACH acc[i] *= (factor)
 
-/* Parts of T are combined as S; `out` may be a part; `also` is NULL or apart from all. */
-#define KERNEL(NAME, TYPE, S, LOAD, STORE, COMBINE)                                                                   \
+/* Parts of T, scaled by floats or integers F, are combined as S; `out` may be a part; `also` is NULL or apart from all. */
+#define KERNEL(NAME, TYPE, S, F, LOAD, STORE, COMBINE)                                                                \
     static void NAME(const char *const *parts, int count, char *out_, char *also_, size_t length, const Factors *f) { \
         typedef ANYWHERE(TYPE) T;                                                                                     \
-        S acc[BLOCK], more[BLOCK], prescale = (S)f->prescale, postscale = (S)f->postscale, divisor = (S)f->divisor;   \
+        F prescale = (F)f->prescale, divisor = (F)f->divisor, postscale = (F)f->postscale;                            \
         int exponent, exact = frexp(f->divisor, &exponent) == 0.5; /* a power of two: the same bits, and faster */    \
-        S reciprocal = (S)(exact ? 1 / f->divisor : 1);                                                               \
-        for (size_t low = 0; low < length; low += BLOCK) {                                                            \
-            size_t n = length - low < BLOCK ? length - low : BLOCK;                                                   \
-            const T *first = (const T *)parts[0] + low;                                                               \
+        F reciprocal = (F)(exact ? 1 / f->divisor : 1);                                                               \
+        S acc[BLOCK / sizeof(S)];                                                                                     \
+        for (size_t low = 0, n; low < length; low += n) {                                                             \
+            n = length - low < BLOCK / sizeof(S) ? length - low : BLOCK / sizeof(S);                                  \
             T *out = (T *)out_ + low, *also = (T *)also_ + low;                                                       \
-            EACH acc[i] = LOAD(first[i]);                                                                             \
+            const T *part = (const T *)parts[0] + low;                                                                \
+            EACH acc[i] = LOAD(part[i]);                                                                              \
             SCALE(acc, prescale);                                                                                     \
             for (int k = 1; k < count; k++) {                                                                         \
-                const T *part = (const T *)parts[k] + low;                                                            \
-                if (prescale == 1) {                                                                                  \
+                part = (const T *)parts[k] + low;                                                                     \
+                if (prescale == 1)                                                                                    \
                     EACH acc[i] = COMBINE(acc[i], LOAD(part[i]));                                                     \
-                } else {                                                                                              \
-                    EACH more[i] = LOAD(part[i]);                                                                     \
-                    SCALE(more, prescale);                                                                            \
-                    EACH acc[i] = COMBINE(acc[i], more[i]);                                                           \
-                }                                                                                                     \
+                else                                                                                                  \
+                    EACH acc[i] = COMBINE(acc[i], LOAD(part[i]) * prescale);                                          \
             }                                                                                                         \
             SCALE(acc, reciprocal);                                                                                   \
             if (!exact) EACH acc[i] /= divisor;                                                                       \
@@ -113,15 +115,15 @@ typedef void (*Kernel)(const char *const *parts, int count, char *out, char *als
         }                                                                                                             \
     }
 #define FLOATS(NAME, T, S, LOAD, STORE)                                                                               \
-    CLONES KERNEL(NAME##_sum, T, S, LOAD, STORE, PLUS) CLONES KERNEL(NAME##_min, T, S, LOAD, STORE, LESS)             \
-    CLONES KERNEL(NAME##_max, T, S, LOAD, STORE, MORE) CLONES KERNEL(NAME##_product, T, S, LOAD, STORE, TIMES)
+    CLONES KERNEL(NAME##_sum, T, S, S, LOAD, STORE, PLUS) CLONES KERNEL(NAME##_min, T, S, S, LOAD, STORE, LESS)       \
+    CLONES KERNEL(NAME##_max, T, S, S, LOAD, STORE, MORE) CLONES KERNEL(NAME##_product, T, S, S, LOAD, STORE, TIMES)
 #define INTEGERS(BITS, S, U) /* unsigned sums and products wrap, to the bits of signed ones */                        \
-    KERNEL(u##BITS##_sum, uint##BITS##_t, U, SAME, SAME, PLUS)                                                        \
-    KERNEL(u##BITS##_product, uint##BITS##_t, U, SAME, SAME, TIMES)                                                   \
-    KERNEL(u##BITS##_min, uint##BITS##_t, U, SAME, SAME, LESS)                                                        \
-    KERNEL(u##BITS##_max, uint##BITS##_t, U, SAME, SAME, MORE)                                                        \
-    KERNEL(i##BITS##_min, int##BITS##_t, S, SAME, SAME, LESS)                                                         \
-    KERNEL(i##BITS##_max, int##BITS##_t, S, SAME, SAME, MORE)
+    KERNEL(u##BITS##_sum, uint##BITS##_t, U, U, SAME, SAME, PLUS)                                                     \
+    KERNEL(u##BITS##_product, uint##BITS##_t, U, U, SAME, SAME, TIMES)                                                \
+    KERNEL(u##BITS##_min, uint##BITS##_t, U, U, SAME, SAME, LESS)                                                     \
+    KERNEL(u##BITS##_max, uint##BITS##_t, U, U, SAME, SAME, MORE)                                                     \
+    KERNEL(i##BITS##_min, int##BITS##_t, S, S, SAME, SAME, LESS)                                                      \
+    KERNEL(i##BITS##_max, int##BITS##_t, S, S, SAME, SAME, MORE)
 #define ROW(NAME, SIZE) {SIZE, {NAME##_sum, NAME##_min, NAME##_max, NAME##_product}}
 #define ROWS(BITS)                                                                                                    \
     ROW(u##BITS, BITS / 8), {BITS / 8, {u##BITS##_sum, i##BITS##_min, i##BITS##_max, u##BITS##_product}}
@@ -134,6 +136,19 @@ INTEGERS(8, int32_t, uint32_t)
 INTEGERS(16, int32_t, uint32_t)
 INTEGERS(32, int32_t, uint32_t)
 INTEGERS(64, int64_t, uint64_t)
+#ifdef F16C /* which compilers use for one element at a time */
+#define TO_8(f) _mm256_cvtps_ph(f, _MM_FROUND_TO_NEAREST_INT)
+F16C KERNEL(f16_sum_by_8, __m128i, __m256, float, _mm256_cvtph_ps, TO_8, PLUS)
+
+static void f16_quick_sum(const char *const *parts, int count, char *out, char *also, size_t length, const Factors *f) {
+    size_t done = __builtin_cpu_supports("f16c") ? length / 8 * 8 * sizeof(uint16_t) : 0;
+    const char *rest[MOST];
+    for (int k = 0; k < count; k++) rest[k] = parts[k] + done;
+    if (done) f16_sum_by_8(parts, count, out, also, length / 8, f);
+    f16_sum(rest, count, out + done, also ? also + done : NULL, length - done / sizeof(uint16_t), f);
+}
+#define f16_sum f16_quick_sum
+#endif
 
 static const struct { size_t itemsize; Kernel kernels[OPS]; } TYPES[] = { /* in the order of ops.py */
     ROW(f32, 4), ROW(f64, 8), ROW(f16, 2), ROW(bf16, 2), ROWS(8), ROWS(16), ROWS(32), ROWS(64)};
@@ -349,10 +364,7 @@ static PyObject *region_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
     r->size = (int)size, r->rank = rank, r->slots = slots, r->sleeps = 0;
     for (r->nviews = 0; r->nviews < 2 * size; r->nviews++) {
         PyObject *from = PyList_GetItem(r->nviews % 2 ? memory : flags, r->nviews / 2);
-        if (PyObject_GetBuffer(from, r->views + r->nviews, PyBUF_WRITABLE)) {
-            Py_DECREF(r);
-            return NULL;
-        }
+        if (PyObject_GetBuffer(from, r->views + r->nviews, PyBUF_WRITABLE)) return Py_DECREF(r), NULL;
     }
     for (int k = 0; k < size; k++) r->flags[k] = r->views[2 * k].buf, r->memory[k] = r->views[2 * k + 1].buf;
     r->slot_bytes = r->views[1].len / slots;
@@ -393,10 +405,7 @@ static PyObject *region_allreduce(Region *r, PyObject *args) {
     run->views = PyMem_Malloc(2 * (count + 1) * sizeof(Py_buffer));
     run->sources = PyMem_Malloc(2 * (count + 1) * sizeof(char *));
     run->starts = PyMem_Malloc((count + 2) * sizeof(Py_ssize_t));
-    if (run->views == NULL || run->sources == NULL || run->starts == NULL) {
-        PyErr_NoMemory();
-        goto failed;
-    }
+    if (run->views == NULL || run->sources == NULL || run->starts == NULL) return Py_DECREF(run), PyErr_NoMemory();
     run->targets = run->sources + count + 1, run->starts[0] = 0;
     for (Py_ssize_t k = 0; k < count; k++) {
         PyObject *source = PyList_GetItem(sources, k), *target = PyList_GetItem(targets, k);
@@ -534,10 +543,8 @@ static PyObject *exchange_run(Exchange *e, PyObject *const *args, Py_ssize_t cou
     double patience_us = PyFloat_AsDouble(args[4]);
     if (PyErr_Occurred()) return NULL;
     if (e->what != NOTHING && (PyObject_GetBuffer(args[0], &source, PyBUF_SIMPLE) ||
-                               PyObject_GetBuffer(args[1], &target, PyBUF_WRITABLE))) {
-        PyBuffer_Release(&source);
-        return NULL;
-    }
+                               PyObject_GetBuffer(args[1], &target, PyBUF_WRITABLE)))
+        return PyBuffer_Release(&source), NULL;
     Py_ssize_t slot = e->region->slot_bytes, end = e->what == OWN_PART ? e->low * e->itemsize + target.len : target.len;
     if (source.len > slot || (e->what == GATHERED ? end != source.len * e->region->size : end > source.len)) {
         PyErr_Format(PyExc_ValueError, "%zd B into %zd, by a slot of %zd", source.len, target.len, slot);
@@ -583,15 +590,17 @@ static PyObject *reduce(PyObject *module, PyObject *args) {
     Py_RETURN_NONE;
 }
 
-typedef void (*Conversion)(const char *source, char *target, size_t n);
-
-static PyObject *converted(PyObject *args, Conversion f16, Conversion bf16, int source_size, int target_size) {
+/* convert(source, target, is_bf16): 16-bit floats to float32, or back */
+static PyObject *convert(PyObject *module, PyObject *args) {
+    static void (*const by[2][2])(const char *, char *, size_t) = {{narrow_f16, narrow_bf16}, {widen_f16, widen_bf16}};
     Py_buffer source, target;
     int is_bf16;
+    (void)module;
     if (!PyArg_ParseTuple(args, "y*w*p", &source, &target, &is_bf16)) return NULL;
-    if (source.len / source_size == target.len / target_size) {
+    int wider = source.len < target.len;
+    if (wider ? target.len == 2 * source.len : source.len == 2 * target.len) {
         Py_BEGIN_ALLOW_THREADS
-        (is_bf16 ? bf16 : f16)(source.buf, target.buf, source.len / source_size);
+        by[wider][is_bf16](source.buf, target.buf, (wider ? source.len : target.len) / 2);
         Py_END_ALLOW_THREADS
     } else {
         PyErr_Format(PyExc_ValueError, "%zd B into %zd", source.len, target.len);
@@ -600,14 +609,6 @@ static PyObject *converted(PyObject *args, Conversion f16, Conversion bf16, int 
     if (PyErr_Occurred()) return NULL;
     Py_RETURN_NONE;
 }
-
-/* widen(source, target, is_bf16), narrow(source, target, is_bf16): 16-bit floats to float32 and back */
-#define CONVERTED(NAME, FROM, TO)                                                                                     \
-    static PyObject *NAME(PyObject *module, PyObject *args) {                                                         \
-        return (void)module, converted(args, NAME##_f16, NAME##_bf16, FROM, TO);                                      \
-    }
-CONVERTED(widen, 2, 4)
-CONVERTED(narrow, 4, 2)
 
 static PyMethodDef region_methods[] = {{"allreduce", (PyCFunction)region_allreduce, METH_VARARGS, NULL},
                                        {"exchange", (PyCFunction)region_exchange, METH_VARARGS, NULL},
@@ -628,8 +629,7 @@ static PyType_Spec run_spec = {"ringreduce.kernels._native.Run", sizeof(Run), 0,
                                Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION, run_slots};
 
 static PyMethodDef functions[] = {{"reduce", reduce, METH_VARARGS, NULL},
-                                  {"widen", widen, METH_VARARGS, NULL},
-                                  {"narrow", narrow, METH_VARARGS, NULL},
+                                  {"convert", convert, METH_VARARGS, NULL},
                                   {0}};
 
 static int fill(PyObject *module) {

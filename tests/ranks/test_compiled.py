@@ -134,7 +134,7 @@ def test_arguments_that_do_not_fit_are_refused():
     with pytest.raises((ValueError, BufferError)):
         native.module.reduce([np.ones((2, 4))[:, 0]], np.ones(2), None, *numbers)
     with pytest.raises(ValueError, match="16 B into 16"):
-        native.module.widen(ones, ones.copy(), False)
+        native.module.convert(ones, ones.copy(), False)
     run = {gets: region.exchange(region, 0, 0, gets, *numbers, 2).run for gets in Gets if gets is not Gets.OF_ROOT}
     with pytest.raises(ValueError, match="root 2"):
         region.exchange(region, 0, 0, Gets.OF_ROOT, *numbers, 2)
