@@ -54,10 +54,15 @@ def _start_of(environ: Mapping[str, str]) -> str:
     return " ".join(environ.get(name, "") for name in (*_START_VARIABLES, "RINGREDUCE_ERROR_FILE"))
 
 
+def rank_that_started(environ: Mapping[str, str]) -> str | None:
+    """Whose child process this is: its number; None for a process that may be a rank itself."""
+    pid, rank, start = environ.get(_RANK_VARIABLE, "0 0 no rank").split(" ", 2)
+    return rank if start == _start_of(environ) and int(pid) != os.getpid() else None
+
+
 def check_process(environ: Mapping[str, str]) -> None:
     """Raise StartupError in a child process of a rank: to MPI it would be that rank."""
-    pid, rank, start = environ.get(_RANK_VARIABLE, "0 0 no rank").split(" ", 2)
-    if start == _start_of(environ) and int(pid) != os.getpid():
+    if (rank := rank_that_started(environ)) is not None:
         raise StartupError(
             f"init(): this process was started by rank {rank} and is not a rank itself; put init() under "
             "`if __name__ == '__main__':`, or start a job of its own with ringrun"

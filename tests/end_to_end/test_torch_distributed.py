@@ -70,6 +70,40 @@ def test_a_start_without_mpis_launcher_is_refused_before_mpi_begins(tmp_path, st
     assert "False" in finished.stdout.splitlines(), finished.stdout
 
 
+NO_LINE_CHANGED = """
+import os, subprocess, sys, torch, torch.distributed as dist
+
+of_files = {"rank": int(os.environ["RANK"]), "world_size": int(os.environ["WORLD_SIZE"])}
+for named in ([], ["gloo"], ["cpu:gloo,cuda:nccl"], ["mpi"]):  # the first and the last by env://, whose port stays
+    dist.init_process_group(*named, **of_files | {"store": dist.FileStore(named[0])} if "gloo" in str(named) else {})
+    dist.monitored_barrier() if named == ["gloo"] else dist.barrier()
+    rank, size = dist.get_rank(), dist.get_world_size()
+    mesh = dist.init_device_mesh("cpu", (1, size), mesh_dim_names=("a", "b"))
+    groups = [None, dist.new_group(), dist.new_group(backend="gloo"), mesh["b"].get_group()]
+    values = torch.ones(5) + rank
+    for each in groups:
+        dist.all_reduce(values, group=each)
+    configurations = {each.split(",")[0] for each in map(dist.get_backend_config, groups)}
+    print(f"rank {rank} of {size}:", dist.get_backend(), dist.get_backend(groups[2]), configurations, values.tolist())
+    dist.destroy_process_group()
+alone = "import torch.distributed as d; d.init_process_group(store=d.HashStore(), rank=0, world_size=1)"
+subprocess.run([sys.executable, "-c", f"{alone}; print('a child of rank {rank}:', d.get_backend_config())"], check=True)
+"""
+
+
+@pytest.mark.quick
+def test_a_program_that_names_gloo_mpi_or_nothing_runs_over_ring_and_is_told_what_it_named(script):
+    options = {"RINGREDUCE_TORCH_BACKEND": "ring", "RINGREDUCE_LOG_LEVEL": "info"}
+    finished = ringrun(PYTHON, 2, script(NO_LINE_CHANGED), **options)
+    named = ["undefined", "gloo", "cpu:gloo,cuda:nccl", "mpi"]
+    values = [3.0 * 2**3] * 5
+    assert sorted(line for line in said(finished) if " of 2: " in line) == sorted(
+        f"[{rank}] rank {rank} of 2: {each} gloo {{'cpu:ring'}} {values}" for rank in (0, 1) for each in named
+    )
+    assert finished.stdout.count("a child of rank 0: cpu:gloo\n") == 1, "it is no rank"
+    assert finished.stdout.count('"gloo", "mpi" or no backend means "ring" in this job') == 1
+
+
 @pytest.mark.timeout(120)
 def test_a_rank_that_fails_is_named_with_what_the_others_wait_for(script):
     program = script(PROGRAM.replace("value = ", "if dist.get_rank() == 1: raise KeyError('shard')\nvalue = "))

@@ -37,6 +37,7 @@ OTHER = {
     "stall_abort_s": "100",
     "timeline": "a: b.json",
     "log_level": "debug",
+    "torch_backend": "ring",
 }
 """Values that are no defaults; the settings that are on or off are turned over."""
 
@@ -284,6 +285,7 @@ def test_horovods_file_is_understood(file):
             ["--log-level", "loud"],
             "--log-level: RINGREDUCE_LOG_LEVEL='loud': expected one of trace, debug, info, warning, error, fatal",
         ),
+        (["--torch-backend", "nccl"], "--torch-backend: torch_backend='nccl': expected ring, or nothing"),
         (["--costs", "x=1"], "--costs: RINGREDUCE_COSTS: 'x=1'; expected name=number"),
         (
             ["--fusion-threshold-mb=8", "--fusion-slot-bytes=4194304"],
