@@ -13,6 +13,7 @@ from typing import Any
 
 HELPER = "_new_process_group_helper"
 """torch's own function, private, through which every process group is made."""
+MEANT = ("gloo", "mpi")
 
 
 def register() -> None:
@@ -49,11 +50,49 @@ def rename(name: str) -> None:
             f"torch.distributed.distributed_c10d.{HELPER}(size, rank, ranks, backend, store, …), which was expected; "
             'start without --torch-backend, and write init_process_group("ring") in the program'
         )
+    setattr(distributed_c10d, HELPER, functools.wraps(helper)(functools.partial(_new_group, helper)))
 
-    @functools.wraps(helper)
-    def make(*arguments: Any, **options: Any) -> Any:
-        from ringreduce.torch.distributed.renamed import new_group
 
-        return new_group(helper, *arguments, **options)
+def _new_group(make: Any, size: int, rank: int, ranks: Any, backend: str, store: Any, *rest: Any, **more: Any) -> Any:
+    """A group of the backend that is meant, and its store. make: torch's HELPER.
 
-    setattr(distributed_c10d, HELPER, make)
+    get_backend() still returns what the program named, since programs decide by it what they do next.
+    """
+    from torch.distributed import GroupMember, distributed_c10d
+    from torch.distributed.rendezvous import rendezvous
+
+    from ringreduce.mpi import rank_that_started
+
+    meant = renamed(backend)
+    if meant == backend or rank_that_started(os.environ) is not None:  # a process that a rank starts may use gloo
+        return make(size, rank, ranks, backend, store, *rest, **more)
+    if rank == -1:  # of "mpi": torch would ask MPI
+        store, rank, size = next(rendezvous("env://"))
+    group, store = make(size, rank, ranks, meant, store, *rest, **more)
+    if group is not GroupMember.NON_GROUP_MEMBER:
+        distributed_c10d._world.pg_map[group] = (backend, store)
+        _say_once()
+    return group, store
+
+
+def renamed(backend: str) -> str:
+    """The backend that is meant by this name of one, or by a map: by `cpu:gloo,cuda:nccl` `cpu:ring,cuda:nccl`."""
+    from torch.distributed import Backend, distributed_c10d
+
+    if backend in MEANT:
+        return "ring"
+    if backend != Backend.UNDEFINED and ":" not in backend:
+        return backend
+    devices = distributed_c10d.BackendConfig(Backend(backend)).get_device_backend_map()
+    if devices.get("cpu") not in MEANT:
+        return backend
+    return ",".join(f"{device}:{'ring' if device == 'cpu' else each}" for device, each in devices.items())
+
+
+@functools.cache
+def _say_once() -> None:
+    import ringreduce
+    from ringreduce.log import LOGGER
+
+    if ringreduce.rank() == 0:
+        LOGGER.info('torch.distributed: "gloo", "mpi" or no backend means "ring" in this job, by torch_backend')

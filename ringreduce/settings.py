@@ -80,7 +80,7 @@ class Settings:
     timeline_mark_cycles: bool = False  # mark each announcement in the timeline
     log_level: str = "warning"  # least severe level logged to stderr: trace, debug, info, warning, error or fatal
     log_timestamp: bool = False  # begin log lines with the local time
-    torch_backend: str = ""  # ring: torch.distributed's "gloo" and "mpi" mean it, too; see torch/distributed/renamed.py
+    torch_backend: str = ""  # ring: torch.distributed's "gloo" and "mpi" mean it, too; see launcher/torch_backend.py
     restart_count: int = 0  # how often ringrun has restarted this job after a failure; set by ringrun
     elastic: bool = False  # ranks go on without those that fail; set by ringrun --elastic, as are the next two
     min_np: int = 1  # the fewest ranks with which an elastic job goes on

@@ -55,8 +55,7 @@ tensorflow.host < tensorflow.ops < tensorflow.training <
 keras.ops < keras.optimizer, keras.callbacks, keras.elastic < tensorflow.keras <
 torch.ops, torch.sparse, torch.functions, torch.sync_batch_norm, torch.ps < torch.hooks, torch.pending <
 torch.gradient, torch.wrapped < torch.reducer, torch.adasum_optimizer < torch.optimizer < torch.elastic <
-torch.distributed.tensors, torch.distributed.buckets, torch.distributed.uncompiled, torch.rendezvous,
-torch.distributed.renamed <
+torch.distributed.tensors, torch.distributed.buckets, torch.distributed.uncompiled, torch.rendezvous <
 torch.distributed.work < torch.distributed.operations < torch.distributed.group < torch.bucket_hook
 """
 

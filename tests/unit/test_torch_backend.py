@@ -3,7 +3,6 @@
 import pytest
 from torch.distributed import distributed_c10d
 
-from ringreduce.torch.distributed.renamed import renamed
 from ringrun import torch_backend
 
 
@@ -23,7 +22,7 @@ from ringrun import torch_backend
     ],
 )
 def test_what_a_program_names_and_what_is_meant(named, meant):
-    assert renamed(named) == meant
+    assert torch_backend.renamed(named) == meant
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,6 @@
 group      the ProcessGroup: some ranks, and the backends of their devices
 operations torch's operations, as ringreduce's
 work       one call of a group: its tensors as buffers, its operation, waiting for it, and its future
-renamed    groups of programs that name another backend, under ringrun --torch-backend ring
 uncompiled methods that Dynamo must not compile
 tensors    torch's tensors, reductions and timeouts, as ringreduce has them
 
