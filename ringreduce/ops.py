@@ -195,20 +195,7 @@ class Reduction(_Fields):
         """True when the sum of the raw elements is the result."""
         return self.in_place and not self._is_scaled and (self.op is not Average or self.size == 1)
 
-    @functools.cached_property
-    def _is_half_sum(self) -> bool:
-        return self.element.is_half and self.op in (Sum, Average) and not self._is_scaled and not self.is_part
-
-    @functools.cached_property
-    def _divisor(self) -> tuple[Any, Any]:
-        """For floats: what the sum is divided by, and its reciprocal where that is exact, else 0."""
-        divisor, scalar = self.divisor, self.sum_type.type
-        return scalar(divisor), scalar(1 / divisor if divisor & (divisor - 1) == 0 else 0)
-
     def _reduce_arrays(self, parts: Sequence[Any], out: Any) -> None:
-        if self._is_half_sum:
-            half.sum_parts(self.element.name, parts, out, *self._divisor)
-            return
         if len(parts) == 2 and self.in_place and self.prescale == 1.0:
             _UFUNC[self.op](parts[0], parts[1], out=out)  # needs no scratch, so no blocks
             if not self._is_plain:

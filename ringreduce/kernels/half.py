@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -14,10 +13,9 @@ BLOCK = 32 << 10  # elements at a time: a few blocks of float32, 128 KiB each, s
 
 
 class _Scratch(threading.local):
-    """Each thread's blocks for reuse: new memory from the system would cost more than the arithmetic."""
+    """Each thread's block for reuse: new memory from the system would cost more than the arithmetic."""
 
     def __init__(self) -> None:
-        self.total, self.other = np.empty(BLOCK, np.float32), np.empty(BLOCK, np.float32)
         self.bits = np.empty(BLOCK, np.uint32)
 
 
@@ -79,21 +77,3 @@ def narrow(name: str, values: Any, target: Any) -> None:
         _narrow_float16(values, target)
     else:
         _narrow_bfloat16(values, target)
-
-
-def sum_parts(name: str, parts: Sequence[Any], out: Any, divisor: Any, reciprocal: Any) -> None:
-    """Add 16-bit arrays, 1-D, in float32, in this order, divide, round; `out` may be one of them.
-
-    divisor, reciprocal: float32 scalars; the reciprocal is 0 unless it is exact.
-    """
-    for target, first, *rest in _blocks(out, *parts):
-        total, other = _scratch.total[: len(target)], _scratch.other[: len(target)]
-        widen(name, first, total)
-        for part in rest:
-            widen(name, part, other)
-            np.add(total, other, out=total)
-        if not reciprocal:
-            np.divide(total, divisor, out=total)
-        elif reciprocal != 1:
-            np.multiply(total, reciprocal, out=total)  # the same bits, and faster
-        narrow(name, total, target)

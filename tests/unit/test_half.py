@@ -6,7 +6,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from ringreduce.arrays.dtypes import TABLE
 from ringreduce.kernels import half
+from ringreduce.ops import Average, Reduction, Sum
 from tests.support.reference import assert_same_bits
 
 NAMES = ("float16", "bfloat16")
@@ -80,7 +82,7 @@ def test_parts_are_summed_in_order_in_float32_and_rounded_once(name, size):
             for part in parts[1:]:
                 total = total + value(name, part)
             expected = rounded(name, total / np.float32(divisor))
-            half.sum_parts(name, parts, out, np.float32(divisor), np.float32(0 if divisor == 3 else 1 / divisor))
+            Reduction(Average, TABLE[name], divisor).reduce_parts(parts, out)
         assert_same_bits(out, expected, name)
 
 
@@ -90,5 +92,5 @@ def test_the_sum_may_replace_a_part(name, position):
     parts = [random_elements(name, 2 * half.BLOCK + 7, seed) for seed in range(3)]
     with np.errstate(all="ignore"):
         expected = rounded(name, value(name, parts[0]) + value(name, parts[1]) + value(name, parts[2]))
-        half.sum_parts(name, parts, parts[position][:], np.float32(1), np.float32(1))
+        Reduction(Sum, TABLE[name], 3).reduce_parts(parts, parts[position][:])
     assert_same_bits(parts[position], expected, name)
