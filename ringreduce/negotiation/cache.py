@@ -6,16 +6,14 @@ equal at equal response numbers. Unnamed submissions that differ by their number
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from ringreduce.execution.signature import Signature
 
 
-class Cache:
-    """One rank's copy of the cache of a process set."""
+class Cache(dict[int, Signature]):
+    """One rank's copy of the cache of a process set; only `learn` and `forget` change it."""
 
     def __init__(self) -> None:
-        self._by_id: dict[int, Signature] = {}
+        super().__init__()
         self._by_key: dict[str | Signature, tuple[int, Signature]] = {}
 
     def id(self, key: str | Signature, signature: Signature) -> int | None:
@@ -28,27 +26,14 @@ class Cache:
         found = self._by_key.get(_key(signature))
         return None if found is None else found[0]
 
-    def __getitem__(self, number: int) -> Signature:
-        return self._by_id[number]
-
-    def __contains__(self, number: int) -> bool:
-        return number in self._by_id
-
-    def __len__(self) -> int:
-        return len(self._by_id)
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self._by_id)
-
     def learn(self, number: int, signature: Signature) -> None:
         """Cache a signature."""
-        self._by_id[number] = signature
+        self[number] = signature
         self._by_key[_key(signature)] = number, signature
 
     def forget(self, number: int) -> None:
         """Forget an id."""
-        signature = self._by_id.pop(number)
-        del self._by_key[_key(signature)]
+        del self._by_key[_key(self.pop(number))]
 
 
 def _key(signature: Signature) -> str | Signature:

@@ -68,7 +68,7 @@ class Coordinator:
         self._clock = clock
         self._responses = 0
         self._cache = Cache()
-        self._ids = Ids(cache_capacity)
+        self.ids = Ids(cache_capacity)
         self._forgotten: list[int] = []  # ids that the next response forgets
         self._entries: dict[str, Entry] = {}
         self._keys_by_name: defaultdict[str, set[str]] = defaultdict(set)
@@ -133,14 +133,6 @@ class Coordinator:
         """Now and then: other ranks may have counted an unnamed tensor by an id, and wait for one that is a record."""
         if any(each.signature.numbered and now_s - each.since_s >= UNNAMED_WAIT_S for each in self._entries.values()):
             self.forget([number for number in self._cache if self._cache[number].numbered])
-
-    def used(self, ids: list[int]) -> None:
-        """These tensors were scheduled."""
-        self._ids.use(ids)
-
-    def read(self, response: int) -> None:
-        """All ranks have applied this response."""
-        self._ids.read(response)
 
     # Responses
 
@@ -246,10 +238,10 @@ class Coordinator:
         new = {each.unnumbered: None for each in ready}
         # an unnamed tensor that some rank has announced as a record must be a record on all
         new = {each: None for each in new if each not in waiting}
-        self.forget(self._ids.least_used(self._cache, len(new)))
+        self.forget(self.ids.least_used(self._cache, len(new)))
         learned = []
         for signature in new:
-            number = self._ids.allocate()
+            number = self.ids.allocate()
             if number is not None:
                 self._cache.learn(number, signature)
                 learned.append((number, signature))
@@ -258,7 +250,7 @@ class Coordinator:
     def _take_forgotten(self, response: int) -> tuple[int, ...]:
         """What this response forgets: before it fails or runs any tensor that other ranks may have submitted by id."""
         forgotten, self._forgotten = self._forgotten, []
-        self._ids.retire(forgotten, response)
+        self.ids.retire(forgotten, response)
         return tuple(forgotten)
 
     # Stalls

@@ -173,7 +173,7 @@ class Negotiator:
         moved = self._lead()
         coordinator = self.coordinator
         if coordinator is not None and coordinator.has_news:
-            coordinator.read(self._leader.applied())
+            coordinator.ids.read(self._leader.applied())
             response = coordinator.decide()
             if response is not None:
                 self.respond(response)
@@ -190,7 +190,7 @@ class Negotiator:
             if report is not None:
                 self._send(report, [self._group.above])
         elif ids and self.coordinator is not None and not self.coordinator.closed:
-            self.coordinator.used(ids)
+            self.coordinator.ids.use(ids)
             self._schedule([ids], partial)
         return bool(ids)
 

@@ -231,7 +231,7 @@ class Rank:
         moved = self.ended or self.engine._polling.poll()
         for number, state in self.negotiation.states.items():
             negotiator = state.negotiator
-            held = dict(negotiator.cache._by_id)
+            held = dict(negotiator.cache)
             assert self.job.caches.setdefault((number, negotiator.applied), held) == held, "caches differ"
         return moved
 

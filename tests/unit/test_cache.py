@@ -26,15 +26,6 @@ def test_exactly_what_was_learned_has_a_number():
     assert len(cache) == 1
 
 
-def test_looking_for_a_number_does_not_walk_the_cache(monkeypatch):
-    cache = Cache()
-    for number in range(3):
-        cache.learn(number, named(f"tensor {number}"))
-    monkeypatch.delattr(Cache, "__iter__")
-    assert 2 in cache
-    assert 3 not in cache
-
-
 def test_unnamed_signatures_are_found_by_all_but_their_number():
     def unnamed(number, root):
         return named(f"noname.{number}", root)._replace(numbered=True).unnumbered

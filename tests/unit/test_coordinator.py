@@ -88,13 +88,13 @@ def test_another_shape_of_a_cached_tensor_lets_all_announce_records():
 def test_the_longest_unused_is_forgotten():
     ranks = Ranks(capacity=2)
     a, b = ranks.learn(tensor("a"), tensor("b"))
-    ranks.coordinator.used([a])
+    ranks.coordinator.ids.use([a])
     ranks.all_tell(tensor("c"))
     response = ranks.decide()
     assert (response.forgotten, response.learned) == ((b,), ()), "a rank may still submit by this id"
     ranks.all_tell(tensor("c"))
     assert ranks.decide().learned == (), "not all ranks have read that it is forgotten"
-    ranks.coordinator.read(response.number)
+    ranks.coordinator.ids.read(response.number)
     ranks.all_tell(tensor("c"))
     assert ranks.decide().learned == ((b, tensor("c")),)
 
@@ -256,7 +256,7 @@ def test_what_is_given_up_fails_and_late_announcements_of_it_are_dropped(known):
     assert response.number == ranks.response
     assert response.forgotten == ((0,) if known else ()), "before it fails: rank 1 may have submitted it by its id"
     assert [tuple(each) for each in response.failures] == [("allreduce.a", "StalledError", "it waited too long")]
-    ranks.coordinator.read(response.number)  # shared memory says so, and may be faster than rank 1's message
+    ranks.coordinator.ids.read(response.number)  # shared memory says so, and may be faster than rank 1's message
     ranks.tell(1, tensor("a"), seen=response.number - 1)  # it was under way: rank 1 fails it when it reads the response
     assert not ranks.coordinator.waiting(-1e9)
     ranks.tell(0, tensor("a"))  # rank 0 tries again
