@@ -80,8 +80,12 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
             gradients, and for an option that this optimizer's adapter lacks, and whatever `grouped_allreduce` raises.
     Source: Horovod's DistributedOptimizer, for frameworks that it never supported (horovod#1380).
     """
-    options = locals().copy()
-    adapter = _adapter(options.pop("optimizer"))
+    return _adapted(**locals())
+
+
+def _adapted(optimizer: Any, **options: Any) -> Any:
+    """What the optimizer's adapter makes of it, with the options that are given."""
+    adapter = _adapter(optimizer)
     defaults = {each.name: each.default for each in inspect.signature(DistributedOptimizer).parameters.values()}
     given = {name: value for name, value in options.items() if value is not defaults[name]}
     known = inspect.signature(adapter).parameters

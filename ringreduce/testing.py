@@ -58,44 +58,54 @@ def run_ranks(
         raise InputError(f"run_ranks: expected one rank or more and one host for each, got {size} and hosts={hosts}")
     settings = settings or Settings()
     log.configure(settings.log_level, settings.log_timestamp)
-    exchange = Exchange(size, buffered=buffered, timeout_s=timeout_s)
-    sets = lifecycle.check_sets(process_sets, size)
     if not settings.stall_abort_s:
         settings = dataclasses.replace(settings, stall_abort_s=timeout_s)
-    results: list[Any] = [None] * size
-    failures: list[tuple[int, BaseException]] = []
-    host_of = tuple(hosts or [0] * size)
-    blocks = [np.zeros(window_bytes(settings), np.uint8) for _ in range(size)]
-
-    def run(rank: int) -> None:
-        world = World(rank, size, host_of)
-        transport = exchange.transport(rank)
-        window = Window([blocks[each] for each in range(size) if host_of[each] == host_of[rank]])
-        host = Host(world, transport, settings, window)
-        own = runtime.Runtime(runtime.Setup(world, transport, host, process_sets=sets), settings)
-        why = "its function returned"
-        try:
-            with runtime.bound(own):
-                results[rank] = program()
-        except BaseException as exc:  # the calling thread raises it again
-            failures.append((rank, exc))
-            why = f"it failed with {type(exc).__name__}: {exc}"
-        exchange.leave(rank, f"has left the job: {why}")
-        own.engine.leave(why)
-        try:
-            own.engine.gpu.close()
-        finally:
-            left.wait()  # other ranks may have mapped this GPU memory
-        own.engine.gpu.free()
-
-    left = threading.Barrier(size)
-    threads = [threading.Thread(target=run, args=(rank,), name=f"rank {rank}", daemon=True) for rank in range(size)]
+    job = _Job(tuple(hosts or [0] * size), settings, Exchange(size, buffered=buffered, timeout_s=timeout_s))
+    sets = lifecycle.check_sets(process_sets, size)
+    threads = [
+        threading.Thread(target=job.run, args=(rank, program, sets), name=f"rank {rank}") for rank in range(size)
+    ]
     for thread in threads:
+        thread.daemon = True
         thread.start()
     for thread in threads:
         thread.join()
     if messages is not None:
-        messages.extend(exchange.messages)
-    if failures:
-        raise next((exc for _, exc in failures if not isinstance(exc, PeerLostError)), failures[0][1])
-    return results
+        messages.extend(job.exchange.messages)
+    if job.failures:
+        raise next((exc for exc in job.failures if not isinstance(exc, PeerLostError)), job.failures[0])
+    return [job.results[rank] for rank in range(size)]
+
+
+class _Job:
+    """What the ranks of one world share."""
+
+    def __init__(self, hosts: tuple[int, ...], settings: Settings, exchange: Exchange) -> None:
+        self.hosts, self.settings, self.exchange = hosts, settings, exchange
+        self.blocks = [np.zeros(window_bytes(settings), np.uint8) for _ in hosts]
+        self.results: dict[int, Any] = {}
+        self.failures: list[BaseException] = []
+        self.left = threading.Barrier(len(hosts))
+
+    def run(self, rank: int, program: Callable[[], Any], sets: Sequence[Sequence[int]]) -> None:
+        """Be this rank, from its engine's start to its end."""
+        world, transport = World(rank, len(self.hosts), self.hosts), self.exchange.transport(rank)
+        window = Window(
+            [block for block, host in zip(self.blocks, self.hosts, strict=True) if host == self.hosts[rank]]
+        )
+        host = Host(world, transport, self.settings, window)
+        own = runtime.Runtime(runtime.Setup(world, transport, host, process_sets=sets), self.settings)
+        why = "its function returned"
+        try:
+            with runtime.bound(own):
+                self.results[rank] = program()
+        except BaseException as exc:  # the calling thread raises it again
+            self.failures.append(exc)
+            why = f"it failed with {type(exc).__name__}: {exc}"
+        self.exchange.leave(rank, f"has left the job: {why}")
+        own.engine.leave(why)
+        try:
+            own.engine.gpu.close()
+        finally:
+            self.left.wait()  # other ranks may have mapped this GPU memory
+        own.engine.gpu.free()

@@ -92,15 +92,9 @@ class Engine:
         offsets = clock_offsets_us or [0.0] * world.size
         self.timeline = TimelineControl(inbox, self._recording, ending, self._ended, offsets)
         mailbox.handlers[Broken] = lambda source, broken: self._fail_all(errors.PeerLostError(broken.message, [source]))
-        news: list[Service] = [] if one_host else [mailbox]
-        others: list[Service] = [
-            *([mailbox] if one_host else []),
-            self._recording,
-            self.gpu,
-            self._stalls,
-            self.channels,
-        ]
+        others: list[Service] = [self._recording, self.gpu, self._stalls, self.channels]
         work: list[Service] = [negotiation, self.process_sets]
+        news, others = ([], [mailbox, *others]) if one_host else ([mailbox], others)
         self._polling = Polling(news, work, others, inbox, self._break, self.channels.by_number)
         inbox.drive = self._drive
         for members in (range(world.size), *process_sets):

@@ -62,26 +62,30 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
             gradient transformation.
     Source: Horovod's DistributedOptimizer; optax.MultiSteps.
     """
-    import optax
-
     if not (callable(getattr(optimizer, "init", None)) and callable(getattr(optimizer, "update", None))):
         raise TypeError(
             f"DistributedOptimizer: expected a gradient transformation of optax, got a {type(optimizer).__qualname__}; "
             "such as DistributedOptimizer(optax.adam(1e-3))"
         )
-    check_passes(backward_passes_per_step)
-    reduce = _reduction(Exchange(op, compression, gradient_predivide_factor, process_set), name)
-    inner = optax.with_extra_args_support(optimizer)
+    exchange = Exchange(op, compression, gradient_predivide_factor, process_set)
+    return _reducing(optimizer, exchange, name, check_passes(backward_passes_per_step))
+
+
+def _reducing(optimizer: Any, exchange: Exchange, name: str | None, passes: int) -> Any:
+    """The transformation that reduces, every so many passes, and then is `optimizer`."""
+    import optax
+
+    inner, reduce = optax.with_extra_args_support(optimizer), _reduction(exchange, name)
 
     def step(gradients: Any, state: Any, params: Any, extra: dict[str, Any]) -> tuple[Any, Any]:
-        if op is not Adasum:
+        if exchange.op is not Adasum:
             return inner.update(reduce(gradients), state, params, **extra)  # type: ignore[no-any-return]
         updates, state = inner.update(gradients, state, params, **extra)
         return reduce(updates), state
 
     def update(gradients: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
         _refuse_conditions()
-        if backward_passes_per_step == 1:
+        if passes == 1:
             return step(gradients, state, params, extra)
         total = jax.tree.map(jnp.add, state.gradients, gradients)
         zeros = jax.tree.map(jnp.zeros_like, total)
@@ -93,14 +97,14 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         def another() -> tuple[Any, Any]:
             return zeros, Accumulated(state.optimizer, total, state.passes + 1)
 
-        is_last = state.passes + 1 == backward_passes_per_step
+        is_last = state.passes + 1 == passes
         if isinstance(is_last, jax.core.Tracer):
             return jax.lax.cond(is_last, last, another)  # type: ignore[no-any-return]
         return last() if is_last else another()
 
     def init(params: Any) -> Any:
         _refuse_skips()
-        if backward_passes_per_step == 1:
+        if passes == 1:
             return inner.init(params)
         return Accumulated(inner.init(params), jax.tree.map(jnp.zeros_like, params), jnp.zeros((), jnp.int32))
 

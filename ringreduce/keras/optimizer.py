@@ -63,6 +63,20 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
             Keras 3; MissingExtraError for a Keras that lacks what is relied on.
     Source: Horovod's DistributedOptimizer for Keras.
     """
+    inner = _checked(optimizer)
+    exchange = Exchange(op, compression, gradient_predivide_factor, process_set)
+    exchange.check_world()
+    after = exchange.scales[1] * _accumulate(inner, backward_passes_per_step, average_aggregated_gradients)
+    options = exchange.arguments | {"postscale_factor": after}
+    # not by setattr: Keras and TensorFlow would keep track of it
+    reduction = vars(inner)["_clip_gradients"] = _Reduction(inner, name, sparse_as_dense, options)
+    vars(inner)["apply"] = reduction.apply
+    _agree_on_finite_gradients()
+    return optimizer
+
+
+def _checked(optimizer: Any) -> Any:
+    """The optimizer that is to reduce; raises what `DistributedOptimizer` does for one that it cannot wrap."""
     if not isinstance(optimizer, keras.optimizers.Optimizer):
         kind = type(optimizer)
         raise TypeError(
@@ -74,15 +88,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     if isinstance(vars(inner).get("_clip_gradients"), _Reduction):
         raise InputError("DistributedOptimizer: this optimizer is wrapped already; wrap it once")
     _check_names(inner)
-    exchange = Exchange(op, compression, gradient_predivide_factor, process_set)
-    exchange.check_world()
-    after = exchange.scales[1] * _accumulate(inner, backward_passes_per_step, average_aggregated_gradients)
-    options = exchange.arguments | {"postscale_factor": after}
-    # not by setattr: Keras and TensorFlow would keep track of it
-    reduction = vars(inner)["_clip_gradients"] = _Reduction(inner, name, sparse_as_dense, options)
-    vars(inner)["apply"] = reduction.apply
-    _agree_on_finite_gradients()
-    return optimizer
+    return inner
 
 
 def _check_names(optimizer: Any) -> None:

@@ -43,7 +43,8 @@ def sweep(
                of the team. It raises `ringreduce.sweeps.Pruned` (or optuna.TrialPruned) to give up a bad trial. Where
                it raises anything else or returns NaN, on any of its ranks, the trial has failed, and the team goes on
                with the next.
-    trials:    how many, with those that have failed or were pruned, and with those that `storage` has already.
+    trials:    how many, with those that have failed or were pruned, and with those that `storage` has already. Rank 0
+               prints a line to stderr after each.
     ranks:     of a team; the number of ranks must be a multiple.
     direction: "minimize" or "maximize".
     storage:   a file that keeps the study, so that the same call goes on where a job was ended, and repeats the trials
@@ -52,8 +53,6 @@ def sweep(
                refused meanwhile; one on another host takes the study, and this call raises InputError.
     name:      of the study in `storage`.
     options:   further ones of optuna.create_study: sampler, pruner.
-
-    Rank 0 prints a line to stderr after each trial.
 
     Cost:   a few messages for each call of the trial's methods.
     Raises: InputError (a ValueError) for wrong arguments; MissingExtraError without Optuna; what Optuna raises;
@@ -65,9 +64,7 @@ def sweep(
         raise InputError(
             f"sweep: teams of ranks={ranks} ranks cannot be made of {world.size}; expected a divisor of {world.size}"
         )
-    study, error = tried(Study, trials, storage, name, direction, options) if world.rank == HEAD else (None, None)
-    if (failure := broadcast_object(error, HEAD, "sweep")) is not None:
-        raise failure
+    study = _begun(world.rank, trials, storage, name, direction, options)
     teams = [set_of(range(first, first + ranks)) for first in range(0, world.size, ranks)]
     channel = ordered(patient=True)
     if study is not None:
@@ -79,8 +76,15 @@ def sweep(
     channel.barrier()
     if study is not None:
         study.release()
-    found: Sweep = broadcast_object(study and Sweep(study.best(), study.finished()), HEAD, "sweep")
-    return found
+    return broadcast_object(study and Sweep(study.best(), study.finished()), HEAD, "sweep")  # type: ignore[no-any-return]
+
+
+def _begun(rank: int, *arguments: Any) -> Study | None:
+    """The study, on rank 0; what it raises there is raised on all ranks."""
+    study, error = tried(Study, *arguments) if rank == HEAD else (None, None)
+    if (failure := broadcast_object(error, HEAD, "sweep")) is not None:
+        raise failure
+    return study
 
 
 class _Outcome(NamedTuple):
