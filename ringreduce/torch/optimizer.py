@@ -66,44 +66,22 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     wait_in_backward: backward() returns when all gradients are reduced, so every rank must call it equally often. For
         C++ extensions that read .grad: otherwise they see this rank's gradient while it is being reduced.
 
-    Between backward() and step() scripts read gradients as in one process: `.grad` stands for the reduced gradient, and
-    the first access (clip_grad_norm_, GradScaler, print) waits until every rank has computed it or accesses it too.
-    backward() itself does not wait, so graphs may differ per rank, each loss may have its own backward, and other
-    collectives may come before step(). Where graphs differ, access gradients on all ranks or on none. To clip after
-    fewer backward passes than declared, call synchronize() first. A backward() after an access adds to the reduced
-    gradient, and is reduced again, which is right for Average.
-
-    A parameter without a gradient on this rank contributes zeros; one with a gradient on no rank gets zeros, as in
-    Horovod, and .grad is zeros before the first backward() too. A frozen one (requires_grad=False) takes no part while
-    it is frozen; freeze it on all ranks alike.
-
-    Gradients that are computed twice before a step(), or cleared without one, as those of a GAN's discriminator, add up
-    or are cleared as in one process. The first 8 steps show whether a script does so. If not, later gradients are
-    reduced while backward() runs, or from its end on where the ranks use all cores of the only host; computing one
-    again or clearing it then raises BackwardError. If it does so, a warning names the first tensor and line, and that
-    begins after 100 steps without; `no_sync()` around a backward() whose gradients are not wanted avoids both.
-
-    A copy (copy.deepcopy, pickle, torch.save of the whole object) is the user's own optimizer again, and warns.
+    Between backward() and step() `.grad` stands for the reduced gradient: the first access (clip_grad_norm_, print)
+    waits for all ranks; backward() does not, so graphs may differ per rank. A parameter without a gradient on this rank
+    contributes zeros. Several losses, GANs, frozen parameters, copies: docs/pytorch.md.
 
     Cost:   one allreduce for each bucket of some MiB, or group; in the first step one for each gradient, and one of 4
             bytes, by which ranks agree on what is sparse.
     Raises: InputError (a ValueError) for wrong arguments; TypeError for what is no optimizer; NotInitializedError.
-            backward() and zero_grad(): BackwardError (also AssertionError, RuntimeError); see above.
+            backward() and zero_grad(): BackwardError (also AssertionError, RuntimeError) while one is being reduced.
             step(), or the first access: MismatchError when ranks differ; the optimizer stays usable.
     Source: Horovod's DistributedOptimizer.
     """
     _check(optimizer)
     exchange = Exchange(op, compression, gradient_predivide_factor, process_set)
-    check_passes(backward_passes_per_step)
-    named = _named(optimizer, named_parameters)
+    passes, named = check_passes(backward_passes_per_step), _named(optimizer, named_parameters)
     in_groups = group_parameters(named, _number_of_groups(num_groups, groups))
-    if op is Adasum:
-        if process_set is not global_process_set:
-            raise InputError("DistributedOptimizer: op=Adasum works with all ranks only; leave process_set out")
-        wrapped = wrap(optimizer, AdasumMixin, DeltaReducer(backward_passes_per_step, exchange))
-    else:
-        reducer = GradientReducer(backward_passes_per_step, exchange, sparse_as_dense, wait_in_backward)
-        wrapped = wrap(optimizer, ReducingMixin, reducer)
+    wrapped = _wrapped(optimizer, exchange, passes, sparse_as_dense, wait_in_backward)
     wrapped._reducer.add(named)
     for group in in_groups if op is not Adasum else ():
         wrapped._reducer.join(group)
@@ -126,6 +104,15 @@ def _check(optimizer: Any) -> None:
         )
     if isinstance(optimizer, WrappedMixin):
         raise InputError("DistributedOptimizer: the optimizer is wrapped already; pass the original one")
+
+
+def _wrapped(optimizer: Any, exchange: Exchange, passes: int, sparse_as_dense: bool, wait_in_backward: bool) -> Any:
+    if exchange.op is not Adasum:
+        reducer = GradientReducer(passes, exchange, sparse_as_dense, wait_in_backward)
+        return wrap(optimizer, ReducingMixin, reducer)
+    if exchange.process_set is not global_process_set:
+        raise InputError("DistributedOptimizer: op=Adasum works with all ranks only; leave process_set out")
+    return wrap(optimizer, AdasumMixin, DeltaReducer(passes, exchange))
 
 
 def _named(optimizer: torch.optim.Optimizer, named_parameters: Any) -> Named:
