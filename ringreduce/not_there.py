@@ -1,6 +1,8 @@
 """Horovod's names that ringreduce does not have, or has elsewhere: the errors say what to use instead."""
 
-from typing import Any
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any, NoReturn
 
 MXNET = (
     "MXNet was archived in 2023, and its last release, 1.9.1 of 2022, needs a NumPy older than 1.24; its arrays work "
@@ -33,6 +35,15 @@ def no_attribute(module: str, name: str) -> AttributeError:
     """The error for an attribute that a module lacks."""
     instead = f": {_INSTEAD[name]}" if name in _INSTEAD else ""
     return AttributeError(f"module {module!r} has no attribute {name!r}{instead}", name=name)
+
+
+def end_of(module: dict[str, Any]) -> tuple[list[str], Callable[[str], NoReturn]]:
+    """The `__all__` of a framework's module, all its public names but modules, and its `__getattr__`."""
+
+    def missing(name: str) -> NoReturn:
+        raise no_attribute(module["__name__"], name)
+
+    return [name for name, it in module.items() if name[0] != "_" and not isinstance(it, ModuleType)], missing
 
 
 def check_adapter(optimizer: Any) -> None:

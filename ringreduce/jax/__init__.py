@@ -10,8 +10,6 @@ optimizer     DistributedOptimizer, value_and_grad, broadcast_parameters
 """
 # ruff: noqa: F403
 
-from types import ModuleType as _ModuleType
-
 from ringreduce.errors import MissingExtraError as _MissingExtraError
 
 try:
@@ -23,10 +21,9 @@ from ringreduce.api.common import *
 from ringreduce.jax import elastic as elastic
 from ringreduce.jax.ops import *
 from ringreduce.jax.optimizer import *
-from ringreduce.not_there import no_attribute as _no_attribute
+from ringreduce.not_there import end_of as _end_of
 
-_values = list(globals().items())
-__all__ = [name for name, it in _values if name[0] != "_" and not isinstance(it, _ModuleType)]
+__all__, _missing = _end_of(globals())
 
 
 def __getattr__(name: str) -> object:
@@ -39,5 +36,5 @@ def __getattr__(name: str) -> object:
     elif plain != name and plain in __all__:
         why = f"JAX's arrays cannot be changed in place; use {plain}, whose result is a new array"
     else:
-        raise _no_attribute(__name__, name)
+        return _missing(name)
     raise AttributeError(f"module {__name__!r} has no {name}: {why}", name=name)

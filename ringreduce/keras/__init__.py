@@ -9,8 +9,6 @@ elastic    KerasState, and callbacks that commit it
 """
 # ruff: noqa: F403
 
-from types import ModuleType as _ModuleType
-
 from ringreduce.errors import MissingExtraError as _MissingExtraError
 
 try:
@@ -27,11 +25,6 @@ from ringreduce.keras import callbacks as callbacks
 from ringreduce.keras import elastic as elastic
 from ringreduce.keras.ops import *
 from ringreduce.keras.optimizer import *
-from ringreduce.not_there import no_attribute as _no_attribute
+from ringreduce.not_there import end_of as _end_of
 
-_values = list(globals().items())
-__all__ = [name for name, it in _values if name[0] != "_" and not isinstance(it, _ModuleType)]
-
-
-def __getattr__(name: str) -> object:
-    raise _no_attribute(__name__, name)
+__all__, __getattr__ = _end_of(globals())

@@ -9,8 +9,6 @@ keras      `horovod.tensorflow.keras`, which is ringreduce.keras
 """
 # ruff: noqa: F403
 
-from types import ModuleType as _ModuleType
-
 from ringreduce.errors import MissingExtraError as _MissingExtraError
 
 try:
@@ -21,13 +19,8 @@ except ImportError as exc:
     ) from exc
 
 from ringreduce.api.common import *
-from ringreduce.not_there import no_attribute as _no_attribute
+from ringreduce.not_there import end_of as _end_of
 from ringreduce.tensorflow.ops import *
 from ringreduce.tensorflow.training import *
 
-_values = list(globals().items())
-__all__ = [name for name, it in _values if name[0] != "_" and not isinstance(it, _ModuleType)]
-
-
-def __getattr__(name: str) -> object:
-    raise _no_attribute(__name__, name)
+__all__, __getattr__ = _end_of(globals())

@@ -6,8 +6,6 @@ Autograd goes through the collectives that return new tensors (ops.py); the othe
 """
 # ruff: noqa: F403
 
-from types import ModuleType as _ModuleType
-
 from ringreduce.errors import MissingExtraError as _MissingExtraError
 
 try:
@@ -20,7 +18,7 @@ from ringreduce.api.common import *
 from ringreduce.api.control import *
 from ringreduce.api.gather import *
 from ringreduce.api.reduce import *
-from ringreduce.not_there import no_attribute as _no_attribute
+from ringreduce.not_there import end_of as _end_of
 from ringreduce.torch import elastic as elastic
 from ringreduce.torch.functions import broadcast_optimizer_state as broadcast_optimizer_state
 from ringreduce.torch.ops import *  # in place of those without autograd
@@ -29,8 +27,7 @@ from ringreduce.torch.ps import ps_rule as ps_rule
 from ringreduce.torch.sparse import sparse_allreduce_async as sparse_allreduce_async
 from ringreduce.torch.sync_batch_norm import SyncBatchNorm as SyncBatchNorm
 
-_values = list(globals().items())
-__all__ = [name for name, it in _values if name[0] != "_" and not isinstance(it, _ModuleType)]
+__all__, _missing = _end_of(globals())
 
 
 def __getattr__(name: str) -> object:
@@ -38,4 +35,4 @@ def __getattr__(name: str) -> object:
         from ringreduce.torch.bucket_hook import ddp_hook
 
         return ddp_hook
-    raise _no_attribute(__name__, name)
+    return _missing(name)
