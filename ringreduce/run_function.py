@@ -1,14 +1,5 @@
 """run(): a function on ranks of a job of its own, from a script, IPython or a notebook.
 
-    import ringreduce as rr
-
-    def train(lr):
-        rr.init()
-        …
-        return loss
-
-    losses = rr.run(train, args=(0.1,), np=4)     # by rank
-
 This process starts ringrun and prints what it prints. Each rank connects to this process, gets the function, and sends
 back its result; they travel pickled, over the sockets that ringrun and its agents use. This process joins no
 world itself, and may call run() again.
@@ -84,6 +75,8 @@ def run(
     Raises: JobFailedError when a rank fails: its text is ringrun's report; InputError, StartupError when no rank can
             start; KeyboardInterrupt once all ranks have ended.
     Source: horovod.run.
+
+    >>> losses = run(train, args=(0.1,), np=4)                                                         # doctest: +SKIP
     """
     from ringrun.job.plan import run_module  # no rank needs it
 
