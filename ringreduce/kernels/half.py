@@ -2,56 +2,27 @@
 
 from __future__ import annotations
 
-import threading
 from typing import Any
 
 import numpy as np
 
 from ringreduce.kernels import native
 
-BLOCK = 32 << 10  # elements at a time: a few blocks of float32, 128 KiB each, stay in a core's second-level cache
-
-
-class _Scratch(threading.local):
-    """Each thread's block for reuse: new memory from the system would cost more than the arithmetic."""
-
-    def __init__(self) -> None:
-        self.bits = np.empty(BLOCK, np.uint32)
-
-
-_scratch = _Scratch()
-
-
-def _blocks(*arrays: Any) -> Any:
-    """Cut arrays of equal lengths at the same positions: tuples of blocks of at most BLOCK elements."""
-    count = len(arrays[0])
-    if count <= BLOCK:
-        return (arrays,)
-    return (tuple(each[low : low + BLOCK] for each in arrays) for low in range(0, count, BLOCK))
-
-
-def _narrow_float16(values: Any, target: Any) -> None:
-    with np.errstate(over="ignore"):  # rounds past the largest float16 to infinity, as every framework does
-        np.copyto(target, values, casting="same_kind")
-
-
-def _widen_bfloat16(source: Any, target: Any) -> None:
-    for few, wide in _blocks(source, target.view(np.uint32)):
-        np.copyto(wide, few)
-        np.left_shift(wide, np.uint32(16), out=wide)
+BLOCK = 32 << 10  # elements that are rounded at a time: 128 KiB of float32 stay in a core's second-level cache
 
 
 def _narrow_bfloat16(values: Any, target: Any) -> None:
     """The upper halves, rounded to nearest even (the carry may rightly run into infinity)."""
-    for wide, few in _blocks(values, target):
+    for low in range(0, len(values), BLOCK):
+        wide, few = values[low : low + BLOCK], target[low : low + BLOCK]
         bits = wide.view(np.uint32)
-        rounded = np.right_shift(bits, np.uint32(16), out=_scratch.bits[: len(bits)])
-        np.bitwise_and(rounded, np.uint32(1), out=rounded)
-        np.add(rounded, np.uint32(0x7FFF), out=rounded)
-        np.add(rounded, bits, out=rounded)
-        np.right_shift(rounded, np.uint32(16), out=rounded)
+        rounded = bits >> np.uint32(16)
+        rounded &= np.uint32(1)
+        rounded += np.uint32(0x7FFF)
+        rounded += bits
+        rounded >>= np.uint32(16)
         np.copyto(few, rounded, casting="unsafe")
-        if len(wide) and np.isnan(np.maximum.reduce(wide)):
+        if np.isnan(np.maximum.reduce(wide)):
             few[np.isnan(wide)] = 0x7FC0  # rounding could carry a NaN's payload into infinity
 
 
@@ -66,7 +37,7 @@ def widen(name: str, source: Any, target: Any) -> None:
     elif name == "float16":
         np.copyto(target, source)
     else:
-        _widen_bfloat16(source, target)
+        np.left_shift(source, np.uint32(16), out=target.view(np.uint32), dtype=np.uint32)
 
 
 def narrow(name: str, values: Any, target: Any) -> None:
@@ -74,6 +45,7 @@ def narrow(name: str, values: Any, target: Any) -> None:
     if native.module is not None and values.flags.c_contiguous and target.flags.c_contiguous:
         native.module.convert(values, target, name == "bfloat16")
     elif name == "float16":
-        _narrow_float16(values, target)
+        with np.errstate(over="ignore"):  # rounds past the largest float16 to infinity, as every framework does
+            np.copyto(target, values, casting="same_kind")
     else:
         _narrow_bfloat16(values, target)
