@@ -97,7 +97,7 @@ def unpack(bucket: Bucket, packed: Any, outputs: Sequence[Buffer]) -> None:
         outputs[number].flat[low:high] = packed[start : start + high - low]
 
 
-class Memory:
+class FusionBuffer:
     """The fusion buffer: blocks of one size in one persistent allocation.
 
     When operations of several process sets overlap they may need more blocks than there are: those are allocated for

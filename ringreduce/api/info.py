@@ -105,7 +105,7 @@ def info() -> Info:
         kernels="numpy" if native.module is None else "compiled",
         shared_memory_bytes=0 if window is None else len(window.blocks[0]),
         process_sets=dict(engine.process_sets.sets),
-        fusion_buffer_bytes=engine.memory.total_bytes,
+        fusion_buffer_bytes=engine.fusion_buffer.total_bytes,
         submissions=engine.submitting.count,
         known_submissions=engine.negotiation.known_submissions,
         control_messages=engine.mailbox.messages,

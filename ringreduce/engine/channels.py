@@ -78,8 +78,8 @@ class Channels:
     def _context(self, algorithms: Algorithms, members: Sequence[int], operations: Mapping[str, Operation]) -> Context:
         """Of a channel, with memory of its own."""
         settings = self._host.settings
-        memory = fusion.Memory(settings.fusion_buffer_bytes // 2, settings.fusion_slot_bytes)
-        return self._make_context(algorithms, tuple(members), operations=operations, memory=memory)
+        fusion_buffer = fusion.FusionBuffer(settings.fusion_buffer_bytes // 2, settings.fusion_slot_bytes)
+        return self._make_context(algorithms, tuple(members), operations=operations, fusion_buffer=fusion_buffer)
 
     # Those that their members open alone; called by any thread
 

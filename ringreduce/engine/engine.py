@@ -67,7 +67,7 @@ class Engine:
         process_sets: the members of further process sets, the same on all ranks; or why a set has ended.
         """
         self.world, self.transport, self.settings, self.host = world, transport, settings, host
-        self.memory = fusion.Memory(settings.fusion_buffer_bytes // 2, settings.fusion_slot_bytes)
+        self.fusion_buffer = fusion.FusionBuffer(settings.fusion_buffer_bytes // 2, settings.fusion_slot_bytes)
         self.gpu = Gpu(world)
         self.mailbox = mailbox = Mailbox(transport)
         one_host = len(set(world.hosts)) == 1
@@ -78,7 +78,9 @@ class Engine:
         self.negotiation = negotiation = Negotiation(world, settings, mailbox, inbox, ending, timeline, neutral)
         self.states = negotiation.states
         make_gpu = functools.partial(CudaBackend, self.gpu)
-        make = functools.partial(Context, settings=settings, memory=self.memory, timeline=timeline, make_gpu=make_gpu)
+        make = functools.partial(
+            Context, settings=settings, fusion_buffer=self.fusion_buffer, timeline=timeline, make_gpu=make_gpu
+        )
         self.channels = Channels(world, host, inbox, ending, self.states, make, transport.in_flight.sweep)
         self.process_sets = ProcessSets(world, host, inbox, mailbox, negotiation, ending, self.channels, make)
         self.submitting = Submitting(world, inbox, ending, self.process_sets, self.gpu.check)

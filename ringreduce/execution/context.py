@@ -59,7 +59,7 @@ class Context:
     algorithms: Algorithms
     members: tuple[int, ...]  # ranks of the world, by rank in the set
     settings: Settings
-    memory: fusion.Memory
+    fusion_buffer: fusion.FusionBuffer
     timeline: Timeline
     make_gpu: dataclasses.InitVar[Callable[[Context], GpuBackend]]
     operations: Mapping[str, Operation] = dataclasses.field(default_factory=dict)

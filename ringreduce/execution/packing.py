@@ -56,7 +56,7 @@ def carry(
     else:
         like = batch.inputs[0]
         storage = like.element.storage
-        with context.memory.block() as block:
+        with context.fusion_buffer.block() as block:
             partial = view(block, storage if wide is None else wide.sum_type)[: bucket.length]
             with timeline.phase(owners, "MEMCPY_IN_FUSION_BUFFER"):
                 fusion.pack(bucket, batch.inputs, partial, widen=None if wide is None else wide.widen)

@@ -24,7 +24,7 @@ def allreduce(
     else:
         partial = finished if partial is None else partial
         reduction.prescaled(partial)
-        with context.memory.block() as block:  # receives segments
+        with context.fusion_buffer.block() as block:  # receives segments
             scratch = view(block, reduction.sum_type)
             segment_bytes = min(segment_bytes, scratch.nbytes // ring.RECEIVES_AHEAD)
             workspace = ring.Workspace(partial, scratch)

@@ -25,7 +25,7 @@ REFUSED = -1  # as 0, for ever
 Exchange = Callable[[Any], Steps[list[Any]]]
 
 
-class Memory(Protocol):
+class ArrayMemory(Protocol):
     """What the caller knows of the memory of one array: the payload of an all-reduce."""
 
     number: int  # see above
@@ -45,7 +45,7 @@ class SharedArrays:
     """Those of one channel, on one rank."""
 
     def __init__(self) -> None:
-        self._others: WeakKeyDictionary[Memory, list[Any]] = WeakKeyDictionary()
+        self._others: WeakKeyDictionary[ArrayMemory, list[Any]] = WeakKeyDictionary()
         """Every member's bytes, by rank in the channel, while this rank has its own: DDP makes buckets anew."""
         self._count = WISHED
 
@@ -58,7 +58,7 @@ class SharedArrays:
 
     def share(self, submission: Submission, members: int, exchange: Exchange) -> Generator[Any, Any, int]:
         """Move this array and map the others'; all members call it. Returns its number, or REFUSED, on all alike."""
-        memory: Memory = submission.payload
+        memory: ArrayMemory = submission.payload
         place, why = None, ""
         try:
             _check_room(members * memory.nbytes)

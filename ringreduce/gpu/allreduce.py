@@ -217,7 +217,7 @@ class GpuReduction(GpuBatch):
         if self.algorithm not in ("ring", "halving") or self.reduction.in_place:
             yield from collective(None)
             return
-        with self.context.memory.block() as block:
+        with self.context.fusion_buffer.block() as block:
             partial = view(block, self.reduction.sum_type)[: flat.size]
             partial[...] = self.reduction.widen(flat)
             yield from collective(partial)

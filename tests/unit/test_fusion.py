@@ -49,7 +49,7 @@ def test_what_is_packed_is_unpacked_into_its_place(counts):
 
 
 def test_blocks_are_used_again_and_lie_in_one_allocation():
-    memory = fusion.Memory(total_bytes=64, block_bytes=16)
+    memory = fusion.FusionBuffer(total_bytes=64, block_bytes=16)
     with contextlib.ExitStack() as uses:
         *blocks, beyond = [uses.enter_context(memory.block()) for _ in range(5)]
         assert {block.size for block in blocks} == {16}

@@ -19,8 +19,8 @@ LEAST_BYTES = 1 << 20  # below this the window is as fast
 SEEN = 1  # times before: DDP makes its buckets anew after the first step, and hooks that compress do in every step
 
 
-class Bucket:
-    """See `execution.shared_arrays.Memory`; an attribute of the storage, whose Python object lasts as long as it."""
+class BucketMemory:
+    """See `execution.shared_arrays.ArrayMemory`; an attribute of the storage, whose Python object lasts as long."""
 
     def __init__(self, owner: object, address: int) -> None:
         self.number, self.owner, self.address = 0, owner, address
@@ -40,7 +40,7 @@ class Bucket:
         return int(self._tensor().nbytes)
 
     def move(self) -> tuple[int, Buffer]:
-        """See `Memory.move`."""
+        """See `ArrayMemory.move`."""
         tensor: torch.Tensor = self._tensor()
         storage = tensor.untyped_storage()
         try:
@@ -51,15 +51,15 @@ class Bucket:
         return descriptor, torch_buffer(tensor, writable=True, resizable=True)
 
 
-def bucket_of(tensor: torch.Tensor, owner: object) -> Bucket | None:
+def bucket_of(tensor: torch.Tensor, owner: object) -> BucketMemory | None:
     """The bucket that a tensor is, if it may be one.  owner: the channel whose members map it."""
     if tensor.nbytes < LEAST_BYTES or tensor.is_cuda or not tensor.is_contiguous():
         return None
     storage: Any = tensor.untyped_storage()
     if storage.nbytes() != tensor.nbytes:
         return None
-    bucket: Bucket | None = getattr(storage, "_ringreduce", None)
+    bucket: BucketMemory | None = getattr(storage, "_ringreduce", None)
     if bucket is None or (bucket.owner, bucket.address) != (owner, storage.data_ptr()):
-        bucket = storage._ringreduce = Bucket(owner, storage.data_ptr())
+        bucket = storage._ringreduce = BucketMemory(owner, storage.data_ptr())
     bucket.see(tensor)
     return bucket
