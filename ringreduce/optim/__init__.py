@@ -3,8 +3,8 @@
     adapter ── Exchange         how gradients are reduced: options, compress, submit, wait, decompress
             ── parameters       which name and which group a parameter has
             ── Reducer          when each gradient is reduced, for frameworks that compute them one by one
-                 └─ Bucket      which are reduced together
-                      └─ Gradient   one of them: its passes since the last step, its layout
+                 └─ GradientBucket   which are reduced together
+                      └─ Gradient    one of them: its passes since the last step, its layout
 
 An adapter whose framework hands over all gradients at once makes an `Exchange`, and passes them to `reduce`, or puts
 `exchange.arguments` into its own functions.

@@ -23,7 +23,7 @@ class Gradient:
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self.bucket = Bucket([self])
+        self.bucket = GradientBucket([self])
         self.is_loose = True  # a bucket may be found for it
         self.position = -1  # in the order in which gradients are computed
         self.seen = 0  # backward passes since the step's beginning, or since it was reduced
@@ -72,7 +72,7 @@ class Gradient:
     def leave_bucket(self) -> None:
         """Be reduced by its own name, also in later steps."""
         begun = self.bucket.begun
-        self.bucket, self.is_loose = Bucket([self]), False
+        self.bucket, self.is_loose = GradientBucket([self]), False
         self.bucket.begun = begun
 
     def ask_layout(self, exchange: Exchange) -> None:
@@ -98,7 +98,7 @@ class Gradient:
             )
 
 
-class Bucket:
+class GradientBucket:
     """Gradients that are reduced together, all or nothing."""
 
     def __init__(self, members: Sequence[Gradient], splits: bool = False) -> None:

@@ -19,7 +19,7 @@ from typing import Any
 from ringreduce import runtime
 from ringreduce.errors import MismatchError
 from ringreduce.log import LOGGER
-from ringreduce.optim.buckets import DENSE, UNKNOWN, Bucket, Gradient, fill
+from ringreduce.optim.buckets import DENSE, UNKNOWN, Gradient, GradientBucket, fill
 from ringreduce.optim.exchange import Exchange
 
 POSITION = operator.attrgetter("position")
@@ -40,7 +40,7 @@ class Reducer:
         self.exchange = exchange
         self.paused = False  # gradients only add up
         self._gradients: dict[int, Any] = {}  # by id of the parameter, whose hash may take long
-        self._in_flight: dict[Bucket, None] = {}
+        self._in_flight: dict[GradientBucket, None] = {}
         self._line = ""  # of the user's script, which began the backward pass
         self._computed: deque[Gradient] = deque()  # reported, and not counted yet
         self._positions = 0
@@ -56,12 +56,12 @@ class Reducer:
 
     def _put(self, members: list[Gradient], splits: bool = False) -> None:
         """Put gradients into one bucket."""
-        bucket = Bucket(members, splits)
+        bucket = GradientBucket(members, splits)
         for member in members:
             member.bucket, member.is_loose = bucket, False
 
     @property
-    def _buckets(self) -> list[Bucket]:
+    def _buckets(self) -> list[GradientBucket]:
         """All, in the order in which they are filled."""
         return list(dict.fromkeys([each.bucket for each in sorted(self._gradients.values(), key=POSITION)]))
 
@@ -121,11 +121,11 @@ class Reducer:
                     self._split(gradient.bucket)
                 self._begin([gradient.bucket])
 
-    def _begin_complete(self, buckets: Sequence[Bucket]) -> None:
+    def _begin_complete(self, buckets: Sequence[GradientBucket]) -> None:
         """Begin to reduce those that are computed."""
         self._begin([each for each in buckets if not each.begun and each.trained and not each.lacks(self.passes)])
 
-    def _split(self, bucket: Bucket, refuses: bool = True) -> None:
+    def _split(self, bucket: GradientBucket, refuses: bool = True) -> None:
         """Let its gradients be reduced by their own names, also in later steps.
 
         refuses: the other ranks do not know; those that have sent the bucket will.
@@ -144,7 +144,7 @@ class Reducer:
             self.synchronize(quiet=True)
             raise
 
-    def _finish(self, bucket: Bucket) -> None:
+    def _finish(self, bucket: GradientBucket) -> None:
         self._in_flight.pop(bucket, None)
         try:
             bucket.finish()
@@ -155,7 +155,7 @@ class Reducer:
             self._split(bucket, refuses=False)  # if tensors differ, the next error names one
             self._begin([each.bucket for each in bucket.trained])
 
-    def _begin(self, taken: list[Bucket]) -> None:
+    def _begin(self, taken: list[GradientBucket]) -> None:
         """Begin to reduce buckets; waits only for layouts that this rank does not know."""
         unknown = [each for bucket in taken for each in bucket.trained if each.layout == UNKNOWN]
         for gradient in unknown:
