@@ -13,12 +13,12 @@ from typing import Any
 import torch
 
 from ringreduce.errors import BackwardError
-from ringreduce.torch.gradient import Gradient, Reducer
+from ringreduce.torch.gradient import Gradient, TorchReducer
 from ringreduce.torch.hooks import too_often
 from ringreduce.torch.wrapped import WrappedMixin
 
 
-class DeltaReducer(Reducer):
+class DeltaReducer(TorchReducer):
     """Counts backward passes, and reduces what a step changed."""
 
     def on_gradient(self, gradient: Gradient) -> None:

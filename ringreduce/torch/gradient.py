@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 
-from ringreduce.optim import buckets, reducer
+from ringreduce.optim import buckets
 from ringreduce.optim.buckets import DENSE, UNKNOWN
 from ringreduce.optim.exchange import Exchange, Finish
+from ringreduce.optim.reducer import Reducer
 from ringreduce.torch.hooks import GradientHooks
 from ringreduce.torch.pending import PendingGradient, make_pending, plain
 from ringreduce.torch.sparse import empty_sparse, layout_of, sparse_allreduce_async
@@ -19,7 +20,7 @@ from ringreduce.torch.sparse import empty_sparse, layout_of, sparse_allreduce_as
 class Gradient(buckets.Gradient):
     """One parameter's gradient, in `parameter.grad`."""
 
-    def __init__(self, name: str, parameter: torch.nn.Parameter, reducer: Reducer) -> None:
+    def __init__(self, name: str, parameter: torch.nn.Parameter, reducer: TorchReducer) -> None:
         super().__init__(name)
         self.parameter = parameter
         self.sparse_as_dense = reducer.sparse_as_dense
@@ -157,7 +158,7 @@ class Gradient(buckets.Gradient):
             reducer.wait(self)
 
 
-class Reducer(reducer.Reducer):
+class TorchReducer(Reducer):
     """The base of the reducers of gradients and of parameter changes; hooks call `on_gradient`."""
 
     def __init__(self, passes: int, exchange: Exchange, sparse_as_dense: bool = False) -> None:

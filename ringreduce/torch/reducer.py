@@ -20,14 +20,14 @@ import torch
 from ringreduce.errors import BackwardError
 from ringreduce.execution.signature import calling_line, is_of_library
 from ringreduce.optim.exchange import Exchange
-from ringreduce.torch.gradient import Gradient, Reducer
+from ringreduce.torch.gradient import Gradient, TorchReducer
 from ringreduce.torch.hooks import too_often
 
 _backward_number = torch._C._current_graph_task_id
 _reducers: weakref.WeakSet[GradientReducer] = weakref.WeakSet()
 
 
-class GradientReducer(Reducer):
+class GradientReducer(TorchReducer):
     """Reduces the gradients of parameters as hooks report them ready."""
 
     def __init__(self, passes: int, exchange: Exchange, sparse_as_dense: bool, wait_in_backward: bool) -> None:
