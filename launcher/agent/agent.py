@@ -291,7 +291,7 @@ class Agent:
             try:  # in a thread: a signal must not wait for the answer
                 threading.Thread(target=self._dumper.answer, args=(message.number, pid), daemon=True).start()
             except RuntimeError as error:  # as where the rank has started all the processes that there may be
-                self._send(wire.State(message.number, "", "", f"its agent cannot ask it: {error}"))
+                self._send(wire.Answer(message.number, "", "", f"its agent cannot ask it: {error}"))
             self._shm_cleanup.look(pid)
 
     def _leave(self) -> NoReturn:

@@ -2,7 +2,7 @@
 
     ringrun ── Ask → agent ── datagram → ringreduce in the rank: what it waits for
                            └─ signal   → faulthandler in each Python of the rank (hook/sitecustomize.py): its stack
-    ringrun ← State ─┘
+    ringrun ← Answer ┘
 
 A signal goes to processes only that have left a file here, hold it open, and catch that signal: to no other program.
 Only the thread that gets it is shown: faulthandler would show all, but a thread that runs just then, as ringreduce's
@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from ..connection.wire import State
+from ..connection.wire import Answer
 from ..environment import error_file
 from ..processes import signal_main_thread, signals_caught, state_of
 from ..report import traces
@@ -53,7 +53,7 @@ class Offer(NamedTuple):
 class StackDumper:
     """One agent's, for the rank whose files are in `directory`; `send` takes its messages to ringrun."""
 
-    def __init__(self, directory: str, rank: int, rank_socket: RankSocket, send: Callable[[State], None]) -> None:
+    def __init__(self, directory: str, rank: int, rank_socket: RankSocket, send: Callable[[Answer], None]) -> None:
         self._files = error_file(directory, rank)
         self._socket = rank_socket
         self._send = send
@@ -65,7 +65,7 @@ class StackDumper:
         return [int(path.suffix[1:]) for path in files if path.suffix[1:].isdecimal()]
 
     def answer(self, number: int, pid: int) -> None:
-        """Send the State that question `number` asks for, of the rank whose first process is `pid`."""
+        """Send the Answer that question `number` asks for, of the rank whose first process is `pid`."""
         with self._lock:
             until_s = time.monotonic() + ANSWER_S
             asked = self._socket.ask()
@@ -78,7 +78,7 @@ class StackDumper:
             doing = doing or traces.innermost(frames, package)
             stacks += ["a Python process of it:"] * (len(dumps) > 1)
             stacks += traces.describe(frames, package, waits=waits)
-        self._send(State(number, doing, "\n".join(stacks), "" if dumps else self._why_silent(pid), waits))
+        self._send(Answer(number, doing, "\n".join(stacks), "" if dumps else self._why_silent(pid), waits))
 
     def _why_silent(self, pid: int) -> str:
         offers = list(_offers(self._files))

@@ -4,7 +4,7 @@ A message is one tag byte and a payload: `o` and `e` carry raw bytes of a rank's
 and `j` carries JSON. Nothing is ever unpickled.
 
     agent   → ringrun   Hello, Note …, Started, Output …, Died, then Ended; or NotStarted instead of Started and the
-                        rest; a State for each Ask, and what else is a Report, at any time between
+                        rest; an Answer for each Ask, and what else is a Report, at any time between
     ringrun → agent     Setup once all agents are there, Taken …, Signal …, Ask …, Membership …, Hosts …, then End; the
                         end of the connection means the same
 
@@ -139,7 +139,7 @@ class Died(NamedTuple):
     at_s: float
 
 
-class State(NamedTuple):
+class Answer(NamedTuple):
     """The answer to Ask `number`.
 
     `doing` is what the rank `waits` for, or the user's line that it is at; `stacks` its Python stacks, in text that is
@@ -244,7 +244,7 @@ class End(NamedTuple):
     keeps_commits: bool = False
 
 
-Report: TypeAlias = State | Stalled | InInit | Initialized | Suspects | Reformed | Meeting | Left | Ready
+Report: TypeAlias = Answer | Stalled | InInit | Initialized | Suspects | Reformed | Meeting | Left | Ready
 """What the agent passes on of its rank, at any time."""
 
 Message: TypeAlias = (

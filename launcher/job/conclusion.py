@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 from ..errors import LauncherError, MachineError, NotStartedError
 from ..output.display import Output
 from ..report import outcome
+from ..report.answers import stacks_report, waiting
 from ..report.card import card
 from ..report.outcome import RankEnd
-from ..report.states import stacks_report, waiting
 from ..text import listed, numbered
 from .mpirun import MpiLauncher
 from .plan import Job
@@ -58,10 +58,10 @@ class Conclusions:
 
     def failed(self, cause: RankEnd, ends: Sequence[RankEnd]) -> int:
         """A rank failed, and is the cause; `ends` are those of all ranks that count."""
-        job, asked, states = self._ranks.job, self.at_end.asked, self.at_end.answers
+        job, asked, answers = self._ranks.job, self.at_end.asked, self.at_end.answers
         left = {} if job.elastic else self._ranks.left  # in an elastic job the others go on without those
         said, colour = self.launcher_said, self._output.colours
-        report = card(cause, ends, job.size, asked=asked, states=states, left=left, launcher_tail=said, colour=colour)
+        report = card(cause, ends, job.size, asked=asked, answers=answers, left=left, launcher_tail=said, colour=colour)
         self._output.message([*_advice(cause), *report])
         return outcome.exit_code(cause)
 

@@ -7,7 +7,7 @@ for ever without a word.
 import math
 from collections.abc import Collection, Mapping
 
-from ..connection.wire import State
+from ..connection.wire import Answer
 
 _ASK_S, _LONGEST_ASK_S = 1.0, 16.0
 
@@ -57,9 +57,9 @@ class InitWatch:
         self.due_s = math.inf
         return self._absent - set(ended), self._absent & set(ended)
 
-    def answer(self, states: Mapping[int, State], now_s: float) -> set[int]:
+    def answer(self, answers: Mapping[int, Answer], now_s: float) -> set[int]:
         """Take what all ranks do after one has vanished; return those that wait for what they did when last asked."""
-        waiting = {(rank, state.doing) for rank, state in states.items() if state.waits}
+        waiting = {(rank, answer.doing) for rank, answer in answers.items() if answer.waits}
         still, self._waited = {rank for rank, _ in waiting & self._waited}, waiting
         self._pause_s = _ASK_S if waiting else min(2 * self._pause_s, _LONGEST_ASK_S)
         self.ask_s = now_s + self._pause_s

@@ -5,7 +5,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from itertools import count
 
-from ..connection.wire import State
+from ..connection.wire import Answer
 
 PATIENCE_S = 2.0
 """How long all answers may take; an agent takes stack_dumper.ANSWER_S."""
@@ -25,7 +25,7 @@ class Question:
     asked: frozenset[int]
     until_s: float
     deliver: Deliver
-    answers: dict[int, State] = field(default_factory=dict)
+    answers: dict[int, Answer] = field(default_factory=dict)
 
 
 class Questions:
@@ -43,11 +43,11 @@ class Questions:
             self._close(question)
         return question
 
-    def answer(self, rank: int, state: State) -> None:
+    def answer(self, rank: int, answer: Answer) -> None:
         """Take an answer; one to a question that is closed, or that was not asked of this rank, is too late."""
-        question = self._open.get(state.number)
+        question = self._open.get(answer.number)
         if question and rank in question.asked:
-            question.answers[rank] = state
+            question.answers[rank] = answer
             if question.answers.keys() >= question.asked:
                 self._close(question)
 

@@ -13,12 +13,12 @@ from collections import Counter
 from collections.abc import Sequence
 from functools import partial
 
-from ..connection.wire import Ask, End, InInit, Initialized, Left, Ready, Signal, Stalled, State
+from ..connection.wire import Answer, Ask, End, InInit, Initialized, Left, Ready, Signal, Stalled
 from ..errors import MachineError, UsageError
 from ..output.display import Output
 from ..report import outcome
+from ..report.answers import waiting
 from ..report.outcome import RankEnd
-from ..report.states import waiting
 from ..text import counted, listed, numbered
 from . import events, shutdown
 from .conclusion import WITHOUT_INIT, WITHOUT_LEAVING, Conclusion, Conclusions, Ranks, raising
@@ -181,8 +181,8 @@ class Supervisor:
                 self._show_stacks("ringrun: what the ranks do:")
             case events.Signalled(number):
                 self._on_signal(number)
-            case events.Reported(rank, State() as state):
-                self._questions.answer(rank, state)
+            case events.Reported(rank, Answer() as answer):
+                self._questions.answer(rank, answer)
             case events.Reported(rank, Stalled(report)):
                 self._report_stall(rank, report)
             case events.Reported(rank, InInit(report_after_s)):

@@ -2,6 +2,6 @@
 
 outcome     how each rank ended, and which of them is the cause
 card        the report of the first failure
-states      what the other ranks waited for; stacks, equal ones grouped
+answers     what the other ranks waited for; stacks, equal ones grouped
 traces      Python stacks, read
 """

@@ -14,9 +14,9 @@ Facts are wrapped; what the rank itself wrote is never cut.
 import textwrap
 from collections.abc import Collection, Mapping, Sequence
 
-from ..connection.wire import State
+from ..connection.wire import Answer
+from .answers import waiting
 from .outcome import RankEnd, evidence, failures_of_others, in_words
-from .states import waiting
 
 WIDTH = 80
 _LABEL = 12
@@ -30,14 +30,14 @@ def card(
     *,
     launcher_tail: Sequence[str] = (),
     asked: Collection[int] = (),
-    states: Mapping[int, State] | None = None,
+    answers: Mapping[int, Answer] | None = None,
     left: Mapping[int, str] | None = None,
     going_on: str = "",
     colour: bool = False,
 ) -> list[str]:
     """Return the card's lines.
 
-    asked, states: the ranks that still ran when the first one failed, and what they answered.
+    asked, answers: the ranks that still ran when the first one failed, and what they answered.
     left:          why ranks have left in order: where the cause has lost one of them, that one stands in the headline.
     going_on:      how an elastic job goes on without this rank.
     """
@@ -48,10 +48,10 @@ def card(
     process = [f"host {cause.host}", f"pid {cause.pid}" if cause.pid else "", cause.device, ran]
     facts = [*_rows("how", [how, cause.oom]), *_rows("where", [", ".join(filter(None, process))])]
     # a rank that failed at the same moment has nothing more to say, unless it had been quick enough to say it
-    silent = {end.rank for end in ends if end.failed} - {rank for rank, said in (states or {}).items() if said.doing}
+    silent = {end.rank for end in ends if end.failed} - {rank for rank, said in (answers or {}).items() if said.doing}
     others = set(asked) - {cause.rank} - silent
     facts += _rows("failed too", failures_of_others(cause, ends))
-    facts += _rows("the others", waiting(others, states or {}))
+    facts += _rows("the others", waiting(others, answers or {}))
     head, foot = f"-- ringrun: {title} ".ljust(WIDTH, "-"), "-" * WIDTH
     facts += _rows("going on", [going_on])
     if colour:

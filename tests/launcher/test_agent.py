@@ -195,7 +195,7 @@ def test_an_agent_that_can_start_no_thread_answers_and_goes_on(tmp_path, monkeyp
     agent._handle(wire.Ask(7), 1)
     agent._on_init(1, [])
     agent._rank_socket._socket.close()
-    assert link.sent == [wire.State(7, "", "", "its agent cannot ask it: can't start new thread")]
+    assert link.sent == [wire.Answer(7, "", "", "its agent cannot ask it: can't start new thread")]
 
 
 def test_output_that_ringrun_does_not_take_waits_in_the_rank_until_its_end(tmp_path):

@@ -2,18 +2,18 @@
 
 import pytest
 
-from ringrun.connection.wire import RankError, State
+from ringrun.connection.wire import Answer, RankError
+from ringrun.report.answers import NO_ANSWER, waiting
 from ringrun.report.card import WIDTH, card, duration
 from ringrun.report.outcome import RankEnd
-from ringrun.report.states import NO_ANSWER, waiting
 
 
 def end(rank, code, **facts):
     return RankEnd(rank, "node7", 1000 + rank, code, facts.pop("at_s", 0.0), **facts)
 
 
-def state(doing, silent=""):
-    return State(1, doing, "", silent)
+def answer(doing, silent=""):
+    return Answer(1, doing, "", silent)
 
 
 ALLREDUCE = "allreduce 'layer3.w' (train.py:41)"
@@ -24,8 +24,8 @@ def test_a_card_in_full():
     error = RankError("ValueError", "boom", TRACEBACK)
     cause = end(1, 1, error=error, device="GPU 3", ran_s=125.0)
     ends = [cause, end(5, 3, at_s=2.0), end(0, 0)]
-    states = {0: state(ALLREDUCE), 2: state(ALLREDUCE), 3: state(ALLREDUCE), 4: state("", "it is stopped")}
-    assert card(cause, ends, 6, asked={0, 2, 3, 4, 6}, states=states) == [
+    answers = {0: answer(ALLREDUCE), 2: answer(ALLREDUCE), 3: answer(ALLREDUCE), 4: answer("", "it is stopped")}
+    assert card(cause, ends, 6, asked={0, 2, 3, 4, 6}, answers=answers) == [
         "-- ringrun: rank 1 of 6 failed first -------------------------------------------",
         "how         exit code 1",
         "where       host node7, pid 1001, GPU 3, ran for 2 min 5 s",
@@ -63,8 +63,8 @@ def test_of_a_rank_that_has_lost_another_that_left_in_order_that_one_is_the_head
 def test_facts_are_wrapped_and_what_the_rank_wrote_is_not():
     words = "w" * 300
     cause = end(1, -9, oom=f"the kernel's OOM killer did it: out of memory (cgroup {'/slurm' * 8})", tail=(words,))
-    states = {rank: state(f"allreduce 'a tensor of rank {rank}' (train.py:{rank})") for rank in range(2, 60)}
-    lines = card(cause, [cause], 60, asked=states.keys(), states=states)
+    answers = {rank: answer(f"allreduce 'a tensor of rank {rank}' (train.py:{rank})") for rank in range(2, 60)}
+    lines = card(cause, [cause], 60, asked=answers.keys(), answers=answers)
     assert words in lines
     assert all(len(line) <= WIDTH for line in lines if line != words)
     assert "the kernel's OOM killer did it" in lines[2]
@@ -72,15 +72,15 @@ def test_facts_are_wrapped_and_what_the_rank_wrote_is_not():
 
 def test_a_rank_that_failed_before_it_could_answer_is_not_said_to_have_been_asked():
     cause = end(1, 1)
-    lines = card(cause, [cause, end(0, 1)], 3, asked={0, 2}, states={2: state("x.py:1, in f")})
+    lines = card(cause, [cause, end(0, 1)], 3, asked={0, 2}, answers={2: answer("x.py:1, in f")})
     assert "the others  rank 2: x.py:1, in f" in lines
     assert NO_ANSWER not in "\n".join(lines)
 
 
 def test_of_a_rank_that_failed_as_well_only_what_it_waited_for_is_told():
     cause = end(1, 1)
-    states = {0: state("", "its first process has ended"), 2: state(ALLREDUCE), 3: state("", "it is stopped")}
-    lines = card(cause, [cause, end(0, 14), end(2, 14)], 4, asked={0, 2, 3}, states=states)
+    answers = {0: answer("", "its first process has ended"), 2: answer(ALLREDUCE), 3: answer("", "it is stopped")}
+    lines = card(cause, [cause, end(0, 14), end(2, 14)], 4, asked={0, 2, 3}, answers=answers)
     assert lines[-4:-2] == [f"the others  rank 2: {ALLREDUCE}", "            rank 3: it is stopped"]
 
 
@@ -94,15 +94,15 @@ def test_colours_are_for_a_terminal_and_change_no_word():
 
 
 def test_equal_answers_are_one_line():
-    states = {3: state(ALLREDUCE), 0: state(ALLREDUCE), 1: state("t.py:7, in load"), 4: state("", "it is stopped")}
-    assert waiting([0, 1, 2, 3, 4], states) == [
+    answers = {3: answer(ALLREDUCE), 0: answer(ALLREDUCE), 1: answer("t.py:7, in load"), 4: answer("", "it is stopped")}
+    assert waiting([0, 1, 2, 3, 4], answers) == [
         f"ranks 0,3: {ALLREDUCE}",
         "rank 1: t.py:7, in load",
         "rank 2: did not answer in time",
         "rank 4: it is stopped",
     ]
     assert waiting([], {}) == []
-    assert waiting([2], {2: State(1, "", "", "")}) == ["rank 2: no Python code runs"]
+    assert waiting([2], {2: Answer(1, "", "", "")}) == ["rank 2: no Python code runs"]
 
 
 @pytest.mark.parametrize(

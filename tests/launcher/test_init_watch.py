@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from ringrun.connection.wire import Ask, InInit, Initialized, Left, Stalled, State
+from ringrun.connection.wire import Answer, Ask, InInit, Initialized, Left, Stalled
 from ringrun.elastic import Elastic
 from ringrun.job.events import Reported
 from ringrun.job.init_watch import InitWatch
@@ -51,8 +51,8 @@ def test_ranks_are_asked_each_second_once_one_waits_and_more_and_more_rarely_bef
     watch.done(1)
     watch.ended(1, 0, now_s=100.0)
     assert watch.ask_s == 100.0
-    busy, first, other = (State(1, doing, "", "", doing != "train.py:7") for doing in ("train.py:7", "a", "b"))
-    asked = [(watch.answer({0: state}, 0.0), watch.ask_s) for state in (busy, busy, first, other, other)]
+    busy, first, other = (Answer(1, doing, "", "", doing != "train.py:7") for doing in ("train.py:7", "a", "b"))
+    asked = [(watch.answer({0: answer}, 0.0), watch.ask_s) for answer in (busy, busy, first, other, other)]
     assert asked == [(set(), 2.0), (set(), 4.0), (set(), 1.0), (set(), 1.0), ({0}, 1.0)]
 
 
@@ -67,7 +67,7 @@ class Answering(Fake):
 
     def send(self, rank, message):
         if isinstance(message, Ask):
-            self.events.put(Reported(rank, State(message.number, f"train.py:{rank}", "", "", self.waits)))
+            self.events.put(Reported(rank, Answer(message.number, f"train.py:{rank}", "", "", self.waits)))
 
     def broadcast(self, message):
         for rank in self.ends_all:

@@ -2,12 +2,12 @@
 
 import math
 
-from ringrun.connection.wire import State
+from ringrun.connection.wire import Answer
 from ringrun.job.questions import PATIENCE_S, Questions
 
 
 def answer(number, doing):
-    return State(number, doing, "", "")
+    return Answer(number, doing, "", "")
 
 
 def test_a_question_is_closed_when_all_have_answered():
@@ -23,7 +23,7 @@ def test_a_question_is_closed_when_all_have_answered():
     assert closed == [second]
     questions.answer(0, answer(first.number, "c"))
     assert closed == [second, first]
-    assert {rank: state.doing for rank, state in first.answers.items()} == {2: "a", 0: "c"}
+    assert {rank: answer.doing for rank, answer in first.answers.items()} == {2: "a", 0: "c"}
     assert questions.deadline_s == math.inf
 
 

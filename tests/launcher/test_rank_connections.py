@@ -14,7 +14,7 @@ from ringrun.connection import wire
 from ringrun.connection.frames import HEAD_BYTES
 from ringrun.connection.link import Link, connect
 from ringrun.connection.listener import Listener
-from ringrun.connection.wire import Died, Ended, Hello, Note, Setup, Started, State, Taken
+from ringrun.connection.wire import Answer, Died, Ended, Hello, Note, Setup, Started, Taken
 from ringrun.connection.wire import Output as Says
 from ringrun.errors import MachineError
 from ringrun.job.events import Arrived, Deaf, RankDied, RankEnded, Refused, Reported
@@ -125,11 +125,11 @@ def test_all_but_output_is_heard_while_nobody_reads_what_ranks_print(tmp_path, e
     lines = [b"%06d" % number + b"x" * 65000 for number in range(20)]
     for line in lines:
         agent.send(Says("stdout", line + b"\n"))
-    for sent in (Died(3, 1.0), State(1, "", "", ""), Says("stderr", b"Oops\nlast"), Ended(3, 1.0)):
+    for sent in (Died(3, 1.0), Answer(1, "", "", ""), Says("stderr", b"Oops\nlast"), Ended(3, 1.0)):
         agent.send(sent)
     output.message(["ringrun: the end"])  # does not wait either
     heard = [events.get(timeout=10) for _ in range(4)]
-    assert heard[1:3] == [RankDied(0, 3), Reported(0, State(1, "", "", ""))]
+    assert heard[1:3] == [RankDied(0, 3), Reported(0, Answer(1, "", "", ""))]
     assert isinstance(heard[3], RankEnded)
     assert (heard[3].end.code, heard[3].end.tail) == (3, ("Oops", "last"))
     assert not output.finish(0.01)

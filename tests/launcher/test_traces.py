@@ -6,8 +6,8 @@ import tempfile
 import hypothesis
 import hypothesis.strategies as st
 
-from ringrun.connection.wire import State
-from ringrun.report.states import stacks_report
+from ringrun.connection.wire import Answer
+from ringrun.report.answers import stacks_report
 from ringrun.report.traces import Frame, describe, innermost, parse
 
 DUMP = """Stack (most recent call first):
@@ -76,11 +76,11 @@ def test_any_text_is_a_stack(text):
 
 
 def test_equal_stacks_are_shown_once_with_their_ranks():
-    wait = State(1, "allreduce 'w' (train.py:41)", STACK, "")
-    silent = State(1, "", "", "it is stopped")
-    states = {0: wait, 2: wait, 3: State(1, "train.py:9, in load", LOADER, ""), 4: silent}
+    wait = Answer(1, "allreduce 'w' (train.py:41)", STACK, "")
+    silent = Answer(1, "", "", "it is stopped")
+    answers = {0: wait, 2: wait, 3: Answer(1, "train.py:9, in load", LOADER, ""), 4: silent}
     hosts = {0: "a", 2: "b", 3: "b", 4: "c", 5: "c"}
-    assert stacks_report({0, 2, 3, 4, 5}, states, 8, hosts) == [
+    assert stacks_report({0, 2, 3, 4, 5}, answers, 8, hosts) == [
         "ranks 0,2 of 8 on 2 hosts: allreduce 'w' (train.py:41)",
         *STACK.splitlines(),
         "rank 3 of 8 on b: train.py:9, in load",

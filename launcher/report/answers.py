@@ -1,25 +1,25 @@
-"""What ranks answered when they were asked what they do (wire.State), as people read it: equal answers together."""
+"""What ranks answered when they were asked what they do (wire.Answer), as people read it: equal answers together."""
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
-from ..connection.wire import State
+from ..connection.wire import Answer
 from ..text import numbered
 
 NO_ANSWER = "did not answer in time"
 NO_PYTHON = "no Python code runs"
 
 
-def waiting(asked: Iterable[int], states: Mapping[int, State]) -> list[str]:
+def waiting(asked: Iterable[int], answers: Mapping[int, Answer]) -> list[str]:
     """Return one line for the ranks that wait for the same: `ranks 0,2-3: allreduce 'layer3.w' (train.py:41)`."""
     groups: dict[str, list[int]] = {}
     for rank in sorted(asked):
-        state = states.get(rank)
-        groups.setdefault((state.doing or state.silent or NO_PYTHON) if state else NO_ANSWER, []).append(rank)
+        answer = answers.get(rank)
+        groups.setdefault((answer.doing or answer.silent or NO_PYTHON) if answer else NO_ANSWER, []).append(rank)
     return [f"{numbered('rank', ranks)}: {text}" for text, ranks in groups.items()]
 
 
 def stacks_report(
-    asked: Collection[int], states: Mapping[int, State], size: int, hosts: Mapping[int, str]
+    asked: Collection[int], answers: Mapping[int, Answer], size: int, hosts: Mapping[int, str]
 ) -> list[str]:
     """Return all ranks' stacks; those of ranks that are at the same place once.
 
@@ -27,8 +27,8 @@ def stacks_report(
     """
     groups: dict[tuple[str, str, str], list[int]] = {}
     for rank in sorted(asked):
-        state = states.get(rank) or State(0, "", "", NO_ANSWER)
-        groups.setdefault((state.doing, state.stacks, state.silent), []).append(rank)
+        answer = answers.get(rank) or Answer(0, "", "", NO_ANSWER)
+        groups.setdefault((answer.doing, answer.stacks, answer.silent), []).append(rank)
     lines = [line for answer, ranks in groups.items() for line in _group(ranks, answer, size, hosts)]
     if others := set(range(size)) - set(asked):
         lines.append(f"{numbered('rank', others)} of {size}: not running")
