@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import enum
 import functools
-import threading
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -65,22 +64,6 @@ _COMPILED_TYPES = ["float32", "float64", "float16", "bfloat16", *_INTEGERS]
 _COMPILED_OPS = {Sum: 0, Average: 0, Min: 1, Max: 2, Product: 3}
 
 BLOCK_BYTES = 128 * 1024  # of partial results at a time: two blocks stay in a core's second-level cache
-
-
-class _Scratch(threading.local):
-    """Each thread's two blocks for every type of partial results."""
-
-    def __init__(self) -> None:
-        self._pairs: dict[np.dtype[Any], tuple[Any, Any]] = {}
-
-    def pair(self, dtype: np.dtype[Any]) -> tuple[Any, Any]:
-        if dtype not in self._pairs:
-            count = BLOCK_BYTES // dtype.itemsize
-            self._pairs[dtype] = np.empty(count, dtype), np.empty(count, dtype)
-        return self._pairs[dtype]
-
-
-_scratch = _Scratch()
 
 
 class _Fields(NamedTuple):
@@ -143,8 +126,8 @@ class Reduction(_Fields):
         Shape:  1-D arrays of `element.storage`, equal lengths, not prescaled. `out` may be one of them, but must not
                 overlap one otherwise; the other parts are not changed.
         Result: the bits of each element depend on that element of the parts alone, not on how an array was cut.
-        Cost:   each part is read once, `out` written once. Memory: two blocks of BLOCK_BYTES a thread, kept for reuse;
-                by the compiled module 8 KiB.
+        Cost:   each part is read once, `out` written once. Memory: two blocks of BLOCK_BYTES; by the compiled module
+                8 KiB.
         """
         if self._is_compiled(*parts, out):
             native.module.reduce([*parts], out, None, *self.compiled)  # type: ignore[misc]
@@ -201,14 +184,11 @@ class Reduction(_Fields):
             if not self._is_plain:
                 self.finish(out, out)
             return
-        total, other = _scratch.pair(self.sum_type)
+        step = BLOCK_BYTES // self.sum_type.itemsize
+        total, other = (np.empty(min(step, len(out)), self.sum_type) for _ in range(2))
         reduce_block = self._reduce_in_place if self.in_place and self.prescale == 1.0 else self._reduce_wider
-        count, step = len(out), len(total)
-        if count <= step:
-            reduce_block(parts, out, total[:count], other[:count])
-            return
-        for low in range(0, count, step):
-            here, length = slice(low, low + step), min(step, count - low)
+        for low in range(0, len(out), step):
+            here, length = slice(low, low + step), min(step, len(out) - low)
             reduce_block([part[here] for part in parts], out[here], total[:length], other[:length])
 
     def _reduce_in_place(self, parts: Sequence[Any], out: Any, total: Any, _: Any) -> None:
