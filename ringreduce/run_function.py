@@ -99,9 +99,13 @@ def run(
             code, report = _finish([*ringrun, *rank], {**os.environ, **asked})
     if code == 0:
         return results.by_rank(some_are_lost=bool(flags.get("elastic") or flags.get("min_num_proc")))
+    raise _failure(code, report)
+
+
+def _failure(code: int, report: str) -> Exception:
     kinds = {2: InputError, 3: StartupError} if report.startswith(REFUSES) else {}
     why = report.removeprefix(REFUSES) or f"ringrun ended with exit code {code}"
-    raise kinds.get(code, JobFailedError)(f"run():\n{why}" if FAILED.match(why) else f"run(): {why}")
+    return kinds.get(code, JobFailedError)(f"run():\n{why}" if FAILED.match(why) else f"run(): {why}")
 
 
 def _arguments(np: object, flags: Mapping[str, object]) -> Iterator[str]:

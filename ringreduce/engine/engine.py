@@ -99,11 +99,7 @@ class Engine:
         news, others = ([], [mailbox, *others]) if one_host else ([mailbox], others)
         self._polling = Polling(news, work, others, inbox, self._break, self.channels.by_number)
         inbox.drive = self._drive
-        for members in (range(world.size), *process_sets):
-            if isinstance(members, str):
-                self.process_sets.skip(members)
-            else:
-                self.process_sets.add(members)
+        self.process_sets.begin(process_sets)
         self._thread = threading.Thread(target=self._run, name=f"ringreduce engine {world.rank}", daemon=True)
         self._thread.start()
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
@@ -61,11 +61,15 @@ class ProcessSets:
             gone = [self.gone.get(each, "it was removed") for each in range(self._next)]
             return [self.members.get(each, gone[each]) for each in range(1, self._next)]
 
-    def skip(self, why: str) -> None:
-        """Leave out the number of a set that has ended."""
-        with self._inbox.lock:
-            self.gone[self._next] = why
-            self._next += 1
+    def begin(self, others: Iterable[Sequence[int] | str]) -> None:
+        """Make the set of all ranks, and these others; a text, why one has ended, takes a number only."""
+        for each in (range(self._world.size), *others):
+            if isinstance(each, str):
+                with self._inbox.lock:
+                    self.gone[self._next] = each
+                    self._next += 1
+            else:
+                self.add(each)
 
     def add(self, members: Sequence[int]) -> int:
         """Make a process set; all ranks of the world do so in the same order, so its number is equal on all."""
