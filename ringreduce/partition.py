@@ -50,15 +50,15 @@ def bounds_of(counts: Sequence[int]) -> list[int]:
     return list(itertools.accumulate(counts, initial=0))
 
 
-def scatter_reduce_steps(rank: int, size: int, owned: int) -> list[Step]:
-    """The size - 1 steps after which `rank` owns the finished chunk `owned`; in the ring proper that is rank + 1.
+def scatter_reduce_steps(size: int, owned: int) -> list[Step]:
+    """The size - 1 steps after which a rank owns the finished chunk `owned`; in the ring proper that is rank + 1.
 
     At step i a rank sends chunk owned - 1 - i and adds what it receives to chunk owned - 2 - i (mod size).
     """
     return [Step((owned - 1 - i) % size, (owned - 2 - i) % size, True) for i in range(size - 1)]
 
 
-def allgather_steps(rank: int, size: int, owned: int) -> list[Step]:
+def allgather_steps(size: int, owned: int) -> list[Step]:
     """The size - 1 steps that spread every rank's chunk `owned` to all; after a scatter-reduce owned = rank + 1.
 
     At step i rank r sends chunk owned - i, received one step before, and receives chunk owned - i - 1 (mod size).

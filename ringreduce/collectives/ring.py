@@ -96,7 +96,7 @@ def allreduce(
     if size == 1:
         reduction.finish(partial, flat)
         return
-    steps = scatter_reduce_steps(rank, size, rank + 1) + allgather_steps(rank, size, rank + 1)
+    steps = scatter_reduce_steps(size, rank + 1) + allgather_steps(size, rank + 1)
     scratch = None if workspace is None else workspace.scratch
     yield from _Ring(flat, partial, bounds, steps, transport, reduction, segment_bytes, scratch).run()
 
@@ -127,7 +127,7 @@ def scatter_reduce(
     if size == 1:
         reduction.finish(partial, flat)
     else:
-        steps = scatter_reduce_steps(rank, size, owned)
+        steps = scatter_reduce_steps(size, owned)
         yield from _Ring(flat, partial, bounds, steps, transport, reduction, segment_bytes).run()
     return low, high
 
@@ -150,7 +150,7 @@ def allgather(
     """
     rank, size = transport.rank, transport.size
     bounds = _bounds("allgather", flat, size, counts)
-    steps = allgather_steps(rank, size, rank + 1 if owned is None else owned)
+    steps = allgather_steps(size, rank + 1 if owned is None else owned)
     if size > 1:
         yield from _Ring(flat, flat, bounds, steps, transport, None, segment_bytes).run()
 

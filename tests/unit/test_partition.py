@@ -35,8 +35,8 @@ def test_bounds_of_given_lengths():
 @pytest.mark.parametrize("size", SIZES)
 def test_neighbours_agree_on_what_travels(size):
     for steps in (
-        lambda rank, size: scatter_reduce_steps(rank, size, rank + 1),
-        lambda rank, size: allgather_steps(rank, size, rank + 1),
+        lambda rank, size: scatter_reduce_steps(size, rank + 1),
+        lambda rank, size: allgather_steps(size, rank + 1),
     ):
         schedules = [steps(rank, size) for rank in range(size)]
         for step in range(size - 1):
@@ -49,7 +49,7 @@ def test_neighbours_agree_on_what_travels(size):
 def test_scatter_reduce_leaves_every_part_once_in_the_chunk_that_a_rank_owns(size):
     parts = [[{rank} for _ in range(size)] for rank in range(size)]  # whose data chunk k of rank r holds
     for step in range(size - 1):
-        schedules = [scatter_reduce_steps(rank, size, rank + 1)[step] for rank in range(size)]
+        schedules = [scatter_reduce_steps(size, rank + 1)[step] for rank in range(size)]
         sent = [set(parts[rank][schedules[rank].send]) for rank in range(size)]
         for rank in range(size):
             chunk = parts[rank][schedules[rank].receive]
@@ -63,7 +63,7 @@ def test_scatter_reduce_leaves_every_part_once_in_the_chunk_that_a_rank_owns(siz
 def test_allgather_sends_only_finished_chunks_and_reaches_all(size):
     finished = [{(rank + 1) % size} for rank in range(size)]
     for step in range(size - 1):
-        schedules = [allgather_steps(rank, size, rank + 1)[step] for rank in range(size)]
+        schedules = [allgather_steps(size, rank + 1)[step] for rank in range(size)]
         for rank in range(size):
             assert schedules[rank].send in finished[rank]
         for rank in range(size):
