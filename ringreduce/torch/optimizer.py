@@ -63,8 +63,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     sparse_as_dense: reduce sparse gradients (torch.nn.Embedding(sparse=True)) as dense ones; by default all ranks' rows
         are gathered. Either way .grad is sparse and coalesced afterwards.
     process_set: the ranks that take part; on the others the optimizer works as before.
-    wait_in_backward: backward() returns when all gradients are reduced, so every rank must call it equally often. For
-        C++ extensions that read .grad: otherwise they see this rank's gradient while it is being reduced.
+    wait_in_backward: for C++ code that reads .grad: backward() waits for all ranks, which call it equally often.
 
     Between backward() and step() `.grad` stands for the reduced gradient: the first access (clip_grad_norm_, print)
     waits for all ranks; backward() does not, so graphs may differ per rank. A parameter without a gradient on this rank
@@ -77,19 +76,22 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
             step(), or the first access: MismatchError when ranks differ; the optimizer stays usable.
     Source: Horovod's DistributedOptimizer.
     """
-    _check(optimizer)
+    _check(optimizer, op, process_set)
     exchange = Exchange(op, compression, gradient_predivide_factor, process_set)
     passes, named = check_passes(backward_passes_per_step), _named(optimizer, named_parameters)
     in_groups = group_parameters(named, _number_of_groups(num_groups, groups))
-    wrapped = _wrapped(optimizer, exchange, passes, sparse_as_dense, wait_in_backward)
+    if op is Adasum:
+        wrapped = wrap(optimizer, AdasumMixin, DeltaReducer(passes, exchange))
+    else:
+        wrapped = wrap(optimizer, ReducingMixin, GradientReducer(passes, exchange, sparse_as_dense, wait_in_backward))
     wrapped._reducer.add(named)
     for group in in_groups if op is not Adasum else ():
         wrapped._reducer.join(group)
     return wrapped
 
 
-def _check(optimizer: Any) -> None:
-    """Raise TypeError or InputError for what is no torch optimizer, or is wrapped already."""
+def _check(optimizer: Any, op: ReduceOp, process_set: ProcessSet) -> None:
+    """Raise TypeError or InputError for what is no torch optimizer, is wrapped already, or has no Adasum."""
     check_adapter(optimizer)
     if not hasattr(optimizer, "param_groups"):
         raise TypeError(
@@ -104,15 +106,8 @@ def _check(optimizer: Any) -> None:
         )
     if isinstance(optimizer, WrappedMixin):
         raise InputError("DistributedOptimizer: the optimizer is wrapped already; pass the original one")
-
-
-def _wrapped(optimizer: Any, exchange: Exchange, passes: int, sparse_as_dense: bool, wait_in_backward: bool) -> Any:
-    if exchange.op is not Adasum:
-        reducer = GradientReducer(passes, exchange, sparse_as_dense, wait_in_backward)
-        return wrap(optimizer, ReducingMixin, reducer)
-    if exchange.process_set is not global_process_set:
+    if op is Adasum and process_set is not global_process_set:
         raise InputError("DistributedOptimizer: op=Adasum works with all ranks only; leave process_set out")
-    return wrap(optimizer, AdasumMixin, DeltaReducer(passes, exchange))
 
 
 def _named(optimizer: torch.optim.Optimizer, named_parameters: Any) -> Named:
