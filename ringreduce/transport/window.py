@@ -26,7 +26,7 @@ from typing import Any
 
 import numpy as np
 
-from ringreduce.kernels import copying, native
+from ringreduce.kernels import native
 from ringreduce.settings import MOST_REGIONS, SHARED_SLOTS
 from ringreduce.transport import futex, waiting
 from ringreduce.transport.base import Work
@@ -41,6 +41,8 @@ FLAGS_PER_REGION = 6
 FLAGS_BYTES = MOST_REGIONS * FLAGS_PER_REGION * CACHE_LINE_BYTES
 SLOTS = SHARED_SLOTS  # slots of a region
 LARGEST_ITEMSIZE = 16  # of an element
+ZERO = np.uint8(0)
+VECTOR_BYTES = 4096  # from this size on a copy from another core's cache is worth a ufunc's 1 µs
 SPINS = 20  # tests of a flag before yielding the core: the other rank is usually microseconds behind
 YIELD_S = 200e-6  # then a wait yields this long before the engine looks for other work, which takes it 50 µs
 TAKEN_S = 1e-3  # who yields for so long has lost the core to others' work
@@ -247,9 +249,18 @@ class Region(Flags):
         """Copy into a slot."""
         target[...] = source
 
-    def read(self, source: Any, target: Any) -> None:
-        """Copy out of a slot that another rank has written."""
-        copying.read(source, target)
+    @staticmethod
+    def read(source: Any, target: Any) -> None:
+        """Copy 1-D contiguous elements of one type out of a slot that another rank has written.
+
+        NumPy's assignment is memcpy, for which glibc uses `rep movsb` on many processors; from another core's cache
+        that reads half as fast as a loop of vector instructions, such as any ufunc, on one (AMD EPYC: 7 and 15 GB/s),
+        and a tenth faster on another (Intel Xeon).
+        """
+        if target.nbytes < VECTOR_BYTES:
+            target[...] = source
+        else:
+            np.bitwise_or(source.view(np.uint8), ZERO, out=target.view(np.uint8))
 
     def slots(self, sequence: int, dtype: np.dtype[Any]) -> list[Any]:
         """The slot of a sequence number in every member's block: 1-D arrays of `dtype`."""

@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
+from ringreduce.arrays.dtypes import TABLE
 from ringreduce.execution.host import Host
 from ringreduce.kernels import native
 from ringreduce.settings import MOST_REGIONS, Settings
@@ -270,3 +271,14 @@ def test_a_rank_that_signs_its_next_operation_leaves_the_hash_of_this_one_readab
         assert first.arrived(PACKED, number)
         second.sign(101 + number)  # it may go on at once, before the other reads
         assert first.read(number) == [number, 100 + number]
+
+
+@pytest.mark.parametrize("name", TABLE)
+@pytest.mark.parametrize("count", [1, 100, 5001, 65536])
+def test_reading_copies_all_bits_of_all_types(name, count):
+    dtype = TABLE[name].storage
+    source = np.random.default_rng(count).integers(0, 256, count * dtype.itemsize, np.uint8).view(dtype)
+    around = np.zeros(count + 2, dtype)
+    Region.read(source, around[1:-1])
+    assert around[1:-1].tobytes() == source.tobytes()
+    assert not around[[0, -1]].view(np.uint8).any()
