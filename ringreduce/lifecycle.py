@@ -68,8 +68,8 @@ def start(comm: Any, process_sets: Sequence[Any], dynamic: bool) -> list[tuple[i
     excepthook.install(settings.error_file)  # from here on the other ranks may wait for this one
     transport = MessageTransport(world)
     try:
-        own, everyones = static_sets(world, process_sets)
-        sets = check_sets(everyones, world.size - settings.spares)
+        own, all_sets = static_sets(world, process_sets)
+        sets = check_sets(all_sets, world.size - settings.spares)
         agree_on_settings(world, settings, sets)
         host = prepare_host(world, transport, settings)
         usable = usable_algorithms(world.hosts, host.window is not None)
@@ -80,7 +80,7 @@ def start(comm: Any, process_sets: Sequence[Any], dynamic: bool) -> list[tuple[i
     except MismatchError:
         world.free()  # raised on all ranks, so all free it
         raise
-    return [(1 + everyones.index(members), members) for members in own]
+    return [(1 + all_sets.index(members), members) for members in own]
 
 
 def _log_init(made: Runtime) -> None:
@@ -121,13 +121,13 @@ def static_sets(world: World, process_sets: Sequence[Any]) -> tuple[list[tuple[i
     order of the ranks that pass them.
     """
     own: list[tuple[int, ...]] = []
-    everyones: list[tuple[int, ...]] = []
+    all_sets: list[tuple[int, ...]] = []
     for each in process_sets:
         is_comm = hasattr(each, "Get_group")
         members = tuple(world.ranks_of(each) if is_comm else sorted(each))
         own.append(members)
-        everyones += dict.fromkeys(world.allgather_object(members)) if is_comm else [members]
-    return own, everyones
+        all_sets += dict.fromkeys(world.allgather_object(members)) if is_comm else [members]
+    return own, all_sets
 
 
 def agree_on_settings(world: World, settings: Settings, process_sets: Sequence[Sequence[int]] = ()) -> None:

@@ -24,7 +24,7 @@ from ringreduce import lifecycle, log, runtime
 from ringreduce.errors import InputError, PeerLostError
 from ringreduce.execution.host import Host, window_bytes
 from ringreduce.settings import Settings
-from ringreduce.transport.threads import Exchange, Message
+from ringreduce.transport.threads import Message, ThreadNetwork
 from ringreduce.transport.window import Window
 from ringreduce.world import World
 
@@ -60,7 +60,7 @@ def run_ranks(
     log.configure(settings.log_level, settings.log_timestamp)
     if not settings.stall_abort_s:
         settings = dataclasses.replace(settings, stall_abort_s=timeout_s)
-    job = _Job(tuple(hosts or [0] * size), settings, Exchange(size, buffered=buffered, timeout_s=timeout_s))
+    job = _Job(tuple(hosts or [0] * size), settings, ThreadNetwork(size, buffered=buffered, timeout_s=timeout_s))
     sets = lifecycle.check_sets(process_sets, size)
     threads = [
         threading.Thread(target=job.run, args=(rank, program, sets), name=f"rank {rank}") for rank in range(size)
@@ -71,7 +71,7 @@ def run_ranks(
     for thread in threads:
         thread.join()
     if messages is not None:
-        messages.extend(job.exchange.messages)
+        messages.extend(job.network.messages)
     if job.failures:
         raise next((exc for exc in job.failures if not isinstance(exc, PeerLostError)), job.failures[0])
     return [job.results[rank] for rank in range(size)]
@@ -80,8 +80,8 @@ def run_ranks(
 class _Job:
     """What the ranks of one world share."""
 
-    def __init__(self, hosts: tuple[int, ...], settings: Settings, exchange: Exchange) -> None:
-        self.hosts, self.settings, self.exchange = hosts, settings, exchange
+    def __init__(self, hosts: tuple[int, ...], settings: Settings, network: ThreadNetwork) -> None:
+        self.hosts, self.settings, self.network = hosts, settings, network
         self.blocks = [np.zeros(window_bytes(settings), np.uint8) for _ in hosts]
         self.results: dict[int, Any] = {}
         self.failures: list[BaseException] = []
@@ -89,7 +89,7 @@ class _Job:
 
     def run(self, rank: int, program: Callable[[], Any], sets: Sequence[Sequence[int]]) -> None:
         """Be this rank, from its engine's start to its end."""
-        world, transport = World(rank, len(self.hosts), self.hosts), self.exchange.transport(rank)
+        world, transport = World(rank, len(self.hosts), self.hosts), self.network.transport(rank)
         window = Window(
             [block for block, host in zip(self.blocks, self.hosts, strict=True) if host == self.hosts[rank]]
         )
@@ -102,7 +102,7 @@ class _Job:
         except BaseException as exc:  # the calling thread raises it again
             self.failures.append(exc)
             why = f"it failed with {type(exc).__name__}: {exc}"
-        self.exchange.leave(rank, f"has left the job: {why}")
+        self.network.leave(rank, f"has left the job: {why}")
         own.engine.leave(why)
         try:
             own.engine.gpu.close()

@@ -134,8 +134,8 @@ def gradients_of(collective: Collective, gradients: Tensors, its: Framework, row
     if back.kind == "average on root":
         return reduced if rank() == back.root_rank else [its.functions.zeros_like(each) for each in reduced]
     if back.kind == "reducescatter":
-        everyones = its.collectives.allgather(rows[None], name and f"{name}.rows", process_set)
-        ends = its.functions.cumsum(everyones, 0)[process_set.rank()]
+        gathered = its.collectives.allgather(rows[None], name and f"{name}.rows", process_set)
+        ends = its.functions.cumsum(gathered, 0)[process_set.rank()]
         return [each[ends[at] - rows[at] : ends[at]] for at, each in enumerate(reduced)]
     return reduced
 

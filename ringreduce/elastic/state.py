@@ -205,11 +205,11 @@ class ObjectState(State):
         own = current("sync")
         if own.root is not None or not own.was_restarted():
             return own.root or 0
-        everyones = allgather_object(self.commits, f"{NAME}, its number")
+        commits = allgather_object(self.commits, f"{NAME}, its number")
         if rank() == 0:
-            most = max(everyones)
+            most = max(commits)
             LOGGER.info(f"elastic: this attempt goes on with commit {most}" if most else "elastic: no commit is left")
-        return everyones.index(max(everyones))
+        return commits.index(max(commits))
 
     def _commit(self, refers: bool = False) -> None:
         self._spare.file = self._next_file()

@@ -128,11 +128,11 @@ class ProcessSets:
             if number in self.members:
                 numbers = [number, *(each for each, base in self.channels.bases.items() if base == number)]
                 lost = yield from self._end(numbers, f"process set {number} was removed")
-                everyones = yield from bruck.allgather(np.array([lost], np.int64), context.transport)
+                gathered = yield from bruck.allgather(np.array([lost], np.int64), context.transport)
                 for each in numbers:  # no rank looks at this one's flags and counters any more
                     self._host.clear(self._resources[each], self._world.rank in self.members[number])
                 yield from bruck.allgather(np.array([0], np.int64), context.transport)
-                self._give_back(numbers, not everyones.any())
+                self._give_back(numbers, not gathered.any())
             submission.complete()
 
     def _end(self, numbers: Sequence[int], why: str) -> Steps[bool]:

@@ -24,7 +24,7 @@ from ringreduce.execution.context import Context
 from ringreduce.execution.executor import Executor, Running
 from ringreduce.execution.host import Host
 from ringreduce.execution.in_slot import in_slot
-from ringreduce.execution.opening import everyones, nothing, opened
+from ringreduce.execution.opening import allgather_object, nothing, opened
 from ringreduce.execution.send_receive import Receiver, send
 from ringreduce.execution.shared_arrays import WISHED, SharedArrays
 from ringreduce.execution.signature import Signature, SubmissionRecord, mismatch_message, ranks_text
@@ -153,8 +153,8 @@ class Channel(Running):
         if submission.signature.kind == "allgather":  # whose words are no arrays' numbers
             words = [0]
         if set(words) == {WISHED}:
-            exchange = functools.partial(everyones, transport=self._context.transport)
-            words = [(yield from self._shared.share(submission, len(self._context.members), exchange))]
+            allgather = functools.partial(allgather_object, transport=self._context.transport)
+            words = [(yield from self._shared.share(submission, len(self._context.members), allgather))]
         arrays, region = self._shared.common(words, submission), self._context.algorithms.shared_region
         if arrays is None or region is None:
             yield from operations.run([submission], self._context)
@@ -188,7 +188,7 @@ class Channel(Running):
 
     def _mismatch(self, submission: Submission) -> Steps[None]:
         record = SubmissionRecord(submission.signature, submission.line)
-        records = yield from everyones(record, self._context.transport)
+        records = yield from allgather_object(record, self._context.transport)
         by_rank = dict(zip(self._context.members, records, strict=True))
         submission.fail(MismatchError(mismatch_message(by_rank, self._world.size)))
 

@@ -52,8 +52,8 @@ def exchange(submissions: Sequence[Submission], context: Context) -> Steps[None]
     for submission in submissions:
         if submission.payload:
             counts = np.array([each.count for each in (*submission.inputs, *submission.outputs)], np.int64)
-            everyones = yield from halves.integers_of_all(counts, context)
-            sent, expected = everyones[:, :size], everyones[:, size:].T
+            gathered = yield from halves.integers_of_all(counts, context)
+            sent, expected = gathered[:, :size], gathered[:, size:].T
             if (sent != expected).any():
                 source, to = np.argwhere(sent != expected)[0].tolist()
                 submission.fail(

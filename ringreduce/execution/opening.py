@@ -23,7 +23,7 @@ from ringreduce.transport.blocks import shared_blocks
 from ringreduce.transport.window import GPU_PACKED, Flags, Region, Signatures, Window, block_bytes
 
 
-def everyones(value: Any, transport: Transport) -> Steps[list[Any]]:
+def allgather_object(value: Any, transport: Transport) -> Steps[list[Any]]:
     """Every rank's value, by rank, pickled.
 
     Cost: log2(size) messages a rank for the lengths, size - 1 for the values.
@@ -54,7 +54,7 @@ def opened(host: Host, members: Sequence[int], name: str, transport: Transport) 
     Raises:    MismatchError when the members do not open the same; InputError when MPI has no tags left.
     """
     mine = tuple(members), name
-    found = yield from everyones((mine, host.next_own_tags), transport)
+    found = yield from allgather_object((mine, host.next_own_tags), transport)
     theirs = next((rank for rank, (each, _) in zip(members, found, strict=True) if each != mine), None)
     if theirs is not None:
         other = found[members.index(theirs)][0]
@@ -71,7 +71,9 @@ def opened(host: Host, members: Sequence[int], name: str, transport: Transport) 
         return host.own_algorithms(tags, members), None
     settings = host.settings
     nbytes = block_bytes(settings.shared_slot_bytes, 1)
-    blocks, _ = yield from shared_blocks(nbytes, hosts, transport.rank, lambda value: everyones(value, transport))
+    blocks, _ = yield from shared_blocks(
+        nbytes, hosts, transport.rank, lambda value: allgather_object(value, transport)
+    )
     if not blocks:
         return host.own_algorithms(tags, members), None
     ranks = [each for each in members if host.world.hosts[each] == hosts[transport.rank]]

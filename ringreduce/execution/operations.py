@@ -113,8 +113,8 @@ def _allgather(submissions: Sequence[Submission], context: Context) -> Steps[Non
 
     for submission in submissions:
         mine = np.array([tensor.shape[0] for tensor in submission.inputs], np.int64)
-        submission.payload = everyones = yield from halves.integers_of_all(mine, context)
-        rows = everyones.T.tolist()
+        submission.payload = gathered = yield from halves.integers_of_all(mine, context)
+        rows = gathered.T.tolist()
         make_outputs(submission, [sum(each) for each in rows], context)
         yield from halves.on_host(submission, "ALLGATHER", partial(move, bounds=_bounds(submission, rows)), context)
 
@@ -129,8 +129,8 @@ def alltoall(submissions: Sequence[Submission], context: Context) -> Steps[None]
 
     size = context.transport.size
     for submission in submissions:
-        everyones = yield from halves.integers_of_all(np.asarray(submission.payload, np.int64), context)
-        sent, received = submission.payload, everyones[:, context.transport.rank].tolist()
+        gathered = yield from halves.integers_of_all(np.asarray(submission.payload, np.int64), context)
+        sent, received = submission.payload, gathered[:, context.transport.rank].tolist()
         make_outputs(submission, [sum(received)], context)
         both = {"sent": _bounds(submission, [sent]), "received": _bounds(submission, [received])}
         submission.payload = received

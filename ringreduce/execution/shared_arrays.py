@@ -10,19 +10,17 @@ Members decide together, without a message: each publishes a word beside the has
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
 from ringreduce.arrays.buffer import Buffer
 from ringreduce.execution.submission import Submission
-from ringreduce.transport.base import Steps
-from ringreduce.transport.blocks import SHARED_MEMORY, Place, mapped
+from ringreduce.transport.blocks import SHARED_MEMORY, AllgatherObject, Place, mapped
 
 WISHED = 1
 ROOM = 2  # times as much memory must be free as all members need
 REFUSED = -1  # as 0, for ever
-Exchange = Callable[[Any], Steps[list[Any]]]
 
 
 class ArrayMemory(Protocol):
@@ -56,7 +54,7 @@ class SharedArrays:
         (own,) = submission.outputs
         return [each[: own.nbytes].view(own.element.storage) for each in self._others[submission.payload]]
 
-    def share(self, submission: Submission, members: int, exchange: Exchange) -> Generator[Any, Any, int]:
+    def share(self, submission: Submission, members: int, allgather: AllgatherObject) -> Generator[Any, Any, int]:
         """Move this array and map the others'; all members call it. Returns its number, or REFUSED, on all alike."""
         memory: ArrayMemory = submission.payload
         place, why = None, ""
@@ -67,14 +65,14 @@ class SharedArrays:
             place = Place.of(descriptor)
         except OSError as exc:
             why = str(exc)
-        others = yield from exchange((place, why))
+        others = yield from allgather((place, why))
         try:
             arrays = [] if any(why for _, why in others) else [mapped(each, memory.nbytes) for each, _ in others]
         except OSError:
             arrays = []
-        everyones = yield from exchange(bool(arrays))
+        gathered = yield from allgather(bool(arrays))
         memory.number = REFUSED
-        if all(everyones):
+        if all(gathered):
             self._count += 1
             memory.number, self._others[memory] = self._count, arrays
         return memory.number

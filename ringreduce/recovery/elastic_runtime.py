@@ -125,13 +125,13 @@ class ElasticRuntime(Runtime):
         if sets is not None:
             sets = [each if isinstance(each, str) else [origins[rank] for rank in each] for each in sets]
         met = meet(self.start, last, self.members, (commits if self.has_state else NO_COMMITS, sets))
-        everyones = [each for each, _ in met.values]
-        self.root = root = everyones.index(max(everyones))
-        if everyones[root] == NO_COMMITS:
+        gathered = [each for each, _ in met.values]
+        self.root = root = gathered.index(max(gathered))
+        if gathered[root] == NO_COMMITS:
             who = ranks_text(met.world.origins)
             raise CollectiveError(f"only spares are left, {who}, which have no state to go on with")
         sets = living_sets(met.values[root][1], met.world, met.membership.dead)
-        return setup_of(self.start, met.world, met.transport, sets), len(set(everyones)) == 1
+        return setup_of(self.start, met.world, met.transport, sets), len(set(gathered)) == 1
 
     def leave(self, why: str, interrupted: Callable[[], bool]) -> bool:
         """Leave the world; the loss of a rank ends the wait, and nothing is freed in which lost ranks have a part."""

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from ringreduce.errors import CollectiveError
 from ringreduce.execution.host import Host, clear_block
-from ringreduce.execution.opening import everyones
+from ringreduce.execution.opening import allgather_object
 from ringreduce.monitor import launcher_link
 from ringreduce.recovery.membership import Members, Membership
 from ringreduce.runtime import ProcessSets, Setup
@@ -104,7 +104,7 @@ def _meet(start: Setup, last: Setup, members: Members, membership: Membership, v
     if start.host.window is not None:
         clear_block(start.host.window, settings, start.world.local_rank)
     try:
-        gathering = Task(everyones(value, transport))
+        gathering = Task(allgather_object(value, transport))
         while not gathering.ended:
             _until(gathering.ready, check)
             gathering.step()

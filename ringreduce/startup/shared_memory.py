@@ -49,11 +49,11 @@ def make_window(world: World, settings: Settings) -> tuple[Window | None, str]:
     if len(set(world.hosts)) == world.size:
         return None, "no two ranks are on one host"
 
-    def exchange(value: Any) -> Steps[Sequence[Any]]:
+    def allgather_object(value: Any) -> Steps[Sequence[Any]]:
         yield from ()
         return world.allgather_object(value)
 
-    blocks, why_not = complete(shared_blocks(window_bytes(settings), world.hosts, world.rank, exchange))
+    blocks, why_not = complete(shared_blocks(window_bytes(settings), world.hosts, world.rank, allgather_object))
     if why_not and world.rank == 0:
         LOGGER.warning(f"no shared memory between the ranks of a host, so messages are used: {why_not}")
     return None if why_not else Window(blocks), why_not

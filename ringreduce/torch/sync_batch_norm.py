@@ -109,8 +109,8 @@ def gathered_statistics(input: torch.Tensor, process_set: ProcessSet) -> tuple[t
     else:
         variance = mean = wide.new_zeros(channels)
     mine = torch.cat([mean.new_tensor([count], dtype=torch.float64), mean.double(), variance.double()])
-    everyones = allgather(mine.unsqueeze(0), f"sync_batch_norm.{channels}", process_set)
-    counts, means, variances = everyones[:, :1], everyones[:, 1 : 1 + channels], everyones[:, 1 + channels :]
+    gathered = allgather(mine.unsqueeze(0), f"sync_batch_norm.{channels}", process_set)
+    counts, means, variances = gathered[:, :1], gathered[:, 1 : 1 + channels], gathered[:, 1 + channels :]
     total = counts.sum()
     if total < 2:
         raise InputError(

@@ -14,7 +14,7 @@ from ringreduce.transport.base import Steps
 SHARED_MEMORY = "/dev/shm"  # noqa: S108 - files there are memory
 MARGIN_BYTES = 2 << 20  # of each rank, for MPI, whose own segments grow
 
-Exchange = Callable[[Any], Steps[Sequence[Any]]]
+AllgatherObject = Callable[[Any], Steps[Sequence[Any]]]
 """Every rank's value, by rank."""
 
 
@@ -32,7 +32,9 @@ class Place(NamedTuple):
         return cls(f"/proc/{os.getpid()}/fd/{descriptor}", found.st_dev, found.st_ino)
 
 
-def shared_blocks(nbytes: int, hosts: Sequence[int], rank: int, exchange: Exchange) -> Steps[tuple[list[Any], str]]:
+def shared_blocks(
+    nbytes: int, hosts: Sequence[int], rank: int, allgather: AllgatherObject
+) -> Steps[tuple[list[Any], str]]:
     """A block of each rank of this host, by local rank; every rank must run it.
 
     hosts:   host number of each rank.
@@ -48,12 +50,12 @@ def shared_blocks(nbytes: int, hosts: Sequence[int], rank: int, exchange: Exchan
             return done.value, ""
         except OSError as exc:
             error = str(exc)
-        everyones = yield from exchange((place, error))
-        errors = [f"rank {number}: {each}" for number, (_, each) in enumerate(everyones) if each]
+        gathered = yield from allgather((place, error))
+        errors = [f"rank {number}: {each}" for number, (_, each) in enumerate(gathered) if each]
         if errors:
             steps.close()
             return [], errors[0]
-        places = [everyones[each][0] for each in local]
+        places = [gathered[each][0] for each in local]
 
 
 def _allocate(nbytes: int, local_size: int) -> Generator[Place | None, list[Place] | None, list[Any]]:

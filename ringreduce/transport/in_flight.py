@@ -47,11 +47,11 @@ _OF_PROCESS: set[InFlight] = set()
 class InFlight:
     """The messages of one transport: of one world."""
 
-    def __init__(self, everyones: MutableSet[InFlight] = _OF_PROCESS) -> None:
-        """everyones: of all worlds of this rank, those that have left anything behind."""
+    def __init__(self, worlds: MutableSet[InFlight] = _OF_PROCESS) -> None:
+        """worlds: of all worlds of this rank, those that have left anything behind."""
         self._messages: set[Message] = set()
         self._left: list[Message] = []
-        self._everyones = everyones
+        self._worlds = worlds
         self.add, self.discard = self._messages.add, self._messages.discard
 
     def abandon(self, tags: range = ALL_TAGS, peers: Container[int] | None = None) -> None:
@@ -63,15 +63,15 @@ class InFlight:
                 with contextlib.suppress(Exception):  # what has failed may be MPI itself
                     each.cancel()
         self._left += found
-        self._everyones.add(self)
+        self._worlds.add(self)
         self.sweep()
 
     def sweep(self) -> None:
         """Free what MPI is done with, of all that was left behind in any world."""
-        for each in list(self._everyones):
+        for each in list(self._worlds):
             each._left = [message for message in each._left if not _is_over(message)]
             if not each._left:
-                self._everyones.discard(each)
+                self._worlds.discard(each)
 
     def receives_from(self, ranks: Container[int]) -> bool:
         """True while something left behind still arrives from these ranks."""

@@ -31,7 +31,7 @@ class Message(NamedTuple):
     nbytes: int
 
 
-class Exchange:
+class ThreadNetwork:
     """Shared by the threads of one world: mailboxes, and the ranks that have left.
 
     `timeout_s` bounds every wait: a deadlock becomes an error that names the ranks that wait for each other.
@@ -109,7 +109,7 @@ class ThreadWork(Work):
 
     def __init__(
         self,
-        exchange: Exchange,
+        network: ThreadNetwork,
         in_flight: InFlight,
         array: Any,
         rank: int,
@@ -118,7 +118,7 @@ class ThreadWork(Work):
         receives: bool,
         at_most: bool,
     ) -> None:
-        self._exchange, self._in_flight = exchange, in_flight
+        self._network, self._in_flight = network, in_flight
         self.array = buffer.message_bytes(array)
         self.rank = rank
         self.peer, self.tag = peer, tag
@@ -141,11 +141,11 @@ class ThreadWork(Work):
 
     def cancel(self) -> None:
         """Cancel the receive, unless its send is there."""
-        self._exchange.cancel(self)
+        self._network.cancel(self)
 
     def wait(self) -> None:
         """See `Work.wait`."""
-        self._exchange.wait(self)
+        self._network.wait(self)
 
 
 def _overlap(one: Any, other: Any) -> bool:
@@ -167,15 +167,15 @@ def _deliver(one: ThreadWork, other: ThreadWork) -> None:
 class ThreadTransport:
     """See `EngineTransport`."""
 
-    def __init__(self, exchange: Exchange, rank: int) -> None:
-        self._exchange = exchange
+    def __init__(self, network: ThreadNetwork, rank: int) -> None:
+        self._network = network
         self.rank = rank
-        self.size = exchange.size
+        self.size = network.size
         self.in_flight = InFlight(set())
 
     def send(self, array: Any, destination: int, tag: int) -> ThreadWork:
         """See `Transport.send`."""
-        self._exchange.messages.append(Message(self.rank, destination, tag, array.nbytes))
+        self._network.messages.append(Message(self.rank, destination, tag, array.nbytes))
         return self._post(array, destination, tag, receives=False)
 
     def receive(self, array: Any, source: int, tag: int, at_most: bool = False) -> ThreadWork:
@@ -184,14 +184,14 @@ class ThreadTransport:
 
     def send_control(self, content: bytes, destination: int) -> None:
         """See `EngineTransport.send_control`."""
-        with self._exchange.changed:
-            self._exchange.control_messages[destination].append(ControlMessage(self.rank, content))
-        self._exchange.woken[destination].set()  # over MPI the rank would poll for it a little later
+        with self._network.changed:
+            self._network.control_messages[destination].append(ControlMessage(self.rank, content))
+        self._network.woken[destination].set()  # over MPI the rank would poll for it a little later
 
     def recv_control(self) -> list[ControlMessage]:
         """See `EngineTransport.recv_control`."""
-        with self._exchange.changed:
-            return self._exchange.control_messages.pop(self.rank, [])
+        with self._network.changed:
+            return self._network.control_messages.pop(self.rank, [])
 
     def flushed(self) -> bool:
         """See `EngineTransport.flushed`."""
@@ -201,15 +201,15 @@ class ThreadTransport:
 
     def sleep(self, timeout_s: float) -> None:
         """See `EngineTransport.sleep`; an arriving message ends it, too."""
-        woken = self._exchange.woken[self.rank]
+        woken = self._network.woken[self.rank]
         woken.wait(timeout_s)
         woken.clear()
 
     def wake(self) -> None:
         """See `EngineTransport.wake`."""
-        self._exchange.woken[self.rank].set()
+        self._network.woken[self.rank].set()
 
     def _post(self, array: Any, peer: int, tag: int, receives: bool, at_most: bool = False) -> ThreadWork:
-        request = ThreadWork(self._exchange, self.in_flight, array, self.rank, peer, tag, receives, at_most)
-        self._exchange.post(request)
+        request = ThreadWork(self._network, self.in_flight, array, self.rank, peer, tag, receives, at_most)
+        self._network.post(request)
         return request

@@ -19,7 +19,7 @@ from ringreduce.settings import Settings
 from ringreduce.testing import run_ranks
 from ringreduce.transport.base import Work
 from ringreduce.transport.subset import CHANNELS, TAGS
-from ringreduce.transport.threads import Exchange
+from ringreduce.transport.threads import ThreadNetwork
 from ringreduce.world import World
 from tests.support.patience import wait_until
 
@@ -30,9 +30,9 @@ def current():
     return runtime.current("a test").engine
 
 
-def engine_of(rank, exchange, hosts, settings=DYNAMIC):
+def engine_of(rank, network, hosts, settings=DYNAMIC):
     """The engine of a rank, without the rank, and its transport."""
-    world, transport = World(rank, len(hosts), hosts), exchange.transport(rank)
+    world, transport = World(rank, len(hosts), hosts), network.transport(rank)
     return Engine(world, transport, settings, Host(world, transport, settings)), transport
 
 
@@ -45,9 +45,9 @@ def respond(coordinator, response, rank):
 @pytest.mark.timeout(30)
 def test_a_set_that_is_closed_before_this_rank_hears_of_it_hangs_no_exit():
     """Ranks 0 to 2, of which 1 and 2 get a set. Rank 2 hears of its end, from rank 1, before it hears of it, from 0."""
-    exchange = Exchange(3)
-    engine, _ = engine_of(2, exchange, (0, 0, 0))
-    others = [exchange.transport(0), exchange.transport(1)]
+    network = ThreadNetwork(3)
+    engine, _ = engine_of(2, network, (0, 0, 0))
+    others = [network.transport(0), network.transport(1)]
     add = Signature("add_process_set", "noname.1", details=(("ranks", (1, 2)),), numbered=True)
     handle = engine.submit("add_process_set", None, details=add.details, waits=True)
     told = []
@@ -67,9 +67,9 @@ def test_a_set_that_is_closed_before_this_rank_hears_of_it_hangs_no_exit():
 
 @pytest.mark.timeout(30)
 def test_a_rank_that_leaves_tells_the_sets_that_it_is_yet_to_hear_of():
-    exchange = Exchange(2)
-    engine, _ = engine_of(1, exchange, (0, 0))
-    other = exchange.transport(0)
+    network = ThreadNetwork(2)
+    engine, _ = engine_of(1, network, (0, 0))
+    other = network.transport(0)
     add = Signature("add_process_set", "noname.1", details=(("ranks", (0, 1)),), numbered=True)
     engine.submit("add_process_set", None, details=add.details)
     threading.Thread(target=engine.leave, args=("its script ended",), daemon=True).start()
@@ -151,7 +151,7 @@ def test_memory_and_tags_of_removed_sets_and_their_channels_are_used_again(hosts
 
 def test_more_sets_than_mpi_has_tags_for():
     world = World(0, 4, (0, 1, 2, 3))
-    transport = Exchange(4).transport(0)
+    transport = ThreadNetwork(4).transport(0)
     transport.most_tags = 6 * TAGS * CHANNELS + 5  # half of them are for channels that their members open alone
     host = Host(world, transport, Settings())
     reserved = [host.reserve(members) for members in ([0, 1, 2, 3], [0, 1], [2, 3], [1, 2])]
@@ -242,7 +242,7 @@ def test_what_is_not_scheduled_when_its_set_is_removed_ends_alike_on_all_ranks()
 
 
 def test_an_engine_that_ends_abandons_its_messages_while_nobody_polls(monkeypatch):
-    (engine, transport), held = engine_of(0, Exchange(1), (0,)), []
+    (engine, transport), held = engine_of(0, ThreadNetwork(1), (0,)), []
     monkeypatch.setattr(transport.in_flight, "abandon", lambda: held.append(engine._polling.lock.locked()))
     engine.give_up(rr.CollectiveError("the test has ended"))
     engine.join()
@@ -261,8 +261,8 @@ def test_what_a_signal_handler_raises_in_a_wait_reaches_the_script_and_no_engine
         raise WorkerDiedError
 
     before = signal.signal(signal.SIGCHLD, die)
-    exchange = Exchange(2)
-    engines = [engine_of(rank, exchange, (0, 1), Settings())[0] for rank in range(2)]
+    network = ThreadNetwork(2)
+    engines = [engine_of(rank, network, (0, 1), Settings())[0] for rank in range(2)]
     poll = engines[0].negotiation.poll
 
     def polled():

@@ -19,7 +19,7 @@ from ringreduce.monitor.timeline import Event, Timeline, TimelineFile
 from ringreduce.negotiation.neutral import neutral_submission
 from ringreduce.settings import Settings
 from ringreduce.testing import run_ranks
-from ringreduce.transport.threads import Exchange
+from ringreduce.transport.threads import ThreadNetwork
 from ringreduce.world import World
 from tests.ranks.on_threads import each_rank_of
 from tests.support.patience import wait_until
@@ -222,7 +222,7 @@ def fails(*_):
 def test_nobody_waits_for_an_engine_that_has_failed(tmp_path, words, fresh_log, capsys):
     """Rank 0's of two; the other one never comes."""
     log.configure("warning", timestamps=False)
-    world, transport, settings = World(0, 2, (0, 0)), Exchange(2).transport(0), Settings()
+    world, transport, settings = World(0, 2, (0, 0)), ThreadNetwork(2).transport(0), Settings()
     engine = Engine(world, transport, settings, Host(world, transport, settings))
     handle = engine.submit("barrier", "b")
     if "fail" in words:

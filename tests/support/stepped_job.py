@@ -30,7 +30,7 @@ from ringreduce.execution.submission import Submission
 from ringreduce.negotiation.protocol import decode
 from ringreduce.settings import Settings
 from ringreduce.transport.base import ControlMessage
-from ringreduce.transport.threads import Exchange, ThreadTransport
+from ringreduce.transport.threads import ThreadNetwork, ThreadTransport
 from ringreduce.transport.window import Window
 from ringreduce.world import World
 
@@ -104,8 +104,8 @@ class Made(NamedTuple):
 class _Wire(ThreadTransport):
     """Control messages are on their way until a step says that they arrive."""
 
-    def __init__(self, exchange: Exchange, rank: int, sent: defaultdict[tuple[int, int], deque[bytes]]) -> None:
-        super().__init__(exchange, rank)
+    def __init__(self, network: ThreadNetwork, rank: int, sent: defaultdict[tuple[int, int], deque[bytes]]) -> None:
+        super().__init__(network, rank)
         self._sent = sent
         self.arrived: list[ControlMessage] = []
 
@@ -124,7 +124,7 @@ class Rank:
 
     def __init__(self, job: SteppedJob, number: int, window: Window, program: Sequence[Call]) -> None:
         self.job, self.number, self.left = job, number, list(program)
-        self.wire = _Wire(job.exchange, number, job.sent)
+        self.wire = _Wire(job.network, number, job.sent)
         world = World(number, len(job.hosts), job.hosts)
         with mock.patch.object(threading, "Thread", return_value=mock.Mock(spec=["start"])):  # the job polls
             self.engine = Engine(world, self.wire, job.settings, Host(world, self.wire, job.settings, window))
@@ -256,7 +256,7 @@ class SteppedJob:
             fusion_slot_bytes=512,
             shared_slot_bytes=256,
         )
-        self.exchange = Exchange(len(hosts))
+        self.network = ThreadNetwork(len(hosts))
         self.sent: defaultdict[tuple[int, int], deque[bytes]] = defaultdict(deque)
         self.members: dict[int, tuple[int, ...]] = {0: tuple(range(len(hosts)))}
         self.operations: defaultdict[Any, list[Made]] = defaultdict(list)

@@ -16,7 +16,7 @@ from ringreduce.execution.host import Host, window_bytes
 from ringreduce.ops import Reduction, Sum
 from ringreduce.settings import Settings
 from ringreduce.testing import run_ranks
-from ringreduce.transport.threads import Exchange
+from ringreduce.transport.threads import ThreadNetwork
 from ringreduce.transport.window import Window, block_bytes
 from ringreduce.world import World
 
@@ -150,7 +150,7 @@ def routes_of(hosts, settings=None, *, shared=True, constants=None):
     blocks = [np.zeros(nbytes, np.uint8) for host in hosts if host == hosts[0]]
     window = Window(blocks) if shared and len(set(hosts)) < len(hosts) else None
     world = World(0, len(hosts), tuple(hosts))
-    host = Host(world, Exchange(len(hosts)).transport(0), knobs, window, constants)
+    host = Host(world, ThreadNetwork(len(hosts)).transport(0), knobs, window, constants)
     return host.algorithms((0, 0, 0), range(len(hosts)))
 
 

@@ -15,7 +15,7 @@ from ringreduce.collectives import ring
 from ringreduce.ops import Sum
 from ringreduce.startup.links import arrival_gbs, best_order, distances, judged, measured
 from ringreduce.transport.subset import SubsetTransport
-from ringreduce.transport.threads import Exchange
+from ringreduce.transport.threads import ThreadNetwork
 
 
 def found(count, rate, distance_of=distances):
@@ -155,7 +155,7 @@ class Delayed:
 def test_what_seems_slow_is_measured_again(times, is_slow, monkeypatch):
     monkeypatch.setattr(socket, "gethostname", lambda: threading.current_thread().name)
     count = 4
-    exchange, barrier = Exchange(count), threading.Barrier(count)
+    network, barrier = ThreadNetwork(count), threading.Barrier(count)
     values, results = [None] * count, [None] * count
 
     def measure(rank):
@@ -167,7 +167,7 @@ def test_what_seems_slow_is_measured_again(times, is_slow, monkeypatch):
             return everyones
 
         world = SimpleNamespace(rank=rank, hosts=range(count), allgather_object=allgather_object)
-        results[rank] = measured(world, Delayed(exchange.transport(rank), times))
+        results[rank] = measured(world, Delayed(network.transport(rank), times))
 
     threads = [threading.Thread(target=measure, args=(rank,), name=f"host{rank}") for rank in range(count)]
     for thread in threads:

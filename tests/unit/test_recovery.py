@@ -11,7 +11,7 @@ from ringreduce.recovery.rendezvous import setup_of, world_of
 from ringreduce.runtime import Setup
 from ringreduce.settings import Settings
 from ringreduce.transport.counters import group_bytes
-from ringreduce.transport.threads import Exchange
+from ringreduce.transport.threads import ThreadNetwork
 from ringreduce.transport.window import FLAGS_BYTES, Window
 from ringreduce.world import World
 
@@ -23,14 +23,14 @@ def start_of(rank):
     """The job's start, on rank `rank` of five on two hosts; each block holds its owner's rank."""
     own = [each for each in range(5) if HOSTS[each] == HOSTS[rank]]
     window = Window([np.full(window_bytes(SETTINGS), each, np.uint8) for each in own])
-    world, transport = World(rank, 5, HOSTS, origins=tuple(range(5))), Exchange(5).transport(rank)
+    world, transport = World(rank, 5, HOSTS, origins=tuple(range(5))), ThreadNetwork(5).transport(rank)
     return Setup(world, transport, Host(world, transport, SETTINGS, window), [0.0, 0.0, 70.0, 70.0, 70.0])
 
 
 def later(rank, ranks):
     start = start_of(rank)
     world = world_of(start.world, Membership(4, tuple(ranks), {}))
-    return start, setup_of(start, world, Exchange(len(ranks)).transport(world.rank), [])
+    return start, setup_of(start, world, ThreadNetwork(len(ranks)).transport(world.rank), [])
 
 
 def test_ranks_count_in_the_order_of_the_list():

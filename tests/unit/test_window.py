@@ -15,7 +15,7 @@ from ringreduce.kernels import native
 from ringreduce.settings import MOST_REGIONS, Settings
 from ringreduce.transport import blocks, futex, window
 from ringreduce.transport.base import complete
-from ringreduce.transport.threads import Exchange
+from ringreduce.transport.threads import ThreadNetwork
 from ringreduce.transport.window import PACKED, SLOTS, SUMMED, Region, Signatures, Window, block_bytes
 from ringreduce.world import World
 
@@ -38,12 +38,12 @@ def test_a_block_never_has_a_name(monkeypatch):
     with tempfile.TemporaryDirectory(dir=blocks.SHARED_MEMORY) as folder:
         monkeypatch.setattr(blocks, "SHARED_MEMORY", folder)
 
-        def exchange(value):
+        def allgather_object(value):
             assert os.listdir(folder) == []
             yield from ()
             return [value]
 
-        (block,), why = complete(blocks.shared_blocks(1 << 20, [0], 0, exchange))
+        (block,), why = complete(blocks.shared_blocks(1 << 20, [0], 0, allgather_object))
         assert (len(block), block.any(), why) == (1 << 20, False, "")
 
 
@@ -219,7 +219,9 @@ def host_of(rank, hosts, regions=2):
     settings = Settings(fusion_buffer_bytes=8 * 64 * regions, fusion_slot_bytes=64, shared_slot_bytes=64)
     neighbours = hosts.count(hosts[rank])
     blocks = [np.zeros(block_bytes(64, regions), np.uint8) for _ in range(neighbours)]
-    return Host(World(rank, len(hosts), tuple(hosts)), Exchange(len(hosts)).transport(rank), settings, Window(blocks))
+    return Host(
+        World(rank, len(hosts), tuple(hosts)), ThreadNetwork(len(hosts)).transport(rank), settings, Window(blocks)
+    )
 
 
 @pytest.mark.parametrize(
@@ -256,7 +258,7 @@ def test_a_sets_region_holds_its_members_on_this_host(rank, members, places, ran
 
 def test_without_a_window_no_set_gets_a_region():
     world = World(0, 2, (0, 0))
-    host = Host(world, Exchange(world.size).transport(0), Settings())
+    host = Host(world, ThreadNetwork(world.size).transport(0), Settings())
     assert host.reserve([0, 1])[1:] == (None, None)
     assert host.region(None, [0, 1]) is None
 
