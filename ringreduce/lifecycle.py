@@ -18,7 +18,7 @@ from typing import Any
 from ringreduce import log, runtime
 from ringreduce._version import __version__
 from ringreduce.errors import InputError, MismatchError, StalledError
-from ringreduce.execution.algorithms import fitted, usable_algorithms
+from ringreduce.execution.algorithms import tuned, usable_algorithms
 from ringreduce.execution.signature import Signature, SubmissionRecord, calling_line, mismatch_message
 from ringreduce.gpu import device_selection
 from ringreduce.kernels import native
@@ -73,7 +73,7 @@ def start(comm: Any, process_sets: Sequence[Any], dynamic: bool) -> list[tuple[i
         agree_on_settings(world, settings, sets)
         host = prepare_host(world, transport, settings)
         usable = usable_algorithms(world.hosts, host.window is not None)
-        settings = fitted(settings, world.hosts, usable, host.constants)
+        settings = tuned(settings, world.hosts, usable, host.constants)
         made = ElasticRuntime if settings.elastic else Runtime
         process.runtime = made(Setup(world, transport, host, clock.offsets_us(world), sets), settings, _gpu)
         _log_init(process.runtime)

@@ -130,7 +130,7 @@ def _table(hosts: Sequence[int], candidates: Sequence[str], constants: Constants
     return [choose(nbytes, wider * nbytes, hosts, candidates, constants) for nbytes in sizes]
 
 
-def fitted(settings: Settings, hosts: Sequence[int], usable: list[str], constants: Constants) -> Settings:
+def tuned(settings: Settings, hosts: Sequence[int], usable: list[str], constants: Constants) -> Settings:
     """Settings whose buckets, and so batches, are as long as is best for many bytes; the user's own stay."""
     if len(set(hosts)) == 1 or settings.fusion_slot_bytes != Settings.fusion_slot_bytes:
         return settings

@@ -11,7 +11,7 @@ import pytest
 import ringreduce as rr
 from ringreduce.arrays.dtypes import TABLE
 from ringreduce.cost_model import ALGORITHMS, ONE_SHOT_BYTES, Constants, best_units, choose, is_one_shot, predict_us
-from ringreduce.execution.algorithms import candidates, check, fitted, usable_algorithms
+from ringreduce.execution.algorithms import candidates, check, tuned, usable_algorithms
 from ringreduce.execution.host import Host, window_bytes
 from ringreduce.ops import Reduction, Sum
 from ringreduce.settings import Settings
@@ -294,9 +294,9 @@ def test_what_travels_together_is_longer_on_a_faster_wire_and_among_more_hosts()
 @pytest.mark.parametrize("constants", COSTS, ids=["default", "slow wire", "slow memory"])
 def test_on_one_host_nothing_is_fitted_and_on_several_the_users_own_lengths_stay(constants):
     usable = ["ring", "halving", "direct", "doubling"]
-    assert fitted(Settings(), [0, 0], [*usable, "shared"], constants) == Settings()
+    assert tuned(Settings(), [0, 0], [*usable, "shared"], constants) == Settings()
     own = Settings(fusion_slot_bytes=1 << 20)
-    assert fitted(own, range(64), usable, constants) is own
-    longer = fitted(Settings(), tuple(range(512)), usable, FAST)
+    assert tuned(own, range(64), usable, constants) is own
+    longer = tuned(Settings(), tuple(range(512)), usable, FAST)
     assert longer.fusion_slot_bytes == 8 << 20
     assert longer.fusion_buffer_bytes == 64 << 20
