@@ -54,7 +54,7 @@ from .forward import leave_outer_job, parse_allowed, parse_env, withheld
 from .hosts import MAX_SLOTS, Found, Host, may_get_ranks, named_hosts, place_ranks
 from .job.growth import Blacklist, Growth
 from .job.plan import Job, example, find_command, interpreter_of
-from .job.restarts import Again, on_hosts_that_answer
+from .job.restarts import Reallocate, on_hosts_that_answer
 from .job.signals import FORWARDABLE, survive
 from .network import parse_interfaces
 from .preflight import Preflight, check_job
@@ -244,7 +244,7 @@ def _growth(request: Request) -> Growth:
     return Growth(named, blacklist, most)
 
 
-def _again(request: Request, command: Sequence[str], growth: Growth) -> Again:
+def _reallocation(request: Request, command: Sequence[str], growth: Growth) -> Reallocate:
     """Return what finds the hosts for a restart."""
 
     def answering(names: Sequence[str]) -> Collection[str]:
@@ -332,7 +332,7 @@ def _run_job(request: Request) -> int:
     from .job.run import run_job  # not needed to say what is wrong with a command line
 
     growth = _growth(request)
-    return run_job(detected, job, _again(request, command, growth), growth)
+    return run_job(detected, job, _reallocation(request, command, growth), growth)
 
 
 def _require_folder(request: Request) -> None:

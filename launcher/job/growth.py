@@ -93,17 +93,17 @@ class HostWatch:
     def __init__(
         self,
         growth: Growth,
-        again: Callable[[Collection[str]], Job | None],
+        reallocate: Callable[[Collection[str]], Job | None],
         in_use: Callable[[], InUse | None],
         events: Events,
         say: Callable[[str], None],
         now_s: Callable[[], float] = time.monotonic,
     ) -> None:
-        """again: asks all hosts but these; returns the job as a restart would begin it now; None: none answers.
+        """reallocate: asks all hosts but these; returns the job as a restart would begin it now; None: none answers.
 
         in_use: None while the attempt's ranks are being started, which would not hear of hosts.
         """
-        self._growth, self._again, self._in_use = growth, again, in_use
+        self._growth, self._reallocate, self._in_use = growth, reallocate, in_use
         self._events, self._say, self._now_s = events, say, now_s
         self._asked: object = None  # what there was when the hosts were asked last
         self._pause_s = self._due_s = 0.0
@@ -144,7 +144,7 @@ class HostWatch:
 
     def _ask(self, named: Sequence[Host], has: InUse) -> None:
         free = {host.name for host in _not_used(named, has)}
-        job = self._again({host.name for host in named} - free)
+        job = self._reallocate({host.name for host in named} - free)
         self._due_s, self._pause_s = self._now_s() + self._pause_s, min(2 * self._pause_s, _LONGEST_PAUSE_S)
         if job is None or job.size <= has.ranks:
             return

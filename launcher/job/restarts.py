@@ -45,7 +45,7 @@ class Ending:
 Attempt = Callable[[Job, float | None], Ending]
 """Runs a job to its end, or to a deadline on the monotonic clock; it has printed its report."""
 
-Again = Callable[[Job, Collection[str]], Job | None]
+Reallocate = Callable[[Job, Collection[str]], Job | None]
 """Returns the job on the hosts that answer, or are in use, with fewer ranks if they have fewer slots; None: on none."""
 
 Wait = Callable[[float], int | None]
@@ -54,7 +54,7 @@ Wait = Callable[[float], int | None]
 Say = Callable[[str], None]
 
 
-def run(job: Job, attempt: Attempt, again: Again, wait: Wait, say: Say, blacklist: Blacklist) -> int:
+def run(job: Job, attempt: Attempt, reallocate: Reallocate, wait: Wait, say: Say, blacklist: Blacklist) -> int:
     """Run `job`, and again while it fails and may; return the exit code of the last attempt.
 
     Where hosts that came cannot start ranks it goes on without them.
@@ -77,7 +77,7 @@ def run(job: Job, attempt: Attempt, again: Again, wait: Wait, say: Say, blacklis
         number, found = wait(pause_s), None
         try:
             while number is None:
-                found = again(job, ())  # all that was asked for: a host may be back
+                found = reallocate(job, ())  # all that was asked for: a host may be back
                 is_enough = found and not (job.elastic and found.size < job.elastic.min_np)
                 if is_enough or not (left_s := blacklist.next_s()):
                     break
@@ -131,7 +131,7 @@ def _try(
         return Ending(error.exit_code, failed=True, grows=bool(came))
 
 
-def place_again(
+def reallocated(
     hosts: Sequence[Host], before: Mapping[str, int], answering: Collection[str], size: int
 ) -> list[tuple[Host, int]]:
     """Return which of the `hosts` get how many ranks once only those in `answering` do: `size` if there are slots.
@@ -145,27 +145,27 @@ def place_again(
 
 def on_hosts_that_answer(
     named: Callable[[], Sequence[Host]], answering: Callable[[Sequence[str]], Collection[str]], most: int
-) -> Again:
+) -> Reallocate:
     """Return a function that assigns the ranks again, to those of the hosts that are `named` now that answer.
 
     answering: is given the names of the hosts that are to be asked, perhaps this host's, too.
     most: how many ranks there may be, spares included.
     """
 
-    def again(job: Job, in_use: Collection[str]) -> Job | None:
+    def reallocate(job: Job, in_use: Collection[str]) -> Job | None:
         hosts = named()
         if not job.hosts and all(map(is_here, hosts)):
             slots = sum(host.slots or job.size for host in hosts)
             return replace(job, size=min(most, slots)) if job.elastic and hosts else job
         before = {host.name: count for host, count in job.hosts}
         asked = [host.name for host in hosts if host.name not in in_use]
-        placed = place_again(hosts, before, {*in_use, *answering(asked)}, most)
+        placed = reallocated(hosts, before, {*in_use, *answering(asked)}, most)
         if not placed:
             return None
         is_remote = not all(is_here(host) for host, _ in placed)
         return replace(job, size=sum(count for _, count in placed), hosts=placed if is_remote else ())
 
-    return again
+    return reallocate
 
 
 class SignalRelay(SignalReader):

@@ -28,7 +28,7 @@ from .growth import Blacklist, Growth, HostWatch, InUse
 from .mpirun import MpiLauncher
 from .plan import Job
 from .ranks import Channel, RankSetup
-from .restarts import Again, Ending, SignalRelay
+from .restarts import Ending, Reallocate, SignalRelay
 from .supervise import Supervisor
 
 _OWN_FILES = 24  # ringrun's own, and a few questions of `ringrun stacks`
@@ -37,11 +37,13 @@ _REMOVAL_S = 5.0  # for a host that may be lost
 _MPIRUNS_FILES = 6  # a rank: pipes and sockets of the launcher that starts it
 
 
-def run_job(detected: Detected, job: Job, again: Again = lambda job, _: job, growth: Growth | None = None) -> int:
+def run_job(
+    detected: Detected, job: Job, reallocate: Reallocate = lambda job, _: job, growth: Growth | None = None
+) -> int:
     """Run a job to its end, again after a failure if it says so, and return ringrun's exit code.
 
-    again:  the job on the hosts that answer now, see restarts.py; by default they are those that it had.
-    growth: of an elastic job whose hosts may come and go.
+    reallocate: the job on the hosts that answer now, see restarts.py; by default they are those that it had.
+    growth:     of an elastic job whose hosts may come and go.
     """
     most = max(job.size, (job.elastic.max_np or 0) + job.elastic.spares) if job.elastic else job.size
     own = most * (1 if job.output_directory is None else 3) + _OWN_FILES
@@ -63,7 +65,7 @@ def run_job(detected: Detected, job: Job, again: Again = lambda job, _: job, gro
             output.message([text])
 
         growth = growth or Growth(tuple, Blacklist(None), job.size)
-        hosts = _Hosts(growth, lambda in_use: again(asked, in_use), say)
+        hosts = _Hosts(growth, lambda in_use: reallocate(asked, in_use), say)
 
         def attempt(job: Job, deadline_s: float | None) -> Ending:
             names = {host.name for host, _ in job.hosts}
@@ -76,7 +78,7 @@ def run_job(detected: Detected, job: Job, again: Again = lambda job, _: job, gro
             return ending
 
         try:
-            code = restarts.run(job, attempt, again, signals.wait, say, growth.blacklist)
+            code = restarts.run(job, attempt, reallocate, signals.wait, say, growth.blacklist)
         except LauncherError as error:
             say(f"ringrun: error: {error}")
             code = error.exit_code
@@ -94,15 +96,15 @@ def _finish(output: Output, signals: SignalRelay, code: int) -> int:
 
 @dataclass(frozen=True)
 class _Hosts:
-    """What all attempts of a job know of hosts; `again`: see HostWatch."""
+    """What all attempts of a job know of hosts; `reallocate`: see HostWatch."""
 
     growth: Growth
-    again: Callable[[Collection[str]], Job | None]
+    reallocate: Callable[[Collection[str]], Job | None]
     say: restarts.Say
 
     def watch(self, job: Job, in_use: Callable[[], InUse | None], events: Events) -> HostWatch:
         """Begin to look for more of them while `job` runs, if it can take them."""
-        watch = HostWatch(self.growth, self.again, in_use, events, self.say)
+        watch = HostWatch(self.growth, self.reallocate, in_use, events, self.say)
         if job.elastic and job.commits_folder:
             watch.start()
         return watch

@@ -97,7 +97,7 @@ class ProcessSets:
                 context.settings.cache_capacity,
                 fence=self._host.window.fence if self._host.window and len(group.ranks) > 1 else lambda: None,
                 send=self._mailbox.send_others,
-                resubmit=self._negotiation.again.extend,
+                resubmit=self._negotiation.resubmitted.extend,
                 short=Short(short_bytes, group.below) if short_bytes and len(group.ranks) == 1 else None,
             )
             state = ProcessSetState(number, Executor(context), negotiator)

@@ -57,7 +57,7 @@ class Negotiation:
         self._newest = -1  # the newest process set
         limit_s = min(filter(None, (settings.stall_check_s, settings.stall_abort_s)), default=math.inf)
         self._overdue_s, self._next_check_s = OVERDUE_SHARE * limit_s, 0.0
-        self.again: list[Submission] = []  # counted by ids that were forgotten since; a join that waited for those
+        self.resubmitted: list[Submission] = []  # counted by ids that were forgotten; a join that waited for those
         self._early: dict[int, list[tuple[int, Message]]] = {}
         """Messages for process sets that this rank has not added yet."""
         self._debugs, self._traces = LOGGER.isEnabledFor(logging.DEBUG), LOGGER.isEnabledFor(TRACE)
@@ -98,9 +98,9 @@ class Negotiation:
     def announce(self) -> bool:
         """Announce new submissions; True when there were any."""
         submissions = self._inbox.take()
-        if self.again:
-            submissions = [each for each in self.again if not each.ended] + submissions
-            self.again.clear()
+        if self.resubmitted:
+            submissions = [each for each in self.resubmitted if not each.ended] + submissions
+            self.resubmitted.clear()
         if not submissions:
             return False
         self._timeline.cycle()

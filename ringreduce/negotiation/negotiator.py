@@ -253,7 +253,7 @@ class Negotiator:
                 for each in batch if self._unnamed else ():
                     self._unnamed.pop(each.signature.key, None)
                 if self._joins is not None:
-                    self._again([])
+                    self._announce_again([])
                 return batch
             self._awaits_response = ids is not None
         response = self._responses.pop(self.applied + 1, None) if self._awaits_response else None
@@ -263,12 +263,12 @@ class Negotiator:
         return response
 
     def _follow(self, response: Response) -> None:
-        again: list[Submission] = []
+        withdrawn: list[Submission] = []
         for number in response.forgotten:
             lost = self._counted.pop(number, ())
             self._counters.withdraw(number, len(lost))
             self.cache.forget(number)
-            again += lost
+            withdrawn += lost
         for key in [*(each.key for each in response.new), *(each.key for each in response.failures)]:
             self._unnamed.pop(key, None)
         for number, signature in response.learned:
@@ -277,9 +277,9 @@ class Negotiator:
             self._change(self._leader, response)
         self.applied = response.number
         self._counters.applied(response.number)
-        self._again(again)
+        self._announce_again(withdrawn)
 
-    def _again(self, submissions: list[Submission]) -> None:
+    def _announce_again(self, submissions: list[Submission]) -> None:
         """Have these announced again, and with the last of what was counted the join that waits for it."""
         if self._joins is not None and not self._counted_ids():
             submissions.append(self._joins)

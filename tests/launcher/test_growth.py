@@ -59,14 +59,14 @@ class Watched:
         self.events = queue.SimpleQueue()
         self.said = []
         growth = Growth(self._named, Blacklist(None), most)
-        self._watch = HostWatch(growth, self._again, lambda: self.in_use, self.events, self.said.append, clock)
+        self._watch = HostWatch(growth, self._reallocate, lambda: self.in_use, self.events, self.said.append, clock)
 
     def _named(self):
         if isinstance(self.hosts, UsageError):
             raise self.hosts
         return self.hosts
 
-    def _again(self, in_use):
+    def _reallocate(self, in_use):
         self.asked.append({host.name for host in self._named()} - in_use)
         placed = [(host, host.slots or 1) for host in self._named() if host.name not in self.silent]
         elsewhere = [] if all(map(is_here, self._named())) else placed
@@ -174,7 +174,7 @@ def test_ranks_hear_of_hosts_that_give_them_company(size, is_told):
 def test_a_job_on_this_host_grows_to_its_slots_and_its_limit(max_np, slots, size):
     flags = [] if max_np is None else ["--max-np", str(max_np)]
     request = cli.parse(["--elastic", "-np", "2", "--spares", "1", "-H", f"localhost:{slots}", *flags, "true"])
-    found = cli._again(request, ["true"], cli._growth(request))(replace(request.job, size=3), ())
+    found = cli._reallocation(request, ["true"], cli._growth(request))(replace(request.job, size=3), ())
     assert found.size == size
 
 

@@ -20,7 +20,7 @@ from ringrun.job import restarts, signals
 from ringrun.job.events import Arrived, Signalled
 from ringrun.job.growth import Blacklist
 from ringrun.job.plan import Job
-from ringrun.job.restarts import COUNT_VARIABLE, Ending, SignalRelay, place_again
+from ringrun.job.restarts import COUNT_VARIABLE, Ending, SignalRelay, reallocated
 from ringrun.job.supervise import Supervisor
 from tests.launcher.test_growth import Clock
 from tests.launcher.test_supervise import Fake, arrived, ended, queue_of
@@ -49,7 +49,7 @@ class Attempts:
             raise ending
         return ending
 
-    def again(self, job, in_use):
+    def reallocate(self, job, in_use):
         size = self.sizes.pop(0) if self.sizes else job.size
         return None if size is None else replace(job, size=size)
 
@@ -59,7 +59,7 @@ class Attempts:
 
     def run(self, number, timeout_s=None, elastic=None):
         job = Job(8, ["true"], variables={"A": "b"}, restarts=number, timeout_s=timeout_s, elastic=elastic)
-        return restarts.run(job, self.attempt, self.again, self.wait, self.said.append, Blacklist(None))
+        return restarts.run(job, self.attempt, self.reallocate, self.wait, self.said.append, Blacklist(None))
 
 
 def test_a_failure_is_followed_by_another_attempt_until_one_succeeds():
@@ -130,14 +130,14 @@ def test_a_job_goes_on_without_hosts_that_came_and_cannot_start_ranks():
     grows, broken, blacklist = Ending(1, grows=True), MachineError("no prted there"), Blacklist(None, Clock())
     run = Attempts(grows, broken, grows, broken, FAILED, OK)
 
-    def again(job, in_use):
+    def reallocate(job, in_use):
         if run.endings[0] is broken:
             blacklist._now_s.now_s += blacklist.next_s()
         found = [(host, 2) for host in blacklist.without([h1, h2])]
         return replace(job, size=2 * len(found), hosts=found)
 
     job = Job(2, ["true"], hosts=[(h1, 2)], restarts=1, elastic=Elastic())
-    assert restarts.run(job, run.attempt, again, run.wait, run.said.append, blacklist) == 0
+    assert restarts.run(job, run.attempt, reallocate, run.wait, run.said.append, blacklist) == 0
     assert [tried.size for tried in run.jobs] == [2, 4, 2, 4, 2, 2]
     assert [line for line in run.said if "slots" not in line] == [
         "ringrun: error: no prted there",
@@ -147,14 +147,14 @@ def test_a_job_goes_on_without_hosts_that_came_and_cannot_start_ranks():
         "ringrun: restart 1 of 1 in 1 s",
     ]
     run = Attempts(grows, broken, OK)
-    assert restarts.run(replace(job, restarts=0), run.attempt, again, run.wait, run.said.append, blacklist) == 0
+    assert restarts.run(replace(job, restarts=0), run.attempt, reallocate, run.wait, run.said.append, blacklist) == 0
 
 
 def test_where_hosts_that_are_left_out_are_needed_it_waits_for_them():
     run = Attempts(FAILED, OK, sizes=[1, None, 8])
     left = SimpleNamespace(next_s=iter([30.0, 12.0]).__next__)
     job = Job(8, ["true"], restarts=1, elastic=Elastic(min_np=2))
-    assert restarts.run(job, run.attempt, run.again, run.wait, run.said.append, left) == 0
+    assert restarts.run(job, run.attempt, run.reallocate, run.wait, run.said.append, left) == 0
     assert run.pauses == [1, 30, 12]
     assert "ringrun: waiting 30 s for a host that has failed, and is left out until then" in run.said
 
@@ -174,10 +174,10 @@ def test_more_slots_than_before_or_none_are_said(endings, size, code, said):
 def test_where_hosts_cannot_be_found_out_any_more_it_is_over():
     run = Attempts(FAILED)
 
-    def again(job, in_use):
+    def reallocate(job, in_use):
         raise UsageError("hostfile hosts: no such file")
 
-    run.again = again
+    run.reallocate = reallocate
     assert run.run(1) == 7
     assert run.said[-1] == "ringrun: no restart: hostfile hosts: no such file"
 
@@ -210,12 +210,12 @@ BEFORE = {"a": 4, "b": 4}
     ],
 )
 def test_ranks_move_to_the_slots_of_hosts_that_answer(answering, counts):
-    assert {host.name: count for host, count in place_again(HOSTS, BEFORE, answering, 8)} == counts
+    assert {host.name: count for host, count in reallocated(HOSTS, BEFORE, answering, 8)} == counts
 
 
 def test_where_slots_were_not_said_a_host_takes_what_it_had():
     hosts = [Host("a"), Host("b"), Host("spare")]
-    placed = place_again(hosts, {"a": 5, "b": 3}, ["b", "spare"], 8)
+    placed = reallocated(hosts, {"a": 5, "b": 3}, ["b", "spare"], 8)
     assert {host.name: count for host, count in placed} == {"b": 3, "spare": 1}
 
 
@@ -224,7 +224,7 @@ def test_never_more_ranks_than_slots_nor_than_asked_for(rows, size):
     hosts = [Host(f"h{number}", slots) for number, (slots, _, _) in enumerate(rows)]
     before = {f"h{number}": min(had, slots) for number, (slots, had, _) in enumerate(rows)}
     answering = [f"h{number}" for number, (_, _, answers) in enumerate(rows) if answers]
-    placed = place_again(hosts, before, answering, size)
+    placed = reallocated(hosts, before, answering, size)
     assert all(host.name in answering and 1 <= count <= (host.slots or 0) for host, count in placed)
     slots = sum(host.slots or 0 for host in hosts if host.name in answering)
     assert sum(count for _, count in placed) == min(size, slots)
@@ -240,13 +240,13 @@ def test_a_job_is_placed_anew_on_the_hosts_that_answer():
     here = Host("localhost", 2)
     hosts = [here, Host("h2.example", 2), Host("h3.example", 1)]
     job = Job(4, ["true"], hosts=((here, 2), (hosts[1], 2)))
-    again = restarts.on_hosts_that_answer(lambda: hosts, answering, 4)
+    reallocate = restarts.on_hosts_that_answer(lambda: hosts, answering, 4)
     answers = [["localhost", "h2.example", "h3.example"], ["h3.example", "localhost"], ["localhost"], [], []]
-    assert again(job, ()) == replace(job, hosts=[(here, 2), (hosts[1], 2)])
-    assert again(job, ()) == replace(job, size=3, hosts=[(here, 2), (hosts[2], 1)])
-    assert again(job, ()) == replace(job, size=2, hosts=())  # all ranks on this host
-    assert again(job, ["localhost"]) == replace(job, size=2, hosts=())
-    assert again(job, ()) is None
+    assert reallocate(job, ()) == replace(job, hosts=[(here, 2), (hosts[1], 2)])
+    assert reallocate(job, ()) == replace(job, size=3, hosts=[(here, 2), (hosts[2], 1)])
+    assert reallocate(job, ()) == replace(job, size=2, hosts=())  # all ranks on this host
+    assert reallocate(job, ["localhost"]) == replace(job, size=2, hosts=())
+    assert reallocate(job, ()) is None
     assert asked == [["localhost", "h2.example", "h3.example"]] * 3 + [["h2.example", "h3.example"], asked[0]]
     alone = Job(2, ["true"])
     assert restarts.on_hosts_that_answer(lambda: [here], answering, 1)(alone, ()) is alone
@@ -257,11 +257,11 @@ def test_a_job_is_placed_anew_on_the_hosts_that_answer():
 def test_hosts_that_are_new_get_ranks(most, counts):
     here, new = Host("localhost", 2), Host("h2.example", 3)
     hosts = [here]
-    again = restarts.on_hosts_that_answer(lambda: hosts, lambda names: names, most)
+    reallocate = restarts.on_hosts_that_answer(lambda: hosts, lambda names: names, most)
     job = Job(2, ["true"])
-    assert again(job, ()) is job
+    assert reallocate(job, ()) is job
     hosts.append(new)
-    assert again(job, ()) == replace(job, size=sum(counts), hosts=list(zip(hosts, counts, strict=True)))
+    assert reallocate(job, ()) == replace(job, size=sum(counts), hosts=list(zip(hosts, counts, strict=True)))
 
 
 # signals
