@@ -32,13 +32,13 @@ _PAUSES_S = (1.0, 2.0, 4.0, 8.0, 16.0, 30.0)
 class Ending:
     """How one attempt ended: with which exit code, and whether because a rank failed or was lost.
 
-    `grows`: it has ended so that the next one has more hosts, or did not start with them.
+    `scales_up`: it has ended so that the next one has more hosts, or did not start with them.
     `keeps_commits`: its hosts still have its commits.
     """
 
     exit_code: int
     failed: bool = False
-    grows: bool = False
+    scales_up: bool = False
     keeps_commits: bool = False
 
 
@@ -65,14 +65,14 @@ def run(job: Job, attempt: Attempt, reallocate: Reallocate, wait: Wait, say: Say
     for count in itertools.count():
         left = replace(current, restarts=job.restarts - failures)
         ending = _try(left, attempt, count, deadline_s, say, came, blacklist)
-        if not ending.grows and (not ending.failed or failures == job.restarts):
+        if not ending.scales_up and (not ending.failed or failures == job.restarts):
             break
-        pause_s = 0.0 if ending.grows else _PAUSES_S[min(failures, len(_PAUSES_S) - 1)]
-        failures += not ending.grows
+        pause_s = 0.0 if ending.scales_up else _PAUSES_S[min(failures, len(_PAUSES_S) - 1)]
+        failures += not ending.scales_up
         if deadline_s is not None and time.monotonic() + pause_s >= deadline_s:
             say(f"ringrun: no restart, since --timeout {job.timeout_s:g} s ends before it could begin")
             break
-        if not ending.grows:
+        if not ending.scales_up:
             say(f"ringrun: restart {failures} of {job.restarts} in {pause_s:g} s")
         number, found = wait(pause_s), None
         try:
@@ -102,7 +102,7 @@ def run(job: Job, attempt: Attempt, reallocate: Reallocate, wait: Wait, say: Say
         if found.size != job.size:
             of = f" of {job.size}" if found.size < job.size else ""
             say(f"ringrun: hosts that answer have {found.size} slots; going on with {found.size}{of} ranks")
-        came = _away(found) - _away(current) if ending.grows else set()
+        came = _away(found) - _away(current) if ending.scales_up else set()
         current = found
     return ending.exit_code
 
@@ -128,7 +128,7 @@ def _try(
         for host in sorted(came):
             cools_s = without.failed(host, CANNOT_START_S)
             say(f"ringrun: going on without host {host}, which came and is left out for {cools_s:g} s")
-        return Ending(error.exit_code, failed=True, grows=bool(came))
+        return Ending(error.exit_code, failed=True, scales_up=bool(came))
 
 
 def reallocated(

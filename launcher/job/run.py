@@ -178,7 +178,7 @@ def _start_and_supervise(
         supervisor = Supervisor(job, launcher, channel, output, events, deadline_s, lost_peer_code, blacklist)
         watch = hosts.watch(job, supervisor.in_use, events)
         try:
-            return Ending(supervisor.run(), supervisor.failed, supervisor.grows, supervisor.keeps_commits)
+            return Ending(supervisor.run(), supervisor.failed, supervisor.scales_up, supervisor.keeps_commits)
         finally:
             watch.close()
             control.close()

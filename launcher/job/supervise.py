@@ -73,7 +73,7 @@ class Supervisor:
         self._conclusion: Conclusion | None = None  # if the job ends for another reason than a rank's failure
         self._was_signalled = False  # by a signal to end the job
         self._failed = False  # a rank has failed, or was lost
-        self.grows = False
+        self.scales_up = False
         """Whether this attempt has ended so that the next one has more hosts."""
         self.keeps_commits = False
         """Whether the agents have left an elastic job's commits, for the next one."""
@@ -195,7 +195,7 @@ class Supervisor:
             case events.HostsCame() if self._losses and self._shutdown is None:
                 self._losses.announce(event)
             case events.Reported(_, Ready()):
-                self.grows = self._end(shutdown.AFTER_COMMIT, lambda: 1) or self.grows
+                self.scales_up = self._end(shutdown.AFTER_COMMIT, lambda: 1) or self.scales_up
             case events.StacksWanted(deliver):
                 self._ask(lambda question: deliver(ranks.stacks(question)))
             case events.Deaf(reason):
@@ -342,7 +342,7 @@ class Supervisor:
     def _may_restart(self) -> bool:
         """Return whether another attempt may follow, as far as is known before the end."""
         is_bad = self._shutdown is not None or any(end.failed for end in self._decisive_ends())
-        return is_bad and (self.grows or self._job.restarts > 0) and not self._was_signalled
+        return is_bad and (self.scales_up or self._job.restarts > 0) and not self._was_signalled
 
     def _conclude(self) -> int:
         """Print what there is to say, last of all, and return the exit code."""

@@ -114,21 +114,21 @@ def test_where_hosts_are_lost_an_elastic_job_has_fewer_spares_first():
 
 
 def test_restarts_for_hosts_that_come_are_not_counted():
-    grows = Ending(1, grows=True)
-    run = Attempts(grows, FAILED, grows, OK, sizes=[12, 12, 16])
+    scales_up = Ending(1, scales_up=True)
+    run = Attempts(scales_up, FAILED, scales_up, OK, sizes=[12, 12, 16])
     assert run.run(1) == 0
     assert run.pauses == [0, 1, 0]
     assert [job.restarts for job in run.jobs] == [1, 1, 0, 0]
     assert [job.variables[COUNT_VARIABLE] for job in run.jobs] == ["0", "1", "2", "3"]
-    run = Attempts(grows, FAILED, sizes=[12])
+    run = Attempts(scales_up, FAILED, sizes=[12])
     assert run.run(0) == 7
 
 
 def test_a_job_goes_on_without_hosts_that_came_and_cannot_start_ranks():
     """These restarts are not counted, and the hosts are left out for longer each time."""
     h1, h2 = Host("h1.example", 2), Host("h2.example", 2)
-    grows, broken, blacklist = Ending(1, grows=True), MachineError("no prted there"), Blacklist(None, Clock())
-    run = Attempts(grows, broken, grows, broken, FAILED, OK)
+    scales_up, broken, blacklist = Ending(1, scales_up=True), MachineError("no prted there"), Blacklist(None, Clock())
+    run = Attempts(scales_up, broken, scales_up, broken, FAILED, OK)
 
     def reallocate(job, in_use):
         if run.endings[0] is broken:
@@ -146,7 +146,7 @@ def test_a_job_goes_on_without_hosts_that_came_and_cannot_start_ranks():
         "ringrun: going on without host h2.example, which came and is left out for 120 s",
         "ringrun: restart 1 of 1 in 1 s",
     ]
-    run = Attempts(grows, broken, OK)
+    run = Attempts(scales_up, broken, OK)
     assert restarts.run(replace(job, restarts=0), run.attempt, reallocate, run.wait, run.said.append, blacklist) == 0
 
 

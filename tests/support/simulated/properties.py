@@ -68,10 +68,10 @@ def check_outcome(job: SimulatedJob) -> None:
     failed = {each.number for each in job.ranks if each.cause in FAILED}
     assert set(named) <= failed, f"ranks {named} are named, and {sorted(failed)} have failed"
     heard = failed & job.supervisor._ranks.ends.keys()
-    if job.supervisor.grows:
+    if job.supervisor.scales_up:
         heard &= _gone(job, job.worked)  # others may be lost while the job ends
     assert heard <= set(named), f"ranks {named} are named, and {sorted(heard)} have failed"
-    if job.supervisor.grows:
+    if job.supervisor.scales_up:
         assert len(set(named)) == len(named), f"ranks {named}: one is named twice"
         assert job.supervisor.keeps_commits, "the next attempt has no commits"
         assert (job.code, first, job.why) == (1, [], ""), "it failed, though it is only started again"
