@@ -7,7 +7,7 @@ from typing import Any
 
 from ringreduce import lifecycle, runtime
 from ringreduce.api.process_sets import ProcessSet, global_process_set, number_of
-from ringreduce.api.submit import agree
+from ringreduce.api.submit import submit_and_wait
 from ringreduce.errors import InputError
 from ringreduce.execution.submission import Handle
 from ringreduce.monitor.timeline import BY_HAND
@@ -76,7 +76,7 @@ def join(device: int = -1, *, live_average: bool = False, process_set: ProcessSe
     Raises:  PeerLostError. Collectives other than allreduce fail on the other ranks while this one has joined.
     Source:  Horovod's join.
     """
-    last: int = agree(JOIN, JOIN, number_of(process_set, "join"), payload=live_average)
+    last: int = submit_and_wait(JOIN, JOIN, number_of(process_set, "join"), payload=live_average)
     return last
 
 
@@ -86,7 +86,7 @@ def barrier(process_set: ProcessSet = global_process_set) -> None:
     Cost:   one agreement.
     Raises: PeerLostError.
     """
-    agree("barrier", None, number_of(process_set, "barrier"))
+    submit_and_wait("barrier", None, number_of(process_set, "barrier"))
 
 
 def barrier_async(process_set: ProcessSet = global_process_set, *, waits: bool = False) -> Handle:

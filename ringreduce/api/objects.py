@@ -9,7 +9,7 @@ import numpy as np
 
 from ringreduce import pickling, runtime
 from ringreduce.api.process_sets import ProcessSet, global_process_set, number_of
-from ringreduce.api.submit import agree, whole
+from ringreduce.api.submit import submit_and_wait, whole
 from ringreduce.arrays.view import as_buffer
 from ringreduce.execution.submission import Submission
 
@@ -32,7 +32,7 @@ def broadcast_object(
         return obj if is_root else pickle.loads(submission.payload.data)  # noqa: S301 - a rank's
 
     number = number_of(process_set, "broadcast_object")
-    return agree("broadcast_object", name, number, (("root_rank", root),), payload=pickled, finish=finish)
+    return submit_and_wait("broadcast_object", name, number, (("root_rank", root),), payload=pickled, finish=finish)
 
 
 def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet = global_process_set) -> list[Any]:
@@ -49,5 +49,5 @@ def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet 
 
     pickled = as_buffer(np.frombuffer(pickling.dumps(obj), np.uint8))
     number = number_of(process_set, "allgather_object")
-    result: list[Any] = agree("allgather_object", name, number, inputs=[pickled], finish=finish)
+    result: list[Any] = submit_and_wait("allgather_object", name, number, inputs=[pickled], finish=finish)
     return result

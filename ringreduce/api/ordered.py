@@ -17,7 +17,7 @@ from ringreduce.api import gather as gathers
 from ringreduce.api import reduce as reductions
 from ringreduce.api.arguments import arguments_of
 from ringreduce.api.process_sets import ProcessSet, global_process_set, number_of
-from ringreduce.api.submit import agree, like, whole
+from ringreduce.api.submit import like, submit_and_wait, whole
 from ringreduce.arrays.view import as_buffer, to_write
 from ringreduce.errors import InputError
 from ringreduce.execution.lane import Lane
@@ -253,7 +253,7 @@ def ordered(process_set: ProcessSet = global_process_set, *, patient: bool = Fal
     """
     made = Ordered(process_set._members())
     details = ("process_set", number_of(process_set, "ordered")), ("patient", patient)
-    made.process_set_id = agree("ordered", details=details)
+    made.process_set_id = submit_and_wait("ordered", details=details)
     current = runtime.current("ordered")
     made.world, made._lane = current.world, current.engine.lane(made.process_set_id)
     return made

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ringreduce import lifecycle, runtime
-from ringreduce.api.submit import agree
+from ringreduce.api.submit import submit_and_wait
 from ringreduce.errors import InputError
 from ringreduce.negotiation.negotiation import GLOBAL
 
@@ -139,7 +139,7 @@ def _number(members: tuple[int, ...]) -> int | None:
 
 
 def _added(process_set: ProcessSet, members: tuple[int, ...]) -> ProcessSet:
-    number = agree("add_process_set", details=(("ranks", members),))
+    number = submit_and_wait("add_process_set", details=(("ranks", members),))
     process_set.process_set_id, process_set.ranks = number, list(members)
     return process_set
 
@@ -158,7 +158,7 @@ def remove_process_set(process_set: ProcessSet) -> bool:
     if number is None or number == GLOBAL:
         return False
     _check_dynamic(current, "remove_process_set")
-    agree("remove_process_set", details=(("process_set", number),))
+    submit_and_wait("remove_process_set", details=(("process_set", number),))
     process_set.process_set_id = None
     return True
 

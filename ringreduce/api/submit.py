@@ -55,7 +55,7 @@ def which_op(function: str, average: bool | None, op: ReduceOp | None) -> Reduce
     return op
 
 
-def agree(
+def submit_and_wait(
     kind: str,
     name: str | None = None,
     process_set: int = GLOBAL,

@@ -142,7 +142,7 @@ class Channel(Running):
         if words is None:
             yield from self._mismatch(submission)
             return
-        self._context.timeline.agreed(submission)
+        self._context.timeline.negotiated(submission)
         if fits is not None and all(each == own for each in words):
             with self._context.timeline.phase([submission], submission.signature.kind.upper()):
                 if fits.rows is not None:

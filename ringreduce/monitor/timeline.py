@@ -69,7 +69,7 @@ class Timeline:
         """This rank has announced it."""
         self.events.append(Event(f"{rank}", row_of(signature), now_us(), -1))
 
-    def agreed(self, submission: Submission) -> None:
+    def negotiated(self, submission: Submission) -> None:
         """All ranks are ready: the negotiation is over, and the submission is queued."""
         if self.recording:
             self.span(submission, f"NEGOTIATE_{submission.signature.kind.upper()}")

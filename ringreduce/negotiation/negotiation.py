@@ -193,7 +193,7 @@ class Negotiation:
             what = f"rank {self._world.rank}, process set {state.number}, response {state.negotiator.applied}"
             LOGGER.debug(f"{what}: {_named([each.signature for each in submissions])}")
         for submission in submissions if self._timeline.recording else ():
-            self._timeline.agreed(submission)
+            self._timeline.negotiated(submission)
         state.executor.run(submissions, divisor)
 
     def _end_join(self, state: ProcessSetState, last: int) -> None:

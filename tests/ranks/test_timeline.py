@@ -150,7 +150,7 @@ def test_a_phase_that_an_earlier_recording_left_open_is_not_told_by_a_later_one(
     timeline = Timeline()
     request = neutral_submission(Signature("allreduce", "w", details=(("op", "Sum"),)), 0, None)
     timeline.start(mark_cycles=False)
-    timeline.agreed(request)
+    timeline.negotiated(request)
     timeline.switch_phase([request], "ALLREDUCE")
     timeline.stop()
     assert [event.name for event in timeline.take()] == ["NEGOTIATE_ALLREDUCE", "QUEUE"]
