@@ -16,7 +16,7 @@ from ringreduce.cost_model import BUCKETS_IN_FLIGHT, is_one_shot
 from ringreduce.execution import point_to_point
 from ringreduce.execution.batch import Batch, batches
 from ringreduce.execution.context import Context
-from ringreduce.execution.packing import carry, plan, watcher
+from ringreduce.execution.packing import buckets_of, carry, watcher
 from ringreduce.execution.submission import Submission
 from ringreduce.log import LOGGER
 from ringreduce.ops import Adasum, Reduction
@@ -110,7 +110,7 @@ def _buckets(batch: Batch, reduction: Reduction, algorithm: str, context: Contex
         return fusion.plan(batch.counts, region.slot_bytes // itemsize)
     if algorithm in ("ring", "halving") and not reduction.in_place:
         itemsize += reduction.sum_type.itemsize  # the finished elements follow the sums
-    return plan(batch, context, itemsize)
+    return buckets_of(batch, context, itemsize)
 
 
 def _compiled(batch: Batch, reduction: Reduction, context: Context) -> Steps[None]:

@@ -20,7 +20,7 @@ from ringreduce.execution.allreduce import ADASUM, allreduce
 from ringreduce.execution.batch import Batch, batches
 from ringreduce.execution.context import Context, Operation
 from ringreduce.execution.halves import Arrays
-from ringreduce.execution.packing import carry, plan
+from ringreduce.execution.packing import buckets_of, carry
 from ringreduce.execution.submission import Submission
 from ringreduce.ops import Reduction
 from ringreduce.partition import bounds_of, by_chunk, chunk_bounds
@@ -82,7 +82,7 @@ def _broadcast(submissions: Sequence[Submission], context: Context) -> Steps[Non
     on_gpu = [context.gpu.through_host(each, by_messages) for each in found if each.on_gpu]
     on_host = [each for each in found if not each.on_gpu]
     region = context.algorithms.shared_region
-    planned = [(each, plan(each, context, each.inputs[0].element.itemsize)) for each in on_host if region is None]
+    planned = [(each, buckets_of(each, context, each.inputs[0].element.itemsize)) for each in on_host if region is None]
     for batch, buckets in planned:
         batch.expect(buckets)
     for each in on_gpu:

@@ -68,7 +68,7 @@ def carry(
     context.completions.settle(owners)
 
 
-def plan(batch: Batch, context: Context, itemsize: int) -> Sequence[fusion.Bucket]:
+def buckets_of(batch: Batch, context: Context, itemsize: int) -> Sequence[fusion.Bucket]:
     """The buckets of a batch whose elements need `itemsize` bytes each in the fusion buffer."""
     return fusion.plan(batch.counts, max(1, context.settings.fusion_slot_bytes // itemsize), whole=True)
 
