@@ -131,11 +131,9 @@ class Reduction(_Fields):
         """
         if self._is_compiled(*parts, out):
             native.module.reduce([*parts], out, None, *self.compiled)  # type: ignore[misc]
-        elif self._can_warn:
+        else:
             with np.errstate(over="ignore", invalid="ignore"):
                 self._reduce_arrays(parts, out)
-        else:
-            self._reduce_arrays(parts, out)
 
     def reduce_to_two(self, parts: Sequence[Any], out: Any, copy: Any) -> None:
         """As `reduce_parts`, into `out` and `copy`, which overlaps no part.
@@ -164,10 +162,6 @@ class Reduction(_Fields):
         if native.module is None or self.compiled is None or len(arrays) > native.MOST_PARTS:
             return False
         return all(each.flags.c_contiguous for each in arrays)
-
-    @functools.cached_property
-    def _can_warn(self) -> bool:
-        return self.element.kind in "fc" or self._is_scaled
 
     @functools.cached_property
     def _is_scaled(self) -> bool:
