@@ -286,7 +286,7 @@ class Agent:
             why = "was stopped while others waited for it to end; it goes on now"
             self._send(wire.Note(f"ringrun: {self._who}, pid {stopped[0]}, {why}"))
         elif isinstance(message, wire.Membership | wire.Hosts):
-            self._rank_socket.tell(message)
+            self._rank_socket.notify(message)
         elif isinstance(message, wire.Ask):
             try:  # in a thread: a signal must not wait for the answer
                 threading.Thread(target=self._dumper.answer, args=(message.number, pid), daemon=True).start()

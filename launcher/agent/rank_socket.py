@@ -41,7 +41,7 @@ class RankSocket:
         self._reading = threading.Lock()
         self._heard = threading.Condition()
         self._answer: dict[str, Any] | None = None
-        self._told: dict[type, bytes] = {}  # the last of each kind, for a rank that is late to listen
+        self._notified: dict[type, bytes] = {}  # the last of each kind, for a rank that is late to listen
         self.package = ""
         """Where ringreduce is, whose frames are no user's."""
         self._on_init: Callable[[Sequence[str]], None] = lambda _: None
@@ -57,7 +57,7 @@ class RankSocket:
     def ask(self) -> bool:
         """Ask what the rank waits for; False where no ringreduce is there, or has just ended."""
         self._answer = None
-        return self._tell(b"doing")
+        return self._notify(b"doing")
 
     def answer(self, until_s: float) -> dict[str, Any]:
         """Wait for the answer; empty if none comes in time."""
@@ -65,13 +65,13 @@ class RankSocket:
             self._heard.wait_for(lambda: self._answer is not None, max(0.0, until_s - time.monotonic()))
             return self._answer or {}
 
-    def tell(self, message: wire.Membership | wire.Hosts) -> None:
+    def notify(self, message: wire.Membership | wire.Hosts) -> None:
         """Let the rank know which ranks its world is to have, or which hosts have come, now or when it listens."""
         said = {"membership": message._asdict()} if isinstance(message, wire.Membership) else message._asdict()
-        self._told[type(message)] = datagram = json.dumps(said).encode()
-        self._tell(datagram)
+        self._notified[type(message)] = datagram = json.dumps(said).encode()
+        self._notify(datagram)
 
-    def _tell(self, datagram: bytes) -> bool:
+    def _notify(self, datagram: bytes) -> bool:
         """Send the rank a datagram; False where no ringreduce listens."""
         try:
             self._socket.sendto(datagram, socket.MSG_DONTWAIT, f"{self._files}.ask")
@@ -103,8 +103,8 @@ class RankSocket:
         elif isinstance(report, wire.Initialized):
             lines = said.get("shared")
             self._on_init(lines if isinstance(lines, list) else [])
-            for datagram in self._told.values():
-                self._tell(datagram)
+            for datagram in self._notified.values():
+                self._notify(datagram)
 
 
 def _decode(datagram: bytes) -> dict[str, Any]:

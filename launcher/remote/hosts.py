@@ -61,14 +61,14 @@ class Remote:
         ]
         owners = [own for _, group, tasks in groups for own in _owners(group, tasks)]
 
-        def tell(outcomes: Sequence[Outcome], after_s: float) -> None:
+        def progress(outcomes: Sequence[Outcome], after_s: float) -> None:
             late = [name for own, each in zip(owners, outcomes, strict=True) if not each.is_over for name in own]
             asked = f"ringrun: {counted(len(names), 'host')} asked {after_s:.0f} s ago"
             print(
                 f"{asked}, {len(names) - len(late)} answered, waiting for {listed(late)}", file=sys.stderr, flush=True
             )
 
-        done = iter(run_all([task for _, _, tasks in groups for task in tasks], self._timeout_s, tell=tell))
+        done = iter(run_all([task for _, _, tasks in groups for task in tasks], self._timeout_s, progress=progress))
         answers = (runner.answers(group, argv[0], [*islice(done, len(tasks))]) for runner, group, tasks in groups)
         found = {answer.host: answer for each in answers for answer in each}
         return {name: found[name] for name in names}

@@ -24,7 +24,7 @@ _CHUNK_BYTES = 1 << 16
 _LOOK_EVERY_S = 0.05
 _NOT_RUN = 127  # as a shell says it
 _PATIENCE_S = 1.0
-TELL_AFTER_S = 3.0
+PROGRESS_AFTER_S = 3.0
 
 
 @dataclass(frozen=True)
@@ -59,15 +59,15 @@ def run_all(
     tasks: Sequence[Task],
     timeout_s: float,
     at_once: int = AT_ONCE,
-    tell: Callable[[Sequence[Outcome], float], object] = lambda outcomes, after_s: None,
+    progress: Callable[[Sequence[Outcome], float], object] = lambda outcomes, after_s: None,
 ) -> list[Outcome]:
     """Run the tasks, `at_once` at the same time, each for at most `timeout_s`; return what they did, in their order.
 
-    tell: called with the outcomes so far when `TELL_AFTER_S` have passed, and then each time that twice as long has.
+    progress: called with the outcomes so far after `PROGRESS_AFTER_S`, and then whenever twice as long has passed.
     """
     outcomes = [Outcome() for _ in tasks]
     waiting = iter(zip(tasks, outcomes, strict=True))
-    began_s, tell_after_s = time.monotonic(), TELL_AFTER_S
+    began_s, progress_after_s = time.monotonic(), PROGRESS_AFTER_S
     with selectors.DefaultSelector() as selector, contextlib.ExitStack() as stack:
         running: list[_Child] = []
         stack.callback(_kill, running)
@@ -82,9 +82,9 @@ def run_all(
             for child in [child for child in running if child.is_over(now_s)]:
                 child.close()
                 running.remove(child)
-            if now_s - began_s >= tell_after_s and running:
-                tell(outcomes, now_s - began_s)
-                tell_after_s *= 2
+            if now_s - began_s >= progress_after_s and running:
+                progress(outcomes, now_s - began_s)
+                progress_after_s *= 2
 
 
 @contextlib.contextmanager

@@ -77,8 +77,8 @@ def test_what_is_no_message_says_nothing(datagram, tmp_path, agents, heard):
 
 
 def test_a_rank_that_is_late_gets_the_last_list(tmp_path, agents, ranks):
-    agents.tell(LIST._replace(number=2))
-    agents.tell(LIST)
+    agents.notify(LIST._replace(number=2))
+    agents.notify(LIST)
     sent = {"membership": {"number": 3, "ranks": [0, 1, 3], "dead": {"2": "was killed by SIGKILL"}}}
     assert [json.loads(ranks.recv(1 << 16))["membership"]["number"] for _ in range(2)] == [2, 3]
     launcher_link.report(str(tmp_path / "rank1.json"), started="ringreduce")
@@ -87,7 +87,7 @@ def test_a_rank_that_is_late_gets_the_last_list(tmp_path, agents, ranks):
 
 
 def test_hosts_that_came_are_told_too(tmp_path, agents, ranks):
-    agents.tell(wire.Hosts("h3:2"))
+    agents.notify(wire.Hosts("h3:2"))
     members = Members(1)
     members.hear(json.loads(ranks.recv(1 << 16)))
     assert (members.hosts, members.newest.number) == ("h3:2", -1)
@@ -97,5 +97,5 @@ def test_hosts_that_came_are_told_too(tmp_path, agents, ranks):
 
 
 def test_a_rank_that_does_not_listen_is_no_error(agents):
-    agents.tell(LIST)
+    agents.notify(LIST)
     assert not agents.ask()

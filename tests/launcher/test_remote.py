@@ -110,7 +110,7 @@ class Sleeping(Runner):
     [(False, "2 answered, waiting for late1, late2"), (True, "1 answered, waiting for n1, late1, late2")],
 )
 def test_hosts_that_let_one_wait_are_told(one_for_all, said, monkeypatch, capsys):
-    monkeypatch.setattr(parallel, "TELL_AFTER_S", 1.8)  # those that answer at once have, on a busy machine too
+    monkeypatch.setattr(parallel, "PROGRESS_AFTER_S", 1.8)  # those that answer at once have, on a busy machine too
     remote = Remote(Sleeping(one_for_all), 30, own_name="here")
     remote.run(["n1", "late1", "here", "late2"], ["/bin/true"])
     first, *more = capsys.readouterr().err.splitlines()

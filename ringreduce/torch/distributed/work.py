@@ -39,7 +39,7 @@ class Work(dist.Work):
         self._timeout_s = seconds(getattr(opts, "timeout", None), channel.timeout_s)
         self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._devices: list[torch.device | str | int] = []  # the GPU, if it has tensors there
-        self._is_over = self._is_told = self._is_waited_for = False
+        self._is_over = self._has_completed = self._is_waited_for = False
         self._error: Exception | None = None
         self._lock = threading.Lock()
         self._future: torch.futures.Future[Any] | None = None
@@ -77,14 +77,14 @@ class Work(dist.Work):
             needs_thread = self._future is not None and not self._is_waited_for
         if needs_thread:
             with contextlib.suppress(RuntimeError):  # the interpreter ends
-                threading.Thread(target=self._tell, name="ringreduce future", daemon=True).start()
+                threading.Thread(target=self._complete, name="ringreduce future", daemon=True).start()
 
-    def _tell(self) -> None:
+    def _complete(self) -> None:
         """Complete the future, once."""
         with self._lock:
-            if self._is_told or not self._is_over or self._future is None:
+            if self._has_completed or not self._is_over or self._future is None:
                 return
-            self._is_told = True
+            self._has_completed = True
         if self._error is not None:
             self._future.set_exception(self._error)
             return
@@ -98,13 +98,13 @@ class Work(dist.Work):
         self._source = self.handle.wait(seconds(timeout, -1))
         return True
 
-    def wait_and_tell(self) -> None:
+    def wait_and_complete(self) -> None:
         """As `wait`, and complete the future in this thread."""
         self._is_waited_for = True
         try:
             self.wait()
         finally:
-            self._tell()
+            self._complete()
 
     @uncompiled
     def get_future(self) -> torch.futures.Future[Any]:
@@ -114,7 +114,7 @@ class Work(dist.Work):
             future = self._future
         if not self._is_over and BACKWARD.runs():
             BACKWARD.add(self)
-        self._tell()
+        self._complete()
         return future
 
     @uncompiled
@@ -169,7 +169,7 @@ class _Backward:
     def _end(self, number: int) -> None:
         self._ending = number
         for work in self._asked.pop(number):
-            work.wait_and_tell()
+            work.wait_and_complete()
 
 
 BACKWARD = _Backward()
