@@ -1,8 +1,8 @@
 """The agent: what mpirun starts as each rank. It starts the user's command, sends its output, reports its end.
 
-    mpirun ── anchor ── agent ── the command, leading its own process group
+    mpirun ── shim ── agent ── the command, leading its own process group
 
-The process that mpirun starts only waits (the anchor): when a rank calls MPI_Abort, hydra kills what it has
+The process that mpirun starts only waits (the shim): when a rank calls MPI_Abort, hydra kills what it has
 started at once, and the agent must outlive that to say which rank it was. The agent obeys ringrun alone, and goes
 when ringrun goes. A command that ends is reported, and its agent stays until ringrun has heard from all ranks.
 """
@@ -51,7 +51,7 @@ class Agent:
     """One rank's agent, from its connection to ringrun until ringrun ends it."""
 
     def __init__(self, link: Link, place: Place, settings: Settings, daemon: int) -> None:
-        """daemon: the process that started this agent's anchor."""
+        """daemon: the process that started this agent's shim."""
         self._daemon = daemon
         self._since_s = time.time()
         self._link = link
@@ -250,7 +250,7 @@ class Agent:
             self._send(wire.Note(f"ringrun: {self._who} is ended: its agent has failed: {error!r}"))
             if pid is not None:
                 processes.signal_group(pid, signal.SIGKILL)
-            self._leave()  # the anchor kills what is left
+            self._leave()  # the shim kills what is left
 
     def _handle_messages(self, pid: int | None) -> NoReturn:
         while not isinstance(message := self._receive(), wire.End):
@@ -368,9 +368,9 @@ def _read_error(directory: str, rank: int) -> wire.RankError | None:
 
 
 def _detach() -> None:
-    """Fork: the parent waits as the anchor, the child goes on as the agent, out of mpirun's reach.
+    """Fork: the parent waits as the shim, the child goes on as the agent, out of mpirun's reach.
 
-    The anchor kills what an agent leaves that is killed itself.
+    The shim kills what an agent leaves that is killed itself.
     """
     processes.adopt_orphans()
     agent = os.fork()

@@ -40,7 +40,7 @@ def through_attacker(address: str, attack: str, direction: str) -> str:
         if child := os.fork():
             os.waitpid(child, 0)
             return str(his)
-        if os.fork():  # children of the agent's anchor end with the agent, before they have passed on its last words
+        if os.fork():  # children of the agent's shim end with the agent, before they have passed on its last words
             os._exit(0)
         agent, ringrun = listening.accept()[0], socket.socket(socket.AF_UNIX)
     ringrun.connect(real.path)

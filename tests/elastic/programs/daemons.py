@@ -10,5 +10,5 @@ def parent(pid):
 
 
 def own():
-    """It has started the anchor, which is the parent of this rank's agent."""
+    """It has started the shim, which is the parent of this rank's agent."""
     return parent(parent(os.getppid()))
