@@ -54,9 +54,9 @@ class Losses:
         return self._members.spares
 
     @property
-    def overcome(self) -> Collection[int]:
+    def recovered_from(self) -> Collection[int]:
         """The ranks without which the job has gone on; how they have ended does not count any more."""
-        return self._members.overcome
+        return self._members.recovered_from
 
     def explained(self, end: RankEnd) -> RankEnd:
         """Return `end` with what is known of why; a rank that ringrun has killed has failed."""
@@ -93,8 +93,8 @@ class Losses:
         return ""
 
     def report_late(self, end: RankEnd) -> None:
-        """Report how a rank has ended that was overcome, while the job already ends for another reason."""
-        if end.failed and end.rank in self.overcome:
+        """Report how a rank has ended whose loss was recovered from, while the job already ends for another reason."""
+        if end.failed and end.rank in self.recovered_from:
             self._output.message(self._card(end, "without it, until the job was ended"))
 
     def announce(self, came: HostsCame) -> None:

@@ -3,9 +3,9 @@
     world 0, ranks 0 … np-1 ── a rank is lost ── list 1, without it ── all in it say that their world works ── …
 
 Ranks keep the numbers that they had in the first world. A list is a decision for all: each has a higher number than
-the one before, so a rank that hears of several obeys the last one. A loss is overcome when a list without that rank
-works on all that are in it; until then the job may still fail because of it. Where more ranks are lost before that, it
-is overcome if that list works on one: all have met then, and what ended them was something else.
+the one before, so a rank that hears of several follows the last one. A loss is recovered from when a list without that
+rank works on all that are in it; until then the job may still fail because of it. Where more ranks are lost before
+that, it is recovered from if that list works on one: all have met then, and what ended them was something else.
 """
 
 import math
@@ -71,7 +71,7 @@ class Members:
         return min(self._late_s, self._rest_s)
 
     @property
-    def overcome(self) -> set[int]:
+    def recovered_from(self) -> set[int]:
         """The ranks without which the job has gone on."""
         return self._dead.keys() - {rank for rank, first in self._unsettled.items() if first > self._works}
 

@@ -361,5 +361,5 @@ class Supervisor:
 
     def _decisive_ends(self) -> list[RankEnd]:
         """Return the ends of all ranks but those without which the job has gone on."""
-        overcome = self._losses.overcome if self._losses else ()
-        return [end for rank, end in self._ranks.ends.items() if rank not in overcome]
+        recovered_from = self._losses.recovered_from if self._losses else ()
+        return [end for rank, end in self._ranks.ends.items() if rank not in recovered_from]
