@@ -218,12 +218,16 @@ class Reduction(_Fields):
     def start(self, flat: Any) -> Any:
         """The prescaled elements in `sum_type`: `flat` itself, changed in place, or a wider copy."""
         partial = flat if self.in_place else self.widen(flat)
-        scale(partial, self.prescale)
+        self.prescaled(partial)
         return partial
 
     def widen(self, flat: Any) -> Any:
         """A copy in `sum_type`."""
         return self.element.widen(flat) if self.element.kind == "f" else flat.astype(self.sum_type)
+
+    def prescaled(self, partial: Any) -> None:
+        """Multiply by the prescale factor, in place."""
+        scale(partial, self.prescale)
 
     def neutral(self, flat: Any) -> None:
         """Fill `flat` (`element.storage`) with the neutral element, which a rank that has joined contributes.

@@ -7,7 +7,7 @@ from typing import Any
 from ringreduce.collectives import direct, doubling, halving, ring
 from ringreduce.execution.context import Context
 from ringreduce.execution.packing import view
-from ringreduce.ops import Reduction, scale
+from ringreduce.ops import Reduction
 from ringreduce.transport.base import Steps
 
 
@@ -23,7 +23,7 @@ def allreduce(
         yield from doubling.allreduce(finished, transport, reduction)
     else:
         partial = finished if partial is None else partial
-        scale(partial, reduction.prescale)
+        reduction.prescaled(partial)
         with context.fusion_buffer.block() as block:  # receives segments
             scratch = view(block, reduction.sum_type)
             segment_bytes = min(segment_bytes, scratch.nbytes // ring.RECEIVES_AHEAD)
