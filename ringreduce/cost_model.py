@@ -219,8 +219,7 @@ def predict_us(
 def choose(nbytes: int, wire_nbytes: int, hosts: Sequence[int], usable: Collection[str], constants: Constants) -> str:
     """The fastest of the usable algorithms.
 
-    wire_nbytes: the bytes that all but `shared` and `direct` send for `nbytes`: more for 16-bit floats, whose sums
-                 travel as float32, while those two keep 16 bits.
+    wire_nbytes: the bytes that all but `shared` and `direct` send for `nbytes`: more where partial results are wider.
     """
 
     def cost(algorithm: str) -> float:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import enum
 import functools
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -73,6 +74,7 @@ class _Fields(NamedTuple):
     prescale: float = 1.0
     postscale: float = 1.0
     is_part: bool = False  # see `part`
+    is_rounded: bool = False  # see `on_wire`
 
 
 class Reduction(_Fields):
@@ -102,6 +104,8 @@ class Reduction(_Fields):
         """The type of the partial results that travel."""
         if self.op is Average and self.element.kind in "iu" and self.element.itemsize < 8:
             return np.dtype(np.int64)
+        if self.is_rounded:
+            return self.element.storage
         return self.element.sum_type
 
     @functools.cached_property
@@ -117,8 +121,26 @@ class Reduction(_Fields):
     def part(self) -> Reduction:
         """That of some of the ranks, whose results have `sum_type`: not divided, postscaled or rounded."""
         if self.in_place:
-            return self._replace(op=Sum if self.op is Average else self.op, postscale=1.0)
+            return self._replace(op=Sum if self.op is Average else self.op, postscale=1.0, is_rounded=False)
         return self._replace(is_part=True)
+
+    def on_wire(self) -> Reduction:
+        """That of several hosts: partial results of 16-bit floats travel as 16 bits, rounded after each sum.
+
+        Where the sum of float16 is divided or scaled down at the end, a power of two of that comes first, so that no
+        partial result overflows whose finished one does not.
+        """
+        if not self.element.is_half or self.is_rounded:
+            return self
+        first, factor = 1.0, abs(self.postscale) / (self.size if self.op is Average else 1)
+        if self.element.name == "float16" and self.op in (Sum, Average) and 0 < factor < 1:
+            first = 2.0 ** (math.frexp(factor)[1] - 1)
+        return self._replace(prescale=self.prescale * first, postscale=self.postscale / first, is_rounded=True)
+
+    def _of_rounded(self, *parts: Any, **changes: Any) -> None:
+        """Reduce 16-bit parts into the first one; in float32, rounded once."""
+        raw = Reduction(Sum if self.op is Average else self.op, self.element, self.size)
+        raw._replace(**changes).reduce_parts(parts, parts[0])
 
     def reduce_parts(self, parts: Sequence[Any], out: Any) -> None:
         """Reduce the elements of several ranks into `out`: prescale each, combine in this order, divide, round once.
@@ -227,7 +249,10 @@ class Reduction(_Fields):
 
     def prescaled(self, partial: Any) -> None:
         """Multiply by the prescale factor, in place."""
-        scale(partial, self.prescale)
+        if not self.is_rounded:
+            scale(partial, self.prescale)
+        elif self.prescale != 1.0:
+            self._of_rounded(partial, prescale=self.prescale)
 
     def neutral(self, flat: Any) -> None:
         """Fill `flat` (`element.storage`) with the neutral element, which a rank that has joined contributes.
@@ -250,6 +275,9 @@ class Reduction(_Fields):
 
     def combine(self, target: Any, *sources: Any) -> None:
         """Reduce `sources` into `target`, in place, one after the other; all of equal length, in `sum_type`."""
+        if self.is_rounded:
+            self._of_rounded(target, *sources)
+            return
         with np.errstate(over="ignore", invalid="ignore"):  # such as inf - inf, which is NaN on every rank
             for source in sources:
                 _UFUNC[self.op](target, source, out=target)
@@ -258,6 +286,10 @@ class Reduction(_Fields):
         """Divide, postscale and round the reduced `partial` into `out`, the same memory when `in_place`."""
         if self.is_part:
             out[...] = partial
+            return
+        if self.is_rounded:
+            if self.op is Average or self.postscale != 1.0:
+                self._of_rounded(partial, op=self.op, postscale=self.postscale)
             return
         if self.op is Average:
             divide(partial, self.size)

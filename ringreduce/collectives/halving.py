@@ -50,8 +50,8 @@ def allreduce(
     Shape:  (count,), contiguous, NumPy, `reduction.element.storage`; equal counts on all ranks.
     workspace: as in `ring.allreduce`, its `scratch` at least count / 2 + size elements. By default it is made here.
     Cost:   2 log2(size) messages a rank, rounded up, cut into segments; about 2 count (size - 1) / size elements sent
-            by each. 16-bit floats travel as float32 until they are finished, and then as 16 bits. Memory: half of
-            `flat` in `sum_type`, and a float32 copy of it for 16-bit floats.
+            by each. Partial results travel in `reduction.sum_type`, finished ones as they are. Memory: half of `flat`
+            in `sum_type`, and a copy of it where that is wider.
     Source: Rabenseifner, "Optimization of collective reduction operations", 2004; for any number of ranks Träff,
             "Optimal, non-pipelined reduce-scatter and allreduce algorithms", 2024.
     """

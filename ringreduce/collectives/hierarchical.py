@@ -88,8 +88,8 @@ def allreduce(
 
     units: of any length, alike on all ranks;  watch: see shared.py.
     Cost:  over each host's wire 2 n (H - 1) / H elements each way, with H hosts; 2 (H - 1) messages a unit, or with
-           halving 2 log2 H. 16-bit floats travel as float32 until they are finished. Memory: the region's, and for each
-           unit in flight its chunk, and half of it with halving.
+           halving 2 log2 H, of partial results in `sum_type`. Memory: the region's, and for each unit in flight its
+           chunk, and half of it with halving.
     """
     under_way: deque[_Unit] = deque()
     halves = sum(part.source.nbytes for unit in units for part in unit) <= hierarchy.halved_bytes

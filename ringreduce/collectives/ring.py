@@ -86,8 +86,8 @@ def allreduce(
     Shape:  (count,), contiguous, `reduction.element.storage`, equal counts everywhere; NumPy, or CuPy with a workspace.
     workspace: memory to use; its `partial` is reduced, and `flat` only written. By default it is made here.
     Cost:   2 (size - 1) messages a rank, cut into segments; about 2 count (size - 1) / size elements sent by each.
-            16-bit floats travel as float32 until they are finished, and then as 16 bits. Memory: RECEIVES_AHEAD
-            segments beside `flat`, and a float32 copy of it for 16-bit floats; MPI buffers SENDS_AHEAD segments.
+            Partial results travel in `reduction.sum_type`, finished ones as they are. Memory: RECEIVES_AHEAD segments
+            beside `flat`, and a copy of it where `sum_type` is wider; MPI buffers SENDS_AHEAD segments.
     Source: Patarasuk & Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009.
     """
     rank, size = transport.rank, transport.size

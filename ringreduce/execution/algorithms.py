@@ -76,7 +76,7 @@ class Algorithms:
             self.ring_channels = [SubsetTransport(each, order, 0) for each in channels]
         self.region, self.gpu_flags = region, gpu_flags
         self.hierarchy, self.across = None, ""
-        one_host = len(set(hosts)) == 1
+        self.one_host = one_host = len(set(hosts)) == 1
         is_free = settings.algorithm == "auto" and not settings.deterministic
         self.short_bytes = constants.short_bytes if is_free and not one_host else 0
         """Most of an all-reduce whose elements travel with what the ranks agree on by messages."""
@@ -99,8 +99,13 @@ class Algorithms:
 
     def choose(self, nbytes: int, reduction: Reduction) -> str:
         """The algorithm for host arrays of `nbytes` in total."""
-        table = self._wide if reduction.sum_type.itemsize > reduction.element.itemsize else self._narrow
+        wide = self.on_wire("", reduction).sum_type.itemsize > reduction.element.itemsize
+        table = self._wide if wide else self._narrow
         return table[min(nbytes.bit_length(), LONGEST)]
+
+    def on_wire(self, algorithm: str, reduction: Reduction) -> Reduction:
+        """The reduction as this algorithm does it: see `Reduction.on_wire`. `direct` sends no partial results."""
+        return reduction if self.one_host or algorithm == "direct" else reduction.on_wire()
 
     def through_window(
         self, slots: Sequence[Sequence[shared.Part]], reduction: Reduction, watch: shared.Watch = lambda *_: None

@@ -48,6 +48,7 @@ def allreduce(submissions: Sequence[Submission], context: Context) -> Steps[None
         algorithm = context.algorithms.choose(batch.nbytes, reduction)
         if algorithm == "shared" and compiled.can(region, reduction) and not context.timeline.recording:
             algorithm = "compiled"
+        reduction = context.algorithms.on_wire(algorithm, reduction)
         buckets = _buckets(batch, reduction, algorithm, context)
         batch.expect(buckets)
         if context.debugs:

@@ -97,6 +97,7 @@ def _reduce_scatter_packed(
     if context.settings.deterministic:
         yield from direct.scatter_reduce(work, transport, reduction, segment_bytes, counts)
     else:
+        reduction = context.algorithms.on_wire("ring", reduction)
         yield from ring.scatter_reduce(work, transport, reduction, segment_bytes, counts, transport.rank)
     low = sum(counts[: transport.rank])
     for part, target in _parts(work[low:].view(np.uint8), results):

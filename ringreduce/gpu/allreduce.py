@@ -119,6 +119,8 @@ class GpuReduction(GpuBatch):
         # of the host, for `host_staged`
         algorithms = paths.context.algorithms
         self.algorithm = algorithms.choose(batch.nbytes, reduction) if path == "host_staged" else ""
+        if self.algorithm:
+            self.reduction = algorithms.on_wire(self.algorithm, reduction)
         super().__init__(batch, self._slot_bytes(paths.context.settings), paths)
         if self.context.debugs:
             what = f"allreduce of {len(batch.inputs)} GPU tensors, {batch.nbytes} B of {reduction.element.name}"

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import itertools
 import time
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -156,6 +157,25 @@ def test_by_its_messages_one_sees_which_algorithm_it_was(kind):
     total = sum(range(len(hosts)))
     assert run_ranks(len(hosts), program, hosts=hosts, settings=settings, messages=messages) == [total] * len(hosts)
     assert sorted({(each.source, each.destination) for each in messages}) == PAIRS[kind]
+
+
+@pytest.mark.parametrize("kind", PAIRS)
+def test_16_bit_floats_travel_as_16_bits_and_average_to_what_they_hold(kind):
+    """Half of float32's bytes on every link; their sum would overflow."""
+    hosts = FORCED[kind]
+
+    def sent(dtype, links):
+        def program():
+            return rr.allreduce(np.full(1200, 6e4 + 64 * rr.rank(), dtype), op=rr.Average).tolist()
+
+        messages, settings = [], Settings(algorithm=kind.partition(",")[0])
+        results = run_ranks(len(hosts), program, hosts=hosts, settings=settings, messages=messages)
+        assert results == [[6e4 + 32 * (len(hosts) - 1)] * 1200] * len(hosts)
+        for each in messages:
+            links[each.source, each.destination] += each.nbytes
+        return links
+
+    assert {link: 2 * nbytes for link, nbytes in sent("float16", Counter()).items()} == sent("float32", Counter())
 
 
 def test_several_slots_are_under_way_on_channels_of_their_own():

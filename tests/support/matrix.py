@@ -13,7 +13,7 @@ import ringreduce as rr
 from ringreduce.arrays.dtypes import TABLE
 from ringreduce.ops import Reduction
 from ringreduce.settings import Settings
-from tests.support.reference import FLOATS, INTEGERS, MATRIX, assert_reduced, data, reduced
+from tests.support.reference import FLOATS, INTEGERS, MATRIX, assert_reduced, data, reduced, roundings
 
 SMALL = Settings(fusion_buffer_bytes=4096, fusion_slot_bytes=512, shared_slot_bytes=256, ring_segment_bytes=200)
 """So little that a few hundred elements are cut into slots, and these into segments."""
@@ -153,6 +153,7 @@ def assert_scaled(result, op, arrays, prescale, postscale):
         largest = np.abs(expected)
     epsilon = {"float16": 2**-11, "bfloat16": 2**-8}.get(dtype.name, 0)
     travels = 2**-23 if dtype.itemsize == 2 else np.finfo(dtype).eps
+    travels += epsilon * roundings(dtype, len(arrays)) / 8
     assert (np.abs(result.astype(wide) - expected) <= epsilon * np.abs(expected) + 8 * travels * largest).all()
 
 

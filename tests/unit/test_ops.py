@@ -138,17 +138,20 @@ def test_two_parts_reduced_at_once_have_the_bits_of_the_ring(name, op):
 
 @pytest.mark.parametrize("name", ["float32", "float16", "bfloat16", "int32", "int64"])
 @pytest.mark.parametrize(("op", "scales"), [(Sum, (1.0, 1.0)), (Average, (2.0, 0.5)), (Max, (2.0, 1.0))], ids=str)
-def test_a_part_of_the_ranks_is_neither_divided_nor_rounded(name, op, scales):
+@pytest.mark.parametrize("travels", [False, True])
+def test_a_part_of_the_ranks_is_not_divided_and_rounded_only_where_it_travels(name, op, scales, travels):
     element = TABLE[name]
     parts = [element.narrow(np.arange(500, dtype=element.sum_type) % 19 + rank) for rank in range(4)]
-    whole = Reduction(op, element, 4, *scales)
+    exact = Reduction(op, element, 4, *scales)
+    whole = exact.on_wire() if travels else exact
+    assert whole.sum_type.itemsize == (2 if travels and element.is_half else exact.sum_type.itemsize)
     sums, out = [np.empty(500, whole.sum_type) for _ in range(2)], np.empty(500, element.storage)
     for into, start in zip(sums, (0, 2), strict=True):
         whole.part().reduce_parts(parts[start : start + 2], into)
     whole.combine(*sums)
     whole.finish(sums[0], sums[0] if whole.in_place else out)
     expected = np.empty(500, element.storage)
-    whole.reduce_parts(parts, expected)
+    exact.reduce_parts(parts, expected)
     assert_same_bits(sums[0] if whole.in_place else out, expected)
 
 
