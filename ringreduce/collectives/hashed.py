@@ -23,17 +23,17 @@ HASH_BYTES = 8
 
 
 def allreduce(
-    number: int, partial: Any, transport: Transport, combine: Callable[[Any, Any], object]
+    number: int | None, partial: Any, transport: Transport, combine: Callable[[Any, Any], object]
 ) -> Steps[Any | None]:
     """Combine `partial` over all ranks; None on all of them when they do not all pass the same number.
 
-    number:  a hash, of 64 bits.
+    number:  a hash, of 64 bits; None: of this rank's host, for which it speaks, ranks mean different ones.
     partial: (count,), contiguous, NumPy, of at most SHORT_BYTES; not changed.
     Cost:    as `doubling`, with 8 bytes more a message.
     """
     length = HASH_BYTES + partial.nbytes
     message, room = (np.zeros(HASH_BYTES + SHORT_BYTES, np.uint8) for _ in range(2))
-    message[:HASH_BYTES].view(np.int64)[0] = number or 1
+    message[:HASH_BYTES].view(np.int64)[0] = 0 if number is None else number or 1
     message[HASH_BYTES:length].view(partial.dtype)[:] = partial
 
     def merge(target: Any, source: Any) -> None:

@@ -22,7 +22,7 @@ from ringreduce import errors, fusion
 from ringreduce.engine.activity import Activity
 from ringreduce.engine.channels import Channels
 from ringreduce.engine.ending import Ending
-from ringreduce.engine.inbox import LONGEST_SLEEP_S, Inbox
+from ringreduce.engine.inbox import LONGEST_SLEEP_S, Inbox, has_signal_handlers
 from ringreduce.engine.leaving import Leaving
 from ringreduce.engine.polling import Polling, Service
 from ringreduce.engine.process_sets import ProcessSets
@@ -106,7 +106,7 @@ class Engine:
     def lane(self, number: int) -> Lane | None:
         """The lane of a channel; None where it has none."""
         channel = self.channels.by_number.get(number)
-        return None if channel is None else Lane(channel, self._polling.lock, self._break)
+        return None if channel is None else Lane(channel, self._polling.lock, self._break, has_signal_handlers)
 
     def leave(self, why: str, interrupted: Callable[[], bool] = lambda: False) -> bool:
         """Announce that this rank leaves, and wait until all ranks do; operations that are not ready fail.

@@ -98,7 +98,7 @@ class ProcessSets:
                 fence=self._host.window.fence if self._host.window and len(group.ranks) > 1 else lambda: None,
                 send=self._mailbox.send_others,
                 resubmit=self._negotiation.resubmitted.extend,
-                short=Short(short_bytes, group.below) if short_bytes and len(group.ranks) == 1 else None,
+                short=Short(short_bytes, len(members), group.below, group.above is None) if short_bytes else None,
             )
             state = ProcessSetState(number, Executor(context), negotiator)
         with self._inbox.lock:

@@ -4,6 +4,7 @@ signature       the signatures that ranks compare, and their differences
 submission      one operation on this rank, and its handle
 executor        the queue of a process set's operations
 channel         operations in program order; send_receive has messages between two ranks
+across          what channels on several hosts begin with: do all ranks mean the same, and the sums of short arrays
 shared_arrays   arrays in memory that the ranks of a channel share, which it sums in place
 opening         channels that their members make alone
 operations      all operations, as generators; into_outputs has those whose results go into given arrays

@@ -23,6 +23,7 @@ from ringreduce.settings import Settings
 from ringreduce.transport.base import Steps, Transport
 from ringreduce.transport.subset import SubsetTransport
 from ringreduce.transport.window import Flags, Region
+from ringreduce.world import first_ranks
 
 LONGER_INSIDE = 8
 """Factor for segments inside a host, where messages overlap no wire, and cost more in Python than in MPI."""
@@ -76,6 +77,7 @@ class Algorithms:
             self.ring_channels = [SubsetTransport(each, order, 0) for each in channels]
         self.region, self.gpu_flags = region, gpu_flags
         self.hierarchy, self.across = None, ""
+        self.first_ranks = first_ranks(hosts)
         self.one_host = one_host = len(set(hosts)) == 1
         is_free = settings.algorithm == "auto" and not settings.deterministic
         self.short_bytes = constants.short_bytes if is_free and not one_host else 0

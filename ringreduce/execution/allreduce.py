@@ -7,8 +7,6 @@ import functools
 import itertools
 from collections.abc import Iterator, Sequence
 
-import numpy as np
-
 from ringreduce import fusion
 from ringreduce.collectives import compiled, shared
 from ringreduce.collectives.overlap import overlapped
@@ -28,7 +26,7 @@ ADASUM = ("op", Adasum.value)
 
 def allreduce(submissions: Sequence[Submission], context: Context) -> Steps[None]:
     """Reduce the tensors of submissions with equal op and scales; completes each as soon as it is finished."""
-    if submissions[0].partial:
+    if submissions[0].reduced is not None:
         _finish(submissions[0], context)
         return
     region = context.algorithms.shared_region
@@ -68,13 +66,8 @@ def allreduce(submissions: Sequence[Submission], context: Context) -> Steps[None
 
 
 def _finish(submission: Submission, context: Context) -> None:
-    """The sum is here already, with the schedule."""
-    reduction = submission.reduction(submission.inputs[0].element)
-    partial, flat = np.frombuffer(submission.partial, reduction.sum_type).copy(), submission.outputs[0].flat
     with context.timeline.phase([submission], "ALLREDUCE"):
-        reduction.finish(partial, flat)
-        if reduction.in_place:
-            flat[...] = partial
+        submission.outputs[0].flat[...] = submission.reduced
     submission.complete()
 
 
@@ -84,10 +77,10 @@ def is_by_elements(submission: Submission) -> bool:
 
 
 def travelling(submission: Submission, most_bytes: int) -> Reduction | None:
-    """Its reduction, where the elements travel with what the ranks agree on by messages, into `partial`; else None."""
+    """Its reduction, where the elements travel with what the hosts agree on, into `reduced`; else None."""
     if not is_by_elements(submission) or len(submission.inputs) != 1 or submission.inputs[0].on_gpu:
         return None
-    reduction = submission.reduction(submission.inputs[0].element)
+    reduction = submission.reduction(submission.inputs[0].element).on_wire()
     return reduction if submission.inputs[0].count * reduction.sum_type.itemsize <= most_bytes else None
 
 

@@ -2,9 +2,9 @@
 
 A channel has tags and shared memory of its own, so it and named operations never wait for each other.
 
-Each operation begins with an exchange of its signature's hash, on one host by flags, else by recursive doubling, where
-the elements of a short sum travel with it. Where hashes differ, all ranks exchange the signatures themselves, and the
-operation fails on all; then the channel goes on.
+Each operation begins with an exchange of its signature's hash, on one host by flags, else also by messages, with which
+the elements of a short sum travel (across.py). Where hashes differ, all ranks exchange the signatures themselves, and
+the operation fails on all; then the channel goes on.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ import hashlib
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
-
-from ringreduce.collectives import hashed, shared_in_place
+from ringreduce.collectives import shared_in_place
+from ringreduce.collectives.overlap import until_ended
 from ringreduce.errors import CollectiveError, MismatchError, RingreduceError
 from ringreduce.execution import operations
+from ringreduce.execution.across import NO_ELEMENTS, Across
 from ringreduce.execution.allreduce import travelling
 from ringreduce.execution.context import Context
 from ringreduce.execution.executor import Executor, Running
@@ -29,18 +29,17 @@ from ringreduce.execution.send_receive import Receiver, send
 from ringreduce.execution.shared_arrays import WISHED, SharedArrays
 from ringreduce.execution.signature import Signature, SubmissionRecord, mismatch_message, ranks_text
 from ringreduce.execution.submission import Submission
-from ringreduce.transport.base import Steps, Transport
+from ringreduce.transport.base import Steps, Task, Transport
 from ringreduce.transport.window import Signatures
 from ringreduce.world import World
 
-NOTHING = np.empty(0, np.uint8)
 ORDERED = "ordered"  # the name of all operations of a channel of `ordered()`, in messages
 
 
 class Channel(Running):
     """One process set's, on one rank, which is a member.
 
-    signatures: where the members, all on one host, compare hashes; None: they send messages.
+    signatures: where the members on this host compare hashes; None: they send messages.
     """
 
     def __init__(
@@ -55,13 +54,20 @@ class Channel(Running):
         super().__init__(number, Executor(context), name)
         self.process_set = process_set
         self.patient = False  # the stall watch leaves it alone
-        self._context, self._world, self.signatures = context, world, signatures
+        self._context, self._world = context, world
+        self._compare_by(signatures)
+        self.crossing: Task[Any] | None = None  # what the lane has begun of an operation that is submitted next
         self.signed: int | None = None
         """The number of an operation that the lane (lane.py) has signed, and which is submitted next."""
         self._senders: dict[int, Executor] = {}  # by peer
         self._receivers: dict[int, tuple[Executor, Receiver]] = {}  # by rank of the world
         self._count = 0
         self._shared = SharedArrays()
+
+    def _compare_by(self, signatures: Signatures | None) -> None:
+        algorithms, self.signatures = self._context.algorithms, signatures
+        several = signatures is None or not algorithms.one_host
+        self.across = Across(algorithms, signatures) if several else None
 
     def open(self, submission: Submission, host: Host) -> None:
         """Make it by its members alone (opening.py); it must be complete before anything else is enqueued."""
@@ -83,7 +89,8 @@ class Channel(Running):
         end: Callable[[], object] = submission.complete
         try:
             steps = opened(host, context.members, self.name, context.transport)
-            context.algorithms, self.signatures = yield from steps
+            context.algorithms, signatures = yield from steps
+            self._compare_by(signatures)
         except RingreduceError as exc:  # raised on all ranks
             context.algorithms.abandon = nothing
             end = functools.partial(submission.fail, exc)
@@ -134,7 +141,7 @@ class Channel(Running):
 
     def _checked(self, submission: Submission) -> Steps[None]:
         """Run an operation, if all ranks have called the same."""
-        fits = None if self.signatures is None else in_slot(submission, self._context)
+        fits = None if self.across is not None else in_slot(submission, self._context)
         if fits is not None and self.signed is None:  # else the lane has packed it
             fits.pack([each.flat for each in submission.inputs])
         own = getattr(submission.payload, "number", 0) if fits is None else fits.word
@@ -167,24 +174,29 @@ class Channel(Running):
     def _compare(self, submission: Submission, word: int) -> Steps[list[int] | None]:
         """None when ranks have called different operations; else their words (shared_arrays.py). On all ranks alike."""
         mine, signatures = hash_of(submission.signature), self.signatures
-        if signatures is None:
-            partial, combine = self._partial(submission)
-            found = yield from hashed.allreduce(mine, partial, self._context.transport, combine)
-            submission.partial = b"" if found is None else found.tobytes()
-            return None if found is None else [0]
         number, self.signed = self.signed, None
+        if self.across is not None or signatures is None:
+            return None if (yield from self._cross(submission, mine, number)) is None else [0]
         if number is None:
             number = signatures.sign(mine, word)
         if not signatures.arrived(0, number):
             yield signatures.arrival(0, number)
         return signatures.beside(number) if all(each == mine for each in signatures.read(number)) else None
 
-    def _partial(self, submission: Submission) -> tuple[Any, Callable[[Any, Any], object]]:
-        """The elements that travel with the hash, those of a short sum, and what combines two ranks'."""
-        reduction = travelling(submission, self._context.algorithms.short_bytes)
-        if reduction is None:
-            return NOTHING, lambda *_: None
-        return reduction.start(submission.inputs[0].flat.copy()), reduction.combine
+    def _cross(self, submission: Submission, mine: int, number: int | None) -> Steps[Any | None]:
+        """See `Across.run`; what the lane has begun goes on."""
+        across, (task, self.crossing) = self.across, (self.crossing, None)
+        if across is None:
+            raise AssertionError("an operation on one host is signed there")
+        reduction = travelling(submission, across.most_bytes)
+        if task is None:
+            source = NO_ELEMENTS if reduction is None else submission.inputs[0].flat
+            found = yield from across.run(mine, source, reduction, number)
+        else:
+            yield from until_ended(task, ())
+            found = task.result
+        submission.reduced = None if reduction is None else found
+        return found
 
     def _mismatch(self, submission: Submission) -> Steps[None]:
         record = SubmissionRecord(submission.signature, submission.line)

@@ -116,9 +116,8 @@ class Host:
         self._transport.in_flight.abandon(tags_of(self.first_own_tags), others)
 
     def signatures(self, resources: Resources, members: Sequence[int]) -> Signatures | None:
-        """Where the members of a channel with these resources compare hashes; None where they are on several hosts."""
-        one_host = len({self.world.hosts[rank] for rank in members}) == 1
-        if resources.gpu_flags is None or self.window is None or not one_host:
+        """Where the members on this host of a channel with these resources compare hashes; None: they send messages."""
+        if resources.gpu_flags is None or self.window is None:
             return None
         return Signatures(self.window, resources.gpu_flags, *self._local_members(members))
 

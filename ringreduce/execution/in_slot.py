@@ -31,6 +31,7 @@ class Gets(enum.IntEnum):
     GATHERED = 3  # each rank's, one after the other
     OF_ROOT = 4
     NOTHING = 5
+    OF_FIRST = 6  # what the first rank has reduced, together with other hosts: across.py
 
 
 class InSlot(NamedTuple):

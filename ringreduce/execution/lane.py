@@ -12,8 +12,10 @@ from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple
 
 from ringreduce.collectives.compiled import PATIENCE_US
+from ringreduce.execution.allreduce import travelling
 from ringreduce.execution.channel import Channel, hash_of
 from ringreduce.execution.in_slot import Gets, in_slot
+from ringreduce.transport.base import Task
 from ringreduce.transport.window import Region, Signatures
 
 MOST_KNOWN = 1024
@@ -24,9 +26,10 @@ class Known(NamedTuple):
     """Operations that were learned."""
 
     run: Callable[..., int]  # of the compiled module
-    signatures: Signatures
-    region: Region
+    signatures: Signatures | None
+    region: Region | None
     slots: int  # that it uses
+    in_python: bool  # it waits in Python: where the user's own code may run meanwhile, for a signal, it must not
     shape: tuple[int, ...]  # of its result
 
 
@@ -34,9 +37,17 @@ class Lane:
     """One channel's, on one rank.
 
     polling:  the lock of the thread that may run operations; on_error: called with what has interrupted one.
+    handles_signals: see inbox.has_signal_handlers.
     """
 
-    def __init__(self, channel: Channel, polling: threading.Lock, on_error: Callable[[BaseException], object]) -> None:
+    def __init__(
+        self,
+        channel: Channel,
+        polling: threading.Lock,
+        on_error: Callable[[BaseException], object],
+        handles_signals: Callable[[], bool],
+    ) -> None:
+        self._handles_signals = handles_signals
         self._channel, self._polling, self._on_error = channel, polling, on_error
         self._executor, self._timeline = channel.executor, channel.executor.context.timeline
         self._known: dict[Hashable, Known] = {}
@@ -50,14 +61,24 @@ class Lane:
 
     def learn(self, key: Hashable, submission: Any) -> None:
         """Operations of this key are as this one, which is over."""
-        signatures = self._channel.signatures
-        if signatures is None or len(self._known) >= MOST_KNOWN:
+        channel, mine = self._channel, hash_of(submission.signature)
+        if len(self._known) >= MOST_KNOWN:
             return
-        fits = in_slot(submission, self._channel.executor.context)
-        exchange = None if fits is None else fits.compiled(signatures, hash_of(submission.signature))
-        if fits is not None and exchange is not None:
-            shape = submission.outputs[0].shape if submission.outputs else ()
-            self._known[key] = Known(exchange.run, signatures, fits.region, fits.gets is not Gets.NOTHING, shape)
+        shape = submission.outputs[0].shape if submission.outputs else ()
+        if (across := channel.across) is not None:
+            reduction = travelling(submission, across.most_bytes)
+            run = across.lane(mine, reduction, self._keep) if reduction and submission.inputs[0].count else None
+            if run is not None:
+                is_first, signatures = across.transport is not None, channel.signatures if across.region else None
+                self._known[key] = Known(run, signatures, across.region, not is_first, is_first, shape)
+        elif (fits := in_slot(submission, channel.executor.context)) and channel.signatures:
+            exchange = fits.compiled(channel.signatures, mine)
+            if exchange is not None:
+                slots = fits.gets is not Gets.NOTHING
+                self._known[key] = Known(exchange.run, channel.signatures, fits.region, slots, False, shape)
+
+    def _keep(self, task: Task[Any]) -> None:
+        self._channel.crossing = task
 
     def run(self, known: Known, source: Any, target: Any) -> bool:
         """Run it; True when it is done; else it must be submitted."""
@@ -65,9 +86,14 @@ class Lane:
         if not (polling.acquire(False) or polling.acquire(timeout=TAKE_OVER_S)):
             return False
         try:
-            if self._executor.busy or channel.closed or channel.signed is not None or self._timeline.recording:
+            begun = channel.signed is not None or channel.crossing is not None
+            if begun or self._executor.busy or channel.closed or self._timeline.recording:
                 return False
-            run, signatures, region, slots, _ = known
+            run, signatures, region, slots, in_python, _ = known
+            if in_python and self._handles_signals():
+                return False
+            if signatures is None or region is None:
+                return run(source, target, 0, 0, PATIENCE_US) == 0
             number = signatures.sequence
             state = run(source, target, number, region.sequence, PATIENCE_US)
             signatures.sequence = number + 1

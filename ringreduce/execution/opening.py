@@ -48,7 +48,7 @@ def nothing() -> None:
 
 
 def opened(host: Host, members: Sequence[int], name: str, transport: Transport) -> Steps[tuple[Algorithms, Any]]:
-    """The algorithms of a channel, and its `Signatures`, None where its members are on several hosts.
+    """The algorithms of a channel, and its `Signatures`, None where its members share no memory.
 
     transport: of `before_opening`.
     Raises:    MismatchError when the members do not open the same; InputError when MPI has no tags left.
@@ -79,7 +79,5 @@ def opened(host: Host, members: Sequence[int], name: str, transport: Transport) 
     ranks = [each for each in members if host.world.hosts[each] == hosts[transport.rank]]
     place = range(len(ranks)), ranks, ranks.index(host.world.rank)
     region = Region(Window(blocks), 0, settings.shared_slot_bytes, *place)
-    if len(ranks) < len(members):
-        return host.own_algorithms(tags, members, region), None
-    flags, signatures = Flags(region.window, 0, GPU_PACKED, *place), Signatures(region.window, 0, *place)
-    return host.own_algorithms(tags, members, region, flags), signatures
+    flags = Flags(region.window, 0, GPU_PACKED, *place) if len(ranks) == len(members) else None
+    return host.own_algorithms(tags, members, region, flags), Signatures(region.window, 0, *place)

@@ -91,7 +91,7 @@ class Submission(Handle):
     ready: Sequence[Any] = ()  # events of the caller's streams, after which inputs on a GPU may be read; see Gpu.begin
     missing_pieces = 1  # the planning itself
     divisor = 1  # of an Average: the set's size, or the number of its live ranks
-    partial = b""  # the sum of all ranks' elements, where it came with the schedule
+    reduced: Any = None  # the finished elements, where they came with what the ranks have agreed on
     deadline_s = math.inf  # when it must be over; for operations of channels only
     retire: Callable[[Submission], Callable[[], object]] | None = None
     """Of arrays on a GPU: called at the end; returns what the thread that waits calls before it uses the outputs."""

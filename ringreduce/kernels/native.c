@@ -447,15 +447,14 @@ static PyObject *run_advance(Run *run, PyObject *args) {
 static PyObject *run_waits_for(Run *run, PyObject *unused) {
     int flag;
     int64_t sequence;
-    (void)unused;
     if (!waits_for(run, &flag, &sequence)) Py_RETURN_NONE;
-    return Py_BuildValue("iL", flag, (long long)sequence);
+    return (void)unused, Py_BuildValue("iL", flag, (long long)sequence);
 }
 
 /* ---- a short operation whose flag is a signature: all ranks have called the same, and packed ---- */
 /* What this rank gets of the slots: all, combined, by each rank or chunk by chunk; its own part, combined; each rank's,
- * one after the other; the root's; there is none. */
-enum { REDUCED, IN_CHUNKS, OWN_PART, GATHERED, OF_ROOT, NOTHING }; /* execution/in_slot.py */
+ * one after the other; the root's; there is none; the first one's, which has waited for all, and asked other hosts. */
+enum { REDUCED, IN_CHUNKS, OWN_PART, GATHERED, OF_ROOT, NOTHING, OF_FIRST }; /* execution/in_slot.py */
 enum { DONE, DIFFERENT, LATE, SUMS_LATE };
 
 typedef struct {
@@ -508,7 +507,8 @@ static int exchanged(Exchange *e, char *source, Py_ssize_t packed, char *target,
     if (packed && (e->what != OF_ROOT || r->rank == e->root)) copy(r->memory[r->rank] + offset, source, packed);
     line[1 + number % 2] = e->hash, line[3 + number % 2] = e->word;
     publish(s, PACKED, number);
-    if (!arrived(s, PACKED, number, patience_us)) return LATE;
+    if (e->what == OF_FIRST) publish(s, SUMMED, number);
+    if (!arrived(s, e->what == OF_FIRST ? SUMMED : PACKED, number, patience_us)) return LATE;
     for (int k = 0; k < s->size; k++)
         if (s->flags[k][1 + number % 2] != e->hash || s->flags[k][3 + number % 2] != e->word) return DIFFERENT;
     if (e->what == REDUCED || e->what == OWN_PART) {
@@ -516,7 +516,7 @@ static int exchanged(Exchange *e, char *source, Py_ssize_t packed, char *target,
         combine(e, offset, low, low + length / size, target, NULL);
     } else if (e->what == GATHERED) {
         for (int k = 0; k < r->size; k++) copy(target + k * packed, r->memory[k] + offset, packed);
-    } else if (e->what == OF_ROOT && r->rank != e->root) {
+    } else if (e->what == OF_FIRST || (e->what == OF_ROOT && r->rank != e->root)) {
         copy(target, r->memory[e->root] + offset, length);
     } else if (e->what == IN_CHUNKS) {
         Py_ssize_t n = length / size, low = bound(n, r->size, r->rank), high = bound(n, r->size, r->rank + 1);

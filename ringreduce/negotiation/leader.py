@@ -137,13 +137,17 @@ class Leader:
         withdrawn, self._withdrawn = self._withdrawn, []
         return Ready(self._process_set, ids, withdrawn, self._reported, partial)
 
-    def schedule(self, entries: list[list[int]], partial: bytes = b"") -> Scheduled | None:
+    def times(self, number: int) -> int:
+        """How often this id was ready here."""
+        return self._passed_view[number]
+
+    def schedule(self, entries: list[list[int]], reduced: bytes = b"") -> Scheduled | None:
         """Write entries that the root has decided; returns the message for the leaders below, None without any."""
         for entry in entries:
-            self._schedule.append(entry)
+            self._schedule.append(entry, reduced)
             if not self._is_root:
                 _count(self._scheduled, entry, 1)
-        return Scheduled(self._process_set, entries, partial) if self._below else None
+        return Scheduled(self._process_set, entries, reduced) if self._below else None
 
     def change(self, response: int, forgotten: Sequence[int], learned: Sequence[int], closes: bool = False) -> None:
         """Follow a response: the root when it decides it, other leaders when they apply it."""

@@ -22,7 +22,7 @@ from ringreduce.negotiation.coordinator import UNNAMED_WAIT_S, Coordinator
 from ringreduce.negotiation.leader import Leader, children_of, parent_of
 from ringreduce.negotiation.protocol import Announcement, Overdue, Ready, Response, Scheduled
 from ringreduce.negotiation.short import Short
-from ringreduce.transport.counters import Counters, GroupBlock, group_bytes
+from ringreduce.transport.counters import Counters, GroupBlock, Held, group_bytes
 
 Message = Announcement | Response | Ready | Scheduled | Overdue
 
@@ -64,7 +64,7 @@ class Negotiator:
 
         send:     sends a control message to ranks, but not to this one.
         resubmit: called with submissions that are to be announced again, unless they have failed.
-        short:    of a leader that is its group's only rank.
+        short:    None where no elements travel with the negotiation.
         """
         self.process_set = process_set
         self.coordinator_rank = members[0]
@@ -89,8 +89,7 @@ class Negotiator:
         """The unnamed submissions that are not ready, in their order: the id by which each was counted, if it was."""
         self._responses: dict[int, Response] = {}
         self._awaits_response = False
-        self._short = short
-        self._partials: dict[int, bytes] = {}  # that came with the schedule, by id
+        self._short, self._held = short, [Held(each, fence) for each in views[1:]]
 
     def announce(self, submissions: Sequence[Submission], join: Submission | None = None, leave: str = "") -> int:
         """Count the submissions that are cached, and send the coordinator records of the others; returns the count.
@@ -101,7 +100,7 @@ class Negotiator:
         if self._left:  # these would come after its last message to the coordinator, and fail when the set is closed
             return 0
         self._left = bool(leave)
-        now, ids, records = time.monotonic(), [], []
+        now, ids, records, elements = time.monotonic(), [], [], None
         for each in submissions:
             signature = each.signature
             if signature.numbered:
@@ -115,7 +114,9 @@ class Negotiator:
                 ids.append(number)
                 self._counted[number].append(each)
         if ids:
-            self._counters.submit(ids)
+            if self._short is not None and self._leader is None and len(ids) == 1:
+                elements = self._short.elements(self._counted[ids[0]][-1])
+            self._counters.submit(ids, elements)
         if join is not None and (counted := self._counted_ids()):
             self._joins, join = join, None
             self._forget(counted)
@@ -148,7 +149,7 @@ class Negotiator:
         if isinstance(message, Response):
             self._responses[message.number] = message
         elif isinstance(message, Scheduled):
-            self._schedule(message.entries, message.partial)
+            self._schedule(message.entries, message.reduced)
         elif isinstance(message, Ready) and self._leader is not None:
             self._leader.receive(rank, message)
             if self._short is not None:
@@ -184,7 +185,10 @@ class Negotiator:
         if self._leader is None:
             return False
         ids = self._leader.poll()
-        partial = self._short.partial(ids, self._counted[ids[0]]) if ids and self._short is not None else b""
+        partial = b""
+        if ids and self._short is not None:
+            first, times = ids[0], self._leader.times(ids[0])
+            partial = self._short.partial(ids, self._counted[first], times, self._held)
         if self._group.above is not None:
             report = self._leader.report(ids, partial)
             if report is not None:
@@ -208,12 +212,10 @@ class Negotiator:
         learned = [number for number, _ in response.learned]
         leader.change(response.number, response.forgotten, learned, bool(response.closed))
 
-    def _schedule(self, entries: list[list[int]], partial: bytes = b"") -> None:
+    def _schedule(self, entries: list[list[int]], reduced: bytes = b"") -> None:
         if self._leader is None:
             raise AssertionError("a schedule was sent to a rank that does not lead a group")
-        if partial:
-            self._partials[entries[0][0]] = partial
-        message = self._leader.schedule(entries, partial)
+        message = self._leader.schedule(entries, reduced)
         if message is not None:
             self._send(message, self._group.below)
 
@@ -246,16 +248,18 @@ class Negotiator:
     def next(self) -> list[Submission] | Response | None:
         """What all ranks do next: run these submissions together, or apply a response; None when there is nothing."""
         if not self._awaits_response:
-            ids = self._read()
-            if ids:
+            entry = self._read()
+            if entry is not None and entry[0]:
+                ids, reduced = entry
                 batch = [self._counted[number].popleft() for number in ids]
-                batch[0].partial = self._partials.pop(ids[0], b"") if self._partials else b""
+                if reduced:
+                    batch[0].reduced = np.frombuffer(reduced, batch[0].inputs[0].element.storage)
                 for each in batch if self._unnamed else ():
                     self._unnamed.pop(each.signature.key, None)
                 if self._joins is not None:
                     self._announce_again([])
                 return batch
-            self._awaits_response = ids is not None
+            self._awaits_response = entry is not None
         response = self._responses.pop(self.applied + 1, None) if self._awaits_response else None
         if response is not None:
             self._awaits_response = False

@@ -60,7 +60,7 @@ class Scheduled(NamedTuple):
 
     process_set: int
     entries: list[list[int]]
-    partial: bytes = b""  # the sum of all ranks' elements of the only id
+    reduced: bytes = b""  # the finished elements of the only id
 
 
 class Overdue(NamedTuple):

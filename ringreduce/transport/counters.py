@@ -2,9 +2,11 @@
 
 Each member of a group, the ranks of a process set on one host, owns a block; only it writes there, and all read:
 
-    words     TOTAL submissions, SCHEDULE words READ, the last response APPLIED; of the leader: the schedule's END
+    words     TOTAL submissions, SCHEDULE words READ, the last response APPLIED; of the leader: the schedule's END; of
+              others: which submission's elements are HELD where a leader has its schedule (negotiation/short.py)
     log       the ids of the last submissions, each with its number: what the leader looks at, unless that is many
     schedule  the leader's, a ring of words: | 3 | id | id | id | 0 | 1 | id |   a batch of 3, a response, a batch of 1
+              | -6 | id | element | s |   a batch of 1, with 6 bytes of its finished elements
     counters  one a cache id: how often this member has submitted that tensor, modulo 2**32
 
 A member first counts and logs, then raises its TOTAL, with a fence between; the leader (leader.py) first looks at the
@@ -22,7 +24,7 @@ from typing import Any
 
 import numpy as np
 
-TOTAL, READ, APPLIED, END = 0, 1, 2, 8  # END is on a cache line of its own
+TOTAL, READ, APPLIED, END, HELD = 0, 1, 2, 8, 9  # END is on a cache line of its own
 WORDS = 16
 LOG = 16  # ids in a member's log
 RING = 4096  # words of the schedule
@@ -47,7 +49,34 @@ class GroupBlock:
         self.words = memoryview(block[:log].view(np.int64))
         self.log = memoryview(block[log:schedule].view(np.int64))
         self.schedule = memoryview(block[schedule:counters].view(np.int32))
+        self.held = block[schedule:counters]
         self.counters = block[counters : counters + 4 * capacity].view(np.uint32)
+
+
+Entry = tuple[list[int], bytes]
+"""Of the schedule: the ids of a batch, none for a response; the finished elements of the only id."""
+
+
+def _held(number: int, times: int) -> int:
+    """The submission of an id that makes its counter `times`, as one word that is not 0."""
+    return (times & NUMBERS) << 32 | number + 1
+
+
+class Held:
+    """Elements beside a member's counters, as its leader sees them."""
+
+    def __init__(self, block: GroupBlock, fence: Callable[[], None]) -> None:
+        self._words, self._held, self._fence = block.words, block.held, fence
+
+    def elements(self, number: int, times: int, like: Any) -> Any | None:
+        """A copy of those of the submission that made the counter of id `number` `times`, if they are there."""
+        expected = _held(number, times)
+        if self._words[HELD] != expected:
+            return None
+        self._fence()
+        elements = self._held[: like.nbytes].copy().view(like.dtype)
+        self._fence()
+        return elements if self._words[HELD] == expected else None  # else they were overwritten meanwhile
 
 
 class Counters:
@@ -61,10 +90,13 @@ class Counters:
         self._end = blocks[0].words[END:]
         self._fence = fence
         self._position = 0
+        self._held = blocks[member].held if member else None
 
-    def submit(self, ids: Sequence[int]) -> None:
-        """Count these submissions."""
+    def submit(self, ids: Sequence[int], elements: Any | None = None) -> None:
+        """Count these submissions.  elements: of the only one, for the leader; of any type."""
         counters, before = self._counters, self._words[TOTAL]
+        if self._held is not None:
+            self._hold(ids, elements)
         for each in ids:
             counters[each] = (counters[each] + 1) & WRAP
         if len(ids) <= LOG:
@@ -72,6 +104,16 @@ class Counters:
                 self._log[number % LOG] = (number & NUMBERS) << 32 | each
         self._fence()
         self._words[TOTAL] = before + len(ids)
+
+    def _hold(self, ids: Sequence[int], elements: Any | None) -> None:
+        words = self._words
+        if words[HELD]:
+            words[HELD] = 0
+            self._fence()
+        if elements is not None and self._held is not None:
+            self._held[: elements.nbytes] = elements.view(np.uint8)
+            self._fence()
+            words[HELD] = _held(ids[0], self._counters[ids[0]] + 1)
 
     def withdraw(self, number: int, times: int) -> None:
         """Take back submissions of a forgotten id: then all members' counters of it are equal."""
@@ -82,20 +124,28 @@ class Counters:
         self._fence()
         self._words[APPLIED] = response
 
-    def read(self) -> list[int] | None:
-        """The next entry of the schedule: the ids of a batch, none for a response; None when there is no entry."""
+    def read(self) -> Entry | None:
+        """The next entry of the schedule; None when there is none."""
         if self._end[0] == self._position:
             return None
         self._fence()
-        schedule, low = self._schedule, (self._position + 1) % RING
-        length = schedule[self._position % RING]
-        entry: list[int] = schedule[low : low + length].tolist()
-        if len(entry) < length:
-            entry += schedule[: length - len(entry)].tolist()  # from the ring's beginning
+        length, elements = self._schedule[self._position % RING], b""
+        if length < 0:
+            ids = self._take(1, 1)
+            nbytes, length = -length, 1 + -(length // 4)
+            elements = array("i", self._take(2, length - 1)).tobytes()[:nbytes]
+        else:
+            ids = self._take(1, length)
         self._position += 1 + length
         self._fence()
         self._words[READ] = self._position
-        return entry
+        return ids, elements
+
+    def _take(self, low: int, length: int) -> list[int]:
+        """Words of the schedule from `low` on, counted from the position."""
+        schedule, low = self._schedule, (self._position + low) % RING
+        words: list[int] = schedule[low : low + length].tolist()
+        return words + schedule[: length - len(words)].tolist()  # from the ring's beginning
 
 
 class Schedule:
@@ -109,19 +159,19 @@ class Schedule:
         self._words, self._ring = blocks[0].words, blocks[0].schedule
         self._fence = fence
         self._end = 0
-        self._own: deque[list[int]] = deque()
-        self._waiting: deque[list[int]] = deque()
+        self._own: deque[Entry] = deque()
+        self._waiting: deque[Entry] = deque()
 
-    def append(self, entry: list[int]) -> None:
-        """Append a batch, or a response (no ids), and write what there is room for."""
+    def append(self, entry: list[int], elements: bytes = b"") -> None:
+        """Append a batch, or a response (no ids), and write what there is room for.  elements: see `Entry`."""
         for low in range(0, max(len(entry), 1), MOST_IDS):
-            part = entry[low : low + MOST_IDS]
+            part = entry[low : low + MOST_IDS], elements
             self._own.append(part)
             if self._others:
                 self._waiting.append(part)
         self.flush()
 
-    def read(self) -> list[int] | None:
+    def read(self) -> Entry | None:
         """See `Counters.read`; the leader's own."""
         return self._own.popleft() if self._own else None
 
@@ -131,9 +181,13 @@ class Schedule:
             return
         before, end = self._end, min([words[READ] for words in self._others]) + RING
         self._fence()
-        while self._waiting and self._end + 1 + len(self._waiting[0]) <= end:
-            entry = self._waiting.popleft()
-            words, low = array("i", (len(entry), *entry)), self._end % RING
+        while self._waiting:
+            ids, elements = self._waiting[0]
+            words, low = array("i", (-len(elements) or len(ids), *ids)), self._end % RING
+            words.frombytes(elements + bytes(-len(elements) % 4))
+            if self._end + len(words) > end:
+                break
+            self._waiting.popleft()
             room = RING - low
             if len(words) <= room:
                 self._ring[low : low + len(words)] = words

@@ -209,6 +209,10 @@ class Signatures(Flags):
         self.publish(PACKED, number)
         return number
 
+    def differ(self, number: int) -> None:
+        """Change this rank's hash, which all members have signed, so that no other one equals it."""
+        self._words[self.rank][number % 2] ^= 1
+
     def read(self, number: int) -> list[int]:
         """The hashes of all members, which have `arrived` at this number."""
         return [each[number % 2] for each in self._words]

@@ -54,29 +54,30 @@ def test_ranks_that_all_mean_others():
     assert run_ranks(4, lambda: program([1, 1, 2, 2], [3] * 4)) == [None] * 4
 
 
-def messages_of(count, elements):
+def messages_of(count, elements, hosts):
     """What `count` sums in order, of so many elements, send more than none."""
 
-    def sums(count):
+    def sums(count, hosts):
         messages = []
 
         def steps():
             channel = rr.ordered()
             for number in range(count):
                 mine = np.arange(elements) + 10.0 * rr.rank() + number
-                expected = 4 * (np.arange(elements) + number) + 60.0
+                expected = len(hosts) * (np.arange(elements) + number) + 10.0 * sum(range(len(hosts)))
                 assert (channel.allreduce(mine, op=rr.Sum) == expected).all()
 
-        run_ranks(4, steps, hosts=[0, 1, 2, 3], messages=messages)
+        run_ranks(len(hosts), steps, hosts=hosts, messages=messages)
         return sorted(each.nbytes for each in messages)
 
-    before, after = sums(0), sums(count)
+    before, after = sums(0, hosts), sums(count, hosts)
     return [nbytes for nbytes in set(after) for _ in range(after.count(nbytes) - before.count(nbytes))]
 
 
-def test_a_short_sum_between_hosts_needs_no_messages_but_those_of_its_hash():
-    assert messages_of(3, 5) == [8 + 8 * 5] * 2 * 4 * 3
-    long = messages_of(1, SHORT_BYTES // 8 + 1)
+@pytest.mark.parametrize("hosts", [[0, 1, 2, 3], [0, 0, 1, 1, 2, 2, 3, 3], [3, 0, 1, 1, 2, 0, 1]], ids=str)
+def test_a_short_sum_between_hosts_needs_no_messages_but_those_of_its_hash(hosts):
+    assert messages_of(3, 5, hosts) == [8 + 8 * 5] * 2 * 4 * 3
+    long = messages_of(1, SHORT_BYTES // 8 + 1, hosts)
     assert long.count(8) == 2 * 4
     assert len(long) > 2 * 4
 

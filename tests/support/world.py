@@ -13,6 +13,7 @@ gives back what it found out, rather than changing something outside of itself.
 """
 
 import dataclasses
+import functools
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -27,6 +28,11 @@ from tests.support.tiers import extended
 _SIZES = [("threads", 3), ("mpi", 2), pytest.param("mpi", 3, marks=extended)]
 _MPICH = [pytest.param("mpich", size, marks=extended) for size in (2, 3)]
 on_every_world = pytest.mark.parametrize(("world", "size"), [*_SIZES, *_MPICH], indirect=["world"])
+_HOSTS = [(0, 1, 2), (0, 0, 1, 1), (1, 0, 1)]
+on_every_world_and_hosts = pytest.mark.parametrize(
+    ("world", "size"), [*_SIZES, *_MPICH, *((hosts, len(hosts)) for hosts in _HOSTS)], indirect=["world"], ids=str
+)
+"""Also on threads that are ranks of these hosts."""
 on_every_world_with_torch = pytest.mark.parametrize(("world", "size"), _SIZES, indirect=["world"])
 """The environment with MPICH has no torch."""
 
@@ -51,10 +57,11 @@ class Threads:
     """So many threads that are ranks."""
 
     size: int
+    hosts: tuple[int, ...] | None = None
 
     def run(self, program: Callable[[], Any], **options: Any) -> list[Any]:
         """See `ringreduce.testing.run_ranks`."""
-        return run_ranks(self.size, program, **options)
+        return run_ranks(self.size, program, hosts=self.hosts, **options)
 
 
 class Pools:
@@ -89,5 +96,7 @@ def world(request):
     backend = getattr(request, "param", "threads")
     if backend == "threads":
         return Threads
+    if isinstance(backend, tuple):
+        return functools.partial(Threads, hosts=backend)
     python = request.getfixturevalue("mpich_python") if backend == "mpich" else Path(sys.executable)
     return lambda size: request.getfixturevalue("pools").of(python, size)

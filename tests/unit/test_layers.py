@@ -34,7 +34,8 @@ execution.host, execution.batch < execution.gpu_backend < execution.context < ex
 execution.point_to_point <
 execution.halves, execution.allreduce < execution.operations, execution.into_outputs <
 execution.executor, execution.opening <
-execution.send_receive, execution.shared_arrays, execution.in_slot < execution.channel < execution.lane <
+execution.send_receive, execution.shared_arrays, execution.in_slot < execution.across <
+execution.channel < execution.lane <
 gpu.kernels, gpu.stage, gpu.ipc < gpu.cuda_aware, gpu.nccl, gpu.ipc_allreduce, gpu.stream < gpu.paths <
 gpu.allreduce < gpu.backend <
 engine.inbox, negotiation.protocol, negotiation.cache <

@@ -9,7 +9,8 @@ from ringreduce.execution.signature import Signature
 from ringreduce.execution.submission import Submission
 from ringreduce.negotiation.protocol import Ready
 from ringreduce.negotiation.short import Short
-from ringreduce.ops import Max, Sum
+from ringreduce.ops import Average, Max, Sum
+from ringreduce.transport.counters import HELD, Counters, GroupBlock, Held, group_bytes
 
 X, Y = 3, 5
 
@@ -26,12 +27,18 @@ def ready(values, ids=(X,)):
     return Ready(0, list(ids), [], 0, np.array(values, np.float32).tobytes())
 
 
-def leader(children=(), most_bytes=12):
-    return Short(most_bytes, children)
+def leader(children=(), most_bytes=12, is_root=False):
+    return Short(most_bytes, 4, children, is_root)
 
 
-def summed(short, counted=None, ids=(X,)):
-    return np.frombuffer(short.partial(list(ids), counted or [submission()]), np.float32).tolist()
+def group():
+    """The other rank of a host: its counters, and its elements as the leader sees them."""
+    blocks = [GroupBlock(np.zeros(group_bytes(8), np.uint8), 8) for _ in range(2)]
+    return Counters(blocks, 1, lambda: None), [Held(blocks[1], lambda: None)]
+
+
+def summed(short, counted=None, ids=(X,), times=1, group=()):
+    return np.frombuffer(short.partial(list(ids), counted or [submission()], times, group), np.float32).tolist()
 
 
 def test_the_sum_of_a_subtree_and_the_caller_s_elements_stay():
@@ -84,3 +91,39 @@ def test_a_child_without_a_sum_leaves_none():
     short.receive(1, ready([10, 0, 40]))
     short.receive(2, ready([0, 20, 0]))
     assert summed(short, own) == [10, 20, 40]
+
+
+def test_the_sum_of_a_host_and_the_root_s_result():
+    member, held = group()
+    member.submit([X], leader().elements(submission([10, 20, 40])))
+    assert summed(leader(), group=held) == [11, 22, 44]
+    assert summed(leader(is_root=True), [submission(op=Average)], group=held) == [2.75, 5.5, 11]
+
+
+@pytest.mark.parametrize(
+    ("last", "times"),
+    [([X], 2), ([Y], 1), ([X, Y], 2), ([], 2)],
+    ids=["it does not wait", "another id", "two ids", "an earlier one"],
+)
+def test_a_rank_whose_elements_are_not_of_the_submission_that_is_ready_leaves_no_sum(last, times):
+    member, held = group()
+    member.submit([X], leader().elements(submission()))
+    if last:
+        member.submit(last, leader().elements(submission(waits=False)))
+    assert summed(leader(), times=times, group=held) == []
+    member.submit([X], leader().elements(submission([1, 1, 1])))
+    assert summed(leader(), times=1 + last.count(X) + 1, group=held) == [2, 3, 5]
+
+
+def test_elements_that_are_overwritten_while_the_leader_reads_them_are_not_used():
+    blocks = [GroupBlock(np.zeros(group_bytes(8), np.uint8), 8) for _ in range(2)]
+    member, fences = Counters(blocks, 1, lambda: None), []
+
+    def overwrite():
+        fences.append(None)
+        if len(fences) == 1:
+            member.submit([Y], leader().elements(submission([7, 7, 7])))
+
+    member.submit([X], leader().elements(submission()))
+    assert summed(leader(), group=[Held(blocks[1], overwrite)]) == []
+    assert blocks[1].words[HELD]
