@@ -109,8 +109,10 @@ def allreduce_async_(
     waits: the caller does so at once.
     """
     reduction = arguments_of("allreduce", average, op, prescale_factor, postscale_factor)
-    arrays, names, _ = taken_apart(tensor)
-    return submit(arrays, name, names, reduction, process_set, lambda _: tensor, in_place=True, waits=waits)
+    arrays, names, whole = taken_apart(tensor)
+    if names is not None:
+        whole = lambda _: tensor  # noqa: E731 - the caller's tree itself; one array needs no closure
+    return submit(arrays, name, names, reduction, process_set, whole, in_place=True, waits=waits)
 
 
 def grouped_allreduce(

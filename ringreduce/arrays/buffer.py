@@ -76,16 +76,17 @@ def numpy_buffer(array: np.ndarray[Any, Any], writable: bool) -> Buffer:
         raise UnsupportedArrayError(
             "a masked array would lose its mask; pass array.filled(value), or array.compressed()"
         )
-    if writable and not array.flags.writeable:
-        raise UnsupportedArrayError("a read-only array cannot be changed in place; pass a copy")
     return Buffer(flat_view(array, element, writable), element, array.shape, "cpu", dtype)
 
 
 def flat_view(array: Any, element: ElementType, writable: bool) -> Any:
     """A 1-D view; a copy of what is not C-contiguous, unless it is to be written to."""
-    if writable and not array.flags.c_contiguous:
-        raise NotContiguousError(array.shape, array.strides)
-    flat = array if array.ndim == 1 and writable else array.ravel()  # copies what is not C-contiguous
+    if writable and not array.flags.carray:  # one look instead of two
+        if not array.flags.writeable:
+            raise UnsupportedArrayError("a read-only array cannot be changed in place; pass a copy")
+        if not array.flags.c_contiguous:
+            raise NotContiguousError(array.shape, array.strides)
+    flat = array if writable and array.ndim == 1 else array.ravel()  # copies what is not C-contiguous
     return flat if flat.dtype is element.storage else flat.view(element.storage)
 
 

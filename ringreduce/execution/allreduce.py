@@ -47,17 +47,17 @@ def allreduce(submissions: Sequence[Submission], context: Context) -> Steps[None
         if algorithm == "shared" and compiled.can(region, reduction) and not context.timeline.recording:
             algorithm = "compiled"
         reduction = context.algorithms.on_wire(algorithm, reduction)
-        buckets = _buckets(batch, reduction, algorithm, context)
+        buckets = None if algorithm == "compiled" else _buckets(batch, reduction, algorithm, context)
         batch.expect(buckets)
         if context.debugs:
             what = f"allreduce of {len(batch.inputs)} tensors, {batch.nbytes} B of {reduction.element.name}"
-            LOGGER.debug(f"{what}: {algorithm}, in {len(buckets)} buckets")
+            LOGGER.debug(f"{what}: {algorithm}" + (f", in {len(buckets)} buckets" if buckets else ""))
         work.append((batch, reduction, algorithm, buckets))
     context.completions.settle(submissions)
     for each in on_gpu:
         yield from each
     for batch, reduction, algorithm, buckets in work:
-        if algorithm == "compiled":
+        if buckets is None:
             yield from _compiled(batch, reduction, context)
         elif algorithm in ("shared", "hierarchical"):
             yield from _through_window(batch, reduction, buckets, context)
@@ -95,9 +95,6 @@ def is_short(submission: Submission, region: Region) -> bool:
 def _buckets(batch: Batch, reduction: Reduction, algorithm: str, context: Context) -> Sequence[fusion.Bucket]:
     itemsize = reduction.element.itemsize
     region = context.algorithms.region
-    if algorithm == "compiled":  # cuts the tensors itself
-        whole = tuple(fusion.Piece(number, 0, count) for number, count in enumerate(batch.counts))
-        return [fusion.Bucket(whole, (0,) * len(whole), sum(batch.counts))]
     if algorithm == "hierarchical":
         return fusion.plan(batch.counts, context.algorithms.unit_bytes // itemsize)
     if algorithm == "shared" and region is not None:

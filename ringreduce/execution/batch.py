@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -26,18 +27,18 @@ class Batch(NamedTuple):
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors."""
-        return sum([each.nbytes for each in self.inputs])
+        return sum(self.counts) * self.inputs[0].element.itemsize
 
     @property
     def on_gpu(self) -> bool:
         """True for all of them or none."""
         return self.inputs[0].on_gpu
 
-    def expect(self, buckets: Sequence[fusion.Bucket]) -> None:
-        """Count the pieces that each owner waits for."""
-        for bucket in buckets:
-            for piece in bucket.pieces:
-                self.owners[piece.tensor].missing_pieces += 1
+    def expect(self, buckets: Sequence[fusion.Bucket] | None) -> None:
+        """Count the pieces that each owner waits for.  None: every tensor is one."""
+        pieces = [self.owners] if buckets is None else map(self.owners_of, buckets)
+        for owner in itertools.chain.from_iterable(pieces):
+            owner.missing_pieces += 1
 
     def owners_of(self, bucket: fusion.Bucket) -> list[Submission]:
         """The submission of each piece of a bucket."""
@@ -50,7 +51,7 @@ def batches(submissions: Sequence[Submission]) -> list[Batch]:
     element, device = None, ""
     inputs, outputs, owners = Batch([], [], [])
     for submission in submissions:
-        for source, target in zip(submission.inputs, submission.outputs, strict=True):
+        for source, target in zip(submission.inputs, submission.outputs):  # noqa: B905, as many; strict=True takes time
             if source.element is not element or source.device != device:
                 element, device = source.element, source.device
                 key = element.name, kind_of_device(device)
