@@ -13,5 +13,6 @@ batch           tensors that can be fused, and the submissions that own them; pa
 allreduce       the all-reduce of many tensors; point_to_point has the algorithms that send messages
 algorithms      which all-reduce algorithms are usable, and which the cost model prefers
 context         what operations need; their completions, in groups
+gpu_backend     what operations ask of GPUs, which gpu/ answers
 host            what process sets share on a host: tags, regions of the window
 """
