@@ -13,7 +13,7 @@ from ringreduce.arrays.dtypes import TABLE
 from ringreduce.cost_model import ALGORITHMS, ONE_SHOT_BYTES, Constants, best_units, choose, is_one_shot, predict_us
 from ringreduce.execution.algorithms import candidates, check, tuned, usable_algorithms
 from ringreduce.execution.host import Host, window_bytes
-from ringreduce.ops import Reduction, Sum
+from ringreduce.ops import Average, Reduction, Sum
 from ringreduce.settings import Settings
 from ringreduce.testing import run_ranks
 from ringreduce.transport.threads import ThreadNetwork
@@ -154,7 +154,10 @@ def routes_of(hosts, settings=None, *, shared=True, constants=None):
     return host.algorithms((0, 0, 0), range(len(hosts)))
 
 
-FLOAT32, FLOAT16 = (Reduction(Sum, TABLE[name], 2) for name in ("float32", "float16"))
+FLOAT32, FLOAT16, INT32 = (
+    Reduction(op, TABLE[name], 2) for op, name in ((Sum, "float32"), (Sum, "float16"), (Average, "int32"))
+)
+"""Partial results of the last travel as int64."""
 
 
 @pytest.mark.parametrize("hosts", LAYOUTS, ids=str)
@@ -163,7 +166,7 @@ def test_the_table_is_the_models_choice(hosts):
     assert sorted(algorithms.usable) == sorted(usable(hosts) + ["shared"] * (len(set(hosts)) == 1))
     for nbytes in SIZES:
         rounded = (1 << nbytes.bit_length()) * 3 // 4
-        for reduction, wider in ((FLOAT32, 1), (FLOAT16, 2)):
+        for reduction, wider in ((FLOAT32, 1), (FLOAT16, 1), (INT32, 2)):
             expected = "shared" if "shared" in algorithms.usable else None
             expected = expected or choose(rounded, wider * rounded, hosts, algorithms.usable, Constants())
             assert algorithms.choose(nbytes, reduction) == expected
