@@ -6,6 +6,7 @@ host          what runs a collective on the host
 primitive     the JAX primitive of all collectives: jit, grad and vmap go through it
 xla           how XLA calls the host, with its own memory
 ops           the public functions, on trees
+compiled      jit, for small steps
 optimizer     DistributedOptimizer, value_and_grad, broadcast_parameters
 """
 # ruff: noqa: F403
@@ -19,6 +20,7 @@ except ImportError as exc:
 
 from ringreduce.api.common import *
 from ringreduce.jax import elastic as elastic
+from ringreduce.jax.compiled import *
 from ringreduce.jax.ops import *
 from ringreduce.jax.optimizer import *
 from ringreduce.not_there import end_of as _end_of

@@ -11,6 +11,7 @@ from ringreduce.elastic import common
 from ringreduce.elastic.common import *  # noqa: F403
 from ringreduce.elastic.state import ObjectState
 from ringreduce.errors import InputError
+from ringreduce.jax.primitive import forget_failures
 
 __all__ = ["JaxState"]
 __all__ += common.__all__
@@ -47,6 +48,7 @@ class JaxState(ObjectState):
                 "JaxState: arrays of the last commit were donated to a jitted function, for the first time since then; "
                 "commit after its first call, or leave donate_argnums out"
             )
+        forget_failures()
         super().restore()
         self._watch()
 

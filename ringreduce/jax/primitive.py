@@ -4,13 +4,17 @@ Eagerly its arrays are NumPy views of JAX's memory, without a copy, and JAX take
 jit XLA calls the host, which on the CPU writes the results into XLA's memory (xla.py). Those calls have JAX's effect
 "ordered I/O": they run one after the other, in the order of the program, in a thread of XLA's, which has nothing else
 to do meanwhile. The host's function uses no JAX: with as many threads as cores, JAX could wait for that very thread.
+
+Where `chained` evaluates a program, they have no effect: each takes a byte that the one before it returned.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
 from typing import Any
 
 import jax
@@ -25,6 +29,9 @@ from ringreduce.jax import xla
 from ringreduce.jax.host import HostCollective
 
 PRIVATE = (
+    "_src.core.trace_state_clean",
+    "_src.dispatch.runtime_tokens.clear",
+    "core.eval_jaxpr",
     "extend.core.Primitive",
     "ffi.ffi_lowering",
     "interpreters.ad.instantiate_zeros",
@@ -55,8 +62,24 @@ def check_names() -> None:
 check_names()
 Values = Sequence[Any]  # arrays, or what stands for them while JAX traces
 
-collective_p = Primitive("ringreduce")
-collective_p.multiple_results = True
+
+class Collective(Primitive):  # type: ignore[misc]
+    """Is bound with JAX's effect, or inside `chained` with a byte more that ties it to the one before."""
+
+    multiple_results = True
+
+    def bind(self, *values: Any, collective: HostCollective) -> Any:
+        """Its results."""
+        chain = _chain.get()
+        if not chain:
+            return super().bind(*values, collective=collective)
+        *results, chain[-1] = chained_p.bind(*values, chain[-1], collective=collective)
+        return results
+
+
+collective_p, chained_p = Collective("ringreduce"), Primitive("ringreduce_chained")
+chained_p.multiple_results = True
+_chain: ContextVar[list[Any]] = ContextVar("chain", default=[])  # noqa: B039 - never changed
 (ORDERED,) = jax.make_jaxpr(lambda: io_callback(lambda: None, None, ordered=True))().effects
 
 
@@ -65,15 +88,34 @@ def bind(collective: HostCollective, values: Values) -> list[Any]:
     return list(collective_p.bind(*values, collective=collective))
 
 
+@contextlib.contextmanager
+def chained(link: Any) -> Iterator[list[Any]]:
+    """Until it ends, collectives that are bound take this byte, and leave another in the list."""
+    chain = [link]
+    before = _chain.set(chain)
+    try:
+        yield chain
+    finally:
+        _chain.reset(before)
+
+
+def forget_failures() -> None:
+    """Let programs run although one before them failed: its token, which they would wait for, has failed, too."""
+    try:
+        jax.effects_barrier()
+    except jax.errors.JaxRuntimeError:
+        jax._src.dispatch.runtime_tokens.clear()
+
+
 def _run_now(*arrays: Any, collective: HostCollective) -> list[Any]:
     results = collective.run([np.asarray(each) for each in arrays], collective.name)
     places = [each.sharding if getattr(each, "committed", False) else None for each in arrays]
     return list(map(jax.device_put, results, places))  # where the arrays are
 
 
-def _trace(*values: Any, collective: HostCollective) -> Any:
+def _trace(*values: Any, collective: HostCollective) -> list[Any]:
     shapes = collective.shapes([each.shape for each in values])
-    return [jax.core.ShapedArray(shape, each.dtype) for shape, each in zip(shapes, values, strict=True)], {ORDERED}
+    return [jax.core.ShapedArray(shape, each.dtype) for shape, each in zip(shapes, values, strict=True)]
 
 
 def _lower(
@@ -82,11 +124,15 @@ def _lower(
     _refuse_several_devices(ctx.module_context.axis_context, collective)
     name = f"jit.{collective.place}" if collective.name is None else collective.name
 
-    def host(arrays: Sequence[Any], results: Sequence[Any]) -> None:
-        collective.run_into(arrays, results, name)
+    ordered = ctx.primitive is collective_p
+    count = len(operands) if ordered else -1
 
-    results, token = call(ctx, host, operands, ctx.tokens_in.get(ORDERED))
-    ctx.set_tokens_out(ctx.tokens_in.update_tokens(mlir.TokenSet({ORDERED: token})))
+    def host(arrays: Sequence[Any], results: Sequence[Any]) -> None:
+        collective.run_into(arrays[:count], results[:count], name)
+
+    results, token = call(ctx, host, operands, ctx.tokens_in.get(ORDERED) if ordered else None)
+    if ordered:
+        ctx.set_tokens_out(ctx.tokens_in.update_tokens(mlir.TokenSet({ORDERED: token})))
     return results
 
 
@@ -143,9 +189,13 @@ def _batch(values: Values, dims: Sequence[Any], *, collective: HostCollective) -
 
 
 collective_p.def_impl(_run_now)
-collective_p.def_effectful_abstract_eval(_trace)
-mlir.register_lowering(collective_p, functools.partial(_lower, call=_callback), cacheable=False)
-mlir.register_lowering(collective_p, functools.partial(_lower, call=xla.lowered), platform="cpu", cacheable=False)
+collective_p.def_effectful_abstract_eval(
+    lambda *values, collective: (_trace(*values, collective=collective), {ORDERED})
+)
+chained_p.def_abstract_eval(lambda *values, collective: [*_trace(*values[:-1], collective=collective), values[-1]])
+for _primitive in (collective_p, chained_p):
+    mlir.register_lowering(_primitive, functools.partial(_lower, call=_callback), cacheable=False)
+    mlir.register_lowering(_primitive, functools.partial(_lower, call=xla.lowered), platform="cpu", cacheable=False)
 ad.primitive_jvps[collective_p] = _jvp
 ad.primitive_transposes[collective_p] = _transpose
 batching.primitive_batchers[collective_p] = _batch

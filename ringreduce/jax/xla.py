@@ -7,6 +7,7 @@ jaxlib, passes one struct a call. ctypes reads its first fields: later versions 
 from __future__ import annotations
 
 import ctypes
+import functools
 from collections.abc import Callable, Sequence
 from ctypes import POINTER, c_char_p, c_int, c_int64, c_size_t, c_uint64, c_void_p
 from typing import Any
@@ -55,7 +56,7 @@ _Call = _struct("Call", api=POINTER(_Api), context=c_void_p, stage=c_int, **_par
 
 
 def lowered(ctx: Any, host: Host, operands: Sequence[Any], token: Any) -> tuple[Sequence[Any], Any]:
-    """A call of `host` in the program that JAX is making; returns its results, and the token that follows `token`."""
+    """A call of `host` in the program that JAX is making; returns its results, and the next token, if any."""
     inputs, outputs = _kinds(ctx.avals_in), _kinds(ctx.avals_out)
 
     def call(operands: Any, results: Any) -> None:
@@ -64,9 +65,11 @@ def lowered(ctx: Any, host: Host, operands: Sequence[Any], token: Any) -> tuple[
     # JAX never calls it, but keeps it as long as the program, and waits for programs that have such callbacks. For
     # others it does not: their error would be that of the token, and come again at every later call.
     ctx.module_context.add_host_callback(call)
+    lower = functools.partial(jax.ffi.ffi_lowering(TARGET, has_side_effect=True), address=np.uint64(id(call)))
+    if token is None:
+        return lower(ctx, *operands), None
     with_token = ctx.replace(avals_in=[*ctx.avals_in, TOKEN], avals_out=[*ctx.avals_out, TOKEN])
-    lower = jax.ffi.ffi_lowering(TARGET, has_side_effect=True)
-    *results, token = lower(with_token, *operands, token, address=np.uint64(id(call)))
+    *results, token = lower(with_token, *operands, token)
     return results, token
 
 

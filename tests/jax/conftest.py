@@ -17,7 +17,15 @@ def pytest_configure(config):
     on_ranks.start(config)
 
 
-@pytest.fixture(params=["eagerly", "in jit"])
+RUNS = {"eagerly": lambda function: function, "in jit": jax.jit, "in hvd.jit": hvd.jit}
+
+
+@pytest.fixture(params=RUNS)
 def run(request):
     """run(function) is the function itself, or the jitted one."""
-    return jax.jit if request.param == "in jit" else lambda function: function
+    return RUNS[request.param]
+
+
+@pytest.fixture(params=[jax.jit, hvd.jit], ids=["jit", "hvd.jit"])
+def jit(request):
+    return request.param

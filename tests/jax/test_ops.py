@@ -65,7 +65,8 @@ def test_64_bits_become_what_jax_makes_of_them():
 
 def test_numbers_and_trees(run):
     tree = {"loss": 0.5 + RANK, "count": RANK, "layers": [own(2), (own(3), None)], "none": None}
-    result = run(hvd.allreduce)(tree) if run is not jax.jit else jax.jit(hvd.allreduce)(jax.tree.map(jnp.float32, tree))
+    compiled = run in (jax.jit, hvd.jit)
+    result = run(hvd.allreduce)(jax.tree.map(jnp.float32, tree) if compiled else tree)
     assert jax.tree.structure(result) == jax.tree.structure(tree)
     close(result["loss"], 0.5 + RANKS.mean())
     close(result["count"], RANKS.mean())
@@ -210,7 +211,7 @@ def test_vmap(run):
     close(squares, 2 * own(4, 2, 3, rank=RANKS.mean()))
 
 
-def test_control_flow():
+def test_control_flow(jit):
     def program(x):
         total, _ = jax.lax.scan(lambda carry, _: (hvd.allreduce(carry) + RANK, None), x, None, length=3)
         total = jax.lax.while_loop(lambda each: each[0] < 1000, lambda each: hvd.allreduce(each, op=hvd.Sum) + 1, total)
@@ -221,13 +222,13 @@ def test_control_flow():
         value = value.mean() + RANKS
     while value[0] < 1000:
         value = np.full(SIZE, value.sum() + 1)
-    close(jax.jit(program)(jnp.float32([RANK])), [value.mean()])
+    close(jit(program)(jnp.float32([RANK])), [value.mean()])
 
 
-def test_many_in_one_program_run_in_its_order():
+def test_many_in_one_program_run_in_its_order(jit):
     """Rank by rank another of them has the most to compute before; two jitted functions are in flight at once."""
 
-    @jax.jit
+    @jit
     def program(x):
         results = []
         for number in range(20):
@@ -246,9 +247,9 @@ def test_many_in_one_program_run_in_its_order():
 
 
 @pytest.mark.parametrize("count", [1, 100_003, 3_000_000])
-def test_large_arrays_beside_a_computation(count):
+def test_large_arrays_beside_a_computation(jit, count):
     """XLA has as many threads as the machine has cores, and one of them waits here."""
-    program = jax.jit(lambda x: hvd.allreduce(jnp.sqrt(x * x), op=hvd.Sum))
+    program = jit(lambda x: hvd.allreduce(jnp.sqrt(x * x), op=hvd.Sum))
     other = jax.jit(lambda x: (x @ x).sum())
     waiting = [(program(jnp.full(count, 1.0 + RANK)), other(jnp.ones((300, 300)))) for _ in range(4)]
     for reduced, computed in waiting:
@@ -272,7 +273,7 @@ def test_memory_is_not_copied(run, monkeypatch):
     close(result, own(1000, rank=RANKS.mean()))
     ((argument, written),) = pointers
     assert written == result.unsafe_buffer_pointer()
-    assert run is jax.jit or argument == x.unsafe_buffer_pointer()
+    assert run in (jax.jit, hvd.jit) or argument == x.unsafe_buffer_pointer()
 
 
 def test_a_program_that_would_leave_its_host_is_refused():
@@ -281,8 +282,8 @@ def test_a_program_that_would_leave_its_host_is_refused():
 
 
 @pytest.mark.skipif(SIZE == 1, reason="ranks must differ")
-def test_after_an_error_in_a_program_that_takes_long_jax_goes_on():
-    @jax.jit
+def test_after_an_error_in_a_program_that_takes_long_jax_goes_on(jit):
+    @jit
     def program(x):
         w = jnp.full((500, 500), x[0])
         for _ in range(5):

@@ -51,7 +51,7 @@ api.ordered, api.own_channel, api.collective < api.common, optim.exchange, optim
 optim.reducer < ps.layout, ps.messages, ps.consistency, ps.arrays < ps.roles < ps.server, ps.worker < sweeps.study <
 sweeps.teams < sweeps.trial < sweeps.sweep < optimizer, testing <
 elastic.kept, elastic.libraries < elastic.commit, elastic.sampler < elastic.state < elastic.loop < elastic.common <
-jax.xla, jax.host < jax.primitive < jax.ops < jax.optimizer < jax.elastic <
+jax.xla, jax.host < jax.primitive < jax.ops, jax.compiled < jax.optimizer < jax.elastic <
 tensorflow.host < tensorflow.ops < tensorflow.training <
 keras.ops < keras.optimizer, keras.callbacks, keras.elastic < tensorflow.keras <
 torch.ops, torch.sparse, torch.functions, torch.sync_batch_norm, torch.ps < torch.hooks, torch.pending <

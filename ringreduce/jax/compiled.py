@@ -1,0 +1,72 @@
+"""jit: jax.jit for functions with collectives, whose programs JAX's compiled dispatch calls.
+
+A function with JAX's effects is called by way of Python, which takes longer than a small model's step. So here the
+order of collectives is data: each has a byte that the one before it made. Programs, of either kind, run in the order of
+their calls, as a device runs all of them; so does one whose arguments are late.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ringreduce.jax.primitive import ORDERED, chained, collective_p
+
+__all__ = ["jit"]
+
+
+def jit(
+    fun: Callable[..., Any],
+    *,
+    static_argnums: Any = None,
+    static_argnames: Any = None,
+    donate_argnums: Any = None,
+    donate_argnames: Any = None,
+) -> Callable[..., Any]:
+    """As jax.jit, for a function with collectives: a call takes less time, whatever they are; for small models.
+
+    Collectives inside a loop, a condition or another jitted function are ordered as in jax.jit, and so are then all of
+    this function; inside another jitted function, or under jax.grad or jax.vmap, it is jax.jit.
+
+    static_argnums, static_argnames, donate_argnums, donate_argnames: as jax.jit's.
+    Cost:   bench/README.md has figures; results, order and errors are those of jax.jit.
+    """
+    options = {
+        "static_argnums": static_argnums,
+        "static_argnames": static_argnames,
+        "donate_argnums": donate_argnums,
+        "donate_argnames": donate_argnames,
+    }
+
+    @functools.wraps(fun)
+    def with_last(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        return _in_order(lambda: fun(*args, **kwargs))
+
+    in_a_trace, alone = jax.jit(fun, **options), jax.jit(with_last, **options)
+
+    @functools.wraps(fun)
+    def called(*args: Any, **kwargs: Any) -> Any:
+        if not jax._src.core.trace_state_clean():
+            return in_a_trace(*args, **kwargs)
+        try:
+            return alone(*args, **kwargs)[0]
+        except ValueError as exc:
+            if not str(exc).startswith("INTERNAL: "):
+                raise
+            raise jax.errors.JaxRuntimeError(str(exc)) from exc  # as from a call by way of Python
+
+    return called
+
+
+def _in_order(function: Callable[[], Any]) -> tuple[Any, Any]:
+    """Its results, and the byte of its last collective: what makes no result, JAX leaves out."""
+    program, form = jax.make_jaxpr(function, return_shape=True)()
+    ours = all(each.primitive is collective_p for each in program.eqns if ORDERED in each.effects)
+    with chained(jnp.uint8(0)) if ours else contextlib.nullcontext([None]) as chain:
+        leaves = jax.core.eval_jaxpr(program.jaxpr, program.consts)
+    return jax.tree.unflatten(jax.tree.structure(form), leaves), chain[-1]
