@@ -29,6 +29,8 @@ from ringreduce.ops import Average
 __all__ = ["allgather", "allreduce", "alltoall", "barrier", "broadcast", "grouped_allgather", "grouped_allreduce"]
 __all__ += ["grouped_reducescatter", "reducescatter"]
 
+MOVING = "broadcast", "allgather", "alltoall"  # the collectives that random keys can take part in
+
 
 @with_signature_of(reduce.allreduce)
 def allreduce(call: Call) -> Any:
@@ -84,8 +86,9 @@ def alltoall(call: Call) -> Any:
             "alltoall: splits inside jax.jit, grad or vmap, where the number of received rows must be known before; "
             "expected None: pad to equal parts, or call it outside"
         )
-    rows, received = gather.alltoall(np.asarray(call.tensor), np.asarray(call.splits), call.name, call.process_set)
-    return jax.device_put(rows), jax.device_put(received)
+    sent = np.asarray(_array("alltoall", "", call.tensor))
+    rows, received = gather.alltoall(sent, np.asarray(call.splits), call.name, call.process_set)
+    return _like(call.tensor, jax.device_put(rows)), jax.device_put(received)
 
 
 @with_signature_of(reduce.reducescatter)
@@ -129,22 +132,36 @@ def _on_leaves(function: str, tree: Any, call: Call) -> Any:
     place = _place(function, calling_line(), tuple((each.shape, each.dtype) for each in arrays))
     own_ones = {"place": place, "names": None if names == ("",) else names, "compression": Compression.none}
     collective = HostCollective.of(function, vars(call) | own_ones)
-    for own, array in zip(names, arrays, strict=True):
-        if collective.by_rows and not array.ndim:
+    for own, (_, leaf) in zip(names, paths, strict=True):
+        if collective.by_rows and not jnp.ndim(leaf):
             raise InputError(f"{function}{_quoted(own)}: a 0-d array has no rows; pass one of at least 1 dimension")
-    results = zip(bind(collective, arrays), pairs, strict=True)
-    return jax.tree.unflatten(form, [compression.decompress(result, context) for result, (_, context) in results])
+    results = [
+        _like(leaf, compression.decompress(result, context))
+        for (_, leaf), result, (_, context) in zip(paths, bind(collective, arrays), pairs, strict=True)
+    ]
+    return jax.tree.unflatten(form, results)
+
+
+def _is_key(leaf: Any) -> bool:
+    return isinstance(leaf, jax.Array) and jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+
+def _like(leaf: Any, result: Any) -> Any:
+    """The result, as random keys where the leaf was some."""
+    return jax.random.wrap_key_data(result, impl=jax.random.key_impl(leaf)) if _is_key(leaf) else result
 
 
 def _array(function: str, name: str, leaf: Any) -> Any:
-    """The leaf as JAX's array, or what stands for one."""
+    """The leaf as JAX's array, or what stands for one; of random keys their data, where it is moved only."""
+    if _is_key(leaf) and function in MOVING:
+        return jax.random.key_data(leaf)
     try:
         array = jnp.asarray(leaf)
         element_type(array.dtype)
     except (TypeError, UnsupportedArrayError) as exc:
         cure = "pass only the arrays of a tree, such as equinox.filter(tree, equinox.is_array)"
-        if isinstance(leaf, jax.Array) and jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-            cure = "pass jax.random.key_data(key)"
+        if _is_key(leaf):
+            cure = "random keys have no sum; broadcast or gather them"
         raise UnsupportedArrayError(f"{function}{_quoted(name)}: {exc}; {cure}") from exc
     return array
 

@@ -212,23 +212,13 @@ def broadcast_parameters(params: Any, root_rank: int = 0, process_set: ProcessSe
     Cost:   as `broadcast`, of all arrays as a group.
     Source: Horovod's broadcast_parameters.
     """
-    arrays = jax.tree.map(lambda leaf: _elements(leaf) if isinstance(leaf, jax.Array | np.ndarray) else None, params)
+    arrays = jax.tree.map(lambda leaf: leaf if isinstance(leaf, jax.Array | np.ndarray) else None, params)
     numbers = jax.tree.map(lambda leaf: leaf if isinstance(leaf, bool | int | float | complex) else None, params)
     received = broadcast(arrays, root_rank, None, process_set)
     if jax.tree.leaves(numbers):
         numbers = broadcast_object(numbers, root_rank, None, process_set)
 
     def chosen(leaf: Any, array: Any, number: Any) -> Any:
-        if _is_key(leaf):
-            return jax.random.wrap_key_data(array, impl=jax.random.key_impl(leaf))
         return next((each for each in (array, number) if each is not None), leaf)
 
     return jax.tree.map(chosen, params, received, numbers, is_leaf=lambda leaf: leaf is None)
-
-
-def _is_key(leaf: Any) -> bool:
-    return isinstance(leaf, jax.Array) and jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-
-
-def _elements(array: Any) -> Any:
-    return jax.random.key_data(array) if _is_key(array) else array

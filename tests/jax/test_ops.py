@@ -113,6 +113,23 @@ def test_alltoall(run):
     close(run(hvd.alltoall)(own(2 * SIZE, 3)), np.concatenate(parts))
 
 
+@pytest.mark.parametrize("kind", ["threefry2x32", "rbg"])
+@pytest.mark.quick
+def test_random_keys(run, kind):
+    keys = [jax.random.split(jax.random.key(rank, impl=kind), SIZE) for rank in RANKS]
+    moved = [
+        (run(lambda tree: hvd.broadcast(tree, SIZE - 1))({"key": keys[RANK][0], "w": own(2)})["key"], keys[-1][0]),
+        (run(hvd.allgather)(keys[RANK]), jnp.concatenate(keys)),
+        (run(hvd.alltoall)(keys[RANK]), jnp.stack([each[RANK] for each in keys])),
+        (hvd.alltoall(keys[RANK], [1] * SIZE)[0], jnp.stack([each[RANK] for each in keys])),
+        (hvd.broadcast_object([keys[RANK]], 0)[0], keys[0]),
+    ]
+    for result, expected in moved:
+        assert (result == expected).all()
+    with pytest.raises(rr.InputError, match="allgather: a 0-d array has no rows"):
+        hvd.allgather(keys[RANK][0])
+
+
 def test_alltoall_with_splits():
     rows, received = hvd.alltoall(own(SIZE * (RANK + 1), 2), [RANK + 1] * SIZE)
     assert received.tolist() == [rank + 1 for rank in RANKS]
@@ -329,8 +346,10 @@ def test_rows_that_differ_inside_jit_are_told():
 def test_what_cannot_be_reduced_is_told():
     with pytest.raises(rr.InputError, match=r"allreduce 'f': .*pass only the arrays of a tree, such as equinox.filter"):
         hvd.allreduce({"f": jax.nn.relu})
-    with pytest.raises(rr.InputError, match=r"broadcast: elements of type key.*pass jax.random.key_data\(key\)"):
-        hvd.broadcast(jax.random.key(0), 0)
+    with pytest.raises(
+        rr.InputError, match=r"allreduce 'k': elements of type key.*; random keys have no sum; broadcast"
+    ):
+        hvd.allreduce({"k": jax.random.key(0)})
     with pytest.raises(rr.InputError, match="allgather 'a': a 0-d array has no rows"):
         hvd.allgather({"a": 1.0})
     with pytest.raises(rr.InputError, match="was not added"):
