@@ -23,7 +23,7 @@ from ringreduce.compression import Compression
 from ringreduce.errors import InputError, UnsupportedArrayError
 from ringreduce.execution.signature import calling_line
 from ringreduce.jax.host import HostCollective
-from ringreduce.jax.primitive import bind
+from ringreduce.jax.primitive import bind, placed
 from ringreduce.ops import Average
 
 __all__ = ["allgather", "allreduce", "alltoall", "barrier", "broadcast", "grouped_allgather", "grouped_allreduce"]
@@ -88,7 +88,7 @@ def alltoall(call: Call) -> Any:
         )
     sent = np.asarray(_array("alltoall", "", call.tensor))
     rows, received = gather.alltoall(sent, np.asarray(call.splits), call.name, call.process_set)
-    return _like(call.tensor, jax.device_put(rows)), jax.device_put(received)
+    return _like(call.tensor, placed(rows, call.tensor)), jax.device_put(received)
 
 
 @with_signature_of(reduce.reducescatter)

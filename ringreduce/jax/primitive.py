@@ -41,6 +41,7 @@ PRIVATE = (
     "interpreters.mlir.TokenSet",
     "interpreters.mlir.emit_python_callback",
     "interpreters.mlir.register_lowering",
+    "interpreters.mlir.LoweringParameters.for_export",
     "interpreters.mlir.LoweringRuleContext.set_tokens_out",
     "interpreters.mlir.ModuleContext.add_host_callback",
 )
@@ -109,8 +110,18 @@ def forget_failures() -> None:
 
 def _run_now(*arrays: Any, collective: HostCollective) -> list[Any]:
     results = collective.run([np.asarray(each) for each in arrays], collective.name)
-    places = [each.sharding if getattr(each, "committed", False) else None for each in arrays]
-    return list(map(jax.device_put, results, places))  # where the arrays are
+    return list(map(placed, results, arrays))
+
+
+def placed(result: Any, like: Any) -> Any:
+    """The result as JAX's array, where this one is; on all of its devices where it cannot be divided as that one."""
+    place = like.sharding if getattr(like, "committed", False) else None
+    try:
+        return jax.device_put(result, place)
+    except ValueError:
+        if not isinstance(place, jax.sharding.NamedSharding):
+            raise
+        return jax.device_put(result, jax.sharding.NamedSharding(place.mesh, jax.sharding.PartitionSpec()))
 
 
 def _trace(*values: Any, collective: HostCollective) -> list[Any]:
@@ -122,6 +133,11 @@ def _lower(
     ctx: Any, *operands: Any, collective: HostCollective, call: Callable[..., tuple[Sequence[Any], Any]]
 ) -> Sequence[Any]:
     _refuse_several_devices(ctx.module_context.axis_context, collective)
+    if ctx.module_context.lowering_parameters.for_export:
+        raise InputError(
+            f"{collective.kind} ({collective.place}): jax.export of a function with collectives, which call "
+            "this process; export the part without them, and call that between: hvd.allreduce(exported.call(x))"
+        )
     name = f"jit.{collective.place}" if collective.name is None else collective.name
 
     ordered = ctx.primitive is collective_p

@@ -15,7 +15,7 @@ from tests.support.jobs import ROOT
 
 pytestmark = [pytest.mark.timeout(900), pytest.mark.xdist_group("frameworks")]
 PYTHON = Path(sys.executable)
-PACKAGES = ["jax", "optax", "equinox", "flax", "keras", "tensorflow-cpu"]
+PACKAGES = ["jax", "optax", "equinox", "flax", "orbax-checkpoint", "keras", "tensorflow-cpu"]
 EVERYWHERE = [
     *(("jax", "jax", ranks) for ranks in (1, 2, 3, 4)),
     *(("tensorflow", "tensorflow", ranks) for ranks in (1, 2, 3)),

@@ -294,8 +294,17 @@ def test_memory_is_not_copied(run, monkeypatch):
 
 
 def test_a_program_that_would_leave_its_host_is_refused():
-    with pytest.raises(NotImplementedError, match="host_callbacks"):
+    with pytest.raises(
+        rr.InputError, match=r"allreduce \(.*\): jax.export of a function with coll.*the part without them"
+    ):
         jax.export.export(jax.jit(hvd.allreduce))(own(3))
+
+
+def test_what_was_exported_is_called_beside_collectives(run):
+    exported = jax.export.export(jax.jit(jnp.square))(own(3))
+    close(
+        run(lambda x: hvd.allreduce(exported.call(x)))(own(3)), np.mean([own(3, rank=each) ** 2 for each in RANKS], 0)
+    )
 
 
 @pytest.mark.skipif(SIZE == 1, reason="ranks must differ")
@@ -362,24 +371,36 @@ def test_what_cannot_be_reduced_is_told():
 
 MESH = jax.sharding.Mesh(np.array(jax.devices()), ("x",))
 ROWS = jax.sharding.NamedSharding(MESH, jax.sharding.PartitionSpec("x"))
+EVERYWHERE = jax.sharding.NamedSharding(MESH, jax.sharding.PartitionSpec())
 
 
+@pytest.mark.parametrize("place", [ROWS, EVERYWHERE], ids=["sharded", "replicated"])
 @pytest.mark.parametrize(
     "program",
     [
         jax.jit(hvd.allreduce),
-        jax.jit(jax.shard_map(hvd.allreduce, mesh=MESH, in_specs=ROWS.spec, out_specs=ROWS.spec)),
-        lambda x: jax.pmap(hvd.allreduce)(x.reshape(2, 4)),
+        hvd.jit(hvd.allreduce),
+        jax.jit(lambda x: jax.lax.cond(x[0] > 0, hvd.allreduce, jnp.sqrt, x)),
+        jax.jit(
+            jax.shard_map(lambda x: hvd.allreduce(x, name="w"), mesh=MESH, in_specs=ROWS.spec, out_specs=ROWS.spec)
+        ),
+        lambda x: jax.pmap(hvd.allreduce)(np.asarray(x).reshape(2, 4)),
     ],
-    ids=["sharded", "shard_map", "pmap"],
+    ids=["jit", "hvd.jit", "cond", "shard_map", "pmap"],
 )
-def test_a_program_of_several_devices_is_refused_and_what_it_says_works(program):
-    x = jax.device_put(own(8), ROWS)
+def test_a_program_of_several_devices_is_refused_and_what_it_says_works(program, place):
+    x = jax.device_put(own(8), place)
     with pytest.raises(rr.InputError, match=r"allreduce \(.*\): this program runs on 2 devices .* between jitted"):
         program(x)
     squares = hvd.allreduce(jax.jit(jnp.square)(x))
-    assert squares.sharding == ROWS
+    assert squares.sharding == place
     close(jax.jit(jnp.sqrt)(squares), np.sqrt(np.mean([np.square(own(8, rank=each)) for each in RANKS], axis=0)))
+
+
+def test_results_that_cannot_be_sharded_as_the_arguments_are_on_all_of_their_devices():
+    part = hvd.reducescatter(jax.device_put(own(2 * SIZE + 2, 1), ROWS))
+    assert part.sharding == (ROWS if len(part) % 2 == 0 else EVERYWHERE)
+    close(part, np.array_split(own(2 * SIZE + 2, 1, rank=RANKS.mean()), SIZE)[RANK])
 
 
 def test_what_is_ours_has_its_names():

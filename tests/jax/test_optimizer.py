@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import orbax.checkpoint
 import pytest
 from flax import nnx
 from flax.training.train_state import TrainState
@@ -39,11 +40,11 @@ def share(step):
     return batch(step)[RANK::SIZE]
 
 
-def train(optimizer, data, params, loss_and_gradients=None, steps=STEPS):
+def train(optimizer, data, params, loss_and_gradients=None, steps=STEPS, jit=jax.jit):
     """The parameters after so many steps, each of one jitted function."""
     loss_and_gradients = loss_and_gradients or jax.value_and_grad(loss_of)
 
-    @jax.jit
+    @jit
     def step(params, state, x):
         _, gradients = loss_and_gradients(params, x)
         updates, state = optimizer.update(gradients, state, params)
@@ -138,11 +139,24 @@ def test_adasum_reduces_the_updates():
     np.testing.assert_allclose(updates["w"], [-0.5 * (rank + 1) if rank < SIZE else 0 for rank in range(4)], rtol=1e-6)
 
 
-def test_in_a_chain_with_arguments_of_its_own():
-    scheduled = optax.inject_hyperparams(optax.sgd)(learning_rate=optax.linear_schedule(0.1, 0.0, 10))
-    chained = optax.chain(hvd.DistributedOptimizer(optax.clip_by_global_norm(1.0)), scheduled)
-    expected = optax.chain(optax.clip_by_global_norm(1.0), scheduled)
-    check(train(chained, share, first_params(), steps=5), train(expected, batch, first_params(), steps=5))
+SCHEDULE = optax.linear_schedule(0.1, 0.0, 10)
+COMBINED = {
+    "chain": lambda wrap: optax.chain(wrap(optax.clip_by_global_norm(1.0)), optax.sgd(SCHEDULE)),
+    "inject_hyperparams inside": lambda wrap: wrap(optax.inject_hyperparams(optax.sgd)(SCHEDULE)),
+    "inject_hyperparams outside": lambda wrap: optax.inject_hyperparams(lambda rate: wrap(optax.sgd(rate)))(SCHEDULE),
+    "MultiSteps inside": lambda wrap: wrap(optax.MultiSteps(optax.adam(0.1), 2).gradient_transformation()),
+    "MultiSteps outside": lambda wrap: optax.MultiSteps(wrap(optax.adam(0.1)), 2).gradient_transformation(),
+    "apply_if_finite inside": lambda wrap: wrap(optax.apply_if_finite(optax.adam(0.1), 3)),
+    "multi_transform outside": lambda wrap: optax.multi_transform(
+        {"a": wrap(optax.sgd(0.1)), "b": wrap(optax.adam(0.1))}, {"w": ["a", "b"]}
+    ),
+}
+
+
+@pytest.mark.parametrize("combined", COMBINED.values(), ids=COMBINED)
+def test_inside_and_outside_of_optaxs_own(combined):
+    mine = train(combined(hvd.DistributedOptimizer), share, first_params(), steps=4, jit=hvd.jit)
+    check(mine, train(combined(lambda same: same), batch, first_params(), steps=4))
 
 
 def test_a_module_of_equinox():
@@ -228,6 +242,19 @@ def test_a_module_of_flax_nnx():
     check(trained(hvd.DistributedOptimizer(optax.adam(0.01)), share, model), trained(optax.adam(0.01), batch, Net(0)))
 
 
+def test_a_checkpoint_of_orbax(tmp_path):
+    """What the root restored, sharded as it was saved."""
+    rows = jax.sharding.NamedSharding(jax.make_mesh((2,), ("x",)), jax.sharding.PartitionSpec("x"))
+    params = {"w": jax.device_put(jnp.arange(8.0) + RANK, rows), "step": jnp.int32(RANK)}
+    with orbax.checkpoint.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "params", params)
+        checkpointer.wait_until_finished()
+        restored = checkpointer.restore(tmp_path / "params", params)
+    received = hvd.broadcast_parameters(restored)
+    assert (received["w"].sharding, received["w"].tolist()) == (rows, list(range(8)))
+    assert received["step"] == 0
+
+
 @pytest.mark.parametrize(("only", "masks"), [((), 1), ((nnx.Param,), SIZE)])
 def test_the_random_keys_of_a_module_are_the_roots_unless_only_parameters_are_broadcast(only, masks):
     net = nnx.Sequential(nnx.Linear(5, 8, rngs=nnx.Rngs(RANK)), nnx.Dropout(0.5, rngs=nnx.Rngs(RANK)))
@@ -271,7 +298,7 @@ def test_what_skips_steps_by_the_step_alone_may_be_around_it(conditional):
             jax.jit(optimizer.update)(*arguments, value=float(RANK))
 
 
-def test_parameters_may_be_donated():
+def test_parameters_may_be_donated(jit):
     """The step may use their memory, and the optimizer's, for its results."""
     optimizer = hvd.DistributedOptimizer(optax.adam(0.01))
 
@@ -282,7 +309,7 @@ def test_parameters_may_be_donated():
     results = []
     for donated in ((), (0, 1)):
         params = first_params()
-        state, compiled = optimizer.init(params), jax.jit(step, donate_argnums=donated)
+        state, compiled = optimizer.init(params), jit(step, donate_argnums=donated)
         for number in range(5):
             before = params
             params, state = compiled(params, state, share(number))
