@@ -60,7 +60,8 @@ from .network import parse_interfaces
 from .preflight import Preflight, check_job
 from .preflight.probe import both_mpi_wheels
 from .processes import open_standard_streams
-from .ssh import SshOptions, parse_ssh
+from .remote import reach_of
+from .ssh import parse_ssh
 
 _WHERE = """\
 Without -np there are as many ranks as slots on the hosts of -H, of --hostfile, or of an
@@ -101,7 +102,6 @@ class Request:
     """The hosts that were named; None: this one."""
     find_hosts: Callable[[], Found | None]
     """Returns those that are named now: a file may have changed."""
-    ssh: SshOptions
 
     @property
     def options(self) -> Namespace:
@@ -185,6 +185,8 @@ def _checked(resolved: config.Config) -> Request:
     lost_after_s = parse_seconds(options.lost_after, flag("lost_after"))
     asked = parse_env(options.env or (), os.environ)
     elasticity = elastic.parse(options, flag, {**os.environ, **resolved.variables, **asked})
+    # half of it, so that ssh can say what it waits for
+    ssh = parse_ssh(options.ssh_port, options.ssh_identity_file, start_timeout_s / 2, lost_after_s)
     job = Job(
         0,
         options.command,
@@ -205,6 +207,7 @@ def _checked(resolved: config.Config) -> Request:
         grace_s=None if options.grace is None else parse_seconds(options.grace, flag("grace")),
         forwarded=parse_signals(options.forward_signals, flag("forward_signals")),
         elastic=elasticity,
+        reach=reach_of(found, ssh),
         interfaces=parse_interfaces(options.network_interfaces, flag("network_interfaces")),
         asked=asked,
         allowed=parse_allowed(options.env_allow, flag("env_allow")),
@@ -213,9 +216,7 @@ def _checked(resolved: config.Config) -> Request:
     np = parse_rank_count(options.np, flag("np"))
     if np and elasticity:
         np += elasticity.spares
-    # half of it, so that ssh can say what it waits for
-    ssh = parse_ssh(options.ssh_port, options.ssh_identity_file, start_timeout_s / 2, lost_after_s)
-    return Request(resolved, job, np, found, find_hosts, ssh)
+    return Request(resolved, job, np, found, find_hosts)
 
 
 def _preflight(request: Request, command: Sequence[str]) -> Preflight | None:
@@ -223,12 +224,12 @@ def _preflight(request: Request, command: Sequence[str]) -> Preflight | None:
     if request.found is None or request.options.dry_run:
         return None
     hosts = may_get_ranks(request.found, request.np)
-    return _ask(request, command, hosts, request.found) if hosts else None
+    return _ask(request, command, hosts) if hosts else None
 
 
-def _ask(request: Request, command: Sequence[str], hosts: Sequence[Host], found: Found) -> Preflight:
+def _ask(request: Request, command: Sequence[str], hosts: Sequence[Host]) -> Preflight:
     program, job = (interpreter_of(command), command[0]), request.job
-    return check_job(hosts, *program, job.folder, ssh=request.ssh, in_slurm=found.in_slurm, interfaces=job.interfaces)
+    return check_job(hosts, *program, job.folder, reach=job.reach, interfaces=job.interfaces)
 
 
 def _growth(request: Request) -> Growth:
@@ -248,8 +249,7 @@ def _reallocation(request: Request, command: Sequence[str], growth: Growth) -> R
     """Return what finds the hosts for a restart."""
 
     def answering(names: Sequence[str]) -> Collection[str]:
-        assert request.found is not None
-        asked = _ask(request, command, [Host(name) for name in names], request.found)
+        asked = _ask(request, command, [Host(name) for name in names])
         return set(asked.answering) - {finding.host for finding in asked.errors}
 
     return on_hosts_that_answer(growth.named, answering, growth.most)
@@ -308,15 +308,13 @@ def _run_job(request: Request) -> int:
         chosen = preflight.only([host.name for host, _ in hosts])
         _say("\n".join([chosen.table(), *(f"ringrun: warning: {line}" for line in chosen.warning_lines())]))
         chosen.require_no_errors()
-    in_slurm = request.found is not None and request.found.in_slurm
-    if hosts and in_slurm and request.options.launcher == "srun":
+    if hosts and request.found and request.found.in_slurm and request.options.launcher == "srun":
         detected = by_srun(detected)
     job = replace(
         request.job,
         size=size,
         command=command,
         hosts=hosts,
-        ssh=None if in_slurm else request.ssh,
         shown=_shown_ranks(request, size),
         stdin_rank=_stdin_rank(request, size),
     )

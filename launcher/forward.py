@@ -99,12 +99,12 @@ def leave_outer_job(environ: MutableMapping[str, str]) -> list[str]:
     return [] if in_rank else names
 
 
-def forwarded(environ: Mapping[str, str], asked: Mapping[str, str], *, in_batch_system: bool) -> dict[str, str]:
+def forwarded(environ: Mapping[str, str], asked: Mapping[str, str], *, gpus_are_chosen: bool) -> dict[str, str]:
     """Return the variables for ranks on other hosts: those of `environ` that may leave, and all that are `asked` for.
 
-    in_batch_system:  it has told the other hosts which of their GPUs are this job's.
+    gpus_are_chosen:  a batch system has told each host which of its GPUs are this job's.
     """
-    stays = (*_OF_THIS_HOST, *_OF_THIS_PROCESS, *(_BY_BATCH_SYSTEM if in_batch_system else ()))
+    stays = (*_OF_THIS_HOST, *_OF_THIS_PROCESS, *(_BY_BATCH_SYSTEM if gpus_are_chosen else ()))
     kept = {name: value for name, value in environ.items() if not (is_secret(name, value) or _matches(name, stays))}
     return {**kept, **asked}
 

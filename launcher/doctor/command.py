@@ -23,7 +23,8 @@ from ..errors import MachineError
 from ..hosts import Found, Host, named_hosts
 from ..network import parse_interfaces
 from ..preflight import check_job
-from ..ssh import SshOptions, parse_ssh
+from ..remote import Reach, reach_of
+from ..ssh import parse_ssh
 from ..text import counted
 from .links import Links, findings, read_links
 from .matrix import matrix
@@ -37,7 +38,7 @@ class Request:
     """The command line, checked."""
 
     found: Found
-    ssh: SshOptions
+    reach: Reach
     interfaces: Sequence[str]
     flags: Sequence[str]
     """Those of it that the measuring job gets, too."""
@@ -62,15 +63,15 @@ def parse(arguments: Sequence[str]) -> Request:
     flags += [] if ssh.port is None else ["--ssh-port", str(ssh.port)]
     flags += [] if ssh.identity_file is None else ["--ssh-identity-file", ssh.identity_file]
     flags += [] if options.network_interfaces is None else ["--network-interfaces", options.network_interfaces]
-    return Request(found, ssh, parse_interfaces(options.network_interfaces), flags)
+    return Request(found, reach_of(found, ssh), parse_interfaces(options.network_interfaces), flags)
 
 
 def run(arguments: Sequence[str]) -> int:
     """Do what `ringrun doctor` is asked for; returns the exit code. LauncherError where that cannot be done."""
     request = parse(arguments)
-    hosts, in_slurm = request.found.hosts, request.found.in_slurm
+    hosts = request.found.hosts
     print(f"ringrun: asking {counted(len(hosts), 'host')} …", file=sys.stderr, flush=True)
-    preflight = check_job(hosts, sys.executable, ssh=request.ssh, in_slurm=in_slurm, interfaces=request.interfaces)
+    preflight = check_job(hosts, sys.executable, reach=request.reach, interfaces=request.interfaces)
     print(preflight.table(), flush=True)
     _print_findings("Errors", preflight.error_lines())
     _print_findings("Warnings", preflight.warning_lines())
@@ -97,7 +98,7 @@ def _links(request: Request, sound: Sequence[str]) -> tuple[Links | None, str]:
         print("\nThe links are not measured: that takes two hosts without errors.")
         return None, ""
     print(f"ringrun: measuring the links between {len(sound)} hosts …", file=sys.stderr, flush=True)
-    lines, failure = measure(sound, request.flags, request.ssh.connect_timeout_s)
+    lines, failure = measure(sound, request.flags, request.reach.timeout_s)
     links = read_links(lines, sound)
     return (links if links.links else None), failure
 

@@ -35,8 +35,8 @@ class Across(NamedTuple):
     ranks: Sequence[tuple["Host", int]]
     """The hosts, by names without a colon, in the order of their ranks, and how many ranks each gets."""
 
-    ssh: Sequence[str]
-    """The argv before a host's name and a command; empty where a batch system starts them."""
+    rsh: Sequence[str]
+    """The argv before a host's name and a command, of ssh or the like; empty where Slurm starts the MPI's daemons."""
 
     variables: Sequence[str]
     """The names of the variables that agents need before they reach ringrun; their values stand on no command line."""

@@ -29,8 +29,8 @@ class MPICH(Engine):
         return {"MPIR_CVAR_CH4_CMA_ENABLE": "0"}
 
     def across_environment(self, across: Across) -> dict[str, str]:
-        """Return the options for ssh, and the interface for MPICH's own network layers."""
-        words = {"HYDRA_LAUNCHER_EXTRA_ARGS": " ".join(across.ssh[1:])} if across.ssh else {}
+        """Return the words that follow ssh's name, and the interface for MPICH's own network layers."""
+        words = {"HYDRA_LAUNCHER_EXTRA_ARGS": " ".join(across.rsh[1:])} if across.rsh else {}
         first = dict.fromkeys(("FI_TCP_IFACE", "FI_SOCKETS_IFACE"), across.interfaces[0]) if across.interfaces else {}
         ucx = {"UCX_NET_DEVICES": ",".join(across.interfaces)} if across.interfaces else {}
         return {**words, **first, **ucx}
@@ -38,6 +38,6 @@ class MPICH(Engine):
 
 def _hosts(across: Across) -> list[str]:
     """Return the flags that say which hosts, how they are reached, and which variables go there."""
-    launcher = ["-launcher", "ssh", "-launcher-exec", across.ssh[0]] if across.ssh else ["-launcher", "slurm"]
+    launcher = ["-launcher", "ssh", "-launcher-exec", across.rsh[0]] if across.rsh else ["-launcher", "slurm"]
     interface = ["-iface", across.interfaces[0]] if across.interfaces else []
     return [*launcher, *interface, "-genvlist", ",".join(across.variables), "-hosts", slots(across)]

@@ -103,8 +103,8 @@ def _hosts(across: Across, is_five: bool) -> list[str]:
     parameters = {f"plm_{ssh}_no_tree_spawn": "1"}
     names = ("oob_tcp_keepalive_time", "oob_tcp_keepalive_intvl", "oob_tcp_keepalive_probes")
     parameters |= {name: str(value) for name, value in zip(names, keepalive(across.lost_after_s), strict=True)}
-    if across.ssh:
-        parameters |= {"plm": ssh, f"plm_{ssh}_agent": " ".join(across.ssh)}
+    if across.rsh:
+        parameters |= {"plm": ssh, f"plm_{ssh}_agent": " ".join(across.rsh)}
     if across.interfaces:
         parameters[interfaces] = ",".join(across.interfaces)
     flags = [word for name, value in parameters.items() for word in (kind, name, value)]

@@ -20,14 +20,11 @@ from ..errors import UsageError
 from ..forward import forwarded, withheld
 from ..hosts import Host, is_here
 from ..network import LOST_AFTER_S
-from ..ssh import SshOptions, ssh_argv
+from ..remote import OverSsh, Reach
 
 _AGENT = "ringrun.agent"
 _BEFORE_PYTHON = ("PYTHONPATH", "LD_LIBRARY_PATH")
 """What an agent's Python may need to start at all."""
-
-_FOR_INNER_SRUN = {"SLURM_EXPORT_ENV": "ALL", "SLURM_OVERLAP": "1"}
-"""For the srun with which an mpirun starts its daemons: with these variables, and in an interactive step too."""
 
 _PYTHON = re.compile(r"python(\d+(\.\d+)*)?t?")
 
@@ -121,8 +118,8 @@ class Job:
     """It reads it even where that is a terminal."""
     hosts: Sequence[tuple[Host, int]] = ()
     """The hosts, in the order of their ranks, and how many each gets; empty: all ranks are on this host."""
-    ssh: SshOptions | None = None
-    """How other hosts are reached; None: a batch system starts the ranks."""
+    reach: Reach = field(default_factory=OverSsh)
+    """How the other hosts are reached."""
     interfaces: Sequence[str] = ()
     """The network interfaces to use; empty: whichever work."""
     asked: Mapping[str, str] = field(default_factory=dict)
@@ -156,7 +153,7 @@ def across(job: Job, inherited: Mapping[str, str], directory: str) -> Across | N
     own = [host.name for host, _ in job.hosts if ":" in host.name and host.name not in names_of]
     names_of |= dict.fromkeys(own, socket.gethostname())  # by which the MPI's launcher knows that no ssh is needed
     ranks = [(Host(names_of.get(host.name, host.name)), count) for host, count in job.hosts]
-    return Across(ranks, ssh_argv(directory) if job.ssh else (), names, job.interfaces, job.lost_after_s)
+    return Across(ranks, job.reach.rsh(directory), names, job.interfaces, job.lost_after_s)
 
 
 def job_command(detected: Detected, job: Job, beyond: Across | None, *, as_root: bool) -> list[str]:
@@ -190,8 +187,12 @@ def job_environment(
     if not job.hosts:
         return {**scratch, **inherited, **ours}
     stay = withheld(inherited, job.asked, job.allowed)
-    through_slurm = {} if job.ssh else _FOR_INNER_SRUN
-    return scratch | {name: value for name, value in inherited.items() if name not in stay} | ours | through_slurm
+    return (
+        scratch
+        | {name: value for name, value in inherited.items() if name not in stay}
+        | ours
+        | {**job.reach.environment}
+    )
 
 
 def elastic_variables(detected: Detected, job: Job, inherited: Mapping[str, str]) -> dict[str, str]:
@@ -210,7 +211,7 @@ def local_variables(job: Job, inherited: Mapping[str, str]) -> dict[str, str]:
 
 def remote_variables(job: Job, environment: Mapping[str, str]) -> dict[str, str]:
     """Return the variables that agents on other hosts are sent, out of mpirun's `environment`."""
-    return forwarded(environment, job.asked, in_batch_system=job.ssh is None) if job.hosts else {}
+    return forwarded(environment, job.asked, gpus_are_chosen=job.reach.gpus_are_chosen) if job.hosts else {}
 
 
 def example(detected: Detected, job: Job, inherited: Mapping[str, str]) -> str:

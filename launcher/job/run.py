@@ -6,6 +6,7 @@ import queue
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 
 from ..agent import kept_commits
 from ..agent.shm_cleanup import remove_folders
@@ -19,8 +20,6 @@ from ..network import own_addresses
 from ..output.display import Display, Output
 from ..output.files import OutputFiles
 from ..processes import raise_open_files
-from ..remote import remote_over_slurm, remote_over_ssh
-from ..ssh import write_config
 from . import plan, restarts
 from .control_socket import ControlSocket
 from .events import Events
@@ -115,8 +114,7 @@ def _remove_commits(job: Job, names: Collection[str]) -> None:
     kept_commits.remove(job.commits_folder)
     if job.commits_folder and (away := [name for name in names if not is_here(Host(name))]):
         with private_folder() as directory:
-            by_ssh = job.ssh and remote_over_ssh(directory, replace(job.ssh, connect_timeout_s=_REMOVAL_S))
-            (by_ssh or remote_over_slurm(_REMOVAL_S)).run(away, ["/bin/rm", "-rf", job.commits_folder])
+            job.reach.within(_REMOVAL_S).remote(directory).run(away, ["/bin/rm", "-rf", job.commits_folder])
 
 
 def _run_once(start: Callable[[], Ending], job: Job, say: restarts.Say) -> Ending:
@@ -155,8 +153,8 @@ def _start_and_supervise(
         )
         control = ControlSocket(directory, job.size, job.command, events)
         environment = plan.job_environment(detected, job, os.environ, settings, listener.address, listener.authkey)
-        if job.ssh:
-            write_config(directory, job.ssh, plan.aliases(job))
+        for name, text in job.reach.files(plan.aliases(job)).items():
+            Path(directory, name).write_text(text)
         if beyond := plan.across(job, environment, directory):
             environment |= detected.engine.across_environment(beyond)
         local, remote = plan.local_variables(job, os.environ), plan.remote_variables(job, environment)

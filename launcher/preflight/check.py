@@ -14,8 +14,7 @@ from ..errors import MachineError
 from ..folders import private_folder
 from ..hosts import Host
 from ..network import own_addresses
-from ..remote import Problem, Remote, remote_over_slurm, remote_over_ssh
-from ..ssh import SshOptions
+from ..remote import Problem, Reach, Remote
 from .ask import Facts, Question, ask
 from .findings import Finding, find, lines
 from .table import table
@@ -109,25 +108,22 @@ def check_job(
     command: str | None = None,
     folder: str | None = None,
     *,
-    ssh: SshOptions,
-    in_slurm: bool,
+    reach: Reach,
     interfaces: Sequence[str] = (),
 ) -> Preflight:
     """Ask this host and all `hosts`; returns what they have and what is wrong. See `check` for the rest.
 
-    ssh:         also says how long a host may take, whether over ssh or not.
-    in_slurm:    the hosts are nodes of the Slurm job that ringrun runs in.
+    reach:       how the others are reached.
     interfaces:  those of this host that the others are to connect to; empty: whichever work.
     """
-    timeout_s = ssh.connect_timeout_s
     with ExitStack() as stack:
         directory = stack.enter_context(private_folder())
-        remote = remote_over_slurm(timeout_s) if in_slurm else remote_over_ssh(directory, ssh)
+        remote = reach.remote(directory)
         addresses: list[tuple[str, int]] = []
         if others := [host.name for host in hosts if not remote.is_here(host.name)]:
             port = stack.enter_context(_listener()).getsockname()[1]
             addresses = [(address, port) for address in own_addresses(others, interfaces)]
-        return check(hosts, remote, python, command, folder, addresses=addresses, timeout_s=timeout_s)
+        return check(hosts, remote, python, command, folder, addresses=addresses, timeout_s=reach.timeout_s)
 
 
 def _listener() -> socket.socket:

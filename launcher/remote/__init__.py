@@ -2,6 +2,7 @@
 
     hosts       Remote: runs a program on all hosts of a job, this one included
     over_ssh    runs it on other hosts over ssh; over_slurm: on the nodes of a Slurm job, through srun
+    reach       which of these it is for a job, also for the MPI's launcher
     base        what a runner, an answer and a problem are
     refusals    what ssh and srun write when they fail → one problem with its cure; pure
     parallel    runs many child processes at once and keeps what they write
@@ -11,8 +12,9 @@ Its own standard input is empty.
 """
 
 from .base import Answer, Problem, Runner
-from .hosts import Remote, remote_over_slurm, remote_over_ssh
+from .hosts import Remote
 from .over_slurm import Slurm
 from .over_ssh import Ssh
+from .reach import OverSlurm, OverSsh, Reach, reach_of
 
-__all__ = ["Answer", "Problem", "Remote", "Runner", "Slurm", "Ssh", "remote_over_slurm", "remote_over_ssh"]
+__all__ = ["Answer", "OverSlurm", "OverSsh", "Problem", "Reach", "Remote", "Runner", "Slurm", "Ssh", "reach_of"]

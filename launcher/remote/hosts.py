@@ -9,15 +9,10 @@ from collections.abc import Mapping, Sequence
 from itertools import islice
 
 from ..hosts import Host, is_here
-from ..ssh import SshOptions, write_config
 from ..text import counted, listed
 from .base import Answer, Runner
-from .over_slurm import Slurm
-from .over_ssh import Ssh
 from .parallel import Outcome, Task, run_all
 from .refusals import program_problem, took_too_long
-
-_GRACE_S = 1.0
 
 
 class Local(Runner):
@@ -81,15 +76,3 @@ class Remote:
 def _owners(names: Sequence[str], tasks: Sequence[Task]) -> Sequence[Sequence[str]]:
     """Return the hosts of each task, which are one each, or all of one task."""
     return [[name] for name in names] if len(tasks) == len(names) else [names]
-
-
-def remote_over_ssh(directory: str, options: SshOptions) -> Remote:
-    """Return what reaches hosts over ssh; ringrun's private `directory` is for a file that must stay as long."""
-    timeout_s = options.connect_timeout_s
-    # ssh's own limit comes first: it says what it waited for
-    return Remote(Ssh(write_config(directory, options), timeout_s), timeout_s + _GRACE_S)
-
-
-def remote_over_slurm(timeout_s: float) -> Remote:
-    """Return what runs programs on the nodes of the Slurm job that ringrun runs in."""
-    return Remote(Slurm("srun", timeout_s), timeout_s)

@@ -93,7 +93,7 @@ def test_a_rank_finds_its_place_by_all_its_variables(name):
 
 ACROSS = Across(
     ranks=((Host("h1", 4), 3), (Host("h2"), 2)),
-    ssh=("ssh", "-F", "/p/ssh_config"),
+    rsh=("ssh", "-F", "/p/ssh_config"),
     variables=("RINGRUN_ADDRESS", "PYTHONPATH"),
 )
 
@@ -138,7 +138,7 @@ def test_mpich_across_hosts():
 
 
 def test_in_a_slurm_job_no_ssh_is_named():
-    beyond = ACROSS._replace(ssh=())
+    beyond = ACROSS._replace(rsh=())
     argv = OpenMPI().command(MPIRUN, 5, ["agent"], as_root=False, across=beyond)
     assert not [word for word in argv if "plm" in word and "tree" not in word]
     argv = MPICH().command(Launcher("/v/bin/mpiexec", (5, 0, 2)), 5, ["agent"], as_root=False, across=beyond)
@@ -148,7 +148,7 @@ def test_in_a_slurm_job_no_ssh_is_named():
 
 def test_srun_starts_as_many_on_every_host():
     launcher = Launcher("/usr/bin/srun", (22, 5, 8))
-    even = ACROSS._replace(ssh=(), ranks=((Host("h1"), 2), (Host("h2"), 2)))
+    even = ACROSS._replace(rsh=(), ranks=((Host("h1"), 2), (Host("h2"), 2)))
     argv = Srun("pmix").command(launcher, 4, ["agent"], as_root=False, across=even)
     assert {"--mpi=pmix", "--nodelist=h1,h2", "--nodes=2", "--ntasks-per-node=2", "--ntasks=4"} <= set(argv)
     with pytest.raises(UsageError, match="as many ranks on one host as on another, not h1:3, h2:2; leave"):

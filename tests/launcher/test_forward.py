@@ -31,15 +31,15 @@ PMIX_RANK PRTE_MCA_x
 def test_secrets_stay_unless_they_are_asked_for(name):
     assert is_secret(name)
     here = {name: "hush", "LANG": "C"}
-    assert forwarded(here, {}, in_batch_system=False) == {"LANG": "C"}
+    assert forwarded(here, {}, gpus_are_chosen=False) == {"LANG": "C"}
     assert withheld(here, {}) == [name]
-    assert forwarded(here, {name: "hush"}, in_batch_system=False) == here
+    assert forwarded(here, {name: "hush"}, gpus_are_chosen=False) == here
     assert withheld(here, {name: "hush"}) == []
 
 
 @pytest.mark.parametrize("name", LEAVES.split())
 def test_what_a_script_may_read_leaves(name):
-    assert forwarded({name: "x"}, {}, in_batch_system=True) == {name: "x"}
+    assert forwarded({name: "x"}, {}, gpus_are_chosen=True) == {name: "x"}
 
 
 @pytest.mark.parametrize(
@@ -61,7 +61,7 @@ def test_what_a_script_may_read_leaves(name):
 )
 def test_what_is_a_secret_is_one_under_any_name(value):
     assert withheld({"BROKER_URL": value, "PROXY": value}, {}) == ["BROKER_URL", "PROXY"]
-    assert forwarded({"BROKER_URL": value}, {}, in_batch_system=False) == {}
+    assert forwarded({"BROKER_URL": value}, {}, gpus_are_chosen=False) == {}
 
 
 @pytest.mark.parametrize(
@@ -69,7 +69,7 @@ def test_what_is_a_secret_is_one_under_any_name(value):
     ["https://host:80/a@b", "git@github.com:a/b", "ssh://me@host", "//a:b", "http://h/u:p@x", "https://h/?design=1"],
 )
 def test_a_url_without_one_is_not(value):
-    assert forwarded({"BROKER_URL": value}, {}, in_batch_system=False) == {"BROKER_URL": value}
+    assert forwarded({"BROKER_URL": value}, {}, gpus_are_chosen=False) == {"BROKER_URL": value}
 
 
 def test_an_allow_list_lets_nothing_else_leave_but_what_jobs_need():
@@ -95,13 +95,13 @@ def test_folders_are_no_passwords():
 
 @pytest.mark.parametrize("name", STAYS.split())
 def test_what_describes_this_host_or_process_stays(name):
-    assert forwarded({name: "x"}, {}, in_batch_system=False) == {}
+    assert forwarded({name: "x"}, {}, gpus_are_chosen=False) == {}
 
 
 @pytest.mark.parametrize("in_slurm", [False, True])
 def test_gpus_are_chosen_by_the_user_or_by_the_batch_system(in_slurm):
     here = {"CUDA_VISIBLE_DEVICES": "0,1"}
-    assert forwarded(here, {}, in_batch_system=in_slurm) == ({} if in_slurm else here)
+    assert forwarded(here, {}, gpus_are_chosen=in_slurm) == ({} if in_slurm else here)
 
 
 def test_env_takes_names_and_values():

@@ -28,8 +28,8 @@ def test_the_launcher_runs_a_command_line_of_ringruns_with_a_slot_for_each_rank(
     assert request.np == SPEC["slotsPerWorker"] * SPEC["mpiReplicaSpecs"]["Worker"]["replicas"]
     assert request.np == WORKER["resources"]["limits"]["nvidia.com/gpu"] * SPEC["mpiReplicaSpecs"]["Worker"]["replicas"]
     assert (ROOT / request.job.command[1]).is_file()
-    assert f"Port {request.ssh.port}\n" in SSHD_CONFIG
-    assert WORKER["readinessProbe"]["tcpSocket"]["port"] == request.ssh.port
+    assert f"Port {request.job.reach.options.port}\n" in SSHD_CONFIG
+    assert WORKER["readinessProbe"]["tcpSocket"]["port"] == request.job.reach.options.port
 
 
 @pytest.mark.parametrize("container", [LAUNCHER, WORKER], ids=["launcher", "worker"])

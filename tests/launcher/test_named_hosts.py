@@ -68,16 +68,18 @@ def test_more_hosts_may_take_longer_to_start_unless_it_is_said(hosts, asked, sec
     seconds = seconds or 30 + 0.2 * hosts
     named = ["-H", ",".join(f"n{number}:8" for number in range(hosts))]
     request = cli.parse([*named, *asked, "true"])
-    assert (request.job.start_timeout_s, request.ssh.connect_timeout_s) == (seconds, seconds / 2)
+    assert (request.job.start_timeout_s, request.job.reach.timeout_s) == (seconds, seconds / 2)
     links = doctor.parse([*named, *asked])
-    assert (links.ssh.connect_timeout_s, links.flags[:2]) == (seconds, ["--start-timeout", f"{seconds:g}"])
+    assert (links.reach.timeout_s, links.flags[:2]) == (seconds, ["--start-timeout", f"{seconds:g}"])
 
 
 @pytest.mark.parametrize(("asked", "seconds"), [([], 30.0), (["--lost-after", "90"], 90.0)])
 def test_how_long_a_host_may_be_silent_is_one_setting(asked, seconds):
     named = ["-H", "n1:1,n2:1"]
     request, links = cli.parse([*named, *asked, "true"]), doctor.parse([*named, *asked])
-    assert {request.job.lost_after_s, request.ssh.lost_after_s, links.ssh.lost_after_s} == {seconds}
+    assert {request.job.lost_after_s, request.job.reach.options.lost_after_s, links.reach.options.lost_after_s} == {
+        seconds
+    }
     assert links.flags[2:4] == ["--lost-after", f"{seconds:g}"]
 
 

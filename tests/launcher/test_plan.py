@@ -19,6 +19,7 @@ from ringrun.errors import MachineError, UsageError
 from ringrun.folders import make_private_folder, private_folder
 from ringrun.hosts import Host
 from ringrun.job import plan
+from ringrun.remote import OverSsh
 from ringrun.ssh import SshOptions
 from tests.support.jobs import executable
 
@@ -30,7 +31,7 @@ ABROAD = replace(
     ONE_HOST,
     size=5,
     hosts=((Host("h1", 4), 3), (Host("fe80::1", 2), 2)),
-    ssh=SshOptions(port=2222),
+    reach=OverSsh(SshOptions(port=2222)),
     interfaces=("ib0", "eth0"),
     asked={"WANDB_API_KEY": "sent"},
 )
