@@ -1,6 +1,7 @@
 """ringrun: run a command as N ranks of one MPI job.
 
     ringrun -np 4 python train.py --epochs 3     start `python train.py --epochs 3` four times
+    ringrun join python train.py                 on each node: one job of nodes without ssh
     ringrun doctor -H h1,h2                      check hosts and the links between them
     ringrun stacks [JOB]                         list jobs, or show what a job's ranks do
 
@@ -60,7 +61,7 @@ from .network import parse_interfaces
 from .preflight import Preflight, check_job
 from .preflight.probe import both_mpi_wheels
 from .processes import open_standard_streams
-from .remote import reach_of
+from .remote import Reach, reach_of
 from .ssh import parse_ssh
 
 _WHERE = """\
@@ -73,10 +74,9 @@ _WHILE = """\
 Lines are printed whole, each after its rank: [3] text. Rank 0 reads stdin that is no terminal."""
 
 _FAILS = """\
-The first rank that does not exit with 0 ends the job: the others get SIGTERM after half a second
-and SIGKILL two seconds later. A report comes last: rank, host, signal or exit code, traceback,
-what the others waited for. When a job hangs, ringrun prints what its ranks do: by itself, on
-`ringrun stacks`, or on SIGUSR1. Ctrl-C sends SIGINT; a second one kills at once."""
+The first rank that does not exit with 0 ends the others: SIGTERM after half a second, SIGKILL two
+seconds later. A report comes last: rank, host, exit code, traceback, what the others waited for.
+`ringrun stacks` and SIGUSR1 show what ranks do. Ctrl-C sends SIGINT; a second one kills at once."""
 
 _SETTINGS = """\
 Each setting of ringreduce is a flag, --log-level debug, a line of a file, `log_level: debug`,
@@ -85,7 +85,7 @@ and a variable, RINGREDUCE_LOG_LEVEL; the first of them counts. horovodrun's fla
 _USAGE = "ringrun [-np N] [options] command [arguments …]"
 _EXAMPLE = "as in: ringrun -np 4 python train.py"
 
-_SUBCOMMANDS = ("doctor", "stacks")
+_SUBCOMMANDS = {"doctor": "doctor", "stacks": "stacks", "join": "join.command"}
 """First words that are no command to run: modules whose `run(arguments)` does them."""
 
 
@@ -109,9 +109,10 @@ class Request:
         return self.config.options
 
 
-def _parser() -> Parser:
-    introduction, heading, tables = (__doc__ or "").partition("Environment of a rank")
-    parser = Parser("ringrun", _USAGE, introduction, heading + tables)
+def parser(prog: str, usage: str, introduction: str) -> Parser:
+    """Return what knows ringrun's own flags, for `ringrun` and commands that run a job, too; not yet the command."""
+    _, heading, tables = (__doc__ or "").partition("Environment of a rank")
+    parser = Parser(prog, usage, introduction, heading + tables)
     add = parser.group("Where ranks go", _WHERE)
     ranks = "how many ranks to start; auto: as without it"
     add("-np", "--num-proc", dest="np", metavar="N", default="auto", help=ranks)
@@ -147,16 +148,26 @@ def _parser() -> Parser:
     add("--verbose", action="store_true", help="print which MPI is used, and what mpirun itself prints")
     add("--version", "-v", action="store_true", help="print the version and exit")
     add("-h", "--help", action="help", help="print this manual and exit")
-    parser.add_command()
     return parser
+
+
+def _parser() -> Parser:
+    introduction, _, _ = (__doc__ or "").partition("Environment of a rank")
+    found = parser("ringrun", _USAGE, introduction)
+    found.add_command()
+    return found
 
 
 def parse(arguments: Sequence[str]) -> Request:
     """Return the command line and its file, checked; UsageError for what is wrong in them."""
-    return _checked(config.resolve(_parser(), arguments, os.environ))
+    return checked(config.resolve(_parser(), arguments, os.environ))
 
 
-def _checked(resolved: config.Config) -> Request:
+def checked(resolved: config.Config, joined: Callable[[], Found] | None = None, reach: Reach | None = None) -> Request:
+    """Return what the command line and its file say; UsageError for what is wrong in them.
+
+    joined, reach: of a job of `ringrun join`, its hosts, and how they are reached.
+    """
     options = resolved.options
 
     def flag(name: str) -> str:
@@ -175,7 +186,7 @@ def _checked(resolved: config.Config) -> Request:
 
     def find_hosts() -> Found | None:
         place = resolved.place("hosts") or resolved.place("hostfile") or resolved.place("host_discovery_script")
-        found = named_hosts(options.hosts, options.hostfile, place, script)
+        found = joined() if joined else named_hosts(options.hosts, options.hostfile, place, script)
         return found and replace(found, hosts=[replace(host, slots=host.slots or slots) for host in found.hosts])
 
     found = find_hosts()
@@ -185,6 +196,8 @@ def _checked(resolved: config.Config) -> Request:
     lost_after_s = parse_seconds(options.lost_after, flag("lost_after"))
     asked = parse_env(options.env or (), os.environ)
     elasticity = elastic.parse(options, flag, {**os.environ, **resolved.variables, **asked})
+    if elasticity and joined:
+        elasticity = replace(elasticity, takes_hosts=True)
     # half of it, so that ssh can say what it waits for
     ssh = parse_ssh(options.ssh_port, options.ssh_identity_file, start_timeout_s / 2, lost_after_s)
     job = Job(
@@ -207,7 +220,7 @@ def _checked(resolved: config.Config) -> Request:
         grace_s=None if options.grace is None else parse_seconds(options.grace, flag("grace")),
         forwarded=parse_signals(options.forward_signals, flag("forward_signals")),
         elastic=elasticity,
-        reach=reach_of(found, ssh),
+        reach=reach or reach_of(found, ssh),
         interfaces=parse_interfaces(options.network_interfaces, flag("network_interfaces")),
         asked=asked,
         allowed=parse_allowed(options.env_allow, flag("env_allow")),
@@ -264,16 +277,21 @@ def _say(text: str) -> None:
 def run(arguments: Sequence[str]) -> int:
     """Do what the command line says and return the exit code; LauncherError when that cannot be done."""
     if arguments and arguments[0] in _SUBCOMMANDS:
-        subcommand = importlib.import_module(f".{arguments[0]}", __package__)
+        subcommand = importlib.import_module(f".{_SUBCOMMANDS[arguments[0]]}", __package__)
         code: int = subcommand.run(arguments[1:])
         return code
     resolved = config.resolve(_parser(), arguments, os.environ)
+    return run_resolved(resolved, lambda: run_job(checked(resolved)))
+
+
+def run_resolved(resolved: config.Config, go: Callable[[], int]) -> int:
+    """Print what is only to be printed; else `go`, and return its exit code."""
     for notice in resolved.notices:
         _say(f"ringrun: {notice}")
     if (text := _information(resolved)) is not None:
         print(text, flush=True)
         return 0
-    return _run_job(_checked(resolved))
+    return go()
 
 
 def _information(resolved: config.Config) -> str | None:
@@ -291,7 +309,8 @@ def _information(resolved: config.Config) -> str | None:
     return None
 
 
-def _run_job(request: Request) -> int:
+def run_job(request: Request) -> int:
+    """Run the job that was asked for; return the exit code."""
     command = find_command(request.job.command)
     detected = detect(interpreter_of(command))
     preflight = _preflight(request, command)
@@ -327,10 +346,10 @@ def _run_job(request: Request) -> int:
         if stay := withheld(os.environ, job.asked, job.allowed) if hosts else []:
             _say(f"ringrun: other hosts do not get {', '.join(stay)}; --env NAME sends one")
 
-    from .job.run import run_job  # not needed to say what is wrong with a command line
+    from .job.run import run_job as run_found  # not needed to say what is wrong with a command line
 
     growth = _growth(request)
-    return run_job(detected, job, _reallocation(request, command, growth), growth)
+    return run_found(detected, job, _reallocation(request, command, growth), growth)
 
 
 def _require_folder(request: Request) -> None:

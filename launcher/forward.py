@@ -99,6 +99,12 @@ def leave_outer_job(environ: MutableMapping[str, str]) -> list[str]:
     return [] if in_rank else names
 
 
+def leave_batch_system(environ: MutableMapping[str, str], patterns: Sequence[str]) -> None:
+    """Remove from `environ` what a batch system, or an MPI, has set for this one process, and what else is named."""
+    for name in [name for name in environ if _matches(name, (*_OF_THIS_PROCESS, *patterns))]:
+        del environ[name]
+
+
 def forwarded(environ: Mapping[str, str], asked: Mapping[str, str], *, gpus_are_chosen: bool) -> dict[str, str]:
     """Return the variables for ranks on other hosts: those of `environ` that may leave, and all that are `asked` for.
 

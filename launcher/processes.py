@@ -46,8 +46,14 @@ def adopt_orphans() -> None:
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
-def kill_children(patience_s: float = 2.0) -> None:
-    """Kill all children of this process, and those that it adopts by that; one that the kernel holds may stay."""
+def kill_children(patience_s: float = 2.0, after_s: float = 0.0) -> None:
+    """Kill all children of this process, and those that it adopts by that; one that the kernel holds may stay.
+
+    after_s: how long they may take to end by themselves.
+    """
+    until_s = time.monotonic() + after_s
+    while time.monotonic() < until_s and _children():
+        time.sleep(_LOOK_S)
     until_s = time.monotonic() + patience_s
     while (children := _children()) and time.monotonic() < until_s:
         for pid in children:

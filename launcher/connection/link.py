@@ -166,10 +166,14 @@ class Link:
         os.set_inheritable(descriptors[0], False)
         return descriptors[0]
 
-    def close(self) -> None:
-        """End the connection; a thread that waits in `receive` sees it."""
+    def end(self) -> None:
+        """End the connection; who reads it sees that, and closes it."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """End the connection; a thread that waits in `receive` sees it."""
+        self.end()
         self._socket.close()
 
     def _await_arrival(self) -> None:
@@ -231,7 +235,7 @@ def connect(address: Address, authkey: bytes) -> Link:
         failures: dict[str, Exception] = {}
         for host in address.addresses:
             try:
-                return _connect(host, address, authkey)
+                return connect_to(host, address.port, authkey, address.lost_after_s)
             except (OSError, EOFError) as error:  # perhaps another host that has the same address
                 failures[host] = error
         may_come = any(isinstance(error, (TimeoutError, ConnectionResetError)) for error in failures.values())
@@ -241,9 +245,10 @@ def connect(address: Address, authkey: bytes) -> Link:
         time.sleep(_PAUSE_S)
 
 
-def _connect(host: str, address: Address, authkey: bytes) -> Link:
-    sock = socket.create_connection((host, address.port), timeout=_CONNECT_TIMEOUT_S)
-    return introduce(sock, authkey, address.lost_after_s)
+def connect_to(host: str, port: int, authkey: bytes, lost_after_s: float) -> Link:
+    """Connect to what listens at a TCP port of `host`; OSError, as `introduce`."""
+    sock = socket.create_connection((host, port), timeout=_CONNECT_TIMEOUT_S)
+    return introduce(sock, authkey, lost_after_s)
 
 
 def _keep_alive(sock: socket.socket, lost_after_s: float) -> None:

@@ -63,18 +63,21 @@ class Listener:
         *,
         connect_s: float = CONNECT_S,
         lost_after_s: float = LOST_AFTER_S,
+        port: int = 0,
+        authkey: bytes = b"",
     ) -> None:
+        """port, authkey: of one's own; by default a free port, and a new key. OSError where the port is taken."""
         path = str(Path(directory) / SOCKET)
-        self.authkey = secrets.token_bytes(32)
+        self.authkey = authkey or secrets.token_bytes(32)
         unix = socket.socket(socket.AF_UNIX)
         unix.bind(path)
-        beyond = _bound(addresses)
+        beyond = _bound(addresses, port)
         self._sockets = {each.fileno(): each for each in (unix, *beyond)}
         for each in self._sockets.values():
             each.listen(backlog)
             each.setblocking(False)
-        port = beyond[0].getsockname()[1] if beyond else 0
-        self.address = Address(socket.gethostname(), path, port, tuple(addresses), connect_s, lost_after_s)
+        bound = beyond[0].getsockname()[1] if beyond else 0
+        self.address = Address(socket.gethostname(), path, bound, tuple(addresses), connect_s, lost_after_s)
         self._greetings: dict[int, _Greeting] = {}  # by descriptor
         self._readers: dict[int, Reader] = {}
         self._removed = threading.Condition()
@@ -240,18 +243,20 @@ class _Greeting:
         return nonces
 
 
-def _bound(addresses: Sequence[str]) -> list[socket.socket]:
-    """Return TCP sockets at one free port of each of `addresses`."""
+def _bound(addresses: Sequence[str], port: int) -> list[socket.socket]:
+    """Return TCP sockets at this `port`, or at one that is free, of each of `addresses`."""
     for attempts_left in reversed(range(_BIND_ATTEMPTS)):
         made: list[socket.socket] = []
         try:
             for address in addresses:
                 made.append(socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET))
-                made[-1].bind((address, made[0].getsockname()[1] if len(made) > 1 else 0))
+                if port:  # connections that the last job at this port has closed are no reason to refuse it
+                    made[-1].setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                made[-1].bind((address, made[0].getsockname()[1] if len(made) > 1 else port))
         except OSError:  # the port is taken at another of them
             for sock in made:
                 sock.close()
-            if not attempts_left:
+            if port or not attempts_left:
                 raise
         else:
             return made

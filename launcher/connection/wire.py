@@ -7,6 +7,8 @@ and `j` carries JSON. Nothing is ever unpickled.
                         rest; an Answer for each Ask, and what else is a Report, at any time between
     ringrun → agent     Setup once all agents are there, Taken …, Signal …, Ask …, Membership …, Hosts …, then End; the
                         end of the connection means the same
+    node    → head      Node, on its first connection; on one more for each Run: Running, Output …, Ended
+    head    → node      Run …, then Release, on the first one; Input … on the others: of `ringrun join`, see join/
 
 ringrun reads all that agents say at once, however slow the reader of its own output is. So that this fills no memory,
 an agent sends no more than MOST_AHEAD_BYTES of Output ahead of what ringrun says is Taken, until the rank ends: then
@@ -244,6 +246,34 @@ class End(NamedTuple):
     keeps_commits: bool = False
 
 
+class Node(NamedTuple):
+    """A node lends itself to a job: its `number`, -1 if none is known, and how many ranks it can take."""
+
+    number: int
+    host: str
+    slots: int
+
+
+class Run(NamedTuple):
+    """Give `command` to a shell."""
+
+    number: int
+    command: str
+
+
+class Running(NamedTuple):
+    """This connection is for the command of Run `number`."""
+
+    number: int
+
+
+class Release(NamedTuple):
+    """The job needs the node no more: it has ended with `code`, or there is a reason `why`."""
+
+    code: int
+    why: str
+
+
 Report: TypeAlias = Answer | Stalled | InInit | Initialized | Suspects | Reformed | Meeting | Left | Ready
 """What the agent passes on of its rank, at any time."""
 
@@ -251,6 +281,7 @@ Message: TypeAlias = (
     Report
     | (Hello | Note | Started | NotStarted | Output | InputWanted | Died | Ended)  # of an agent
     | (Setup | Taken | Input | Ask | Signal | WakeUp | Membership | Hosts | End)  # of ringrun
+    | (Node | Running | Run | Release)  # between the nodes of `ringrun join`
 )
 
 _STREAM_TAGS: dict[str, bytes] = {"stdout": b"o", "stderr": b"e"}

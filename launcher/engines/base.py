@@ -41,6 +41,9 @@ class Across(NamedTuple):
     variables: Sequence[str]
     """The names of the variables that agents need before they reach ringrun; their values stand on no command line."""
 
+    address: str = ""
+    """This host's, for hosts that may not know its name; empty: they know it."""
+
     interfaces: Sequence[str] = ()
     """The network interfaces to use; none: the launcher and the MPI choose."""
 

@@ -38,6 +38,8 @@ class MPICH(Engine):
 
 def _hosts(across: Across) -> list[str]:
     """Return the flags that say which hosts, how they are reached, and which variables go there."""
-    launcher = ["-launcher", "ssh", "-launcher-exec", across.rsh[0]] if across.rsh else ["-launcher", "slurm"]
+    kind = "ssh" if across.rsh and across.rsh[0] == "ssh" else "rsh"  # ssh gets a flag of its own from hydra
+    launcher = ["-launcher", kind, "-launcher-exec", across.rsh[0]] if across.rsh else ["-launcher", "slurm"]
+    launcher += ["-localhost", across.address] if across.address else []
     interface = ["-iface", across.interfaces[0]] if across.interfaces else []
     return [*launcher, *interface, "-genvlist", ",".join(across.variables), "-hosts", slots(across)]

@@ -153,7 +153,7 @@ def across(job: Job, inherited: Mapping[str, str], directory: str) -> Across | N
     own = [host.name for host, _ in job.hosts if ":" in host.name and host.name not in names_of]
     names_of |= dict.fromkeys(own, socket.gethostname())  # by which the MPI's launcher knows that no ssh is needed
     ranks = [(Host(names_of.get(host.name, host.name)), count) for host, count in job.hosts]
-    return Across(ranks, job.reach.rsh(directory), names, job.interfaces, job.lost_after_s)
+    return Across(ranks, job.reach.rsh(directory), names, job.reach.address, job.interfaces, job.lost_after_s)
 
 
 def job_command(detected: Detected, job: Job, beyond: Across | None, *, as_root: bool) -> list[str]:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from .base import Answer, Runner
+from .base import Answer, Problem, Runner
 from .parallel import Outcome, Task
 from .refusals import program_problem, ssh_problem, took_too_long
 
@@ -55,8 +55,11 @@ class Ssh(Runner):
             problem = took_too_long(self._timeout_s, stderr)
         else:
             said = stderr or outcome.stdout.decode(errors="replace")  # a login shell may say why it refuses on stdout
-            problem = ssh_problem(name, outcome.code, said, outcome.not_run)
+            problem = self._problem(name, outcome, said)
         return Answer(name, outcome.stdout, stderr, problem=problem)
+
+    def _problem(self, name: str, outcome: Outcome, said: str) -> Problem:
+        return ssh_problem(name, outcome.code or 0, said, outcome.not_run)
 
 
 def payload(argv: Sequence[str], variables: Mapping[str, str]) -> bytes:

@@ -31,6 +31,9 @@ class Reach(ABC):
     environment: ClassVar[Mapping[str, str]] = {}
     """Variables for the MPI's launcher."""
 
+    address = ""
+    """This host's, where the other hosts reach it; empty: they know it by its name."""
+
     @abstractmethod
     def within(self, timeout_s: float) -> Reach:
         """Return the same with another `timeout_s`."""

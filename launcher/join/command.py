@@ -1,0 +1,148 @@
+"""ringrun join: one job of nodes that nobody can log in to.
+
+    ringrun join --key-file ringrun.key python train.py
+    ringrun join HEAD:PORT --nodes 4 --key-file ringrun.key python train.py
+
+The same command on each of the nodes, as with torchrun. The node with index 0 is the head: it starts the ranks, on
+itself and on the others, and prints what they write. Each node ends with the exit code of the job.
+
+Which node is which is known from what the platform sets: NODE_RANK, NNODES, MASTER_ADDR and MASTER_PORT, as for
+torchrun; or the variables of Slurm (one task on each node), of an Indexed Job or a JobSet of Kubernetes (with NNODES),
+of Kubeflow's Trainer, AWS Batch, SageMaker or SkyPilot. HEAD:PORT, the head's name and a port there, and --nodes say it
+anywhere else.
+
+All nodes need the same key, which nobody else knows: at least 32 characters, in a file that others cannot read, or in
+the variable RINGRUN_KEY. All other flags are ringrun's; see ringrun --help.
+"""
+
+import os
+import re
+import signal
+import socket
+import sys
+from argparse import Namespace
+from collections.abc import MutableMapping, Sequence
+
+from .. import cli
+from ..arguments import Parser, parse_seconds, whole
+from ..config import resolve as config
+from ..connection import wire
+from ..connection.listener import Listener
+from ..errors import LauncherError, MachineError, UsageError
+from ..folders import private_folder
+from ..forward import leave_batch_system
+from ..hosts import Host, is_here
+from ..machine.placement import automatic_size
+from ..machine.topology import read_topology
+from ..network import own_addresses
+from .head import Nodes, OverJoin
+from .key import read_key
+from .node import lend
+from .platforms import MAX_NODES, OF_PLATFORM, Place, find_place
+
+_USAGE = "ringrun join [HEAD:PORT] [--nodes N] [--key-file FILE] [options] command [arguments …]"
+_HEAD = re.compile(r"(?P<host>[\w.-]+|\[[\da-fA-F:.]+\]):(?P<port>\d+)")
+_HIGHEST_PORT = 65535
+_BACKLOG = 4096
+_NOT_HERE = ("hosts", "hostfile", "host_discovery_script")
+
+
+def _parser() -> Parser:
+    parser = cli.parser("ringrun join", _USAGE, __doc__ or "")
+    add = parser.group("Which nodes")
+    add("--nodes", metavar="N", help="how many nodes there are, with HEAD:PORT")
+    add("--key-file", metavar="FILE", help="the key of the job (-: a line of standard input; else RINGRUN_KEY)")
+    wait = "how long to wait for all nodes, and for the head (600)"
+    add("--join-timeout", metavar="SECONDS", default="600", help=wait)
+    parser.add_command()
+    return parser
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Do what `ringrun join` is asked for; returns the exit code. LauncherError where that cannot be done."""
+    head = arguments[0] if arguments and _HEAD.fullmatch(arguments[0]) else ""
+    resolved = config.resolve(_parser(), arguments[1:] if head else arguments, os.environ)
+    return cli.run_resolved(resolved, lambda: _join(resolved, head))
+
+
+def _join(resolved: config.Config, head: str) -> int:
+    options = resolved.options
+    timeout_s = parse_seconds(options.join_timeout, "--join-timeout")
+    place = _place(head, options)
+    authkey = read_key(options.key_file, os.environ)
+    _refuse_hosts(resolved)
+    leave_platform(os.environ)
+    slots = automatic_size(read_topology(os.environ))
+    if place.index:
+        request = cli.checked(resolved)  # what is wrong is wrong everywhere
+        return lend(place, authkey, slots, timeout_s, request.job.lost_after_s)
+    return _be_head(resolved, place, authkey, slots, timeout_s)
+
+
+def _place(head: str, options: Namespace) -> Place:
+    count = options.nodes and whole(options.nodes, "--nodes", 1, MAX_NODES)
+    if match := _HEAD.fullmatch(head):
+        if not count:
+            raise UsageError(f"{head}: how many nodes are there? expected --nodes N beside it")
+        port = whole(match["port"], head, 1, _HIGHEST_PORT, "a port")
+        host = match["host"].strip("[]")
+        return Place(0 if is_here(Host(host)) else -1, count, host, port, head)
+    place = find_place(os.environ, socket.getfqdn())
+    if place is None:
+        raise UsageError(
+            "nothing says which node this is; expected NODE_RANK, NNODES and MASTER_ADDR, or the variables of a "
+            "platform that ringrun join --help names, or HEAD:PORT and --nodes N"
+        )
+    return place
+
+
+def _refuse_hosts(resolved: config.Config) -> None:
+    for name in _NOT_HERE:
+        if getattr(resolved.options, name):
+            flag = {"hosts": "-H"}.get(name, f"--{name.replace('_', '-')}")
+            raise UsageError(
+                f"{resolved.place(name)}{flag}: the hosts of this job are the nodes that join; leave it out"
+            )
+
+
+def _be_head(resolved: config.Config, place: Place, authkey: bytes, slots: int, timeout_s: float) -> int:
+    """Wait for the nodes, run the job on them, and let them go."""
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    request = cli.checked(resolved)
+    with private_folder() as directory:
+        addresses = own_addresses((), request.job.interfaces)
+        try:
+            listener = Listener(
+                directory, addresses, _BACKLOG, port=place.port, authkey=authkey, lost_after_s=request.job.lost_after_s
+            )
+        except OSError as error:
+            raise MachineError(
+                f"port {place.port} of this host cannot be listened at: {error.strerror}; name another one on all "
+                "nodes: MASTER_PORT, or HEAD:PORT"
+            ) from error
+        nodes = Nodes(listener, directory, wire.Node(0, socket.gethostname(), slots))
+        code = 1
+        try:
+            found = nodes.await_all(place.count, timeout_s)
+            if found < place.count and not request.job.elastic:
+                raise MachineError(
+                    f"{found} of {place.count} nodes have joined within {timeout_s:g} s; see what ringrun has written "
+                    "on the others, or allow more: --join-timeout"
+                )
+            reach = OverJoin(directory, request.job.reach.timeout_s, nodes.there()[1])
+            with_slots = request.job.elastic is not None
+            code = cli.run_job(cli.checked(resolved, lambda: nodes.found(with_slots=with_slots), reach))
+        except LauncherError as error:
+            code = error.exit_code
+            raise
+        except KeyboardInterrupt:
+            code = 128 + signal.SIGINT
+            raise
+        finally:
+            nodes.release(code)
+    return code
+
+
+def leave_platform(environ: MutableMapping[str, str]) -> None:
+    """Remove from ringrun's own `environ` what says which node this is: its ranks find other values there."""
+    leave_batch_system(environ, OF_PLATFORM)

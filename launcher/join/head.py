@@ -1,0 +1,119 @@
+"""The head: ringrun's end of the hub, and how it and an MPI's launcher reach the nodes."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shlex
+import socket
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from ..connection import wire
+from ..connection.listener import Listener
+from ..errors import MachineError
+from ..hosts import Found, Host
+from ..remote import Problem, Reach, Remote, Ssh
+from ..remote.parallel import Outcome
+from ..text import listed
+from . import hub, rsh
+
+_SCRIPT = "rsh"
+_LOOK_S = 0.1
+_PROGRESS_S = 3.0
+_GRACE_S = 1.0
+
+
+class Nodes:
+    """The nodes of the job, as the hub knows them. Several threads may ask."""
+
+    def __init__(self, listener: Listener, directory: str, own: wire.Node) -> None:
+        """Start the hub. Called before there are threads."""
+        self._lifeline = hub.start(listener, directory, own)
+        self._lines = self._lifeline.makefile("r")
+        self._lock = threading.Lock()
+
+    def there(self) -> tuple[list[wire.Node], str]:
+        """Return those that are there, this one first, and this host's address that another has reached."""
+        with self._lock:
+            try:
+                self._lifeline.sendall(hub.ASK.encode())
+                nodes, address = json.loads(self._lines.readline())
+            except (OSError, ValueError) as error:
+                raise MachineError("the process that holds the nodes' connections has ended") from error
+        return [wire.Node(*each) for each in nodes], address
+
+    def await_all(self, count: int, timeout_s: float) -> int:
+        """Wait until `count` nodes are there, or for so long; return how many are."""
+        begin_s = time.monotonic()
+        say_s = begin_s + _PROGRESS_S
+        while (found := len(there := self.there()[0])) < count and (now_s := time.monotonic()) < begin_s + timeout_s:
+            if now_s >= say_s:
+                say_s = now_s + (now_s - begin_s)
+                print(
+                    f"ringrun: {found} of {count} nodes have joined{_missing(there, count)}",
+                    file=sys.stderr,
+                    flush=True,
+                )
+            time.sleep(_LOOK_S)
+        return found
+
+    def found(self, *, with_slots: bool) -> Found:
+        """Return the nodes as hosts."""
+        hosts = [Host(node.host, node.slots if with_slots else None) for node in self.there()[0]]
+        return Found(hosts, "the nodes that have joined", in_slurm=False)
+
+    def release(self, code: int) -> None:
+        """Let all nodes go, since the job has ended with `code`; return when they have gone, or soon after."""
+        with contextlib.suppress(OSError):
+            self._lifeline.sendall(f"{code}\n".encode())
+            self._lifeline.shutdown(socket.SHUT_WR)
+            self._lines.read()
+
+
+def _missing(there: Sequence[wire.Node], count: int) -> str:
+    """Return which are not there, if that is known."""
+    missing = sorted(set(range(count)) - {node.number for node in there})
+    return (
+        f", waiting for {listed([f'node {index}' for index in missing])}" if len(missing) == count - len(there) else ""
+    )
+
+
+class _Joined(Ssh):
+    """Runs programs on nodes."""
+
+    def _problem(self, name: str, outcome: Outcome, said: str) -> Problem:
+        why = said.strip() or f"its connection was lost (exit code {outcome.code})"
+        return Problem(f"it has run nothing: {why}", f"see what ringrun has written on {name}")
+
+
+@dataclass(frozen=True)
+class OverJoin(Reach):
+    """Through the hub, whose socket is in `hub_directory`."""
+
+    hub_directory: str
+    timeout_s: float
+    address: str = ""
+    gpus_are_chosen = True
+
+    def within(self, timeout_s: float) -> Reach:
+        """See `Reach`."""
+        return replace(self, timeout_s=timeout_s)
+
+    def remote(self, directory: str) -> Remote:
+        """See `Reach`."""
+        Path(directory, _SCRIPT).write_text(self.files({})[_SCRIPT])
+        return Remote(_Joined(self.rsh(directory), self.timeout_s), self.timeout_s + _GRACE_S)
+
+    def rsh(self, directory: str) -> Sequence[str]:
+        """See `Reach`: words without a space, whatever is in the name of this Python."""
+        return ["sh", f"{directory}/{_SCRIPT}"]
+
+    def files(self, aliases: Mapping[str, str]) -> Mapping[str, str]:
+        """See `Reach`."""
+        python = [sys.executable, "-I", "-S", rsh.__file__, f"{self.hub_directory}/{hub.RSH_SOCKET}"]
+        return {_SCRIPT: f'exec {shlex.join(python)} "$@"\n'}

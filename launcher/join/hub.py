@@ -1,0 +1,256 @@
+"""The head's end of the nodes' connections: a process beside ringrun, which starts there what ringrun and MPI want.
+
+    mpirun ── rsh.py ── unix socket ── Hub ── a link for each command ── node.py ── sh -c COMMAND, on another node
+    ringrun ── lifeline: who is there? the job has ended ── Hub ── one link for each node: Run, Release
+
+It is a process of its own since ringrun forks, beside which there must be no threads; and it ends when ringrun does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import os
+import select
+import signal
+import socket
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from queue import SimpleQueue
+from typing import NoReturn
+
+from ..connection import wire
+from ..connection.link import Gone, Link
+from ..connection.listener import Listener
+from ..hosts.host import LOOPBACK
+
+RSH_SOCKET = "nodes"
+"""The name of the socket for rsh.py in ringrun's private folder."""
+
+NOT_RUN = 255
+_CHUNK_BYTES = 1 << 16
+_REQUEST_BYTES = 1 << 18
+_BACKLOG = 4096
+_RELEASE_S = 8.0  # longer than a node waits for what runs there, see node.py
+ASK = "?\n"
+"""What ringrun asks for the nodes with; a number instead is how the job has ended."""
+_WITHOUT_A_WORD = "ringrun on the head has ended without a word"
+
+
+@dataclass(frozen=True)
+class There:
+    """A node that is there, and how the head reaches it: not at all if it is the head itself."""
+
+    node: wire.Node
+    link: Link | None = None
+
+
+class Hub:
+    """All nodes of a job, this one (`own`) among them, and what runs on them."""
+
+    def __init__(self, listener: Listener, directory: str, own: wire.Node) -> None:
+        self._listener = listener
+        self._nodes = {own.host: There(own)}
+        self._programs: dict[int, Program] = {}
+        self._numbers = itertools.count()
+        self._callers = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._callers.bind(f"{directory}/{RSH_SOCKET}")
+        self._callers.listen(_BACKLOG)
+
+    def start(self) -> None:
+        """Take nodes, and commands for them."""
+        self._listener.start(lambda link: _Connection(link, self))
+        threading.Thread(target=self._take_calls, daemon=True).start()
+
+    def serve(self, lifeline: socket.socket) -> None:
+        """Answer ringrun until it says how the job has ended, or is gone; then release all nodes."""
+        code, why = 1, _WITHOUT_A_WORD
+        with lifeline, lifeline.makefile("rw") as lines:
+            while line := lines.readline():
+                if line != ASK:
+                    code, why = int(line), ""
+                    break
+                there = sorted((each.node for each in list(self._nodes.values())), key=lambda node: node.number)
+                address = next((each.link.own_address for each in list(self._nodes.values()) if each.link), "")
+                print(json.dumps([there, address]), file=lines, flush=True)
+        self.release(code, why)
+
+    def release(self, code: int, why: str) -> None:
+        """Let all nodes go, and wait for them a while."""
+        for each in list(self._nodes.values()):
+            if each.link:
+                with contextlib.suppress(OSError):
+                    each.link.send(wire.Release(code, why))
+        with contextlib.suppress(OSError):
+            self._callers.shutdown(socket.SHUT_RDWR)  # wakes up who waits there
+        self.close()
+        self._listener.close(_RELEASE_S)
+
+    def close(self) -> None:
+        """Take no more calls."""
+        self._callers.close()
+
+    def admit(self, node: wire.Node, link: Link) -> str:
+        """Take a node; returns why not, if so. One that has come again takes its own place."""
+        before = self._nodes.get(node.host)
+        same = next(
+            (each.node.host for each in self._nodes.values() if each.node.number == node.number >= 0), node.host
+        )
+        if before and (before.link is None or before.node.number != node.number):
+            return f"a node called {node.host} has joined; give each host a name of its own"
+        if node.host in LOOPBACK:
+            return f"its host name is {node.host}; give it one of its own"
+        if same != node.host:
+            return f"node {node.number} has joined; it is host {same}"
+        if before and before.link:
+            before.link.end()
+        self._nodes[node.host] = There(node, link)
+        return ""
+
+    def left(self, host: str, link: Link) -> None:
+        """A node's connection has ended, and what ran there."""
+        if (there := self._nodes.get(host)) and there.link is link:
+            del self._nodes[host]
+            for program in list(self._programs.values()):
+                if program.host == host:
+                    program.inbox.put(Gone(EOFError()))
+
+    def program(self, number: int) -> Program | None:
+        """Return a program that a node has been asked to run, if somebody still waits for it."""
+        return self._programs.get(number)
+
+    def _take_calls(self) -> None:
+        with contextlib.suppress(OSError):  # closed
+            while True:
+                caller, _ = self._callers.accept()
+                threading.Thread(target=self._serve_call, args=(caller,), daemon=True).start()
+
+    def _serve_call(self, caller: socket.socket) -> None:
+        """Have a command run for a caller, to which its three streams belong, and say how it has ended."""
+        request, streams, _, _ = socket.recv_fds(caller, _REQUEST_BYTES, 3)
+        host, _, command = os.fsdecode(request).partition("\0")
+        number, code = next(self._numbers), NOT_RUN
+        self._programs[number] = program = Program(host)
+        try:
+            there = self._nodes.get(host)
+            if there is None or there.link is None:
+                os.write(streams[2], f"host {host} has left the job\n".encode())
+            else:
+                there.link.send(wire.Run(number, command))
+                code = program.run(caller, streams)
+        except (OSError, EOFError):
+            pass  # the node, or the caller, has gone
+        finally:
+            del self._programs[number]
+            for descriptor in streams:
+                os.close(descriptor)
+            with contextlib.suppress(OSError), caller:
+                caller.send(str(code).encode())
+
+
+class Program:
+    """A command on another node, for rsh.py here."""
+
+    def __init__(self, host: str) -> None:
+        self.host = host
+        self.inbox: SimpleQueue[Link | wire.Message | Gone] = SimpleQueue()
+        """The connection that the node makes for it, then what comes over that."""
+
+    def run(self, caller: socket.socket, streams: Sequence[int]) -> int:
+        """Move its input and output; return its exit code. OSError or EOFError where somebody goes before its end."""
+        link = self.inbox.get()
+        if not isinstance(link, Link):
+            raise EOFError
+        done, end = os.pipe()
+        feeds = threading.Thread(target=self._feed, args=(link, caller.fileno(), streams[0], done), daemon=True)
+        feeds.start()
+        try:
+            while not isinstance(message := self.inbox.get(), wire.Ended):
+                if not isinstance(message, wire.Output):
+                    raise EOFError
+                _write(streams[1 + (message.stream == "stderr")], message.data)
+            return message.code & 0xFF
+        finally:
+            link.end()  # the listener, which reads it, closes it
+            os.close(end)
+            feeds.join()
+            os.close(done)
+
+    def _feed(self, link: Link, caller: int, stdin: int, done: int) -> None:
+        """Send what the caller reads, until all is `done`, or it is gone."""
+        poll = select.poll()
+        for descriptor in (caller, stdin, done):
+            poll.register(descriptor, select.POLLIN)
+        try:
+            while stdin in (ready := [descriptor for descriptor, _ in poll.poll()]):
+                link.send(wire.Input(data := os.read(stdin, _CHUNK_BYTES)))
+                if not data:
+                    poll.unregister(stdin)
+        except OSError:
+            ready = [caller]
+        if caller in ready:
+            self.inbox.put(Gone(EOFError()))
+
+
+class _Connection:
+    """One of a node's connections, see `Reader`."""
+
+    def __init__(self, link: Link, hub: Hub) -> None:
+        self.link = link
+        self._hub = hub
+        self._host = ""
+        self._program: Program | None = None
+
+    def handle(self, message: wire.Message | Gone) -> bool:
+        """See `Reader.handle`."""
+        if self._program:
+            self._program.inbox.put(message)
+            return isinstance(message, wire.Output)
+        if self._host:  # nothing but its end is to come
+            self._hub.left(self._host, self.link)
+            return False
+        if isinstance(message, wire.Running) and (program := self._hub.program(message.number)):
+            self._program = program
+            program.inbox.put(self.link)
+            return True
+        if not isinstance(message, wire.Node):
+            return False
+        if why := self._hub.admit(message, self.link):
+            with contextlib.suppress(OSError):
+                self.link.send(wire.Release(2, why))
+            return False
+        self._host = message.host
+        return True
+
+
+def _write(descriptor: int, data: bytes) -> None:
+    while data:
+        data = data[os.write(descriptor, data) :]
+
+
+def start(listener: Listener, directory: str, own: wire.Node) -> socket.socket:
+    """Start the process; returns the lifeline."""
+    hub = Hub(listener, directory, own)
+    lifeline, other_end = socket.socketpair()
+    if not os.fork():
+        lifeline.close()
+        _run(hub, other_end)
+    other_end.close()
+    listener.close()  # these sockets are the other process's now
+    hub.close()
+    return lifeline
+
+
+def _run(hub: Hub, lifeline: socket.socket) -> NoReturn:
+    """Be the hub's process, which outlives signals to all of a job."""
+    code = 1
+    try:
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, signal.SIG_IGN)
+        hub.start()
+        hub.serve(lifeline)
+        code = 0
+    finally:
+        os._exit(code)

@@ -1,0 +1,176 @@
+"""A node that lends itself: it connects to the head, and runs there what the head asks for, until the job ends.
+
+Each command has a connection of its own, with its input, output and end, as over ssh.
+"""
+
+import contextlib
+import os
+import pwd
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from typing import IO
+
+from .. import processes
+from ..connection import wire
+from ..connection.link import HostSilentError, Link, connect_to
+from ..errors import MachineError
+from .platforms import Place
+
+_PAUSE_S = 0.5
+_OTHER_KEY_S = 5.0
+"""The last job's head may still listen there, or another one's."""
+_SIGNALLED_S = 5.0
+"""For the head to end the job, after a signal to this node, which all nodes may have got."""
+_LEFT_S = 3.0
+"""For what runs here, once the job has ended."""
+_LAST_WORDS_S = 1.0
+_CHUNK_BYTES = 1 << 16
+_ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGALRM)
+
+
+class _SignalledError(Exception):
+    """A signal ends this node."""
+
+
+class Lender:
+    """This node, as the head at `place` sees it."""
+
+    def __init__(self, place: Place, authkey: bytes, lost_after_s: float) -> None:
+        self._place = place
+        self._authkey = authkey
+        self._lost_after_s = lost_after_s
+        self.is_node = False
+        """The head has taken it."""
+
+    def run(self, node: wire.Node, timeout_s: float) -> int:
+        """Be this node; return the exit code of the job. MachineError where no head is found."""
+        with contextlib.closing(self._find_head(timeout_s)) as link:
+            link.send(node)
+            self.is_node = True
+            _say(f"{node.host} is a node of the job of {self._place.head}")
+            released = self._serve(link)
+        if released.why:
+            _say(f"error: {released.why}")
+        return released.code
+
+    def _serve(self, link: Link) -> wire.Release:
+        """Run what the head asks for, until the job has ended or the head is lost."""
+        try:
+            while not isinstance(message := link.receive(), wire.Release):
+                if isinstance(message, wire.Run):
+                    threading.Thread(target=self._start, args=(message,), daemon=True).start()
+        except (OSError, EOFError, ValueError) as error:
+            silent = f"it has not answered for {self._lost_after_s:g} s (--lost-after)"
+            why = silent if isinstance(error, HostSilentError) else str(error) or "it has ended without a word"
+            return wire.Release(1, f"the connection to the head, {self._place.head}, is lost: {why}")
+        return message
+
+    def _find_head(self, timeout_s: float) -> Link:
+        """Connect to the head, which may start later than this node."""
+        begin_s = time.monotonic()
+        while True:
+            try:
+                return self._connect()
+            except OSError as error:
+                is_other = isinstance(error, PermissionError)
+                if time.monotonic() - begin_s > (min(timeout_s, _OTHER_KEY_S) if is_other else timeout_s):
+                    where = f"{self._place.head} port {self._place.port}"
+                    raise MachineError(_why_no_head(where, error, timeout_s, self._place.why)) from None
+            time.sleep(_PAUSE_S)
+
+    def _connect(self) -> Link:
+        return connect_to(self._place.head, self._place.port, self._authkey, self._lost_after_s)
+
+    def _start(self, run: wire.Run) -> None:
+        """Run a command for the head, which may lose interest."""
+        with contextlib.suppress(OSError), contextlib.closing(self._connect()) as link:
+            link.send(wire.Running(run.number))
+            pipe = subprocess.PIPE
+            argv = [_shell(), "-c", run.command]
+            child = subprocess.Popen(argv, 0, stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True)
+            assert child.stdout
+            assert child.stderr
+            pumps = [
+                threading.Thread(target=_pump, args=pair, daemon=True)
+                for pair in ((child.stdout, "stdout", link), (child.stderr, "stderr", link))
+            ]
+            feeds = threading.Thread(target=_feed, args=(child, link), daemon=True)
+            for each in (*pumps, feeds):
+                each.start()
+            code = child.wait()
+            for each in pumps:
+                each.join(_LAST_WORDS_S)  # what it has left behind may hold its pipes open
+            link.send(wire.Ended(code if code >= 0 else 128 - code, time.time()))
+            feeds.join()  # the head closes the connection
+
+
+def _pump(stream: IO[bytes], name: wire.StreamName, link: Link) -> None:
+    with contextlib.suppress(OSError), stream:
+        while data := os.read(stream.fileno(), _CHUNK_BYTES):
+            link.send(wire.Output(name, data))
+
+
+def _feed(child: "subprocess.Popen[bytes]", link: Link) -> None:
+    """Give the command its input; end it when the connection does, since nobody waits for it any more."""
+    assert child.stdin
+    with contextlib.suppress(OSError, EOFError, ValueError):
+        while isinstance(message := link.receive(), wire.Input):
+            with contextlib.suppress(OSError):  # it does not read
+                if message.data:
+                    child.stdin.write(message.data)
+                else:
+                    child.stdin.close()
+    if child.poll() is None:
+        processes.signal_group(child.pid, signal.SIGTERM)
+
+
+def _shell() -> str:
+    """Return the user's, as sshd does: an MPI's launcher writes its commands for that."""
+    try:
+        return pwd.getpwuid(os.getuid()).pw_shell or "/bin/sh"
+    except KeyError:  # a container's user need not have a name
+        return "/bin/sh"
+
+
+def lend(place: Place, authkey: bytes, slots: int, timeout_s: float, lost_after_s: float) -> int:
+    """Be a node until the job ends, and leave nothing of it behind; return its exit code.
+
+    The first SIGINT or SIGTERM waits a while for the head to end the job, since all nodes may have got it.
+    """
+    lender = Lender(place, authkey, lost_after_s)
+
+    got: list[int] = []
+
+    def end(number: int, _: object) -> None:
+        got.append(number)
+        if len(got) > 1 or not lender.is_node:
+            raise _SignalledError(got[0])
+        signal.setitimer(signal.ITIMER_REAL, _SIGNALLED_S)
+
+    processes.adopt_orphans()
+    for number in _ENDING:
+        signal.signal(number, end)
+    try:
+        return lender.run(wire.Node(place.index, socket.gethostname(), slots), timeout_s)
+    except _SignalledError as signalled:
+        return 128 + int(signalled.args[0])
+    finally:
+        for number in _ENDING:
+            signal.signal(number, signal.SIG_IGN)
+        processes.kill_children(after_s=_LEFT_S)
+
+
+def _why_no_head(where: str, error: OSError, timeout_s: float, why: str) -> str:
+    if isinstance(error, PermissionError):
+        return f"{where}: what listens there does not know this job's key; give all nodes the same key"
+    cure = "see that the head runs, and that its name and port are right; or allow more: --join-timeout"
+    return f"{where}: no head has answered for {timeout_s:g} s ({error}); {cure} ({why})"
+
+
+def _say(text: str) -> None:
+    with contextlib.suppress(OSError):
+        print(f"ringrun: {text}", file=sys.stderr, flush=True)

@@ -1,0 +1,342 @@
+"""ringrun join: which node is which, the key, and nodes that are threads here; real ones are in tests/cluster."""
+
+import contextlib
+import os
+import socket
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from ringrun import cli
+from ringrun.connection import wire
+from ringrun.connection.link import connect_to, introduce
+from ringrun.connection.listener import Listener
+from ringrun.errors import MachineError, UsageError
+from ringrun.join import command
+from ringrun.join.head import Nodes, OverJoin
+from ringrun.join.hub import Hub
+from ringrun.join.key import KEY_VARIABLE, read_key
+from ringrun.join.node import Lender
+from ringrun.join.platforms import PLATFORMS, Place, find_place
+from tests.support.patience import wait_until
+
+KEY = "0123456789abcdef" * 4
+SLURM = {"SLURM_JOB_NODELIST": "n[1-4]", "SLURM_JOB_ID": "123456"}
+TRAINER = {"PET_NNODES": "4", "PET_NPROC_PER_NODE": "2", "PET_MASTER_PORT": "29400"}
+BATCH = {"AWS_BATCH_JOB_MAIN_NODE_INDEX": "1", "AWS_BATCH_JOB_NUM_NODES": "4"}
+SKY = {"SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2\n10.0.0.3\n10.0.0.4", "SKYPILOT_NUM_NODES": "4"}
+
+PLACES = [
+    ("torchrun", {"NNODES": "4", "NODE_RANK": "2", "MASTER_ADDR": "h0"}, (2, 4, "h0", 29400)),
+    ("torchrun", {"NNODES": "1:4", "NODE_RANK": "2", "MASTER_ADDR": "h0", "MASTER_PORT": "1234"}, (2, 4, "h0", 1234)),
+    (
+        "Kubeflow's Trainer",
+        TRAINER | {"PET_NODE_RANK": "2", "JOB_COMPLETION_INDEX": "2", "PET_MASTER_ADDR": "train-node-0-0.train"},
+        (2, 4, "train-node-0-0.train", 29400),
+    ),
+    ("SkyPilot", SKY | {"SKYPILOT_NODE_RANK": "2"}, (2, 4, "10.0.0.1", 29400)),
+    (
+        "SageMaker",
+        {"SM_HOSTS": '["algo-1","algo-2","algo-3"]', "SM_CURRENT_HOST": "algo-3"},
+        (2, 3, "algo-1", 29400),
+    ),
+    (
+        "AWS Batch",
+        BATCH | {"AWS_BATCH_JOB_NODE_INDEX": "3", "AWS_BATCH_JOB_MAIN_NODE_PRIVATE_IPV4_ADDRESS": "10.0.0.7"},
+        (2, 4, "10.0.0.7", 29400),
+    ),
+    ("AWS Batch", BATCH | {"AWS_BATCH_JOB_NODE_INDEX": "1"}, (0, 4, "train-2.train.default.svc", 29400)),
+    (
+        "an Indexed Job of Kubernetes",
+        {"JOB_COMPLETION_INDEX": "2", "NNODES": "4"},
+        (2, 4, "train-0.train.default.svc", 29400),
+    ),
+    (
+        "an Indexed Job of Kubernetes",
+        {"JOB_COMPLETION_INDEX": "1", "NNODES": "4", "MASTER_ADDR": "a-workers-0-0.a", "MASTER_PORT": "3389"},
+        (1, 4, "a-workers-0-0.a", 3389),
+    ),
+    ("a step of Slurm", SLURM | {"SLURM_NODEID": "2", "SLURM_STEP_NUM_TASKS": "4"}, (2, 4, "n1", 23456)),
+    (
+        "a step of Slurm",
+        SLURM | {"SLURM_NODEID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NODELIST": "n[3-4]"},
+        (0, 2, "n3", 23456),
+    ),
+]
+
+
+@pytest.mark.parametrize(("title", "environ", "place"), PLACES)
+def test_a_platform_says_which_node_this_is(title, environ, place):
+    found = find_place(environ | {"HOSTNAME": "train-2"}, "train-2.train.default.svc")
+    assert (found.index, found.count, found.head, found.port) == place
+    assert title in {each for each, variable, _ in PLATFORMS if variable in environ}
+
+
+def test_every_platform_is_tried():
+    assert {title for title, _, _ in PLACES} == {title for title, _, _ in PLATFORMS}
+    assert find_place({"MASTER_ADDR": "h0", "SLURM_JOB_ID": "1"}, "h0") is None
+
+
+@pytest.mark.parametrize(
+    ("environ", "message"),
+    [
+        ({"NODE_RANK": "1"}, "torchrun is known by NODE_RANK, but NNODES is not set; set it, or say HEAD:PORT and --n"),
+        (
+            {"NODE_RANK": "4", "NNODES": "4", "MASTER_ADDR": "h0"},
+            "NNODES=4: this is node 4, but of 4 nodes the last is",
+        ),
+        ({"NODE_RANK": "x", "NNODES": "4", "MASTER_ADDR": "h0"}, "NODE_RANK='x': expected a whole number from 0 to"),
+        ({"SM_HOSTS": '["a"]', "SM_CURRENT_HOST": "b"}, r"SM_CURRENT_HOST=b: expected a list with this host in it, as"),
+        (
+            {"JOB_COMPLETION_INDEX": "3", "NNODES": "4"},
+            "this pod is called train-2, and not NAME-3; set MASTER_ADDR to the name of pod 0",
+        ),
+        (
+            SLURM | {"SLURM_NODEID": "2", "SLURM_STEP_NUM_TASKS": "8"},
+            "SLURM_STEP_NUM_TASKS=8: expected one task on each node: srun --ntasks-per-node=1 ringrun join",
+        ),
+    ],
+)
+def test_what_a_platform_cannot_have_meant(environ, message):
+    with pytest.raises(UsageError, match=message):
+        find_place(environ, "train-2.train.default.svc")
+
+
+def written(path, text, mode):
+    path.write_text(text)
+    path.chmod(mode)
+    return str(path)
+
+
+def test_a_key_is_the_same_from_a_file_a_variable_and_standard_input(tmp_path, monkeypatch):
+    path = written(tmp_path / "key", f"{KEY}\n", 0o600)
+    found = read_key(path, {})
+    environ = {KEY_VARIABLE: KEY, "A": "b"}
+    assert read_key(None, environ) == found
+    assert environ == {"A": "b"}
+    with open(path) as stdin:
+        monkeypatch.setattr(sys, "stdin", stdin)
+        assert read_key("-", {}) == found
+    assert read_key(written(tmp_path / "another", KEY[1:] + "1", 0o400), {}) != found
+
+
+@pytest.mark.parametrize(
+    ("text", "mode", "message"),
+    [
+        (KEY, 0o640, r"--key-file \S+: others can read it \(mode 0640\); make it yours alone: chmod 600 /"),
+        ("secret\n", 0o600, "expected a key of at least 32 characters, got 6; make one for all nodes, as with: "),
+        (None, 0, "--key-file .*: No such file or directory; make one for all nodes"),
+    ],
+)
+def test_a_key_that_others_may_know_is_none(text, mode, message, tmp_path):
+    path = str(tmp_path / "key") if text is None else written(tmp_path / "key", text, mode)
+    with pytest.raises(UsageError, match=message):
+        read_key(path, {})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["true"], "nothing says which node this is; expected NODE_RANK, NNODES and MASTER_ADDR, or"),
+        (["h0:1234", "true"], "h0:1234: how many nodes are there"),
+        (["h0:1234", "--nodes", "2", "true"], "a job's nodes need a key: --key-file FILE, or the variable RINGRUN_KEY"),
+        (["h0:99999", "--nodes", "2", "true"], "h0:99999: expected a port from 1 to 65535, got '99999'"),
+        (
+            ["h0:1234", "--nodes", "2", "--key-file", "KEY", "-H", "h1", "true"],
+            "-H: the hosts of this job are the nodes",
+        ),
+        (["h0:1234", "--nodes", "2", "--key-file", "KEY"], "no command to run"),
+    ],
+)
+def test_wrong_command_lines(arguments, message, tmp_path, monkeypatch):
+    for name in list(os.environ):
+        if name.startswith("SLURM_"):
+            monkeypatch.delenv(name)
+    key = written(tmp_path / "key", KEY, 0o600)
+    with pytest.raises(UsageError, match=message):
+        command.run([key if each == "KEY" else each for each in arguments])
+
+
+@pytest.fixture
+def nodes(tmp_path):
+    """nodes(count): a hub here, and so many nodes that are threads; returns what reaches them, and their names."""
+    own = wire.Node(0, "n0", 1)
+    authkey = bytes(range(32))
+    listener = Listener(str(tmp_path), ["127.0.0.1"], 4096, authkey=authkey)
+    hub = Hub(listener, str(tmp_path), own)
+    ringrun, lifeline = socket.socketpair()
+    serving = threading.Thread(target=hub.serve, args=(lifeline,))
+    codes, begun = {}, []
+
+    def start(count):
+        hub.start()
+        serving.start()
+        for number in range(1, count):
+            add(number, f"n{number}")
+        return asker
+
+    def speak(*node):
+        """A node that says who it is, and does nothing."""
+        link = at_end.enter_context(contextlib.closing(connect_to("127.0.0.1", listener.address.port, authkey, 30.0)))
+        link.send(wire.Node(*node))
+        return link
+
+    def add(number, host):
+        place = Place(number, 4, "127.0.0.1", listener.address.port)
+
+        def be():
+            codes[number] = Lender(place, authkey, 30.0).run(wire.Node(number, host, 2), 60.0)
+
+        begun.append(number)
+        threading.Thread(target=be, daemon=True).start()
+
+    asker = object.__new__(Nodes)
+    asker._lifeline, asker._lines, asker._lock = ringrun, ringrun.makefile("r"), threading.Lock()
+    start.speak, start.codes, start.port, start.release = speak, codes, listener.address.port, asker.release
+    start.key = authkey
+    with contextlib.ExitStack() as at_end:
+        yield start
+    if serving.ident:
+        asker.release(0)
+        serving.join(30)
+        wait_until(lambda: len(codes) == len(begun))
+    asker._lines.close()
+    ringrun.close()
+
+
+def ran(tmp_path, names, *argv):
+    """What each of the nodes has answered."""
+    answers = OverJoin(str(tmp_path), 60.0).remote(str(tmp_path)).run(names, argv)
+    return {
+        name: answer.stdout.decode() if answer.problem is None else answer.problem for name, answer in answers.items()
+    }
+
+
+@pytest.mark.parametrize("count", [3, 64])
+def test_a_command_runs_on_every_node(count, nodes, tmp_path):
+    """64 nodes: all are asked at the same time."""
+    asker = nodes(count)
+    assert asker.await_all(count, 60.0) == count
+    assert [node.host for node in asker.there()[0]] == [f"n{number}" for number in range(count)]
+    assert asker.there()[1] == "127.0.0.1"
+    names = [f"n{number}" for number in range(1, count)]
+    assert ran(tmp_path, names, "/bin/echo", "a b", "$HOME") == dict.fromkeys(names, "a b $HOME\n")
+    nodes.release(7)
+    wait_until(lambda: nodes.codes == dict.fromkeys(range(1, count), 7))
+
+
+def test_input_output_and_exit_codes_are_the_command_s_own(nodes, tmp_path):
+    nodes(2).await_all(2, 60.0)
+    argv = OverJoin(str(tmp_path), 60.0).rsh(str(tmp_path))
+    ran(tmp_path, ["n1"], "/bin/true")  # writes the file that argv names
+    text = os.urandom(1 << 20)
+    done = subprocess.run([*argv, "n1", "cat;", "echo error >&2; exit 3"], input=text, capture_output=True, timeout=60)
+    assert (done.returncode, done.stdout == text, done.stderr) == (3, True, b"error\n")
+    assert subprocess.run([*argv, "n1", "kill -9 $$"], timeout=60).returncode == 128 + 9
+    left = subprocess.Popen([*argv, "n1", f"touch {tmp_path}/began; exec sleep 98765"])
+    wait_until(lambda: (tmp_path / "began").exists())
+    left.kill()
+    left.wait()
+    wait_until(lambda: "98765" not in subprocess.run(["pgrep", "-af", "sleep"], capture_output=True, text=True).stdout)
+
+
+def test_a_node_that_has_gone(nodes, tmp_path):
+    asker = nodes(1)
+    assert "host n9 has left the job" in ran(tmp_path, ["n9"], "/bin/true")["n9"].what
+    link = nodes.speak(5, "n5", 2)
+    assert asker.await_all(2, 60.0) == 2
+    found = {}
+    call = threading.Thread(target=lambda: found.update(ran(tmp_path, ["n5"], "/bin/true")))
+    call.start()
+    assert isinstance(link.receive(), wire.Run)
+    link.close()
+    call.join(60)
+    assert "its connection was lost" in found["n5"].what
+    wait_until(lambda: len(asker.there()[0]) == 1)
+
+
+@pytest.mark.parametrize(
+    ("node", "why"),
+    [
+        ((0, "other", 1), "node 0 has joined; it is host n0"),
+        ((2, "n1", 1), "a node called n1 has joined; give each host a name of its own"),
+        ((3, "localhost", 1), "its host name is localhost; give it one of its own"),
+    ],
+)
+def test_a_node_that_cannot_be_told_from_another_is_refused(node, why, nodes):
+    asker = nodes(2)
+    assert asker.await_all(2, 60.0) == 2
+    assert nodes.speak(*node).receive() == wire.Release(2, why)
+    assert len(asker.there()[0]) == 2
+
+
+def test_a_node_that_comes_again_takes_its_place(nodes, tmp_path):
+    asker = nodes(2)
+    asker.await_all(2, 60.0)
+    nodes.speak(1, "n1", 5)
+    wait_until(lambda: [node.slots for node in asker.there()[0]] == [1, 5])
+
+
+def test_strangers_get_nothing(nodes, monkeypatch):
+    asker = nodes(2)
+    assert asker.await_all(2, 60.0) == 2
+    monkeypatch.setattr("ringrun.join.node._OTHER_KEY_S", 0.0)
+    stranger = Lender(Place(2, 4, "127.0.0.1", nodes.port), b"another key", 30.0)
+    with pytest.raises(
+        MachineError, match=r"127.0.0.1 port \d+: what listens there does not know this job's key; give"
+    ):
+        stranger.run(wire.Node(2, "n2", 1), 60.0)
+    sent = replayed(nodes)
+    with socket.create_connection(("127.0.0.1", nodes.port)) as again:
+        again.sendall(sent)
+        assert len(answer(again)) == 32, "a nonce, and no proof"
+    assert [node.host for node in asker.there()[0]] == ["n0", "n1"]
+
+
+def replayed(nodes):
+    """All that a node with the key sends, as somebody on the way has seen it."""
+    ours, theirs = socket.socketpair()
+    sent = b""
+    with socket.create_connection(("127.0.0.1", nodes.port)) as hub, ours, theirs:
+        theirs.settimeout(30)
+        node = threading.Thread(target=introduced, args=(ours, nodes.key))
+        node.start()
+        for count, source, sink in ((32, theirs, hub), (32, hub, theirs), (32, theirs, hub), (32, hub, theirs)):
+            data = source.recv(count, socket.MSG_WAITALL)
+            sink.sendall(data)
+            sent += data if source is theirs else b""
+        node.join(30)
+    assert len(sent) == 64
+    return sent
+
+
+def introduced(sock, key):
+    with contextlib.suppress(OSError):
+        introduce(sock, key, 30.0).close()
+
+
+def answer(sock):
+    data = b""
+    with contextlib.suppress(ConnectionResetError):
+        while piece := sock.recv(1 << 10):
+            data += piece
+    return data
+
+
+def test_nobody_listens(monkeypatch):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        lender = Lender(Place(1, 2, "127.0.0.1", probe.getsockname()[1], "NODE_RANK=1"), b"key", 30.0)
+        with pytest.raises(
+            MachineError, match=r"port \d+: no head has answered for 0\.2 s \(.*refused\); see that the h"
+        ):
+            lender.run(wire.Node(1, "n1", 1), 0.2)
+
+
+def test_its_manual_has_ringrun_s_flags_too(ringrun):
+    done = ringrun("join", "--help", returncode=0)
+    for part in ("ringrun join [HEAD:PORT]", "--key-file FILE", "--elastic", "RINGRUN_KEY", "Environment of a rank"):
+        assert part in done.stdout
+    assert cli.parse(["--", "join"]).job.command == ["join"]
