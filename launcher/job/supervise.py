@@ -95,8 +95,11 @@ class Supervisor:
         return self._failed and not self._was_signalled
 
     def in_use(self) -> InUse | None:
-        """Return what there is of the job now; another thread asks. A host all of whose agents are gone is lost."""
-        if self._ranks.missing:
+        """Return what there is of the job now; another thread asks. A host all of whose agents are gone is lost.
+
+        None also at the end, when all of them go.
+        """
+        if self._ranks.missing or self.is_over():
             return None
         job, gone = self._job, Counter(map(self._job.host_of, self._channel.gone.copy()))
         slots = {host.name: count * (gone[host.name] < count) for host, count in job.hosts}

@@ -130,7 +130,8 @@ def _be_head(resolved: config.Config, place: Place, authkey: bytes, slots: int, 
                     "on the others, or allow more: --join-timeout"
                 )
             reach = OverJoin(directory, request.job.reach.timeout_s, nodes.there()[1])
-            with_slots = request.job.elastic is not None
+            # else -np may be more than there are; new hosts of an elastic job get as many ranks as they have slots
+            with_slots = request.job.elastic is not None and not resolved.options.slots_per_host
             code = cli.run_job(cli.checked(resolved, lambda: nodes.found(with_slots=with_slots), reach))
         except LauncherError as error:
             code = error.exit_code

@@ -1,11 +1,12 @@
 """Fixtures: hosts, a Slurm on hosts, and a Python with each MPI. What a machine cannot have is skipped there."""
 
 import os
+import shutil
 from pathlib import Path
 
 import pytest
 
-from tests.cluster.hosts import Hosts, why_not
+from tests.cluster.hosts import PATH, Hosts, why_not
 from tests.cluster.slurm import SLURM_NEEDED, start_slurm, wait_until_idle
 
 
@@ -33,6 +34,25 @@ def two_nodes(folder, shared):
         yield made
 
 
+def four_nodes(folder, shared):
+    """Without sshd, ssh and srun, where only names that a platform gives to hosts are known, and not their own."""
+    for made in four_hosts(folder, shared):
+        table = "127.0.0.1 localhost\n"
+        for k, address in enumerate(made.addresses):
+            made.stop_sshd(k)
+            for name in ("ssh", "srun"):
+                if path := shutil.which(name, path=PATH):
+                    made.check(k, ["mount", "--bind", "/dev/null", path])
+            table += f"{address} algo-{k + 1} train-{k}.train train-node-0-{k}.train a-workers-0-{k}.a node{k}\n"
+        (made.files / "etc" / "hosts").write_text(table)
+        yield made
+
+
+@pytest.fixture(scope="session")
+def nodes_of_all(tmp_path_factory, shared):
+    yield from four_nodes(tmp_path_factory.mktemp("nodes"), shared)
+
+
 @pytest.fixture(scope="session")
 def hosts_of_all(tmp_path_factory, shared):
     yield from four_hosts(tmp_path_factory.mktemp("hosts"), shared)
@@ -58,6 +78,14 @@ def slurm(slurm_of_all, tmp_path):
     wait_until_idle(slurm_of_all)
     yield slurm_of_all
     slurm_of_all.tidy_up()
+
+
+@pytest.fixture
+def nodes(nodes_of_all, tmp_path):
+    """Four hosts that nobody can log in to."""
+    nodes_of_all.folder = tmp_path
+    yield nodes_of_all
+    nodes_of_all.tidy_up()
 
 
 @pytest.fixture

@@ -1,0 +1,202 @@
+"""ringrun join on four hosts that nobody can log in to: on each platform's variables, on both MPIs, and what fails."""
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+
+import pytest
+
+from tests.cluster.hosts import PROGRAMS
+from tests.support.patience import wait_until
+from tests.support.tiers import extended
+
+STEPS, WHERE, TRAINS = (PROGRAMS / f"{name}.py" for name in ("steps", "where", "trains"))
+ADDRESSES = "\n".join(f"10.77.0.{k}" for k in range(1, 5))
+
+PLATFORMS = {
+    "torchrun": lambda k: {"NNODES": "4", "NODE_RANK": str(k), "MASTER_ADDR": "node0", "MASTER_PORT": "29500"},
+    "trainer": lambda k: {
+        "PET_NNODES": "4",
+        "PET_NPROC_PER_NODE": "1",
+        "PET_NODE_RANK": str(k),
+        "JOB_COMPLETION_INDEX": str(k),
+        "PET_MASTER_ADDR": "train-node-0-0.train",
+        "PET_MASTER_PORT": "29400",
+    },
+    "jobset": lambda k: {"JOB_COMPLETION_INDEX": str(k), "NNODES": "4", "MASTER_ADDR": "a-workers-0-0.a"},
+    "batch": lambda k: {
+        "AWS_BATCH_JOB_NODE_INDEX": str(k),
+        "AWS_BATCH_JOB_MAIN_NODE_INDEX": "0",
+        "AWS_BATCH_JOB_NUM_NODES": "4",
+        **({"AWS_BATCH_JOB_MAIN_NODE_PRIVATE_IPV4_ADDRESS": "10.77.0.1"} if k else {}),
+    },
+    "sagemaker": lambda k: {"SM_HOSTS": '["algo-1","algo-2","algo-3","algo-4"]', "SM_CURRENT_HOST": f"algo-{k + 1}"},
+    "skypilot": lambda k: {
+        "SKYPILOT_NODE_IPS": ADDRESSES,
+        "SKYPILOT_NODE_RANK": str(k),
+        "SKYPILOT_NUM_NODES": "4",
+        "SKYPILOT_NUM_GPUS_PER_NODE": "0",
+    },
+    "slurm": lambda k: {
+        "SLURM_JOB_ID": "4711",
+        "SLURM_JOB_NODELIST": "node[0-3]",
+        "SLURM_NNODES": "4",
+        "SLURM_NODEID": str(k),
+        "SLURM_STEP_ID": "0",
+        "SLURM_STEP_NUM_TASKS": "4",
+        "SLURM_STEP_NODELIST": "node[0-3]",
+        "SLURM_PROCID": str(k),
+        "SLURM_NTASKS": "4",
+        "SLURM_TASKS_PER_NODE": "1(x4)",
+        "SLURM_JOBID": "4711",
+        "SLURM_NODELIST": "node[0-3]",
+    },
+}
+
+
+@pytest.fixture
+def join(nodes, python):
+    """join(ARGUMENTS): the same command on each node, as a platform starts it; returns the processes."""
+    key = nodes.folder / "key"
+    key.write_text("0123456789abcdef" * 4)
+    key.chmod(0o600)
+
+    def start(*arguments, platform="torchrun", only=range(4), python=python):
+        command = [python.parent / "ringrun", "join", "--key-file", key, *arguments]
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        return [nodes.start(k, command, env=PLATFORMS[platform](k), **pipes) for k in only]
+
+    return start
+
+
+def ends(jobs):
+    """How each node has ended; what the head has written."""
+    written = [job.communicate(timeout=90) for job in jobs]
+    return [job.returncode for job in jobs], *written[0], "\n".join(err for _, err in written[1:])
+
+
+@pytest.mark.parametrize(
+    "platform", [each if each == "torchrun" else pytest.param(each, marks=extended) for each in PLATFORMS]
+)
+@pytest.mark.quick
+def test_a_platform_s_nodes_are_one_job(platform, join, nodes, python):
+    codes, out, err, _ = ends(join("-np", 4, "--slots-per-host", 1, python, WHERE, "MASTER_ADDR", platform=platform))
+    assert codes == [0] * 4, err
+    places = sorted(out.splitlines())
+    assert places == [f"[{k}] {k} h{k} 0 1 {k} 4 4 9990.0 10.77.0.1" for k in range(4)]
+    nodes.assert_nothing_is_left()
+
+
+def test_a_rank_that_fails_ends_all_nodes_with_its_code(join, nodes, python):
+    codes, _, err, others = ends(join("-np", 4, "--slots-per-host", 1, python, STEPS, 0, "exit"))
+    assert codes == [7] * 4
+    assert "-- ringrun: rank 2 of 4 failed" in err
+    assert re.search(r"where +host h2, pid", err)
+    assert "error" not in others
+    nodes.assert_nothing_is_left()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_to_the_head_ends_all_nodes(number, join, nodes, python):
+    jobs = join("-np", 4, "--slots-per-host", 1, python, STEPS, 0, "go on")
+    wait_until(lambda: (nodes.folder / "training").exists(), within_s=60)
+    jobs[0].send_signal(number)
+    codes, _, err, _ = ends(jobs)
+    assert codes == [128 + number] * 4, err
+    nodes.assert_nothing_is_left()
+
+
+def test_a_head_that_is_killed(join, nodes, python):
+    jobs = join("-np", 4, "--slots-per-host", 1, python, STEPS, 0, "go on")
+    wait_until(lambda: (nodes.folder / "training").exists(), within_s=60)
+    jobs[0].send_signal(signal.SIGKILL)
+    codes, _, _, others = ends(jobs)
+    assert codes[1:] == [1] * 3
+    assert others.count("ringrun: error: ringrun on the head has ended without a word") == 3
+    nodes.wait_until_gone(within_s=30)
+
+
+def test_a_node_that_does_not_come(join, nodes, python):
+    codes, _, err, _ = ends(join("--join-timeout", 4, python, WHERE, only=[0, 1, 3]))
+    assert codes == [3] * 3
+    assert "ringrun: 3 of 4 nodes have joined, waiting for node 2\n" in err
+    assert "3 of 4 nodes have joined within 4 s; see what ringrun has written on the others" in err
+    nodes.assert_nothing_is_left()
+
+
+def trains(nodes, jobs):
+    def look():
+        assert jobs[0].poll() is None, jobs[0].communicate()
+        return (nodes.folder / "trains").exists()
+
+    wait_until(look, within_s=60)
+
+
+ELASTIC = ["--elastic", "--slots-per-host", 1, "--lost-after", 4, "--stall-abort-s", 20]
+
+
+def test_a_node_that_goes_is_a_loss(join, nodes, python):
+    jobs = join(*ELASTIC, python, TRAINS)
+    trains(nodes, jobs)
+    for pid in nodes.processes(3):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    codes, out, err, _ = ends(jobs)
+    assert codes == [0, 0, 0, -signal.SIGKILL], err
+    assert sorted(out.splitlines()) == [f"[{rank}] ended with 3 True" for rank in range(3)]
+    assert "-- ringrun: rank 3 of 4 failed --" in err
+    nodes.wait_until_gone()
+
+
+def test_a_node_that_is_told_to_go_ends_what_runs_there(join, nodes, python):
+    """As a pod that is evicted: its first process gets SIGTERM, and the ranks there do not."""
+    jobs = join(*ELASTIC, python, TRAINS)
+    trains(nodes, jobs)
+    jobs[3].send_signal(signal.SIGTERM)
+    codes, out, err, _ = ends(jobs)
+    assert codes == [0, 0, 0, 128 + signal.SIGTERM], err
+    assert sorted(out.splitlines()) == [f"[{rank}] ended with 3 True" for rank in range(3)]
+    nodes.wait_until_gone()
+
+
+def test_a_node_that_joins_later_is_a_new_host(join, nodes, python):
+    script = nodes.folder / "grows.py"
+    script.write_text(GROWS)
+    flags = ["--elastic", "--join-timeout", 2, "--slots-per-host", 1]
+    jobs = join(*flags, python, script, only=[0, 1, 2])
+    wait_until(lambda: (nodes.folder / "trains").exists(), within_s=60)
+    jobs += join(*flags, python, script, only=[3])
+    codes, out, err, _ = ends(jobs)
+    assert codes == [0] * 4, err
+    assert sorted(out.splitlines()) == [f"[{rank}] of 4" for rank in range(4)]
+    assert "ringrun: h3:1 came; after its next commit the job is started again, with 4 ranks instead of 3\n" in err
+    nodes.assert_nothing_is_left()
+
+
+GROWS = """
+import time
+from pathlib import Path
+
+import numpy as np
+
+import ringreduce as rr
+
+rr.init()
+state = rr.elastic.ObjectState(step=0)
+
+
+@rr.elastic.run
+def train(state):
+    while rr.size() < 4:
+        rr.allreduce(np.ones(3), name="gradient")
+        state.step += 1
+        state.commit()
+        Path("trains").touch()
+        time.sleep(0.05)
+
+
+train(state)
+print("of", rr.size())
+"""
