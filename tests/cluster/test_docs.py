@@ -10,7 +10,7 @@ from tests.support.pages import blocks
 
 pytestmark = pytest.mark.timeout(300)
 
-SSH, SLURM, _ = (block.text for block in blocks("bash", page="clusters.md"))
+SSH, SLURM, JOIN, _ = (block.text for block in blocks("bash", page="clusters.md"))
 
 
 def run(hosts, python, commands):
@@ -33,6 +33,11 @@ def test_over_ssh(hosts, python):
     found = accuracies(run(hosts, python, SSH).stdout)
     assert len(found) == 2
     assert min(found) >= 0.97
+
+
+def test_without_ssh(nodes, python):
+    (accuracy,) = accuracies(run(nodes, python, JOIN).stdout)
+    assert accuracy >= 0.97
 
 
 def test_in_slurm(slurm, python):

@@ -2,14 +2,17 @@
 
 import contextlib
 import os
+import re
 import socket
 import subprocess
 import sys
 import threading
 
 import pytest
+import yaml
 
 from ringrun import cli
+from ringrun.config import resolve as config
 from ringrun.connection import wire
 from ringrun.connection.link import connect_to, introduce
 from ringrun.connection.listener import Listener
@@ -20,6 +23,7 @@ from ringrun.join.hub import Hub
 from ringrun.join.key import KEY_VARIABLE, read_key
 from ringrun.join.node import Lender
 from ringrun.join.platforms import PLATFORMS, Place, find_place
+from tests.support.jobs import ROOT
 from tests.support.patience import wait_until
 
 KEY = "0123456789abcdef" * 4
@@ -340,3 +344,33 @@ def test_its_manual_has_ringrun_s_flags_too(ringrun):
     for part in ("ringrun join [HEAD:PORT]", "--key-file FILE", "--elastic", "RINGRUN_KEY", "Environment of a rank"):
         assert part in done.stdout
     assert cli.parse(["--", "join"]).job.command == ["join"]
+
+
+FILES = [path.name for path in sorted((ROOT / "examples" / "join").iterdir())]
+"""aws-batch.json, indexed-job.yaml, jobset.yaml, sagemaker.sh, skypilot.yaml, slurm.sbatch, trainjob.yaml"""
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_an_example_s_command_can_be_run(name):
+    """Its flags and its script exist, its nodes have a key, and pods of Kubernetes know how many they are."""
+    text = (ROOT / "examples" / "join" / name).read_text()
+    words = re.findall(r"ringrun[\", ]+join[\", ]+(.*?)[\]\n]", text)[-1]
+    options = config.resolve(command._parser(), re.findall(r"[^\", ]+", words), {}).options
+    python, script, flag = options.command
+    assert (python, flag) == ("python", "--synthetic")
+    assert (ROOT / "examples" / script.removeprefix("examples/")).is_file()
+    mounted = "mountPath: /etc/ringrun\n" in text and "secretName: ringrun\n" in text
+    assert options.key_file == ("/etc/ringrun/key" if mounted else None)
+    assert mounted or "RINGRUN_KEY" in text
+    for document in yaml.safe_load_all(text) if name.endswith(("yaml", "json")) else ():
+        for spec in having("completions", document):
+            assert spec["completions"] == spec["parallelism"] == 2
+            (container,) = having("env", spec)
+            assert container["env"] == [{"name": "NNODES", "value": "2"}]
+
+
+def having(key, document):
+    """The objects in a document that have a key."""
+    inner = document.values() if isinstance(document, dict) else document if isinstance(document, list) else ()
+    own = [document] if isinstance(document, dict) and key in document else []
+    return own + [each for one in inner for each in having(key, one)]

@@ -19,6 +19,7 @@ from tests.support.jobs import ROOT
 ELSEWHERE = {
     "clusters.md: ringrun -H h1:2,h2:2 python examples/train_digits.py": "tests/cluster/test_docs.py",
     "clusters.md: salloc --nodes=2 --ntasks=4 ringrun python examples/train_digits.py": "tests/cluster/test_docs.py",
+    "clusters.md: (umask 077; openssl rand -hex 32 > ringrun.key)": "tests/cluster/test_docs.py",
     "clusters.md: kubectl apply -f examples/mpijob.yaml": "tests/launcher/test_mpijob.py",
 }
 """How blocks begin that other tests run, and which."""

@@ -14,6 +14,7 @@ import ringrun
 from ringreduce.settings import HOROVOD, NO_EFFECT, PREFIX, Settings
 from ringrun import cli
 from ringrun.config import resolve
+from ringrun.join import command
 from tests.support.jobs import ROOT
 from tests.support.pages import BLOCKS, ELSEWHERE, NOT_RUN, PAGES, blocks, sides
 
@@ -197,7 +198,8 @@ def test_every_function_is_in_the_overview():
 
 
 def test_flags_of_ringrun_that_pages_name_exist():
-    known = set(re.findall(r"--[a-z][\w-]+", cli._parser().format_help()))
+    manual = cli._parser().format_help() + command._parser().format_help()
+    known = set(re.findall(r"--[a-z][\w-]+", manual))
     settings = [field.name for field in dataclasses.fields(Settings)]
     for page in ("README.md", "ringrun.md", "clusters.md", "failures.md", "elastic.md", "settings.md"):
         named = set(re.findall(r"`(?:ringrun [^`]*?)?(--[a-z][\w-]+)", PAGES[page]))
