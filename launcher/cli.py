@@ -34,6 +34,7 @@ import sys
 from argparse import SUPPRESS, Namespace
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from . import elastic
 from .arguments import (
@@ -163,11 +164,15 @@ def parse(arguments: Sequence[str]) -> Request:
     return checked(config.resolve(_parser(), arguments, os.environ))
 
 
-def checked(resolved: config.Config, joined: Callable[[], Found] | None = None, reach: Reach | None = None) -> Request:
-    """Return what the command line and its file say; UsageError for what is wrong in them.
+class Joined(NamedTuple):
+    """The hosts of a job of `ringrun join`, and how they are reached, which may take a time in seconds."""
 
-    joined, reach: of a job of `ringrun join`, its hosts, and how they are reached.
-    """
+    hosts: Callable[[], Found]
+    reach: Callable[[float], Reach]
+
+
+def checked(resolved: config.Config, joined: Joined | None = None) -> Request:
+    """Return what the command line and its file say; UsageError for what is wrong in them."""
     options = resolved.options
 
     def flag(name: str) -> str:
@@ -186,7 +191,7 @@ def checked(resolved: config.Config, joined: Callable[[], Found] | None = None, 
 
     def find_hosts() -> Found | None:
         place = resolved.place("hosts") or resolved.place("hostfile") or resolved.place("host_discovery_script")
-        found = joined() if joined else named_hosts(options.hosts, options.hostfile, place, script)
+        found = joined.hosts() if joined else named_hosts(options.hosts, options.hostfile, place, script)
         return found and replace(found, hosts=[replace(host, slots=host.slots or slots) for host in found.hosts])
 
     found = find_hosts()
@@ -220,7 +225,7 @@ def checked(resolved: config.Config, joined: Callable[[], Found] | None = None, 
         grace_s=None if options.grace is None else parse_seconds(options.grace, flag("grace")),
         forwarded=parse_signals(options.forward_signals, flag("forward_signals")),
         elastic=elasticity,
-        reach=reach or reach_of(found, ssh),
+        reach=joined.reach(ssh.connect_timeout_s) if joined else reach_of(found, ssh),
         interfaces=parse_interfaces(options.network_interfaces, flag("network_interfaces")),
         asked=asked,
         allowed=parse_allowed(options.env_allow, flag("env_allow")),

@@ -79,9 +79,3 @@ def config_text(options: SshOptions, aliases: Mapping[str, str]) -> str:
 def ssh_argv(directory: str) -> list[str]:
     """Return the argv that `host command …` follows, for a file in ringrun's private `directory`."""
     return ["ssh", "-F", str(Path(directory) / FILE_NAME)]
-
-
-def write_config(directory: str, options: SshOptions, aliases: Mapping[str, str] | None = None) -> list[str]:
-    """Write the file into ringrun's private `directory` and return the argv that `host command …` follows."""
-    (Path(directory) / FILE_NAME).write_text(config_text(options, aliases or {}))
-    return ssh_argv(directory)

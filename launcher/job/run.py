@@ -114,7 +114,7 @@ def _remove_commits(job: Job, names: Collection[str]) -> None:
     kept_commits.remove(job.commits_folder)
     if job.commits_folder and (away := [name for name in names if not is_here(Host(name))]):
         with private_folder() as directory:
-            job.reach.within(_REMOVAL_S).remote(directory).run(away, ["/bin/rm", "-rf", job.commits_folder])
+            job.reach.remote(directory, _REMOVAL_S).run(away, ["/bin/rm", "-rf", job.commits_folder])
 
 
 def _run_once(start: Callable[[], Ending], job: Job, say: restarts.Say) -> Ending:

@@ -7,7 +7,7 @@ The same command on each of the nodes, as with torchrun. The node with index 0 i
 itself and on the others, and prints what they write. Each node ends with the exit code of the job.
 
 Which node is which is known from what the platform sets: NODE_RANK, NNODES, MASTER_ADDR and MASTER_PORT, as for
-torchrun; or the variables of Slurm (one task on each node), of an Indexed Job or a JobSet of Kubernetes (with NNODES),
+torchrun; or the variables of Slurm (one task on each node), of an Indexed Job or a JobSet of Kubernetes (with --nodes),
 of Kubeflow's Trainer, AWS Batch, SageMaker or SkyPilot. HEAD:PORT, the head's name and a port there, and --nodes say it
 anywhere else.
 
@@ -21,17 +21,18 @@ import signal
 import socket
 import sys
 from argparse import Namespace
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Sequence
 
 from .. import cli
 from ..arguments import Parser, parse_seconds, whole
 from ..config import resolve as config
 from ..connection import wire
 from ..connection.listener import Listener
-from ..errors import LauncherError, MachineError, UsageError
+from ..errors import MachineError, UsageError
 from ..folders import private_folder
 from ..forward import leave_batch_system
 from ..hosts import Host, is_here
+from ..job.plan import Job
 from ..machine.placement import automatic_size
 from ..machine.topology import read_topology
 from ..network import own_addresses
@@ -50,7 +51,7 @@ _NOT_HERE = ("hosts", "hostfile", "host_discovery_script")
 def _parser() -> Parser:
     parser = cli.parser("ringrun join", _USAGE, __doc__ or "")
     add = parser.group("Which nodes")
-    add("--nodes", metavar="N", help="how many nodes there are, with HEAD:PORT")
+    add("--nodes", metavar="N", help="how many nodes there are, if no variable says so")
     add("--key-file", metavar="FILE", help="the key of the job (-: a line of standard input; else RINGRUN_KEY)")
     wait = "how long to wait for all nodes, and for the head (600)"
     add("--join-timeout", metavar="SECONDS", default="600", help=wait)
@@ -71,11 +72,11 @@ def _join(resolved: config.Config, head: str) -> int:
     place = _place(head, options)
     authkey = read_key(options.key_file, os.environ)
     _refuse_hosts(resolved)
-    leave_platform(os.environ)
+    leave_batch_system(os.environ, OF_PLATFORM)  # ranks find other values there
     slots = automatic_size(read_topology(os.environ))
     if place.index:
-        request = cli.checked(resolved)  # what is wrong is wrong everywhere
-        return lend(place, authkey, slots, timeout_s, request.job.lost_after_s)
+        job = cli.checked(resolved).job  # what is wrong is wrong everywhere
+        return lend(place, authkey, slots, timeout_s, job.lost_after_s)
     return _be_head(resolved, place, authkey, slots, timeout_s)
 
 
@@ -87,7 +88,8 @@ def _place(head: str, options: Namespace) -> Place:
         port = whole(match["port"], head, 1, _HIGHEST_PORT, "a port")
         host = match["host"].strip("[]")
         return Place(0 if is_here(Host(host)) else -1, count, host, port, head)
-    place = find_place(os.environ, socket.getfqdn())
+    said = {"NNODES": options.nodes} if options.nodes else {}
+    place = find_place({**os.environ, **said}, socket.getfqdn())
     if place is None:
         raise UsageError(
             "nothing says which node this is; expected NODE_RANK, NNODES and MASTER_ADDR, or the variables of a "
@@ -107,43 +109,38 @@ def _refuse_hosts(resolved: config.Config) -> None:
 
 def _be_head(resolved: config.Config, place: Place, authkey: bytes, slots: int, timeout_s: float) -> int:
     """Wait for the nodes, run the job on them, and let them go."""
-    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
-    request = cli.checked(resolved)
+    for number in (signal.SIGINT, signal.SIGTERM):  # until the job begins
+        signal.signal(number, lambda number, _: sys.exit(128 + number))
+    job = cli.checked(resolved).job
     with private_folder() as directory:
-        addresses = own_addresses((), request.job.interfaces)
-        try:
-            listener = Listener(
-                directory, addresses, _BACKLOG, port=place.port, authkey=authkey, lost_after_s=request.job.lost_after_s
-            )
-        except OSError as error:
-            raise MachineError(
-                f"port {place.port} of this host cannot be listened at: {error.strerror}; name another one on all "
-                "nodes: MASTER_PORT, or HEAD:PORT"
-            ) from error
-        nodes = Nodes(listener, directory, wire.Node(0, socket.gethostname(), slots))
+        nodes = Nodes(_listener(directory, place, authkey, job), directory, wire.Node(0, socket.gethostname(), slots))
         code = 1
         try:
             found = nodes.await_all(place.count, timeout_s)
-            if found < place.count and not request.job.elastic:
+            if found < place.count and not job.elastic:
                 raise MachineError(
                     f"{found} of {place.count} nodes have joined within {timeout_s:g} s; see what ringrun has written "
                     "on the others, or allow more: --join-timeout"
                 )
-            reach = OverJoin(directory, request.job.reach.timeout_s, nodes.there()[1])
+            address = nodes.there()[1]
             # else -np may be more than there are; new hosts of an elastic job get as many ranks as they have slots
-            with_slots = request.job.elastic is not None and not resolved.options.slots_per_host
-            code = cli.run_job(cli.checked(resolved, lambda: nodes.found(with_slots=with_slots), reach))
-        except LauncherError as error:
-            code = error.exit_code
-            raise
-        except KeyboardInterrupt:
-            code = 128 + signal.SIGINT
+            with_slots = job.elastic is not None and not resolved.options.slots_per_host
+            joined = cli.Joined(
+                lambda: nodes.found(with_slots=with_slots), lambda timeout_s: OverJoin(directory, timeout_s, address)
+            )
+            code = cli.run_job(cli.checked(resolved, joined))
+        except BaseException as error:
+            code = getattr(error, "exit_code", None) or getattr(error, "code", None) or code
             raise
         finally:
             nodes.release(code)
     return code
 
 
-def leave_platform(environ: MutableMapping[str, str]) -> None:
-    """Remove from ringrun's own `environ` what says which node this is: its ranks find other values there."""
-    leave_batch_system(environ, OF_PLATFORM)
+def _listener(directory: str, place: Place, authkey: bytes, job: Job) -> Listener:
+    addresses, port = own_addresses((), job.interfaces), place.port
+    try:
+        return Listener(directory, addresses, _BACKLOG, port=port, authkey=authkey, lost_after_s=job.lost_after_s)
+    except OSError as error:
+        what = f"port {port} of this host cannot be listened at: {error.strerror}"
+        raise MachineError(f"{what}; name another one on all nodes: MASTER_PORT, or HEAD:PORT") from error

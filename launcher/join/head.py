@@ -10,14 +10,13 @@ import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass
 
 from ..connection import wire
 from ..connection.listener import Listener
 from ..errors import MachineError
 from ..hosts import Found, Host
-from ..remote import Problem, Reach, Remote, Ssh
+from ..remote import Problem, Reach, Ssh
 from ..remote.parallel import Outcome
 from ..text import listed
 from . import hub, rsh
@@ -25,7 +24,6 @@ from . import hub, rsh
 _SCRIPT = "rsh"
 _LOOK_S = 0.1
 _PROGRESS_S = 3.0
-_GRACE_S = 1.0
 
 
 class Nodes:
@@ -99,15 +97,7 @@ class OverJoin(Reach):
     timeout_s: float
     address: str = ""
     gpus_are_chosen = True
-
-    def within(self, timeout_s: float) -> Reach:
-        """See `Reach`."""
-        return replace(self, timeout_s=timeout_s)
-
-    def remote(self, directory: str) -> Remote:
-        """See `Reach`."""
-        Path(directory, _SCRIPT).write_text(self.files({})[_SCRIPT])
-        return Remote(_Joined(self.rsh(directory), self.timeout_s), self.timeout_s + _GRACE_S)
+    _runner = _Joined
 
     def rsh(self, directory: str) -> Sequence[str]:
         """See `Reach`: words without a space, whatever is in the name of this Python."""

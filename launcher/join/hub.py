@@ -17,7 +17,6 @@ import signal
 import socket
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import NoReturn
 
@@ -25,6 +24,7 @@ from ..connection import wire
 from ..connection.link import Gone, Link
 from ..connection.listener import Listener
 from ..hosts.host import LOOPBACK
+from ..processes import raise_open_files
 
 RSH_SOCKET = "nodes"
 """The name of the socket for rsh.py in ringrun's private folder."""
@@ -33,18 +33,11 @@ NOT_RUN = 255
 _CHUNK_BYTES = 1 << 16
 _REQUEST_BYTES = 1 << 18
 _BACKLOG = 4096
+_FILES = 1 << 16  # eight for each node, while it starts something
 _RELEASE_S = 8.0  # longer than a node waits for what runs there, see node.py
 ASK = "?\n"
 """What ringrun asks for the nodes with; a number instead is how the job has ended."""
 _WITHOUT_A_WORD = "ringrun on the head has ended without a word"
-
-
-@dataclass(frozen=True)
-class There:
-    """A node that is there, and how the head reaches it: not at all if it is the head itself."""
-
-    node: wire.Node
-    link: Link | None = None
 
 
 class Hub:
@@ -52,7 +45,7 @@ class Hub:
 
     def __init__(self, listener: Listener, directory: str, own: wire.Node) -> None:
         self._listener = listener
-        self._nodes = {own.host: There(own)}
+        self._nodes: dict[str, tuple[wire.Node, Link | None]] = {own.host: (own, None)}  # no link to the head itself
         self._programs: dict[int, Program] = {}
         self._numbers = itertools.count()
         self._callers = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -72,17 +65,17 @@ class Hub:
                 if line != ASK:
                     code, why = int(line), ""
                     break
-                there = sorted((each.node for each in list(self._nodes.values())), key=lambda node: node.number)
-                address = next((each.link.own_address for each in list(self._nodes.values()) if each.link), "")
-                print(json.dumps([there, address]), file=lines, flush=True)
+                nodes = sorted(self._nodes.copy().values(), key=lambda each: (each[0].number < 0, *each[0]))
+                address = next((link.own_address for _, link in nodes if link), "")
+                print(json.dumps([[node for node, _ in nodes], address]), file=lines, flush=True)
         self.release(code, why)
 
     def release(self, code: int, why: str) -> None:
         """Let all nodes go, and wait for them a while."""
-        for each in list(self._nodes.values()):
-            if each.link:
+        for _, link in self._nodes.copy().values():
+            if link:
                 with contextlib.suppress(OSError):
-                    each.link.send(wire.Release(code, why))
+                    link.send(wire.Release(code, why))
         with contextlib.suppress(OSError):
             self._callers.shutdown(socket.SHUT_RDWR)  # wakes up who waits there
         self.close()
@@ -94,24 +87,22 @@ class Hub:
 
     def admit(self, node: wire.Node, link: Link) -> str:
         """Take a node; returns why not, if so. One that has come again takes its own place."""
-        before = self._nodes.get(node.host)
-        same = next(
-            (each.node.host for each in self._nodes.values() if each.node.number == node.number >= 0), node.host
-        )
-        if before and (before.link is None or before.node.number != node.number):
+        before, link_before = self._nodes.get(node.host, (node, link))
+        namesake = next((each.host for each, _ in self._nodes.values() if each.number == node.number >= 0), node.host)
+        if link_before is None or before.number != node.number:
             return f"a node called {node.host} has joined; give each host a name of its own"
         if node.host in LOOPBACK:
             return f"its host name is {node.host}; give it one of its own"
-        if same != node.host:
-            return f"node {node.number} has joined; it is host {same}"
-        if before and before.link:
-            before.link.end()
-        self._nodes[node.host] = There(node, link)
+        if namesake != node.host:
+            return f"node {node.number} has joined; it is host {namesake}"
+        if link_before is not link:
+            link_before.end()
+        self._nodes[node.host] = node, link
         return ""
 
     def left(self, host: str, link: Link) -> None:
         """A node's connection has ended, and what ran there."""
-        if (there := self._nodes.get(host)) and there.link is link:
+        if host in self._nodes and self._nodes[host][1] is link:
             del self._nodes[host]
             for program in list(self._programs.values()):
                 if program.host == host:
@@ -134,13 +125,13 @@ class Hub:
         number, code = next(self._numbers), NOT_RUN
         self._programs[number] = program = Program(host)
         try:
-            there = self._nodes.get(host)
-            if there is None or there.link is None:
-                os.write(streams[2], f"host {host} has left the job\n".encode())
-            else:
-                there.link.send(wire.Run(number, command))
+            _, link = self._nodes.get(host, (None, None))
+            if link:
+                link.send(wire.Run(number, command))
                 code = program.run(caller, streams)
-        except (OSError, EOFError):
+            else:
+                os.write(streams[2], f"host {host} has left the job\n".encode())
+        except (OSError, EOFError, IndexError):
             pass  # the node, or the caller, has gone
         finally:
             del self._programs[number]
@@ -249,6 +240,7 @@ def _run(hub: Hub, lifeline: socket.socket) -> NoReturn:
     try:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, signal.SIG_IGN)
+        raise_open_files(_FILES, 0)
         hub.start()
         hub.serve(lifeline)
         code = 0

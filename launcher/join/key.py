@@ -3,7 +3,6 @@
 import hashlib
 import os
 import stat
-import sys
 from collections.abc import MutableMapping
 
 from ..errors import UsageError
@@ -22,10 +21,16 @@ def read_key(path: str | None, environ: MutableMapping[str, str]) -> bytes:
     if path is None and not variable:
         raise UsageError(f"a job's nodes need a key: --key-file FILE, or the variable {KEY_VARIABLE}; {_MAKE_ONE}")
     where = KEY_VARIABLE if path is None else f"--key-file {path}"
-    text = (variable if path is None else sys.stdin.readline() if path == "-" else _file(path, where)).strip()
+    text = (variable if path is None else _line() if path == "-" else _file(path, where)).strip()
     if len(text) < _LEAST:
         raise UsageError(f"{where}: expected a key of at least {_LEAST} characters, got {len(text)}; {_MAKE_ONE}")
     return hashlib.sha256(text.encode(errors="surrogateescape")).digest()
+
+
+def _line() -> str:
+    """Return a line of standard input, and leave what follows to rank 0."""
+    with open(0, "rb", buffering=0, closefd=False) as stdin:
+        return stdin.readline().decode(errors="surrogateescape")
 
 
 def _file(path: str, where: str) -> str:

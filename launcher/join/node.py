@@ -117,7 +117,7 @@ def _pump(stream: IO[bytes], name: wire.StreamName, link: Link) -> None:
 def _feed(child: "subprocess.Popen[bytes]", link: Link) -> None:
     """Give the command its input; end it when the connection does, since nobody waits for it any more."""
     assert child.stdin
-    with contextlib.suppress(OSError, EOFError, ValueError):
+    with contextlib.suppress(OSError, EOFError, ValueError), child.stdin:
         while isinstance(message := link.receive(), wire.Input):
             with contextlib.suppress(OSError):  # it does not read
                 if message.data:

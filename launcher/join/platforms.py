@@ -45,7 +45,8 @@ def find_place(environ: Environ, hostname: str) -> Place | None:
                 return read(environ, hostname)
             except KeyError as error:
                 missing = f"{title} is known by {variable}, but {error.args[0]} is not set"
-                raise UsageError(f"{missing}; set it, or say HEAD:PORT and --nodes") from None
+                cure = "say --nodes N" if error.args[0] == "NNODES" else "set it, or say HEAD:PORT and --nodes N"
+                raise UsageError(f"{missing}; {cure}") from None
     return None
 
 

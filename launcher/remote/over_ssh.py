@@ -33,7 +33,7 @@ _EXIT = b"ringrun: exit "
 class Ssh(Runner):
     """Runs programs on other hosts over ssh.
 
-    prefix:     the argv that `host command` follows; see ssh.write_config. ssh's own limit should come before
+    prefix:     the argv that `host command` follows; see ssh.ssh_argv. ssh's own limit should come before
                 `timeout_s`: it says what it waited for.
     """
 

@@ -5,13 +5,13 @@ Both ringrun (before a job, and after it) and an MPI's launcher start programs t
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import ClassVar
 
 from ..hosts import Found
-from ..ssh import FILE_NAME, SshOptions, config_text, ssh_argv, write_config
+from ..ssh import FILE_NAME, SshOptions, config_text, ssh_argv
 from .hosts import Remote
 from .over_slurm import Slurm
 from .over_ssh import Ssh
@@ -19,7 +19,7 @@ from .over_ssh import Ssh
 _GRACE_S = 1.0
 
 
-class Reach(ABC):
+class Reach:
     """One way to reach other hosts. `directory` is ringrun's private one, which stays as long as what it gets."""
 
     timeout_s: float
@@ -34,16 +34,10 @@ class Reach(ABC):
     address = ""
     """This host's, where the other hosts reach it; empty: they know it by its name."""
 
-    @abstractmethod
-    def within(self, timeout_s: float) -> Reach:
-        """Return the same with another `timeout_s`."""
-
-    @abstractmethod
-    def remote(self, directory: str) -> Remote:
-        """Return what runs programs on the hosts."""
+    _runner: ClassVar[type[Ssh]] = Ssh
 
     def rsh(self, directory: str) -> Sequence[str]:
-        """Return the argv that `host command …` follows, for an MPI's launcher; empty where it asks Slurm itself."""
+        """Return the argv that `host command …` follows; empty where an MPI's launcher asks Slurm itself."""
         return ()
 
     def files(self, aliases: Mapping[str, str]) -> Mapping[str, str]:
@@ -52,6 +46,14 @@ class Reach(ABC):
         aliases: what the launcher calls hosts that have no name, and their addresses.
         """
         return {}
+
+    def remote(self, directory: str, timeout_s: float = 0.0) -> Remote:
+        """Return what runs programs on the hosts, each of which may take `timeout_s`, if not as long as it says."""
+        for name, text in self.files({}).items():
+            Path(directory, name).write_text(text)
+        timeout_s = timeout_s or self.timeout_s
+        # what is called there has a limit of its own, which comes first: it says what it waited for
+        return Remote(self._runner(self.rsh(directory), timeout_s), timeout_s + _GRACE_S)
 
 
 @dataclass(frozen=True)
@@ -64,14 +66,6 @@ class OverSsh(Reach):
     def timeout_s(self) -> float:  # type: ignore[override]
         """See `Reach`."""
         return self.options.connect_timeout_s
-
-    def within(self, timeout_s: float) -> Reach:
-        """See `Reach`."""
-        return OverSsh(replace(self.options, connect_timeout_s=timeout_s))
-
-    def remote(self, directory: str) -> Remote:
-        """See `Reach`; ssh's own limit comes first, since it says what it waited for."""
-        return Remote(Ssh(write_config(directory, self.options), self.timeout_s), self.timeout_s + _GRACE_S)
 
     def rsh(self, directory: str) -> Sequence[str]:
         """See `Reach`."""
@@ -90,13 +84,9 @@ class OverSlurm(Reach):
     gpus_are_chosen = True
     environment: ClassVar[Mapping[str, str]] = {"SLURM_EXPORT_ENV": "ALL", "SLURM_OVERLAP": "1"}
 
-    def within(self, timeout_s: float) -> Reach:
+    def remote(self, directory: str, timeout_s: float = 0.0) -> Remote:
         """See `Reach`."""
-        return OverSlurm(timeout_s)
-
-    def remote(self, directory: str) -> Remote:
-        """See `Reach`."""
-        return Remote(Slurm("srun", self.timeout_s), self.timeout_s)
+        return Remote(Slurm("srun", timeout_s or self.timeout_s), timeout_s or self.timeout_s)
 
 
 def reach_of(found: Found | None, ssh: SshOptions) -> Reach:

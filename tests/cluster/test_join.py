@@ -17,6 +17,7 @@ ADDRESSES = "\n".join(f"10.77.0.{k}" for k in range(1, 5))
 
 PLATFORMS = {
     "torchrun": lambda k: {"NNODES": "4", "NODE_RANK": str(k), "MASTER_ADDR": "node0", "MASTER_PORT": "29500"},
+    "by hand": lambda _: {},
     "trainer": lambda k: {
         "PET_NNODES": "4",
         "PET_NPROC_PER_NODE": "1",
@@ -64,7 +65,8 @@ def join(nodes, python):
     key.chmod(0o600)
 
     def start(*arguments, platform="torchrun", only=range(4), python=python):
-        command = [python.parent / "ringrun", "join", "--key-file", key, *arguments]
+        head = ["10.77.0.1:1234", "--nodes", 4] if platform == "by hand" else []
+        command = [python.parent / "ringrun", "join", *head, "--key-file", key, *arguments]
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
         return [nodes.start(k, command, env=PLATFORMS[platform](k), **pipes) for k in only]
 
@@ -116,6 +118,17 @@ def test_a_head_that_is_killed(join, nodes, python):
     assert codes[1:] == [1] * 3
     assert others.count("ringrun: error: ringrun on the head has ended without a word") == 3
     nodes.wait_until_gone(within_s=30)
+
+
+def test_a_signal_while_nodes_are_awaited(join, nodes, python):
+    jobs = join(python, WHERE, only=[0, 1])
+    wait_until(lambda: len(nodes.processes(0)) == 2 and nodes.processes(1))
+    said = jobs[1].stderr.readline()
+    assert said == "ringrun: h1 is a node of the job of node0\n"
+    jobs[0].send_signal(signal.SIGTERM)
+    codes, _, err, _ = ends(jobs)
+    assert codes == [143, 143], err
+    nodes.assert_nothing_is_left()
 
 
 def test_a_node_that_does_not_come(join, nodes, python):

@@ -41,6 +41,15 @@ def test_salloc_and_ringrun(slurm, python, tasks, flags, places):
     slurm.assert_nothing_is_left()
 
 
+def test_a_step_of_one_task_on_each_node_joins(slurm, python):
+    """As in containers, where srun is not to be had."""
+    command = [python.parent / "ringrun", "join", "-np", "4", python, WHERE, "COLOUR"]
+    step = ["salloc", "-N2", "-n2", "srun", "-N2", "--ntasks-per-node=1", "--mpi=none", "--overcommit", *command]
+    done = slurm.run(0, step, env={"COLOUR": "red wine", "RINGRUN_KEY": "0123456789abcdef" * 4})
+    assert placed(done) == told(TWO_AND_TWO, " red wine")
+    slurm.assert_nothing_is_left()
+
+
 def test_srun_starts_mpichs_ranks_for_ringrun(slurm, python, request):
     command = ["salloc", "-N2", "-n4", python.parent / "ringrun", "--launcher", "srun", python, WHERE, "COLOUR"]
     done = slurm.run(0, command, env={"COLOUR": "red wine"})

@@ -5,7 +5,13 @@ import subprocess
 import pytest
 
 from ringrun.errors import UsageError
-from ringrun.ssh import SshOptions, check_identity_file, parse_ssh, write_config
+from ringrun.ssh import FILE_NAME, SshOptions, check_identity_file, config_text, parse_ssh, ssh_argv
+
+
+def written(folder, options, aliases=None):
+    """The argv of an ssh that reads a file with them."""
+    (folder / FILE_NAME).write_text(config_text(options, aliases or {}))
+    return ssh_argv(str(folder))
 
 
 def understood(argv, host):
@@ -18,7 +24,7 @@ def test_ssh_understands_what_a_job_needs(tmp_path):
     key = tmp_path / "my key 100%"
     key.touch()
     options = SshOptions(2222, check_identity_file(str(key), "-i"), connect_timeout_s=7.4)
-    told = understood(write_config(str(tmp_path), options, {"ringrun-host-0": "fd77::2"}), "h1")
+    told = understood(written(tmp_path, options, {"ringrun-host-0": "fd77::2"}), "h1")
     assert (told["port"], told["batchmode"], told["connecttimeout"]) == ("2222", "yes", "7")
     assert told["identityfile"].replace("%%", "%") == str(key)
     assert (told["hostname"], told["stricthostkeychecking"]) == ("h1", "ask"), "as ssh does by default"
@@ -27,7 +33,7 @@ def test_ssh_understands_what_a_job_needs(tmp_path):
 
 
 def test_what_is_not_said_is_left_to_the_user_s_own_configuration(tmp_path):
-    told = understood(write_config(str(tmp_path), SshOptions()), "h1")
+    told = understood(written(tmp_path, SshOptions()), "h1")
     default = understood(["ssh", "-F", "none"], "h1")
     assert (told["port"], told["connecttimeout"]) == ("22", "30")
     assert told["identityfile"] == default["identityfile"]
@@ -36,7 +42,7 @@ def test_what_is_not_said_is_left_to_the_user_s_own_configuration(tmp_path):
 
 @pytest.mark.parametrize(("lost_after_s", "interval_s"), [(8.0, 2), (60.0, 15), (1.0, 1)])
 def test_a_connection_to_a_silent_host_ends_when_ringrun_gives_it_up(tmp_path, lost_after_s, interval_s):
-    told = understood(write_config(str(tmp_path), SshOptions(lost_after_s=lost_after_s)), "h1")
+    told = understood(written(tmp_path, SshOptions(lost_after_s=lost_after_s)), "h1")
     assert (told["serveraliveinterval"], told["serveralivecountmax"]) == (str(interval_s), "3")
 
 
