@@ -17,7 +17,6 @@ from tests.support.tiers import extended, parted
 from tests.support.torch_groups import groups_outlive_models
 
 STEPS = 6
-FRAMES = {}  # that Dynamo has compiled, by backend
 
 
 class Model(nn.Module):
@@ -82,23 +81,6 @@ def large_buckets(rank, size):
     assert moved == ({True, False} if dist.get_backend() == "ring" else {False})
     assert kept[0].ctypes.data == layers[0].weight.grad.data_ptr()
     return model
-
-
-def compiled(rank, size, backend="eager"):
-    """Before DDP, within and around it, where DDP calls the group while Dynamo watches, and compiles nothing of it."""
-    torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
-    torch.compile(lambda x: (dist.reduce(x, 0), x + 1), backend="eager")(torch.ones(3))  # the group's first call
-    within, trained = new_model(), []
-    within.compile(backend=backend)
-    forms = [torch.compile(DistributedDataParallel(new_model()), backend=backend)]
-    forms += [DistributedDataParallel(torch.compile(new_model(), backend=backend)), DistributedDataParallel(within)]
-    for model in forms:
-        trained += train(model, torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9), rank).parameters()
-    FRAMES[dist.get_backend()] = torch._dynamo.utils.counters["frames"]["total"]
-    # some 26; 188 where the engine is compiled, too
-    assert dist.get_backend() == "gloo" or FRAMES["ring"] <= FRAMES["gloo"], FRAMES
-    return trained
 
 
 def unused_parameters(rank, size):
@@ -173,7 +155,7 @@ def fsdp_of_flat_parameters(rank, size):
         return [each.detach().clone() for each in model.parameters()]
 
 
-def tensor_parallel(rank, size):
+def tensor_parallel(rank, size, compile=lambda model: model):
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
     model = nn.Sequential(nn.Linear(10, 12), nn.ReLU(), nn.Linear(12, 5))
@@ -182,7 +164,7 @@ def tensor_parallel(rank, size):
         nn.init.normal_(each)
     mesh = dist.init_device_mesh("cpu", (size,))
     model = parallelize_module(model, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
-    train(model, torch.optim.SGD(model.parameters(), lr=0.01), 0)
+    train(compile(model), torch.optim.SGD(model.parameters(), lr=0.01), 0)
     return [each.full_tensor() if hasattr(each, "full_tensor") else each for each in model.parameters()]
 
 
@@ -211,13 +193,12 @@ def checkpoint(rank, size, asynchronous=False):
     return list(loaded["model"].values())
 
 
-QUICK = [ddp, compiled, hooks, hook_of_ringreduce, large_buckets]
+QUICK = [ddp, hooks, hook_of_ringreduce, large_buckets]
 OTHERS = [unused_parameters, no_sync, zero, uneven_inputs, tensor_parallel, tensors_of_several_ranks, checkpoint]
 PROGRAMS = {each.__name__: each for each in [*QUICK, *OTHERS, fsdp, fsdp_of_flat_parameters]} | {
     "many_buckets": functools.partial(ddp, bucket_cap_mb=0.0001),
     "bucket_views": functools.partial(ddp, gradient_as_bucket_view=True),
     "static_graph": functools.partial(ddp, static_graph=True),
-    "compiled_by_inductor": functools.partial(compiled, backend="inductor"),
     "checkpoint_in_the_background": functools.partial(checkpoint, asynchronous=True),
 }
 
@@ -251,7 +232,12 @@ def over_both(program, folder):
 @pytest.mark.parametrize("name", parted(PROGRAMS, lambda name: PROGRAMS[name] in QUICK))
 @pytest.mark.parametrize(("world", "size"), [("mpi", 2), pytest.param("mpi", 3, marks=extended)], indirect=["world"])
 def test_as_over_gloo(world, size, name, tmp_path):
-    results = world(size).run(over_both(PROGRAMS[name], tmp_path))
+    as_over_gloo(world, size, PROGRAMS[name], tmp_path)
+
+
+def as_over_gloo(world, size, program, folder):
+    """Run it over both backends, which must make the same of it."""
+    results = world(size).run(over_both(program, folder))
     for found in results:
         for ring, gloo, first in zip(found["ring"], found["gloo"], results[0]["ring"], strict=True):
             if size == 2:  # a sum of two has one order
