@@ -29,6 +29,7 @@ import contextlib
 import errno
 import importlib
 import os
+import shutil
 import socket
 import sys
 from argparse import SUPPRESS, Namespace
@@ -317,6 +318,8 @@ def _information(resolved: config.Config) -> str | None:
 def run_job(request: Request) -> int:
     """Run the job that was asked for; return the exit code."""
     command = find_command(request.job.command)
+    if (name := request.job.command[0]) != command[0] == sys.executable != shutil.which(name):
+        _say(f"ringrun: {name} is ringrun's own, {sys.executable}: its environment is not activated")
     detected = detect(interpreter_of(command))
     preflight = _preflight(request, command)
     if preflight is None and both_mpi_wheels(detected.library.prefix):

@@ -42,13 +42,23 @@ def run_module(module: str, version: tuple[int, int] = sys.version_info[:2]) -> 
 def find_command(command: Sequence[str]) -> list[str]:
     """Return `command` with its program as an absolute path, found as a shell would; UsageError if it is not there.
 
-    mpirun may change PATH for the ranks; the program is the one that the user's own shell would run.
+    mpirun may change PATH for the ranks; the program is the one that the user's own shell would run. A bare `python` is
+    ringrun's own where it would be none, or one beside an environment that is not activated.
     """
     name, *arguments = command
     path = shutil.which(name)
+    if name in ("python", "python3") and (path is None or _is_not_activated(os.environ)):
+        path = sys.executable
     if path is None:
         raise UsageError(f"command not found: {name!r}{_why_not_found(name)}")
     return [os.path.abspath(path), *arguments]
+
+
+def _is_not_activated(environ: Mapping[str, str]) -> bool:
+    """Return whether ringrun was started by its path in an environment, and the shell is in none."""
+    in_environment = sys.prefix != sys.base_prefix
+    on_path = os.path.dirname(sys.executable) in environ.get("PATH", "").split(os.pathsep)
+    return in_environment and not on_path and not any(environ.get(name) for name in ("VIRTUAL_ENV", "CONDA_PREFIX"))
 
 
 def _why_not_found(name: str) -> str:

@@ -138,6 +138,14 @@ def test_a_stream_on_a_full_disk_costs_its_lines_and_no_job(stream, arguments, c
     assert (done.stderr or "").partition(lost)[:2] == ((ignored, lost) if said else ("", ""))
 
 
+@pytest.mark.without_mpi
+def test_a_python_beside_an_environment_that_is_not_activated_is_ringruns_own(ringrun):
+    activated = {"PATH": "/usr/bin:/bin", "VIRTUAL_ENV": "", "CONDA_PREFIX": ""}
+    done = ringrun("-np", 1, "python", "-c", "import sys; print(sys.executable)", env=activated, returncode=0)
+    assert done.stdout == f"[0] {sys.executable}\n"
+    assert done.stderr == f"ringrun: python is ringrun's own, {sys.executable}: its environment is not activated\n"
+
+
 def test_version(ringrun):
     from importlib.metadata import version
 

@@ -48,6 +48,32 @@ def test_the_command_becomes_an_absolute_path(tmp_path, monkeypatch):
     assert plan.find_command(["program"]) == [str(program)]
 
 
+OWN = os.path.dirname(sys.executable)
+
+
+@pytest.mark.parametrize(
+    ("name", "variables", "is_own"),
+    [
+        ("python", {"PATH": "/nowhere"}, True),
+        ("python", {"PATH": "/nowhere", "VIRTUAL_ENV": "/v"}, True),
+        ("python3", {}, True),
+        ("python3", {"VIRTUAL_ENV": "/v"}, False),
+        ("python3", {"CONDA_PREFIX": "/v"}, False),
+        ("python3", {"PATH": "{here}:" + OWN}, False),
+        ("{here}/python3", {}, False),
+    ],
+)
+def test_a_bare_python_is_ringruns_own_where_no_environment_is_activated(
+    name, variables, is_own, tmp_path, monkeypatch
+):
+    other = executable(tmp_path / "python3", "#!/bin/sh\n")
+    environ = {"PATH": "{here}"} | variables
+    monkeypatch.setattr(os, "environ", {key: value.format(here=tmp_path) for key, value in environ.items()})
+    monkeypatch.setattr(sys, "base_prefix", "/usr")
+    expected = sys.executable if is_own else str(other)
+    assert plan.find_command([name.format(here=tmp_path), "train.py"]) == [expected, "train.py"]
+
+
 @pytest.mark.parametrize(
     ("name", "message"),
     [
