@@ -178,6 +178,8 @@ class Leader:
 
     def waiting(self, now_s: float) -> dict[int, float]:
         """The ids that some ranks here have submitted and that are not scheduled: since which of these calls."""
+        if self._closed < math.inf:  # what is not scheduled never runs, and no response will forget it
+            return {}
         high = self._high
         differs = np.zeros(high, bool)
         for row in self._rows:

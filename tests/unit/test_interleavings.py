@@ -86,6 +86,8 @@ ADD = Call("add", number=1, ranks=(0, 1))
 LEAVES = [[ADD, Call("leave")], [ADD, Call("leave_now")]]  # before the set is added
 THEN = [Step("call", 0), Step("poll", 0), Step("call", 1), Step("call", 1), Step("poll", 1)]
 THEN += [Step("arrive", 0), Step("arrive", 0), Step("poll", 0)]
+C = Call("sum", "c")
+STUCK = [[ADD, C, C, Call("sum", "a", 1)], [ADD, C, C, Call("sum", "b", 1)], [ADD, C]]  # two wait in their own set
 
 
 @settings(suppress_health_check=list(HealthCheck), deadline=None, phases=set(Phase) - {Phase.explain})
@@ -95,6 +97,8 @@ THEN += [Step("arrive", 0), Step("arrive", 0), Step("poll", 0)]
 @example(([0, 0], [[*AGAIN, Call("leave")]] * 2, []), 1, 0.0, 1, LOG)
 @example(([0, 0], [[*AGAIN, Call("leave")]] * 2, []), 1, 0.0, 1, 2)
 @example(([0, 1], LEAVES, THEN), 1, 0.0, 1, LOG)
+# a leader reported for ever what had waited in a set that a rank left
+@example(([0, 1, 0], [[*calls, Call("leave")] for calls in STUCK], []), 4, 0.0, 1, LOG)
 def test_every_call_ends_alike_on_all_ranks_as_it_should(job, capacity, overdue_s, fan_out, log):
     """fan_out: of the tree of leaders;  overdue_s: infinite: what differs is found however long ranks may be late.
 
