@@ -49,7 +49,7 @@ class Links(NamedTuple):
         ]
 
 
-def measured(world: World, transport: Transport) -> Links:
+def measured(world: World, transport: Transport, clock: Callable[[], float] = time.perf_counter) -> Links:
     """Measure the links between hosts; every rank must call it.
 
     Cost: for H hosts about 1.5 log2 H times an allgather and `arrival_gbs`; three times that where a link is slow.
@@ -62,7 +62,7 @@ def measured(world: World, transport: Transport) -> Links:
     found = Links()
     for _ in range(ATTEMPTS):
         for distance in distances(len(leaders)):
-            own = complete(arrival_gbs(transport, leaders, distance)) if world.rank in leaders else 0.0
+            own = complete(arrival_gbs(transport, leaders, distance, clock)) if world.rank in leaders else 0.0
             rates = world.allgather_object(own)
             for index, rank in enumerate(leaders):
                 pair = (index - distance) % len(leaders), index
