@@ -228,8 +228,9 @@ def test_slow_links(tmp_path):
     rows = kept_by(finished, tmp_path)["rows"]
     assert all(row["wrong"] == 0 for row in rows)
     found = {row["place"]: re.sub("-[0-9a-f]{6}", "", row["links"]) for row in rows if row["order"] == "found"}
-    assert found["host 2"].startswith("host ring2's link carries 0.01")
-    order = found["hosts 0 and 1"].rpartition("order of hosts: ")[2].split(", ")  # a slow machine may name a host, too
+    # a busy machine may name other hosts, too
+    assert "host ring2's link carries 0.01" in found["host 2"]
+    order = found["hosts 0 and 1"].rpartition("order of hosts: ")[2].split(", ")
     assert sorted(order) == [f"ring{k}" for k in range(4)]
     assert abs(order.index("ring0") - order.index("ring1")) == 2, "they are not neighbours around the ring"
 
