@@ -317,6 +317,8 @@ def _information(resolved: config.Config) -> str | None:
 
 def run_job(request: Request) -> int:
     """Run the job that was asked for; return the exit code."""
+    if "TORCHELASTIC_RUN_ID" in os.environ:  # and what else torch would heed in the ranks
+        raise UsageError("torchrun has started ringrun; start it once, by itself: ringrun -np 2 python train.py")
     command = find_command(request.job.command)
     if (name := request.job.command[0]) != command[0] == sys.executable != shutil.which(name):
         _say(f"ringrun: {name} is ringrun's own, {sys.executable}: its environment is not activated")

@@ -2,18 +2,23 @@
 
 With the setting torch_backend, `ringrun --torch-backend ring`, programs that name "gloo", "mpi" or none use it, too. It
 stands here, and imports nothing else before a group is made, since every program that imports torch pays for it.
+ringrun hears of a rank's first group.
 """
 
 from __future__ import annotations
 
+import _thread
 import functools
 import os
+import sys
+import time
 from collections.abc import Callable
 from typing import Any
 
 HELPER = "_new_process_group_helper"
 """torch's own function, private, through which every process group is made."""
 MEANT = ("gloo", "mpi")
+_ALONE_AFTER_S = 60.0
 
 
 def register() -> None:
@@ -24,6 +29,8 @@ def register() -> None:
         dist.Backend.register_backend("ring", _create, extended_api=True, devices=["cpu", "cuda"])
         if name := os.environ.get("RINGREDUCE_TORCH_BACKEND"):
             rename(name)
+        if (error_file := os.environ.get("RINGREDUCE_ERROR_FILE")) and os.environ.get("WORLD_SIZE") != "1":
+            _watch_groups(error_file)
 
 
 def _create(options: Any, backend_options: Any) -> Any:
@@ -96,3 +103,38 @@ def _say_once() -> None:
 
     if ringreduce.rank() == 0:
         LOGGER.info('torch.distributed: "gloo", "mpi" or no backend means "ring" in this job, by torch_backend')
+
+
+def _watch_groups(error_file: str) -> None:
+    """Tell ringrun when this process joins others in a group, or has joined none for a minute; see job/joining.py."""
+    from torch.distributed import distributed_c10d
+
+    helper: Callable[..., Any] | None = getattr(distributed_c10d, HELPER, None)
+    if helper is None:  # then nobody counts groups, which the hook knows
+        return
+    hook: Any = sys.modules.get("_ringrun_hook")
+    if hook:  # this is the rank's first process
+        hook.torch_groups = 0
+        _thread.start_new_thread(_say_after_a_minute, (hook,))
+    told: list[str] = []
+
+    @functools.wraps(helper)
+    def make(size: int, rank: int, *arguments: Any, **options: Any) -> Any:
+        had_mpi = "mpi4py.MPI" in sys.modules
+        made = helper(size, rank, *arguments, **options)
+        if hook:
+            hook.torch_groups += 1
+            hook.torch_started_mpi |= not had_mpi and "mpi4py.MPI" in sys.modules
+        if size > 1 and not told:
+            from ringreduce.monitor.launcher_link import report
+
+            told.append("once is enough")
+            report(error_file, grouped=(rank, size))
+        return made
+
+    setattr(distributed_c10d, HELPER, make)
+
+
+def _say_after_a_minute(hook: Any) -> None:
+    time.sleep(_ALONE_AFTER_S)
+    hook.say_if_alone(ends=False)

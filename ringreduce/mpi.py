@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -60,8 +61,23 @@ def rank_that_started(environ: Mapping[str, str]) -> str | None:
     return rank if start == _start_of(environ) and int(pid) != os.getpid() else None
 
 
+def started_by_torch(environ: Mapping[str, str]) -> str:
+    """Which launcher of torch's started this process, one of several; empty: none. MPI takes it for its parent."""
+    processes: Any = sys.modules.get("multiprocessing.process")
+    is_child = processes is not None and processes.parent_process() is not None
+    if environ.get("TORCHELASTIC_RUN_ID") and environ.get("WORLD_SIZE") != "1":
+        return "notebook_launcher" if is_child and "accelerate" in sys.modules else "torchrun"
+    target = getattr(processes.current_process(), "_target", None) if is_child else None
+    return "mp.spawn" if getattr(target, "__module__", "") == "torch.multiprocessing.spawn" else ""
+
+
 def check_process(environ: Mapping[str, str]) -> None:
-    """Raise StartupError in a child process of a rank: to MPI it would be that rank."""
+    """Raise StartupError in a child process of a rank, which MPI would take for that rank, or of torch's launchers."""
+    if launcher := started_by_torch(environ):
+        raise LauncherMismatchError(
+            f"init(): {launcher} started this process, and MPI knows nothing of it; in place of {launcher}, start "
+            f"with: ringrun -np {environ.get('WORLD_SIZE', 'N')} python train.py, which calls the function once"
+        )
     if (rank := rank_that_started(environ)) is not None:
         raise StartupError(
             f"init(): this process was started by rank {rank} and is not a rank itself; put init() under "

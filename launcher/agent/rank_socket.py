@@ -1,8 +1,9 @@
 """The agent's end of the datagrams between it and ringreduce in its rank (ringreduce/monitor/launcher_link.py).
 
 asked    the rank answers what it waits for
-unasked  it calls init(), has started MPI, is stalled; in an elastic job it suspects ranks, meets others to form a
-         world without those that are lost, has formed it, has left it, or awaits a restart with more hosts
+unasked  it calls init(), has started MPI, is in a group of torch's, has joined no other rank, is stalled; in an elastic
+         job it suspects ranks, meets others to form a world without those that are lost, has formed it, has left it,
+         or awaits a restart with more hosts
 told     in an elastic job: which ranks the world is to have, which hosts have come
 """
 
@@ -23,6 +24,8 @@ _REPORTS: dict[str, Callable[[dict[str, Any]], wire.Report]] = {
     "stalled": lambda said: wire.Stalled(str(said["stalled"])),
     "init": lambda said: wire.InInit(float(said["init"])),
     "started": lambda _: wire.Initialized(),
+    "grouped": lambda said: wire.Grouped(*map(int, said["grouped"])),
+    "alone": lambda said: wire.Alone(str(said["alone"]), bool(said["ends"]), bool(said["in_vain"])),
     "suspects": lambda said: wire.Suspects(tuple(map(int, said["suspects"])), str(said.get("why", ""))),
     "reformed": lambda said: wire.Reformed(int(said["reformed"])),
     "meeting": lambda said: wire.Meeting(int(said["meeting"])),

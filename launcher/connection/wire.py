@@ -171,6 +171,25 @@ class Initialized(NamedTuple):
     """ringreduce.init() has returned in the rank."""
 
 
+class Grouped(NamedTuple):
+    """A process of the rank is `member` of a process group of torch's with `size` members."""
+
+    member: int
+    size: int
+
+
+class Alone(NamedTuple):
+    """The rank's Python has joined no other rank, as far as it knows, and `ends`, or has run for a minute.
+
+    `imported` is what it computes with: a front end's name, where there is one. `in_vain`: it may be in a group, which
+    its front end does not use.
+    """
+
+    imported: str
+    ends: bool
+    in_vain: bool
+
+
 class Suspects(NamedTuple):
     """Of an elastic job: `ranks` have kept this one waiting for too long; `why` is its report."""
 
@@ -274,7 +293,9 @@ class Release(NamedTuple):
     why: str
 
 
-Report: TypeAlias = Answer | Stalled | InInit | Initialized | Suspects | Reformed | Meeting | Left | Ready
+Report: TypeAlias = (
+    Answer | Stalled | InInit | Initialized | Grouped | Alone | Suspects | Reformed | Meeting | Left | Ready
+)
 """What the agent passes on of its rank, at any time."""
 
 Message: TypeAlias = (

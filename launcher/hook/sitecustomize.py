@@ -1,4 +1,5 @@
-"""Runs when a rank's Python starts: lets a failure end a rank that has initialised MPI; offers its stacks.
+"""Runs when a rank's Python starts: lets a failure end a rank that has initialised MPI; offers its stacks; says at its
+end whether it has joined other ranks.
 
 Without it a rank with an uncaught exception prints its traceback and then waits in MPI_Finalize, at interpreter exit,
 for ranks that wait for it elsewhere; the job hangs, or MPI ends the rank with an exit code of its own. With it the
@@ -8,6 +9,9 @@ another code than 0. Scripts that end in any other way are not touched.
 faulthandler writes the stacks when a crash ends the process, to stderr, and when the rank's agent asks by a signal, to
 a file next to the rank's error file, even while the main thread is stuck in C code. Only this process is asked, not
 those that it starts: they do not find this folder, and one that is forked has no file of its own.
+
+N ranks that never join train N models: front ends do so by default without a GPU, where each rank takes itself for the
+only one. ringrun, which hears of all ranks, can tell.
 """
 
 import _thread
@@ -28,6 +32,14 @@ _RAISING = ("RERAISE", "RAISE_VARARGS")
 _LAST_KNOWN_PYTHON = (3, 14)  # in which these are the instructions that raise again
 _main_thread = _thread.get_ident()
 _exits: list[SystemExit] = []  # the last that sys.exit() has raised
+_pid = os.getpid()
+_LIGHTNING = ("lightning", "lightning_fabric", "pytorch_lightning")
+_COMPUTES = (*_LIGHTNING, "transformers.trainer", "accelerate", "torch", "jax", "tensorflow", "numpy")
+"""What a rank that computes has imported, front ends first."""
+torch_groups: int | None = None
+"""How many process groups torch has made; None where nobody counts them. launcher/torch_backend.py does."""
+torch_started_mpi = False
+"""Whether MPI was started for one of them, and not by the program."""
 
 
 def _excepthook(kind: type[BaseException], value: BaseException, traceback: TracebackType | None) -> None:
@@ -83,10 +95,58 @@ def _leave_exit_code() -> None:
             file.write(str(code))
 
 
+def say_if_alone(*, ends: bool) -> None:
+    """Tell ringrun when this process, which `ends` or goes on, has computed and joined no other rank."""
+    error_file = os.environ.get("RINGREDUCE_ERROR_FILE")
+    imported = next((name for name in _COMPUTES if name in sys.modules), None)
+    if not error_file or not imported or os.environ.get("WORLD_SIZE") == "1" or os.getpid() != _pid:
+        return
+    in_vain = _reduces_nothing()
+    if in_vain or not _may_have_joined():
+        import _socket  # a program that computes has it
+
+        said = f'{{"alone": "{imported}", "ends": {int(ends)}, "in_vain": {int(in_vain)}}}'
+        own = _socket.socket(_socket.AF_UNIX, _socket.SOCK_DGRAM)
+        with contextlib.suppress(OSError):
+            own.sendto(said.encode(), _socket.MSG_DONTWAIT, f"{error_file}.agent")
+        own.close()
+
+
+def _may_have_joined() -> bool:
+    """Return whether this process may communicate with other ranks; ringrun hears of ringreduce's init() itself.
+
+    Lightning starts MPI only to ask how many ranks there are.
+    """
+    modules: dict[str, Any] = sys.modules
+    jax = getattr(modules.get("jax._src.distributed"), "global_state", None)
+    return bool(
+        ("torch" in modules and torch_groups != 0)
+        or getattr(modules.get("torch.distributed.rpc.api"), "_ALL_WORKER_NAMES", None)
+        or getattr(jax, "num_processes", 1) not in (1, None)
+        or "TF_CONFIG" in os.environ
+        or (not any(name in modules for name in _LIGHTNING) and _maps_mpi())
+    )
+
+
+def _reduces_nothing() -> bool:
+    """Return whether accelerate trains on this rank alone: without a GPU it makes a group, and does not use it."""
+    state: Any = getattr(sys.modules.get("accelerate.state"), "PartialState", None)
+    kind = getattr(state, "_shared_state", {}).get("distributed_type")
+    return getattr(kind, "value", None) == "NO" and (torch_started_mpi or not _maps_mpi())
+
+
+def _maps_mpi() -> bool:
+    with open("/proc/self/maps", "rb") as file:
+        return b"/libmpi" in file.read()
+
+
 def _leave() -> None:
     """Exit as Python would, short of MPI_Finalize, if there was a failure and MPI is up."""
     mpi: Any = sys.modules.get("mpi4py.MPI")
     code = 1 if _uncaught else _exit_code()
+    if not code:
+        with contextlib.suppress(Exception):
+            say_if_alone(ends=True)
     if not code or mpi is None or not mpi.Is_initialized() or mpi.Is_finalized():
         return
     for stream in (sys.stdout, sys.stderr):
@@ -132,6 +192,8 @@ with contextlib.suppress(Exception):  # no stderr, or no room for a file: a rank
     _offer_stacks()
 
 _this = sys.modules.pop("sitecustomize", None)
+if _this is not None:
+    sys.modules["_ringrun_hook"] = _this  # for launcher/torch_backend.py
 try:
     importlib.import_module("sitecustomize")  # the interpreter's own, which ours has hidden
 except ImportError:

@@ -11,6 +11,7 @@ membership      which ranks it has then: pure decisions
 shutdown        which signals ranks get, and when
 questions       what ranks answer when they are asked what they do
 init_watch      ranks that wait, in ringreduce.init() or a collective, for others that never come
+joining         ranks that all run alone
 growth          hosts that come while an elastic job runs, and hosts that fail
 restarts        the whole job again after a failure
 control_socket  where `ringrun stacks` finds a running job

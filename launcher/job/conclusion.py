@@ -62,7 +62,7 @@ class Conclusions:
         left = {} if job.elastic else self._ranks.left  # in an elastic job the others go on without those
         said, colour = self.launcher_said, self._output.colours
         report = card(cause, ends, job.size, asked=asked, answers=answers, left=left, launcher_tail=said, colour=colour)
-        self._output.message([*_advice(cause), *report])
+        self._output.message([*_advice(cause, job.size), *report])
         return outcome.exit_code(cause)
 
     def took_too_long(self, running: set[int], missing: set[int]) -> int:
@@ -117,9 +117,20 @@ def raising(error: LauncherError) -> Conclusion:
     return conclude
 
 
-def _advice(cause: RankEnd) -> list[str]:
+_OF_TORCH = {"in notebook_launcher": "notebook_launcher", "ProcessRaisedException": "mp.spawn"}
+"""Who starts processes that make a process group of their own, by what is then in a traceback."""
+
+
+def _advice(cause: RankEnd, size: int) -> list[str]:
     """Return what to do about a failure whose traceback does not say it."""
+    rank, traceback = cause.rank, cause.error.traceback if cause.error else ""
     raised = cause.error.exception if cause.error else " ".join(cause.tail[-1:])
-    if "BdbQuit" not in raised:
+    if "BdbQuit" in raised:
+        return [f"ringrun: to debug rank {rank} here, give it this terminal: ringrun --stdin {rank} …"]
+    starter = next((name for sign, name in _OF_TORCH.items() if sign in traceback), None)
+    if starter is None or size == 1 or not ("init_process_group" in traceback or "TCPStore" in traceback):
         return []
-    return [f"ringrun: to debug rank {cause.rank} here, give it this terminal: ringrun --stdin {cause.rank} …"]
+    cure = f"in place of {starter}, call the function that it was given, once in each rank"
+    return [
+        f"ringrun: {starter} starts processes of rank {rank}'s own, though ringrun has started all {size} ranks; {cure}"
+    ]

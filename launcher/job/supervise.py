@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Sequence
 from functools import partial
 
-from ..connection.wire import Answer, Ask, End, InInit, Initialized, Left, Ready, Signal, Stalled
+from ..connection.wire import Alone, Answer, Ask, End, Grouped, InInit, Initialized, Left, Ready, Signal, Stalled
 from ..errors import MachineError, UsageError
 from ..output.display import Output
 from ..report import outcome
@@ -24,6 +24,7 @@ from . import events, shutdown
 from .conclusion import WITHOUT_INIT, WITHOUT_LEAVING, Conclusion, Conclusions, Ranks, raising
 from .growth import Blacklist, InUse
 from .init_watch import InitWatch
+from .joining import Joining
 from .losses import Losses
 from .mpirun import MpiLauncher
 from .plan import Job
@@ -78,6 +79,8 @@ class Supervisor:
         self.keeps_commits = False
         """Whether the agents have left an elastic job's commits, for the next one."""
         self._init = InitWatch(job.size)
+        self._joining = Joining(job.size)
+        self._last_words: list[str] = []
         self._losses = Losses(job.size, job.elastic, channel, output) if job.elastic else None
         self._questions = Questions()
         self._stacks_again_s = 0.0  # not before then does a stall print all stacks again
@@ -189,9 +192,17 @@ class Supervisor:
             case events.Reported(rank, Stalled(report)):
                 self._report_stall(rank, report)
             case events.Reported(rank, InInit(report_after_s)):
+                self._joining.joined()
                 self._init.wait(rank, report_after_s, time.monotonic())
             case events.Reported(rank, Initialized()):
                 self._init.done(rank)
+            case events.Reported(rank, Grouped(member, size)):
+                self._joining.grouped(rank, member, size)
+            case events.Reported(rank, Alone() as said):
+                if text := self._joining.alone(rank, said):
+                    self._last_words = [f"ringrun: {text}"]  # below what the ranks write
+                if not said.ends:
+                    self._say_last_words()
             case events.Reported(rank, Left(why)):
                 self._init.inside.discard(rank)
                 ranks.left[rank] = why
@@ -358,9 +369,14 @@ class Supervisor:
             self._leave_out_host(cause.rank)
             return self._conclusions.failed(cause, ends)
         if self._shutdown is None:
+            self._say_last_words()
             return 0
         self._failed = not self._ranks.missing
         return self._conclusions.launcher_ended()
+
+    def _say_last_words(self) -> None:
+        self._output.message(self._last_words)
+        self._last_words = []
 
     def _decisive_ends(self) -> list[RankEnd]:
         """Return the ends of all ranks but those without which the job has gone on."""

@@ -146,6 +146,13 @@ def test_a_python_beside_an_environment_that_is_not_activated_is_ringruns_own(ri
     assert done.stderr == f"ringrun: python is ringrun's own, {sys.executable}: its environment is not activated\n"
 
 
+def test_a_ringrun_that_torchrun_has_started_is_refused(ringrun):
+    done = ringrun("-np", 2, "true", env={"TORCHELASTIC_RUN_ID": "none"}, returncode=2)
+    assert done.stderr == (
+        "ringrun: error: torchrun has started ringrun; start it once, by itself: ringrun -np 2 python train.py\n"
+    )
+
+
 def test_version(ringrun):
     from importlib.metadata import version
 

@@ -47,6 +47,8 @@ def test_all_that_a_rank_has_said_is_passed_on_in_order(tmp_path, agents, heard)
     launcher_link.report(files, init=10.0, package=launcher_link.PACKAGE)
     agents.read()
     launcher_link.report(files, started="ringreduce", shared=["a line of maps"])
+    launcher_link.report(files, grouped=(1, 2))
+    launcher_link.report(files, alone="torch", ends=1, in_vain=0)
     launcher_link.report(files, stalled="'w' waits")
     launcher_link.report(files, suspects=[2, 5], why="'w' waits for ranks 2,5")
     launcher_link.report(files, meeting=3)
@@ -56,6 +58,8 @@ def test_all_that_a_rank_has_said_is_passed_on_in_order(tmp_path, agents, heard)
     assert heard == [wire.InInit(10.0)], "nobody has read it yet"
     agents.read()
     of_rank = [
+        wire.Grouped(1, 2),
+        wire.Alone("torch", True, False),
         wire.Stalled("'w' waits"),
         wire.Suspects((2, 5), "'w' waits for ranks 2,5"),
         wire.Meeting(3),
@@ -68,7 +72,9 @@ def test_all_that_a_rank_has_said_is_passed_on_in_order(tmp_path, agents, heard)
     assert mapped == ["a line of maps"]
 
 
-@pytest.mark.parametrize("datagram", [b"", b"[1]", b"\xff", b'{"reformed": "x"}', b'{"suspects": 7}', b'{"init": []}'])
+@pytest.mark.parametrize(
+    "datagram", [b"", b"[1]", b"\xff", b'{"reformed": "x"}', b'{"suspects": 7}', b'{"init": []}', b'{"grouped": [1]}']
+)
 def test_what_is_no_message_says_nothing(datagram, tmp_path, agents, heard):
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as own:
         own.sendto(datagram, str(tmp_path / "rank1.json.agent"))

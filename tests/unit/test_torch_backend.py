@@ -1,8 +1,13 @@
 """What `ringrun --torch-backend ring` does when torch is imported, and which backends are then meant."""
 
+import sys
+import threading
+from types import SimpleNamespace
+
 import pytest
 from torch.distributed import distributed_c10d
 
+from ringreduce.monitor import launcher_link
 from ringrun import torch_backend
 
 
@@ -37,3 +42,18 @@ def test_a_torch_without_the_private_function_is_named(monkeypatch, helper):
 def test_another_value_is_refused():
     with pytest.raises(ValueError, match="RINGREDUCE_TORCH_BACKEND='gloo': expected ring, or no such variable"):
         torch_backend.rename("gloo")
+
+
+def test_a_rank_without_a_group_says_so_after_a_minute_and_its_first_group_is_told(monkeypatch, tmp_path):
+    said, is_said = [], threading.Event()
+    hook = SimpleNamespace(say_if_alone=lambda **how: (said.append(how), is_said.set()), torch_started_mpi=False)
+    monkeypatch.setitem(sys.modules, "_ringrun_hook", hook)
+    monkeypatch.setattr(torch_backend, "_ALONE_AFTER_S", 0.01)
+    monkeypatch.setattr(launcher_link, "report", lambda *path, **message: said.append((*path, message)))
+    monkeypatch.setattr(distributed_c10d, torch_backend.HELPER, lambda *group: group)
+    torch_backend._watch_groups("rank1.json")
+    assert is_said.wait(10)
+    assert (said, hook.torch_groups) == ([{"ends": False}], 0)
+    make = getattr(distributed_c10d, torch_backend.HELPER)
+    assert [make(size, 1, [], "gloo") for size in (1, 2, 2)] == [(size, 1, [], "gloo") for size in (1, 2, 2)]
+    assert (said[1:], hook.torch_groups) == ([("rank1.json", {"grouped": (1, 2)})], 3)

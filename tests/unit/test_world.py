@@ -1,3 +1,4 @@
+import multiprocessing.process
 import os
 import subprocess
 import sys
@@ -97,6 +98,21 @@ def test_a_start_that_mpi_knows_nothing_of_is_told(variable, launcher):
     )
     with pytest.raises(LauncherMismatchError, match=message):
         check_world_size(1, {variable: "4"})
+
+
+@pytest.mark.parametrize("launcher", ["torchrun", "mp.spawn", "notebook_launcher"])
+def test_a_process_that_a_launcher_of_torch_s_has_started_is_told_what_to_start(monkeypatch, launcher):
+    of_torchrun = {"TORCHELASTIC_RUN_ID": "none", "WORLD_SIZE": "1"}
+    check_process(of_torchrun)  # one process alone
+    if launcher != "torchrun":
+        monkeypatch.setattr(multiprocessing.process, "parent_process", object)
+    if launcher == "mp.spawn":
+        of_torch = SimpleNamespace(__module__="torch.multiprocessing.spawn")
+        monkeypatch.setattr(multiprocessing.current_process(), "_target", of_torch, raising=False)
+    elif launcher == "notebook_launcher":
+        monkeypatch.setitem(sys.modules, "accelerate", None)
+    with pytest.raises(LauncherMismatchError, match=f"init.*: {launcher} started .* start with: ringrun -np 2 python"):
+        check_process({"WORLD_SIZE": "2"} if launcher == "mp.spawn" else of_torchrun | {"WORLD_SIZE": "2"})
 
 
 def test_a_child_process_of_a_rank_is_refused():

@@ -1,0 +1,65 @@
+"""Ranks that never join each other: when that is told, and with which cure."""
+
+import pytest
+
+from ringrun.connection.wire import Alone, Grouped, InInit
+from ringrun.job.events import Reported
+from ringrun.job.plan import Job
+from tests.launcher.test_init_watch import Answering
+from tests.launcher.test_supervise import arrived, ended
+
+TOLD = "ringrun: the 2 ranks have not joined each other: each runs alone; "
+TORCH = TOLD + "call torch.distributed.init_process_group() or ringreduce.init()"
+OWN = TOLD + "let ringrun start the ranks, in place of torchrun, mp.spawn and notebook_launcher"
+CPU = TOLD + "without GPUs transformers needs TrainingArguments(use_cpu=True)"
+
+
+def alone(*ranks, imported="torch", ends=True, in_vain=False):
+    return [Reported(rank, Alone(imported, ends, in_vain)) for rank in ranks]
+
+
+def groups(members, size=2):
+    return [Reported(rank, Grouped(member, size)) for rank in (0, 1) for member in members[rank]]
+
+
+@pytest.mark.parametrize(
+    ("events", "told"),
+    [
+        (alone(0), []),
+        (alone(0, 1), [TORCH]),
+        (alone(0, 1, imported="numpy"), [TOLD + "call ringreduce.init()"]),
+        (alone(0, 1, 1, 0, ends=False) + alone(0, 1), [TORCH]),
+        ([Reported(1, InInit(1.0)), *alone(0, 1)], []),
+        (groups([[0], [1]]) + alone(0, 1), []),
+        (groups([[0, 1], [1, 0]]) + alone(0, 1), [OWN]),
+        (groups([[0, 1], [2, 3]], size=4) + alone(0, 1), []),
+        (groups([[0], [1]]) + alone(0) + alone(1, in_vain=True), []),
+        (groups([[0], [1]]) + alone(0, 1, imported="transformers.trainer", in_vain=True), [CPU]),
+    ],
+)
+def test_what_is_told_of_ranks_that_run_alone(events, told):
+    assert said(*events, ended(0), ended(1)) == told
+
+
+def test_it_is_told_at_once_of_ranks_that_go_on_and_not_at_all_of_a_job_that_fails():
+    assert said(*alone(0, 1, ends=False), ended(0, 3), ended(1))[0] == TORCH
+    assert TORCH not in said(*alone(0, 1), ended(0, 3), ended(1))
+
+
+def test_a_job_of_one_rank_is_not_told():
+    assert said(*alone(0), ended(0), size=1) == []
+
+
+def said(*events, size=2):
+    fake = Answering(*arrived(*range(size)), *events)
+    fake.supervisor(Job(size, ["x"])).run()
+    return fake.said
+
+
+@pytest.mark.without_mpi
+def test_a_program_that_forgets_to_join_is_told_last_of_all(ringrun, script, tmp_path):
+    (tmp_path / "numpy.py").touch()
+    done = ringrun("-np", 2, *script("import numpy\nprint('trained')"), returncode=0)
+    assert sorted(done.stdout.splitlines()) == ["[0] trained", "[1] trained"]
+    assert done.stderr == TOLD + "call ringreduce.init()\n"
+    assert ringrun("-np", 2, *script("print('trained')"), returncode=0).stderr == ""
