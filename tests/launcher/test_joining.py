@@ -2,9 +2,10 @@
 
 import pytest
 
-from ringrun.connection.wire import Alone, Grouped, InInit
-from ringrun.job.events import Reported
+from ringrun.connection.wire import Alone, Grouped, InInit, RankError
+from ringrun.job.events import RankEnded, Reported
 from ringrun.job.plan import Job
+from ringrun.report.outcome import RankEnd
 from tests.launcher.test_init_watch import Answering
 from tests.launcher.test_supervise import arrived, ended
 
@@ -63,3 +64,19 @@ def test_a_program_that_forgets_to_join_is_told_last_of_all(ringrun, script, tmp
     assert sorted(done.stdout.splitlines()) == ["[0] trained", "[1] trained"]
     assert done.stderr == TOLD + "call ringreduce.init()\n"
     assert ringrun("-np", 2, *script("print('trained')"), returncode=0).stderr == ""
+
+
+@pytest.mark.parametrize(
+    ("traceback", "starter"),
+    [
+        ("in notebook_launcher\n self._store = TCPStore(", "notebook_launcher"),
+        ("torch.multiprocessing.spawn.ProcessRaisedException: dist.init_process_group(", "mp.spawn"),
+        ("torch.multiprocessing.spawn.ProcessRaisedException: no data", ""),
+        ("dist.init_process_group(", ""),
+    ],
+)
+def test_a_failure_of_processes_that_a_rank_started_is_told_with_who_starts_ranks(traceback, starter):
+    end = RankEnd(1, "here", 1, 1, 0.0, error=RankError("DistNetworkError", "EADDRINUSE", traceback))
+    told = f"ringrun: {starter} starts processes of rank 1's own, though ringrun has started all 2 ranks; in place of "
+    told += f"{starter}, call the function that it was given, once in each rank"
+    assert said(RankEnded(end), ended(0))[0] == told if starter else "starts" not in str(said(RankEnded(end), ended(0)))
