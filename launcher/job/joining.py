@@ -41,7 +41,8 @@ class Joining:
         cure = _CURES.get(said.imported, "call ringreduce.init()")
         if self._members and not said.in_vain:
             cure = "let ringrun start the ranks, in place of torchrun, mp.spawn and notebook_launcher"
-        return f"the {counted(self._size, 'rank')} have not joined each other: each runs alone; {cure}"
+        when = "" if said.ends else "after a minute "
+        return f"{when}the {counted(self._size, 'rank')} have not joined each other: each runs alone; {cure}"
 
     def _has_joined(self) -> bool:
         """Whether some rank has joined another: by init(), or in a group that has members in other ranks."""
