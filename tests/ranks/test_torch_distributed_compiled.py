@@ -5,6 +5,8 @@ Each is compiled by Dynamo alone, the backend "eager", and with two ranks by ind
 
 import contextlib
 import functools
+import sys
+import types
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ import torch.distributed._functional_collectives as functional
 import torch.nn as nn
 from torch.nn.parallel import DistributedDataParallel
 
+from ringreduce.torch.distributed.uncompiled import uncompiled
 from tests.ranks import test_torch_distributed_training as training
 from tests.ranks.test_torch_distributed_training import STEPS, as_over_gloo, batches, new_model, train
 from tests.support.tiers import extended, parted
@@ -210,3 +213,13 @@ def by_each(form):
 @pytest.mark.parametrize(("world", "size"), [("mpi", 2), pytest.param("mpi", 3, marks=extended)], indirect=["world"])
 def test_a_compiled_form_as_over_gloo(world, size, name, tmp_path):
     as_over_gloo(world, size, counted if name == "counted" else by_each(FORMS[name]), tmp_path)
+
+
+def test_a_method_can_be_called_while_another_thread_imports_dynamo(monkeypatch):
+    class Group:
+        @uncompiled
+        def size(self):
+            return 3
+
+    monkeypatch.setitem(sys.modules, "torch._dynamo", types.ModuleType("torch._dynamo"))
+    assert Group().size() == 3

@@ -26,8 +26,8 @@ class _Uncompiled:
 
     def __get__(self, instance: object | None, owner: type) -> Any:
         method = self._method
-        if "torch._dynamo" in sys.modules:
-            disable = sys.modules["torch._dynamo"].disable
+        disable = getattr(sys.modules.get("torch._dynamo"), "disable", None)  # none yet while another thread imports it
+        if disable is not None:
             for base in owner.__mro__:
                 for name, each in list(vars(base).items()):
                     if isinstance(each, _Uncompiled):
