@@ -154,6 +154,15 @@ def test_a_training_step(tmp_path, horovod):
     assert None not in overheads.values()
 
 
+def test_a_step_of_trainer(tmp_path):
+    pytest.importorskip("transformers", reason="bench/trainer.py needs transformers and accelerate")
+    finished = run([PYTHON, BENCH / "trainer.py", "--quick", "--runs", "1", "--json", tmp_path / "rows.json"])
+    rows = {row["who"]: row for row in kept_by(finished, tmp_path)["rows"]}
+    assert [*rows] == ["each alone", "gloo", "ring"]
+    assert rows["ring"]["of_gloo"] == pytest.approx(rows["ring"]["added_ms"] / rows["gloo"]["added_ms"])
+    assert rows["ring"]["wrong"] == rows["gloo"]["wrong"] == 0
+
+
 def test_growth(tmp_path):
     finished = run([PYTHON, BENCH / "growth.py", "--quick", *files(tmp_path)])
     kept = outcome(finished, tmp_path, "part ranks ranks tensors size who time predicted measured #wrong")
