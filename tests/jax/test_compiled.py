@@ -48,6 +48,7 @@ def test_programs_do_not_overtake_one_another():
             check(result, each)
 
 
+@pytest.mark.quick
 def test_it_has_no_effect_and_every_collective_runs(monkeypatch):
     calls = []
     monkeypatch.setattr(primitive.HostCollective, "run_into", lambda self, *_: calls.append(self.place))
