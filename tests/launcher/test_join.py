@@ -266,6 +266,7 @@ def test_a_node_that_has_gone(nodes, tmp_path):
     ("node", "why"),
     [
         ((0, "other", 1), "node 0 has joined; it is host n0"),
+        ((0, "n0", 1), "a node called n0 has joined; give each host a name of its own"),
         ((2, "n1", 1), "a node called n1 has joined; give each host a name of its own"),
         ((3, "localhost", 1), "its host name is localhost; give it one of its own"),
     ],
@@ -282,6 +283,14 @@ def test_a_node_that_comes_again_takes_its_place(nodes, tmp_path):
     asker.await_all(2, 60.0)
     nodes.speak(1, "n1", 5)
     wait_until(lambda: [node.slots for node in asker.there()[0]] == [1, 5])
+
+
+def test_nodes_that_nobody_has_numbered_come_last_by_their_names(nodes):
+    asker = nodes(2)
+    for name in ("b", "a"):
+        nodes.speak(-1, name, 1)
+    assert asker.await_all(4, 60.0) == 4
+    assert [node.host for node in asker.there()[0]] == ["n0", "n1", "a", "b"]
 
 
 def test_strangers_get_nothing(nodes, monkeypatch):
