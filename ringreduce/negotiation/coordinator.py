@@ -256,7 +256,9 @@ class Coordinator:
     # Stalls
 
     def waiting(self, longer_than_s: float) -> list[Waiting]:
-        """Tensors that have waited this long for some ranks, the longest first."""
+        """Tensors that have waited this long for some ranks, the longest first; none once the process set is closed."""
+        if self.closed:
+            return []
         now = self._clock()
         found = [self._waiting(entry) for entry in self._entries.values() if now - entry.since_s >= longer_than_s]
         return sorted(found, key=lambda each: each.since_s)

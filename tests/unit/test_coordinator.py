@@ -227,6 +227,9 @@ def test_what_waits_is_told_with_ranks_and_lines():
     assert sorted(second.submitted) == [0, 2]
     assert [each.signature.name for each in ranks.coordinator.waiting(5.0)] == ["a"]
     assert ranks.coordinator.waiting(7.0) == []
+    ranks.tell(2, leave="done")
+    ranks.decide()
+    assert ranks.coordinator.waiting(-1e9) == [], "they have failed"
 
 
 def test_a_record_of_what_was_submitted_long_ago_has_waited_so_long():
