@@ -75,7 +75,9 @@ import os, subprocess, sys, torch, torch.distributed as dist
 
 of_files = {"rank": int(os.environ["RANK"]), "world_size": int(os.environ["WORLD_SIZE"])}
 for named in ([], ["gloo"], ["cpu:gloo,cuda:nccl"], ["mpi"]):  # the first and the last by env://, whose port stays
-    dist.init_process_group(*named, **of_files | {"store": dist.FileStore(named[0])} if "gloo" in str(named) else {})
+    by_file = named and "gloo" in named[0]
+    options = of_files | {"store": dist.FileStore(f"{__file__}.{named[0]}")} if by_file else {}
+    dist.init_process_group(*named, **options)
     dist.monitored_barrier() if named == ["gloo"] else dist.barrier()
     rank, size = dist.get_rank(), dist.get_world_size()
     mesh = dist.init_device_mesh("cpu", (1, size), mesh_dim_names=("a", "b"))
