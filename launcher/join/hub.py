@@ -89,7 +89,7 @@ class Hub:
         """Take a node; returns why not, if so. One that has come again takes its own place."""
         before, link_before = self._nodes.get(node.host, (node, link))
         namesake = next((each.host for each, _ in self._nodes.values() if each.number == node.number >= 0), node.host)
-        if before.number != node.number:
+        if link_before is None or before.number != node.number:
             return f"a node called {node.host} has joined; give each host a name of its own"
         if node.host in LOOPBACK:
             return f"its host name is {node.host}; give it one of its own"

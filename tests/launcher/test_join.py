@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import pytest
 import yaml
@@ -240,11 +241,12 @@ def test_input_output_and_exit_codes_are_the_command_s_own(nodes, tmp_path):
     done = subprocess.run([*argv, "n1", "cat;", "echo error >&2; exit 3"], input=text, capture_output=True, timeout=60)
     assert (done.returncode, done.stdout == text, done.stderr) == (3, True, b"error\n")
     assert subprocess.run([*argv, "n1", "kill -9 $$"], timeout=60).returncode == 128 + 9
-    left = subprocess.Popen([*argv, "n1", f"touch {tmp_path}/began; exec sleep 98765"])
-    wait_until(lambda: (tmp_path / "began").exists())
+    pid = tmp_path / "pid"
+    left = subprocess.Popen([*argv, "n1", f"echo $$ > {pid}.new; mv {pid}.new {pid}; exec sleep 300"])
+    wait_until(pid.exists)
     left.kill()
     left.wait()
-    wait_until(lambda: "98765" not in subprocess.run(["pgrep", "-af", "sleep"], capture_output=True, text=True).stdout)
+    wait_until(lambda: not Path("/proc", pid.read_text().strip()).exists())
 
 
 def test_a_node_that_has_gone(nodes, tmp_path):
