@@ -67,8 +67,10 @@ def test_a_bare_python_is_ringruns_own_where_no_environment_is_activated(
     name, variables, is_own, tmp_path, monkeypatch
 ):
     other = executable(tmp_path / "python3", "#!/bin/sh\n")
-    environ = {"PATH": "{here}"} | variables
-    monkeypatch.setattr(os, "environ", {key: value.format(here=tmp_path) for key, value in environ.items()})
+    for key in ("VIRTUAL_ENV", "CONDA_PREFIX"):
+        monkeypatch.delenv(key, raising=False)
+    for key, value in ({"PATH": "{here}"} | variables).items():
+        monkeypatch.setenv(key, value.format(here=tmp_path))
     monkeypatch.setattr(sys, "base_prefix", "/usr")
     expected = sys.executable if is_own else str(other)
     assert plan.find_command([name.format(here=tmp_path), "train.py"]) == [expected, "train.py"]
