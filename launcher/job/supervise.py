@@ -375,8 +375,9 @@ class Supervisor:
         return self._conclusions.launcher_ended()
 
     def _say_last_words(self) -> None:
-        self._output.message(self._last_words)
-        self._last_words = []
+        if self._last_words:
+            self._output.message(self._last_words)
+            self._last_words = []
 
     def _decisive_ends(self) -> list[RankEnd]:
         """Return the ends of all ranks but those without which the job has gone on."""

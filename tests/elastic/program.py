@@ -108,7 +108,7 @@ def main() -> None:
     steps, folder, rank = int(sys.argv[1]), Path(sys.argv[2]), int(os.environ["RANK"])
     wanted = [] if int(os.environ["RINGREDUCE_RESTART_COUNT"]) else sys.argv[3:]
     deaths = Deaths(rank, wanted, folder / f"{rank}.died")
-    deaths.before(rendezvous, "everyones", "meeting")
+    deaths.before(rendezvous, "allgather_object", "meeting")
     with (folder / f"{rank}.pid").open("a") as file:
         file.write(f"{os.getpid()}\n")
     if "TRAINING_PER_HOST" in os.environ:
