@@ -21,7 +21,7 @@ def on_files(files, config):
     """Add the pages, pictures and examples that are not in docs/."""
     root = Path(config.docs_dir).parent
     there = {root / source: name for source, name in SHOWN.items()}
-    patterns = ("bench/*.png", "examples/**/*.py", "examples/*.sbatch", "examples/*.yaml")
+    patterns = ("bench/*.png", "examples/**/*.py", "examples/*.sbatch", "examples/*.yaml", "examples/join/*")
     there |= {path: str(path.relative_to(root)) for pattern in patterns for path in root.glob(pattern)}
     for path, name in there.items():
         files.append(File.generated(config, name, abs_src_path=str(path)))
