@@ -24,6 +24,7 @@ from ringrun.join.hub import Hub
 from ringrun.join.key import KEY_VARIABLE, read_key
 from ringrun.join.node import Lender
 from ringrun.join.platforms import PLATFORMS, Place, find_place
+from tests.support.documents import having
 from tests.support.jobs import ROOT
 from tests.support.patience import wait_until
 
@@ -377,10 +378,3 @@ def test_an_example_s_command_can_be_run(name):
     for document in yaml.safe_load_all(text) if name.endswith(("yaml", "json")) else ():
         for spec in having("completions", document):
             assert spec["completions"] == spec["parallelism"] == int(options.nodes)
-
-
-def having(key, document):
-    """The objects in a document that have a key."""
-    inner = document.values() if isinstance(document, dict) else document if isinstance(document, list) else ()
-    own = [document] if isinstance(document, dict) and key in document else []
-    return own + [each for one in inner for each in having(key, one)]

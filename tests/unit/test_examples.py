@@ -3,8 +3,11 @@
 import ast
 import re
 
+import kubernetes_validate
 import pytest
+import yaml
 
+from tests.support.documents import having
 from tests.support.jobs import ROOT
 
 EXAMPLES = sorted(path for path in (ROOT / "examples").rglob("*.*") if path.suffix in (".py", ".sbatch", ".yaml"))
@@ -44,3 +47,15 @@ def test_in_horovods_scripts_nothing_but_the_import_differs():
     for path in HOROVOD:
         ours = [line for line in path.read_text().splitlines() if re.search("ringreduce|horovod", line)]
         assert ours[1:] == ["import ringreduce.torch as hvd  # before: import horovod.torch as hvd"]
+
+
+@pytest.mark.parametrize("path", [path for path in EXAMPLES if path.suffix == ".yaml"], ids=name_of)
+def test_objects_of_kubernetes_are_as_its_schemas_say(path):
+    """Jobs and pods, also those within objects whose own schemas no package has."""
+    for document in yaml.safe_load_all(path.read_text()):
+        objects = [document] if document.get("apiVersion") in ("v1", "batch/v1") else []
+        for kind, version, key in (("Job", "batch/v1", "completions"), ("Pod", "v1", "containers")):
+            objects += [{"apiVersion": version, "kind": kind, "spec": spec} for spec in having(key, document)]
+        assert objects or document.get("kind", "TrainJob") == "TrainJob"  # which has neither
+        for each in objects:
+            kubernetes_validate.validate(each, kubernetes_validate.latest_version(), strict=True)
