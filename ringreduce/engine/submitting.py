@@ -72,15 +72,13 @@ class Submitting:
         check:   raises InputError for a tensor that does not fit the kind and the details.
         finish:  makes the caller's result from the finished submission, in the thread that waits.
         waits:   True: the caller will wait for it before it does anything else.
-        line:    the user's calling line, where the caller knows it.
-        then:    see Submission.
+        line:    the user's calling line, where the caller knows it; then: see Submission.
         timeout_s: of an operation in a channel, which is closed when that takes longer.
 
         Raises: InputError when the name is pending already, or this rank is not in the process set; PeerLostError when
                 a rank has left.
         """
-        if line is None:
-            line = calling_line(3)
+        line = calling_line(3) if line is None else line
         tensors = inputs if signed is None else signed
         with self._inbox.lock:
             state = self._states.get(process_set) or self._channel(kind, process_set)
@@ -91,20 +89,8 @@ class Submitting:
             made = Submission(
                 signature, process_set, inputs, outputs, finish, payload, line, waits, key, self._wait, self._poll, then
             )
-            if any_on_gpu(inputs, outputs):
-                arrays = *inputs, *outputs
-                self._check_gpu(arrays)
-                made.ready = ready(arrays)
-            if self._ending.error is not None or self._ending.leaving or state.closed:
-                raise self._closed(state, made)
-            if isinstance(state, Channel):
-                made.deadline_s = made.submitted_s + timeout_s
-                state.enqueue(made)
-                if not waits:
-                    self._inbox.call_soon(lambda: None)
-            else:
-                self._put(state, made)
-            self.count += 1
+            made.deadline_s = made.submitted_s + timeout_s
+            self._hand_over(state, made)
         self._inbox.announce_soon(waits)
         return made
 
@@ -115,8 +101,23 @@ class Submitting:
             raise errors_for.unknown_set(kind, number, members, self._world.rank, self._process_sets.gone)
         return channel
 
+    def _hand_over(self, state: ProcessSetState | Channel, submission: Submission) -> None:
+        """Hand a submission to the negotiation, or to its channel."""
+        if any_on_gpu(submission.inputs, submission.outputs):
+            arrays = *submission.inputs, *submission.outputs
+            self._check_gpu(arrays)
+            submission.ready = ready(arrays)
+        if self._ending.error is not None or self._ending.leaving or state.closed:
+            raise self._closed(state, submission)
+        if isinstance(state, Channel):
+            state.enqueue(submission)
+            if not submission.waits:
+                self._inbox.call_soon(lambda: None)
+        else:
+            self._put(state, submission)
+        self.count += 1
+
     def _put(self, state: ProcessSetState, submission: Submission) -> None:
-        """Hand a submission to the negotiation."""
         key = submission.key
         if state.joined:
             raise errors_for.after_join(submission)
