@@ -25,7 +25,7 @@ TAKE_OVER_S = 1e-3  # how long it waits for a look of the engine's thread to end
 class Known(NamedTuple):
     """Operations that were learned."""
 
-    run: Callable[..., int]  # of the compiled module
+    run: Callable[..., int]  # of the compiled module's Exchange, or of several hosts' `Across.lane`
     signatures: Signatures | None
     region: Region | None
     slots: int  # that it uses

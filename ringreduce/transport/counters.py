@@ -27,7 +27,7 @@ import numpy as np
 TOTAL, READ, APPLIED, END, HELD = 0, 1, 2, 8, 9  # END is on a cache line of its own
 WORDS = 16
 LOG = 16  # ids in a member's log
-RING = 4096  # words of the schedule
+RING = 4096  # words of the schedule, and room for HELD elements: more than cost_model.SHORT_BYTES
 MOST_IDS = RING // 2 - 1  # of one entry
 WRAP = (1 << 32) - 1
 NUMBERS = WRAP >> 1  # numbers in the log are modulo this + 1
