@@ -4,7 +4,7 @@ Every rank submits each of its gradients once a step, in any order; the engine m
 choose when: an adapter says so, by `_begin_complete` as they come, or by `begin` and `synchronize` at the end.
 
 The first step reduces each gradient, or group of the user's, by its own name. Then ranks agree on the order, once, and
-fill buckets, each one submission. What becomes of a bucket that a rank must split says optim/__init__.py.
+fill buckets, each one submission. optim/__init__.py says what becomes of a bucket that a rank must split.
 """
 
 from __future__ import annotations
