@@ -128,7 +128,8 @@ class Reduction(_Fields):
         """That of several hosts: partial results of 16-bit floats travel as 16 bits, rounded after each sum.
 
         Where the sum of float16 is divided or scaled down at the end, a power of two of that comes first, so that no
-        partial result overflows whose finished one does not.
+        partial result overflows whose finished one does not. Of partial results that are subnormal then, below 6e-5, it
+        costs as many bits.
         """
         if not self.element.is_half or self.is_rounded:
             return self

@@ -166,11 +166,13 @@ def test_16_bit_floats_travel_as_16_bits_and_average_to_what_they_hold(kind):
 
     def sent(dtype, links):
         def program():
-            return rr.allreduce(np.full(1200, 6e4 + 64 * rr.rank(), dtype), op=rr.Average).tolist()
+            mine = np.full(1200, 6e4 + 64 * rr.rank(), dtype)
+            scaled = rr.allreduce(mine, op=rr.Sum, postscale_factor=1 / rr.size())
+            return [*rr.allreduce(mine, op=rr.Average).tolist(), *scaled.tolist()]
 
         messages, settings = [], Settings(algorithm=kind.partition(",")[0])
         results = run_ranks(len(hosts), program, hosts=hosts, settings=settings, messages=messages)
-        assert results == [[6e4 + 32 * (len(hosts) - 1)] * 1200] * len(hosts)
+        assert results == [[6e4 + 32 * (len(hosts) - 1)] * 2400] * len(hosts)
         for each in messages:
             links[each.source, each.destination] += each.nbytes
         return links

@@ -137,11 +137,16 @@ def test_two_parts_reduced_at_once_have_the_bits_of_the_ring(name, op):
 
 
 @pytest.mark.parametrize("name", ["float32", "float16", "bfloat16", "int32", "int64"])
-@pytest.mark.parametrize(("op", "scales"), [(Sum, (1.0, 1.0)), (Average, (2.0, 0.5)), (Max, (2.0, 1.0))], ids=str)
+@pytest.mark.parametrize(
+    ("op", "scales"),
+    [(Sum, (1.0, 1.0)), (Average, (2.0, 0.5)), (Max, (2.0, 1.0)), (Product, (1.0, 0.25))],
+    ids=str,
+)
 @pytest.mark.parametrize("travels", [False, True])
 def test_a_part_of_the_ranks_is_not_divided_and_rounded_only_where_it_travels(name, op, scales, travels):
     element = TABLE[name]
-    parts = [element.narrow(np.arange(500, dtype=element.sum_type) % 19 + rank) for rank in range(4)]
+    values = np.arange(500, dtype=element.sum_type) % (3 if op is Product else 19)  # whose results need few bits
+    parts = [element.narrow(values + rank) for rank in range(4)]
     exact = Reduction(op, element, 4, *scales)
     whole = exact.on_wire() if travels else exact
     assert whole.sum_type.itemsize == (2 if travels and element.is_half else exact.sum_type.itemsize)
