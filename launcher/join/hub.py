@@ -68,7 +68,8 @@ class Hub:
                 nodes = sorted(self._nodes.copy().values(), key=lambda each: (each[0].number < 0, *each[0]))
                 address = next((link.own_address for _, link in nodes if link), "")
                 print(json.dumps([[node for node, _ in nodes], address]), file=lines, flush=True)
-        self.release(code, why)
+            # ringrun waits for the lifeline's end: with the first process of a container, this one would be killed
+            self.release(code, why)
 
     def release(self, code: int, why: str) -> None:
         """Let all nodes go, and wait for them a while."""

@@ -234,6 +234,20 @@ def test_a_command_runs_on_every_node(count, nodes, tmp_path):
     wait_until(lambda: nodes.codes == dict.fromkeys(range(1, count), 7))
 
 
+def test_the_head_stays_until_its_nodes_have_gone(nodes):
+    asker = nodes(1)
+    link = nodes.speak(1, "n1", 1)
+    assert asker.await_all(2, 60.0) == 2
+    releasing = threading.Thread(target=nodes.release, args=(7,))
+    releasing.start()
+    assert link.receive() == wire.Release(7, "")
+    releasing.join(0.2)
+    assert releasing.is_alive()
+    link.close()
+    releasing.join(30)
+    assert not releasing.is_alive()
+
+
 def test_input_output_and_exit_codes_are_the_command_s_own(nodes, tmp_path):
     nodes(2).await_all(2, 60.0)
     argv = OverJoin(str(tmp_path), 60.0).rsh(str(tmp_path))
