@@ -39,10 +39,11 @@ _OF_THIS_HOST = (
     "HOME", "USER", "LOGNAME", "USERNAME", "SHELL", "MAIL", "PWD", "OLDPWD", "SHLVL", "_", "HOSTNAME", "HOST",
     "TERM", "TERM_*", "COLORTERM", "COLUMNS", "LINES", "TTY", "TMUX*", "STY", "WINDOWID", "DISPLAY", "WAYLAND_DISPLAY",
     "XAUTHORITY", "XDG_*", "DBUS_*", "SSH_*", "GPG_*", "KRB5CCNAME", "TMP", "TEMP", "TMPDIR", "SUDO_*", "LS_COLORS",
-    "PROMPT_COMMAND", "PS1", "MODULES_*", "BASH_FUNC_*", "OMPI_MCA_orte_local_tmpdir_base",
+    "PROMPT_COMMAND", "PS1", "MODULES_*", "BASH_FUNC_*", "OMPI_MCA_orte_local_tmpdir_base", "KUBERNETES_*",
+    "JOB_COMPLETION_INDEX", "SKYPILOT_NODE_RANK", "SM_CURRENT_*", "SM_RESOURCE_CONFIG", "SM_TRAINING_ENV",
 )  # fmt: skip
 _OF_THIS_PROCESS = (
-    "SLURM_*", "SLURMD_*", "SRUN_*", "SBATCH_*", "PBS_*", "LSB_*", "LS_*", "KUBERNETES_*",
+    "SLURM_*", "SLURMD_*", "SRUN_*", "SBATCH_*", "PBS_*", "LSB_*", "LS_*",
     "PMI_*", "PMIX_*", "PMI2_*", "PALS_*", "HYDRA_*", "HYDI_*", "MPI_LOCAL*", "MPIEXEC_*", "OMPI_COMM_*",
     "OMPI_UNIVERSE_*", "OMPI_APP_*", "OMPI_ARGV", "OMPI_COMMAND", "OMPI_FILE_*", "OMPI_FIRST_*", "OMPI_NUM_APP_*",
     "ORTE_*", "PRTE_*",

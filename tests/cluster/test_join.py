@@ -57,6 +57,16 @@ PLATFORMS = {
 }
 
 
+OWN = {
+    "trainer": "JOB_COMPLETION_INDEX",
+    "jobset": "JOB_COMPLETION_INDEX",
+    "batch": "AWS_BATCH_JOB_NODE_INDEX",
+    "sagemaker": "SM_CURRENT_HOST",
+    "skypilot": "SKYPILOT_NODE_RANK",
+}
+"""What a rank still finds of its node's number; no rank is a node of torchrun's or a task of Slurm's."""
+
+
 @pytest.fixture
 def join(nodes, python):
     """join(ARGUMENTS): the same command on each node, as a platform starts it; returns the processes."""
@@ -84,10 +94,12 @@ def ends(jobs):
 )
 @pytest.mark.quick
 def test_a_platform_s_nodes_are_one_job(platform, join, nodes, python):
-    codes, out, err, _ = ends(join("-np", 4, "--slots-per-host", 1, python, WHERE, "MASTER_ADDR", platform=platform))
+    shown = [WHERE, "MASTER_ADDR", OWN.get(platform, "NODE_RANK")]
+    codes, out, err, _ = ends(join("-np", 4, "--slots-per-host", 1, python, *shown, platform=platform))
     assert codes == [0] * 4, err
     places = sorted(out.splitlines())
-    assert places == [f"[{k}] {k} h{k} 0 1 {k} 4 4 9990.0 10.77.0.1" for k in range(4)]
+    own = [PLATFORMS[platform](k).get(OWN.get(platform)) for k in range(4)]
+    assert places == [f"[{k}] {k} h{k} 0 1 {k} 4 4 9990.0 10.77.0.1 {own[k]}" for k in range(4)]
     nodes.assert_nothing_is_left()
 
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ringrun.errors import UsageError
-from ringrun.forward import forwarded, is_secret, parse_allowed, parse_env, withheld
+from ringrun.forward import forwarded, is_secret, leave_batch_system, parse_allowed, parse_env, withheld
 
 SECRETS = """
 WANDB_API_KEY HF_TOKEN hf_token DB_SECRET AWS_ACCESS_KEY_ID AWS_PROFILE PGPASSWORD SMTP_PASSWD MYSQL_PWD DB_PASS
@@ -23,7 +23,7 @@ TORCH_NCCL_ASYNC_ERROR_HANDLING TORCHINDUCTOR_CACHE_DIR
 """
 STAYS = """
 HOME HOSTNAME SSH_AUTH_SOCK XDG_RUNTIME_DIR TMPDIR SLURM_PROCID PMI_RANK RINGRUN_AUTHKEY OMPI_COMM_WORLD_RANK
-PMIX_RANK PRTE_MCA_x
+PMIX_RANK PRTE_MCA_x KUBERNETES_SERVICE_HOST JOB_COMPLETION_INDEX SKYPILOT_NODE_RANK SM_CURRENT_HOST SM_RESOURCE_CONFIG
 """
 
 
@@ -96,6 +96,13 @@ def test_folders_are_no_passwords():
 @pytest.mark.parametrize("name", STAYS.split())
 def test_what_describes_this_host_or_process_stays(name):
     assert forwarded({name: "x"}, {}, gpus_are_chosen=False) == {}
+
+
+def test_a_node_that_joins_leaves_its_batch_system_and_stays_in_its_pod():
+    pod = {"KUBERNETES_SERVICE_HOST": "10.0.0.1", "JOB_COMPLETION_INDEX": "2", "LANG": "C"}
+    environ = {**pod, "SLURM_JOB_ID": "7", "PMI_RANK": "1", "RINGRUN_AUTHKEY": "hush", "NODE_RANK": "2"}
+    leave_batch_system(environ, ["NODE_*"])
+    assert environ == pod
 
 
 @pytest.mark.parametrize("in_slurm", [False, True])
