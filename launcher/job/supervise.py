@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Sequence
 from functools import partial
 
-from ..connection.wire import Alone, Answer, Ask, End, Grouped, InInit, Initialized, Left, Ready, Signal, Stalled
+from ..connection import wire
 from ..errors import MachineError, UsageError
 from ..output.display import Output
 from ..report import outcome
@@ -123,7 +123,7 @@ class Supervisor:
         self._questions.expire(now_s)
         if self._shutdown and self._shutdown.due(now_s):
             if (number := self._shutdown.advance(now_s)) is not None:
-                self._channel.broadcast(Signal(number))
+                self._channel.broadcast(wire.Signal(number))
             return
         next_s = min(self._deadline_s, self._start_deadline_s, self._progress_s, self._init.due_s, self._init.ask_s)
         next_s = min(next_s, self._losses.due_s if self._losses else math.inf)
@@ -187,35 +187,41 @@ class Supervisor:
                 self._show_stacks("ringrun: what the ranks do:")
             case events.Signalled(number):
                 self._on_signal(number)
-            case events.Reported(rank, Answer() as answer):
-                self._questions.answer(rank, answer)
-            case events.Reported(rank, Stalled(report)):
-                self._report_stall(rank, report)
-            case events.Reported(rank, InInit(report_after_s)):
-                self._joining.joined()
-                self._init.wait(rank, report_after_s, time.monotonic())
-            case events.Reported(rank, Initialized()):
-                self._init.done(rank)
-            case events.Reported(rank, Grouped(member, size)):
-                self._joining.grouped(rank, member, size)
-            case events.Reported(rank, Alone() as said):
-                if text := self._joining.alone(rank, said):
-                    self._last_words = [f"ringrun: {text}"]  # below what the ranks write
-                if not said.ends:
-                    self._say_last_words()
-            case events.Reported(rank, Left(why)):
-                self._init.inside.discard(rank)
-                ranks.left[rank] = why
             case events.HostsCame() if self._losses and self._shutdown is None:
                 self._losses.announce(event)
-            case events.Reported(_, Ready()):
-                self.scales_up = self._end(shutdown.AFTER_COMMIT, lambda: 1) or self.scales_up
+            case events.Reported(rank, report):
+                self._on_report(rank, report)
             case events.StacksWanted(deliver):
                 self._ask(lambda question: deliver(ranks.stacks(question)))
             case events.Deaf(reason):
                 self._end(shutdown.AFTER_TERMINATE, raising(MachineError(f"ranks cannot be heard any more: {reason}")))
             case events.OutputClosed():
                 self._end(shutdown.AFTER_TERMINATE, lambda: 128 + signal.SIGPIPE)
+
+    def _on_report(self, rank: int, report: wire.Report) -> None:
+        """Take what ringreduce, or the hook, in a rank says of it."""
+        match report:
+            case wire.Answer():
+                self._questions.answer(rank, report)
+            case wire.Stalled(stall):
+                self._report_stall(rank, stall)
+            case wire.InInit(report_after_s):
+                self._joining.joined()
+                self._init.wait(rank, report_after_s, time.monotonic())
+            case wire.Initialized():
+                self._init.done(rank)
+            case wire.Grouped(member, size):
+                self._joining.grouped(rank, member, size)
+            case wire.Alone():
+                if text := self._joining.alone(rank, report):
+                    self._last_words = [f"ringrun: {text}"]  # below what the ranks write
+                if not report.ends:
+                    self._say_last_words()
+            case wire.Left(why):
+                self._init.inside.discard(rank)
+                self._ranks.left[rank] = why
+            case wire.Ready():
+                self.scales_up = self._end(shutdown.AFTER_COMMIT, lambda: 1) or self.scales_up
 
     def _on_arrival(self, arrived: events.Arrived) -> None:
         """Let the ranks start when the last one is there."""
@@ -228,7 +234,7 @@ class Supervisor:
             cure = "no port; set another, or unset it, and ringrun finds a free one"
             self._end(shutdown.AT_ONCE, raising(MachineError(why + cure)))
         if self._shutdown and self._shutdown.latest:
-            self._channel.send(rank, Signal(self._shutdown.latest))
+            self._channel.send(rank, wire.Signal(self._shutdown.latest))
         elif self._shutdown is None and not ranks.missing:
             self._start_deadline_s = self._progress_s = math.inf
             self._channel.set_up()
@@ -260,7 +266,7 @@ class Supervisor:
         """Ask all ranks that run what they do; `deliver` is called when they have answered, or have not in time."""
         question = self._questions.begin(self._ranks.running, time.monotonic(), deliver)
         for rank in question.asked:
-            self._channel.send(rank, Ask(question.number))
+            self._channel.send(rank, wire.Ask(question.number))
         return question
 
     def _show_stacks(self, headline: str) -> None:
@@ -333,16 +339,16 @@ class Supervisor:
             self._output.message([f"ringrun: got {name} before all ranks had started, and did not hand it to them"])
             return
         for rank in running:
-            self._channel.send(rank, Signal(number, forwarded=True))
+            self._channel.send(rank, wire.Signal(number, forwarded=True))
         self._output.message([f"ringrun: handed {name} to {counted(len(running), 'rank')}"])
 
     def _end_launcher(self) -> None:
         """Let the agents go, and see mpirun's end."""
         self._conclusions.launcher_said = self._launcher.tail  # what it says from here on is our doing
         for rank in self._ranks.running:
-            self._channel.send(rank, Signal(signal.SIGKILL))
+            self._channel.send(rank, wire.Signal(signal.SIGKILL))
         self.keeps_commits = self._may_restart()
-        self._channel.end_agents(End(self.keeps_commits))
+        self._channel.end_agents(wire.End(self.keeps_commits))
         self._launcher.end(_LAUNCHER_STEPS)
         self._channel.close()
 
