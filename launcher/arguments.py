@@ -15,6 +15,7 @@ from .text import quoted, shortened
 
 _COLUMNS = 100  # of a manual
 _ALIKE = 0.75
+_HIGHEST_PORT = 65535
 _MOST_RANKS = 999_999  # as hosts have slots
 _RANKS = re.compile(r"([0-9]+)(?:\s*-\s*([0-9]+))?")
 _SHOWN = 20
@@ -132,6 +133,11 @@ def whole(text: str, flag: str, least: int, most: int, what: str = "a whole numb
     if not (text.isascii() and text.isdecimal() and len(digits) <= len(str(most)) and least <= int(digits) <= most):
         raise UsageError(f"{flag}: expected {what} from {least} to {most}, got {quoted(text)}")
     return int(digits)
+
+
+def parse_port(text: str, flag: str) -> int:
+    """Return the port in `text`, the value of `flag`."""
+    return whole(text, flag, 1, _HIGHEST_PORT, "a port")
 
 
 def parse_times(text: str, flag: str) -> int:

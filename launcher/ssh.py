@@ -10,12 +10,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from .arguments import whole
+from .arguments import parse_port
 from .errors import UsageError
 from .network import LOST_AFTER_S
 
 FILE_NAME = "ssh_config"
-_HIGHEST_PORT = 65535
 _INCLUDED = ("~/.ssh/config", "/etc/ssh/ssh_config")
 
 
@@ -47,7 +46,7 @@ def parse_ssh(
 ) -> SshOptions:
     """Return what -p and -i say; ssh tries to connect for `timeout_s`, and gives a silent host up."""
     return SshOptions(
-        None if port is None else whole(port, "--ssh-port", 1, _HIGHEST_PORT, "a port"),
+        None if port is None else parse_port(port, "--ssh-port"),
         None if identity_file is None else check_identity_file(identity_file, "--ssh-identity-file"),
         timeout_s,
         lost_after_s,

@@ -24,7 +24,7 @@ from argparse import Namespace
 from collections.abc import Sequence
 
 from .. import cli
-from ..arguments import Parser, parse_seconds, whole
+from ..arguments import Parser, parse_port, parse_seconds, whole
 from ..config import resolve as config
 from ..connection import wire
 from ..connection.listener import Listener
@@ -43,7 +43,6 @@ from .platforms import MAX_NODES, OF_PLATFORM, Place, find_place
 
 _USAGE = "ringrun join [HEAD:PORT] [--nodes N] [--key-file FILE] [options] command [arguments …]"
 _HEAD = re.compile(r"(?P<host>[\w.-]+|\[[\da-fA-F:.]+\]):(?P<port>\d+)")
-_HIGHEST_PORT = 65535
 _BACKLOG = 4096
 _NOT_HERE = ("hosts", "hostfile", "host_discovery_script")
 
@@ -85,9 +84,8 @@ def _place(head: str, options: Namespace) -> Place:
     if match := _HEAD.fullmatch(head):
         if not count:
             raise UsageError(f"{head}: how many nodes are there? expected --nodes N beside it")
-        port = whole(match["port"], head, 1, _HIGHEST_PORT, "a port")
         host = match["host"].strip("[]")
-        return Place(0 if is_here(Host(host)) else -1, count, host, port, head)
+        return Place(0 if is_here(Host(host)) else -1, count, host, parse_port(match["port"], head), head)
     said = {"NNODES": options.nodes} if options.nodes else {}
     place = find_place({**os.environ, **said}, socket.getfqdn())
     if place is None:

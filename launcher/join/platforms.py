@@ -8,7 +8,7 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from ..arguments import whole
+from ..arguments import parse_port, whole
 from ..errors import UsageError
 from ..hosts.nodelist import NODELIST, expand_nodelist
 from ..text import quoted
@@ -16,7 +16,6 @@ from ..text import quoted
 DEFAULT_PORT = 29400
 """As torchrun's."""
 MAX_NODES = 65536
-_HIGHEST_PORT = 65535
 _SLURM_PORTS = (20000, 10000)  # from which one, and how many: jobs of one node have different ones
 
 Environ = Mapping[str, str]
@@ -54,7 +53,11 @@ def _number(environ: Environ, name: str, least: int = 0, most: int = MAX_NODES) 
     return whole(environ[name], f"{name}={quoted(environ[name])}", least, most)
 
 
-def _place(environ: Environ, index: int, count: int, head: str, port: int = DEFAULT_PORT, why: str = "") -> Place:
+def _port(environ: Environ, name: str) -> int:
+    return parse_port(text, f"{name}={quoted(text)}") if (text := environ.get(name)) else DEFAULT_PORT
+
+
+def _place(index: int, count: int, head: str, port: int = DEFAULT_PORT, why: str = "") -> Place:
     if not index < count:
         raise UsageError(f"{why}: this is node {index}, but of {count} nodes the last is {count - 1}")
     return Place(index, count, head, port, why)
@@ -65,10 +68,9 @@ def _torchrun(prefix: str) -> Callable[[Environ, str], Place]:
         rank, nodes, address, port = (
             f"{prefix}{name}" for name in ("NODE_RANK", "NNODES", "MASTER_ADDR", "MASTER_PORT")
         )
-        number = _number(environ, port, 1, _HIGHEST_PORT) if environ.get(port) else DEFAULT_PORT
         most = {nodes: environ[nodes].rpartition(":")[2]}  # 1:4 for torchrun's elastic jobs
         why = f"{rank}={environ[rank]}, {nodes}={environ[nodes]}"
-        return _place(environ, _number(environ, rank), _number(most, nodes, 1), environ[address], number, why)
+        return _place(_number(environ, rank), _number(most, nodes, 1), environ[address], _port(environ, port), why)
 
     return read
 
@@ -76,7 +78,7 @@ def _torchrun(prefix: str) -> Callable[[Environ, str], Place]:
 def _skypilot(environ: Environ, _: str) -> Place:
     addresses, rank = environ["SKYPILOT_NODE_IPS"].split(), _number(environ, "SKYPILOT_NODE_RANK")
     why = f"SKYPILOT_NODE_RANK={rank}, SKYPILOT_NODE_IPS={quoted(' '.join(addresses))}"
-    return _place(environ, rank, len(addresses), addresses[0], why=why)
+    return _place(rank, len(addresses), addresses[0], why=why)
 
 
 def _sagemaker(environ: Environ, _: str) -> Place:
@@ -95,7 +97,7 @@ def _aws_batch(environ: Environ, hostname: str) -> Place:
     )
     why = f"AWS_BATCH_JOB_NODE_INDEX={index}, AWS_BATCH_JOB_MAIN_NODE_INDEX={main}, AWS_BATCH_JOB_NUM_NODES={count}"
     head = hostname if index == main else environ["AWS_BATCH_JOB_MAIN_NODE_PRIVATE_IPV4_ADDRESS"]
-    return _place(environ, (index - main) % count if index < count else index, count, head, why=why)
+    return _place((index - main) % count if index < count else index, count, head, why=why)
 
 
 def _kubernetes(environ: Environ, hostname: str) -> Place:
@@ -108,8 +110,7 @@ def _kubernetes(environ: Environ, hostname: str) -> Place:
         raise UsageError(
             f"{why}: this pod is called {name}, and not NAME-{index}; set MASTER_ADDR to the name of pod 0"
         )
-    port = _number(environ, "MASTER_PORT", 1, _HIGHEST_PORT) if environ.get("MASTER_PORT") else DEFAULT_PORT
-    return _place(environ, index, _number(environ, "NNODES", 1), head, port, why)
+    return _place(index, _number(environ, "NNODES", 1), head, _port(environ, "MASTER_PORT"), why)
 
 
 def _slurm(environ: Environ, _: str) -> Place:
@@ -119,9 +120,7 @@ def _slurm(environ: Environ, _: str) -> Place:
     why = f"SLURM_NODEID={index}, {NODELIST}={environ[NODELIST]}, SLURM_STEP_NUM_TASKS={tasks}"
     if tasks != len(nodes):
         raise UsageError(f"{why}: expected one task on each node: srun --ntasks-per-node=1 ringrun join …")
-    return _place(
-        environ, index, len(nodes), nodes[0], first + _number(environ, "SLURM_JOB_ID", 0, 1 << 32) % span, why
-    )
+    return _place(index, len(nodes), nodes[0], first + _number(environ, "SLURM_JOB_ID", 0, 1 << 32) % span, why)
 
 
 PLATFORMS: tuple[tuple[str, str, Callable[[Environ, str], Place]], ...] = (

@@ -95,6 +95,10 @@ def test_every_platform_is_tried():
             "NNODES=4: this is node 4, but of 4 nodes the last is",
         ),
         ({"NODE_RANK": "x", "NNODES": "4", "MASTER_ADDR": "h0"}, "NODE_RANK='x': expected a whole number from 0 to"),
+        (
+            {"NODE_RANK": "1", "NNODES": "4", "MASTER_ADDR": "h0", "MASTER_PORT": "0"},
+            "MASTER_PORT='0': expected a port from 1 to 65535, got '0'",
+        ),
         ({"SM_HOSTS": '["a"]', "SM_CURRENT_HOST": "b"}, r"SM_CURRENT_HOST=b: expected a list with this host in it, as"),
         (
             {"JOB_COMPLETION_INDEX": "3", "NNODES": "4"},
