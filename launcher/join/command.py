@@ -120,11 +120,11 @@ def _be_head(resolved: config.Config, place: Place, authkey: bytes, slots: int, 
                     f"{found} of {place.count} nodes have joined within {timeout_s:g} s; see what ringrun has written "
                     "on the others, or allow more: --join-timeout"
                 )
-            address = nodes.there()[1]
             # else -np may be more than there are; new hosts of an elastic job get as many ranks as they have slots
             with_slots = job.elastic is not None and not resolved.options.slots_per_host
             joined = cli.Joined(
-                lambda: nodes.found(with_slots=with_slots), lambda timeout_s: OverJoin(directory, timeout_s, address)
+                lambda: nodes.found(with_slots=with_slots),
+                lambda timeout_s: OverJoin(directory, timeout_s, lambda: nodes.there()[1]),
             )
             code = cli.run_job(cli.checked(resolved, joined))
         except BaseException as error:

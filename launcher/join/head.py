@@ -9,7 +9,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from ..connection import wire
@@ -95,9 +95,14 @@ class OverJoin(Reach):
 
     hub_directory: str
     timeout_s: float
-    address: str = ""
+    find_address: Callable[[], str] = str
     gpus_are_chosen = True
     _runner = _Joined
+
+    @property
+    def address(self) -> str:  # type: ignore[override]
+        """See `Reach`. An elastic job may begin before the first node is there that knows it."""
+        return self.find_address()
 
     def rsh(self, directory: str) -> Sequence[str]:
         """See `Reach`: words without a space, whatever is in the name of this Python."""

@@ -186,17 +186,20 @@ def test_a_node_that_is_told_to_go_ends_what_runs_there(join, nodes, python):
     nodes.wait_until_gone()
 
 
-def test_a_node_that_joins_later_is_a_new_host(join, nodes, python):
+@pytest.mark.parametrize("first", [1, 3])
+def test_a_node_that_joins_later_is_a_new_host(first, join, nodes, python):
+    """Also where the head has begun alone, and knows only then at which of its addresses others reach it."""
     script = nodes.folder / "grows.py"
-    script.write_text(GROWS)
+    script.write_text(GROWS.replace("SIZE", str(first + 1)))
     flags = ["--elastic", "--join-timeout", 2, "--slots-per-host", 1]
-    jobs = join(*flags, python, script, only=[0, 1, 2])
+    jobs = join(*flags, python, script, only=range(first))
     wait_until(lambda: (nodes.folder / "trains").exists(), within_s=60)
-    jobs += join(*flags, python, script, only=[3])
+    jobs += join(*flags, python, script, only=[first])
     codes, out, err, _ = ends(jobs)
-    assert codes == [0] * 4, err
-    assert sorted(out.splitlines()) == [f"[{rank}] of 4" for rank in range(4)]
-    assert "ringrun: h3:1 came; after its next commit the job is started again, with 4 ranks instead of 3\n" in err
+    assert codes == [0] * (first + 1), err
+    assert sorted(out.splitlines()) == [f"[{rank}] of {first + 1}" for rank in range(first + 1)]
+    came = f"ringrun: h{first}:1 came; after its next commit the job is started again"
+    assert f"{came}, with {first + 1} ranks instead of {first}\n" in err
     nodes.assert_nothing_is_left()
 
 
@@ -214,7 +217,7 @@ state = rr.elastic.ObjectState(step=0)
 
 @rr.elastic.run
 def train(state):
-    while rr.size() < 4:
+    while rr.size() < SIZE:
         rr.allreduce(np.ones(3), name="gradient")
         state.step += 1
         state.commit()
