@@ -72,7 +72,7 @@ class Collective(Primitive):  # type: ignore[misc]
     def bind(self, *values: Any, collective: HostCollective) -> Any:
         """Its results."""
         chain = _chain.get()
-        if not chain:
+        if chain is None:
             return super().bind(*values, collective=collective)
         *results, chain[-1] = chained_p.bind(*values, chain[-1], collective=collective)
         return results
@@ -80,7 +80,7 @@ class Collective(Primitive):  # type: ignore[misc]
 
 collective_p, chained_p = Collective("ringreduce"), Primitive("ringreduce_chained")
 chained_p.multiple_results = True
-_chain: ContextVar[list[Any]] = ContextVar("chain", default=[])  # noqa: B039 - never changed
+_chain: ContextVar[list[Any] | None] = ContextVar("chain", default=None)
 (ORDERED,) = jax.make_jaxpr(lambda: io_callback(lambda: None, None, ordered=True))().effects
 
 
@@ -139,12 +139,11 @@ def _lower(
             "this process; export the part without them, and call that between: hvd.allreduce(exported.call(x))"
         )
     name = f"jit.{collective.place}" if collective.name is None else collective.name
-
     ordered = ctx.primitive is collective_p
-    count = len(operands) if ordered else -1
+    own = slice(None if ordered else -1)  # without the byte
 
     def host(arrays: Sequence[Any], results: Sequence[Any]) -> None:
-        collective.run_into(arrays[:count], results[:count], name)
+        collective.run_into(arrays[own], results[own], name)
 
     results, token = call(ctx, host, operands, ctx.tokens_in.get(ORDERED) if ordered else None)
     if ordered:

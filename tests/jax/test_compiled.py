@@ -20,9 +20,11 @@ def late(x):
 
 
 def summed(x):
-    """Collectives that do not depend on each other, and one that nothing depends on."""
+    """Collectives that do not depend on each other; on the first and the last nothing depends."""
     hvd.allreduce(x + 1)
-    return {"sum": hvd.allreduce(x, op=hvd.Sum), "mean": [hvd.allreduce(2 * x), None]}
+    results = {"sum": hvd.allreduce(x, op=hvd.Sum), "mean": [hvd.allreduce(2 * x), None]}
+    hvd.allreduce(x - 1)
+    return results
 
 
 def own(number):
@@ -54,12 +56,21 @@ def test_it_has_no_effect_and_every_collective_runs(monkeypatch):
     monkeypatch.setattr(primitive.HostCollective, "run_into", lambda self, *_: calls.append(self.place))
     x = own(1)
     jax.block_until_ready(hvd.jit(summed)(x))
-    assert len(calls) == 3
+    assert len(calls) == 4
     with pytest.MonkeyPatch.context() as patch:  # the compiled dispatch asks nobody
         compiled = hvd.jit(summed)
         jax.block_until_ready(compiled(x))
         patch.setattr(jax._src.interpreters.pxla.ExecuteReplicated, "__call__", None)
         jax.block_until_ready(compiled(x))
+
+
+def test_beside_a_loop_with_collectives_all_of_them_have_jax_s_order(monkeypatch):
+    monkeypatch.setattr(primitive, "chained_p", None)
+
+    def mixed(x):
+        return hvd.allreduce(x) + jax.lax.scan(lambda carry, _: (hvd.allreduce(carry), None), x, None, length=2)[0]
+
+    np.testing.assert_allclose(hvd.jit(mixed)(own(3)), [6, 2 * MEAN, 6 * MEAN], rtol=1e-6)
 
 
 @pytest.mark.parametrize(
