@@ -63,10 +63,10 @@ def run_ranks(
     job = _Job(tuple(hosts or [0] * size), settings, ThreadNetwork(size, buffered=buffered, timeout_s=timeout_s))
     sets = lifecycle.check_sets(process_sets, size)
     threads = [
-        threading.Thread(target=job.run, args=(rank, program, sets), name=f"rank {rank}") for rank in range(size)
+        threading.Thread(target=job.run, args=(rank, program, sets), name=f"rank {rank}", daemon=True)
+        for rank in range(size)
     ]
     for thread in threads:
-        thread.daemon = True
         thread.start()
     for thread in threads:
         thread.join()

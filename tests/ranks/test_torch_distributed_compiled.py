@@ -3,7 +3,6 @@
 Each is compiled by Dynamo alone, the backend "eager", and with two ranks by inductor, too.
 """
 
-import contextlib
 import functools
 import sys
 import types
@@ -65,18 +64,6 @@ def uneven_inputs(rank, size, compiler):
     model = DistributedDataParallel(new_model())
     with model.join():
         return trained(torch.compile(model, backend=compiler), rank, steps=STEPS - rank)
-
-
-def no_sync(rank, size, compiler):
-    model = torch.compile(DistributedDataParallel(new_model()), backend=compiler)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    for number, (x, target) in enumerate(batches(rank)):
-        with contextlib.nullcontext() if number % 2 else model.no_sync():
-            nn.functional.mse_loss(model(x), target).backward()
-        if number % 2:
-            optimizer.step()
-            optimizer.zero_grad()
-    return model
 
 
 def loss(rank, size, compiler):
@@ -162,8 +149,9 @@ def gradients_of_collectives(rank, size, compiler):
     return of_all([x.grad])
 
 
-def tensor_parallel(rank, size, compiler):
-    return training.tensor_parallel(rank, size, functools.partial(torch.compile, backend=compiler))
+def compiled(form):
+    """A program of training's, with its model compiled."""
+    return lambda rank, size, compiler: form(rank, size, functools.partial(torch.compile, backend=compiler))
 
 
 def counted(rank, size):
@@ -180,8 +168,9 @@ def counted(rank, size):
     return made
 
 
-FORMS = {each.__name__: each for each in (around, before, within, around_itself, uneven_inputs, no_sync, loss)}
-FORMS |= {each.__name__: each for each in (reducer_in_python, one_graph, tensor_parallel)}
+FORMS = {each.__name__: each for each in (around, before, within, around_itself, uneven_inputs, loss)}
+FORMS |= {each.__name__: each for each in (reducer_in_python, one_graph)}
+FORMS |= {each.__name__: compiled(each) for each in (training.no_sync, training.tensor_parallel)}
 FORMS |= {each.__name__: each for each in (collectives, gradients_of_collectives)}
 FORMS |= {
     f"{form.__name__} {name}": changed

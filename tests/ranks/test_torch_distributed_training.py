@@ -1,5 +1,6 @@
 """Training over the backend "ring": each program runs over gloo, too, where nothing but the backend's name differs."""
 
+import contextlib
 import copy
 import functools
 import os
@@ -89,15 +90,13 @@ def unused_parameters(rank, size):
     return train(model, optimizer, rank, lambda number: {"rare": number % 2 == rank % 2})
 
 
-def no_sync(rank, size):
-    model = DistributedDataParallel(new_model())
+def no_sync(rank, size, compile=lambda model: model):
+    model = compile(DistributedDataParallel(new_model()))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     for number, (x, target) in enumerate(batches(rank)):
-        if number % 2 == 0:
-            with model.no_sync():
-                nn.functional.mse_loss(model(x), target).backward()
-        else:
+        with contextlib.nullcontext() if number % 2 else model.no_sync():
             nn.functional.mse_loss(model(x), target).backward()
+        if number % 2:
             optimizer.step()
             optimizer.zero_grad()
     return model
