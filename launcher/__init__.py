@@ -2,7 +2,7 @@
 
 The manual is `ringrun -h` (the docstring of cli.py). From the user's shell down to a rank:
 
-    ringrun           cli                                one process: reads the command line, starts the job, ends it
+    ringrun           cli · request                      one process: reads the command line, starts the job, ends it
       reads           arguments · config/ (flags, file, variables) · hosts/ (which hosts, how many ranks on each)
       looks           machine/ (cores, GPUs) · remote/ (programs on other hosts) · preflight/ (what those hosts have)
                       ssh · network (own addresses) · forward (which variables leave this host)

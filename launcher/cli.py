@@ -32,39 +32,29 @@ import os
 import shutil
 import socket
 import sys
-from argparse import SUPPRESS, Namespace
+from argparse import SUPPRESS
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, replace
-from typing import NamedTuple
+from dataclasses import replace
 
 from . import elastic
 from .arguments import (
     Parser,
     add_host_flags,
-    parse_rank_count,
     parse_ranks,
-    parse_seconds,
-    parse_signals,
-    parse_start_timeout,
-    parse_times,
-    split_words,
-    whole,
 )
 from .config import resolve as config
 from .engines.detect import by_srun, detect
 from .errors import LauncherError, MachineError, UsageError
-from .forward import leave_outer_job, parse_allowed, parse_env, withheld
-from .hosts import MAX_SLOTS, Found, Host, may_get_ranks, named_hosts, place_ranks
+from .forward import leave_outer_job, withheld
+from .hosts import Host, may_get_ranks, place_ranks
 from .job.growth import Blacklist, Growth
-from .job.plan import Job, example, find_command, interpreter_of
+from .job.plan import example, find_command, interpreter_of
 from .job.restarts import Reallocate, on_hosts_that_answer
 from .job.signals import FORWARDABLE, survive
-from .network import parse_interfaces
 from .preflight import Preflight, check_job
 from .preflight.probe import both_mpi_wheels
 from .processes import open_standard_streams
-from .remote import Reach, reach_of
-from .ssh import parse_ssh
+from .request import Request, checked
 
 _WHERE = """\
 Without -np there are as many ranks as slots on the hosts of -H, of --hostfile, or of an
@@ -85,30 +75,9 @@ Each setting of ringreduce is a flag, --log-level debug, a line of a file, `log_
 and a variable, RINGREDUCE_LOG_LEVEL; the first of them counts. horovodrun's flags work, too."""
 
 _USAGE = "ringrun [-np N] [options] command [arguments …]"
-_EXAMPLE = "as in: ringrun -np 4 python train.py"
 
 _SUBCOMMANDS = {"doctor": "doctor", "stacks": "stacks", "join": "join.command"}
 """First words that are no command to run: modules whose `run(arguments)` does them."""
-
-
-@dataclass(frozen=True)
-class Request:
-    """The command line and its file, checked."""
-
-    config: config.Config
-    job: Job
-    """What was asked for, before the command, hosts and the number of ranks are found."""
-    np: int | None
-    """How many ranks, spares included; None: found out from the hosts."""
-    found: Found | None
-    """The hosts that were named; None: this one."""
-    find_hosts: Callable[[], Found | None]
-    """Returns those that are named now: a file may have changed."""
-
-    @property
-    def options(self) -> Namespace:
-        """ringrun's own flags."""
-        return self.config.options
 
 
 def parser(prog: str, usage: str, introduction: str) -> Parser:
@@ -163,79 +132,6 @@ def _parser() -> Parser:
 def parse(arguments: Sequence[str]) -> Request:
     """Return the command line and its file, checked; UsageError for what is wrong in them."""
     return checked(config.resolve(_parser(), arguments, os.environ))
-
-
-class Joined(NamedTuple):
-    """The hosts of a job of `ringrun join`, and how they are reached, which may take a time in seconds."""
-
-    hosts: Callable[[], Found]
-    reach: Callable[[float], Reach]
-
-
-def checked(resolved: config.Config, joined: Joined | None = None) -> Request:
-    """Return what the command line and its file say; UsageError for what is wrong in them."""
-    options = resolved.options
-
-    def flag(name: str) -> str:
-        """Return how a message about a flag begins: with its line, if it stands in the file."""
-        return f"{resolved.place(name)}-{'' if name == 'np' else '-'}{name.replace('_', '-')}"
-
-    if options.launcher not in ("mpirun", "srun"):
-        raise UsageError(f"{flag('launcher')}: expected mpirun or srun, got {options.launcher!r}")
-    if options.hosts and options.hostfile and bool(resolved.place("hosts")) != bool(resolved.place("hostfile")):
-        setattr(options, "hosts" if resolved.place("hosts") else "hostfile", None)  # the command line's counts
-    if not options.command:
-        raise UsageError(f"no command to run, {_EXAMPLE}")
-    script = split_words(options.host_discovery_script, flag("host_discovery_script"))
-
-    slots = options.slots_per_host and whole(options.slots_per_host, flag("slots_per_host"), 1, MAX_SLOTS)
-
-    def find_hosts() -> Found | None:
-        place = resolved.place("hosts") or resolved.place("hostfile") or resolved.place("host_discovery_script")
-        found = joined.hosts() if joined else named_hosts(options.hosts, options.hostfile, place, script)
-        return found and replace(found, hosts=[replace(host, slots=host.slots or slots) for host in found.hosts])
-
-    found = find_hosts()
-    start_timeout_s = parse_start_timeout(
-        options.start_timeout, flag("start_timeout"), len(found.hosts) if found else 0
-    )
-    lost_after_s = parse_seconds(options.lost_after, flag("lost_after"))
-    asked = parse_env(options.env or (), os.environ)
-    elasticity = elastic.parse(options, flag, {**os.environ, **resolved.variables, **asked})
-    if elasticity and joined:
-        elasticity = replace(elasticity, takes_hosts=True)
-    # half of it, so that ssh can say what it waits for
-    ssh = parse_ssh(options.ssh_port, options.ssh_identity_file, start_timeout_s / 2, lost_after_s)
-    job = Job(
-        0,
-        options.command,
-        verbose=options.verbose,
-        bind=not options.no_bind,
-        mask_gpus=options.mask_gpus,
-        mpi_args=split_words(options.mpi_args, flag("mpi_args")),
-        variables=resolved.variables,
-        fold=options.fold,
-        timestamps=options.timestamps,
-        output_directory=options.output_filename,
-        folder=options.wdir and os.path.abspath(options.wdir),
-        timeout_s=None if options.timeout is None else parse_seconds(options.timeout, flag("timeout")),
-        start_timeout_s=start_timeout_s,
-        lost_after_s=lost_after_s,
-        gives_terminal=options.stdin is not None,
-        restarts=parse_times(options.restarts, flag("restarts")),
-        grace_s=None if options.grace is None else parse_seconds(options.grace, flag("grace")),
-        forwarded=parse_signals(options.forward_signals, flag("forward_signals")),
-        elastic=elasticity,
-        reach=joined.reach(ssh.connect_timeout_s) if joined else reach_of(found, ssh),
-        interfaces=parse_interfaces(options.network_interfaces, flag("network_interfaces")),
-        asked=asked,
-        allowed=parse_allowed(options.env_allow, flag("env_allow")),
-        master_port={**os.environ, **asked}.get("MASTER_PORT", ""),
-    )
-    np = parse_rank_count(options.np, flag("np"))
-    if np and elasticity:
-        np += elasticity.spares
-    return Request(resolved, job, np, found, find_hosts)
 
 
 def _preflight(request: Request, command: Sequence[str]) -> Preflight | None:
@@ -366,18 +262,18 @@ def _require_folder(request: Request) -> None:
     """Raise UsageError if the ranks, all of them on this host, have no folder to start in."""
     folder = request.job.folder
     if folder and not os.path.isdir(folder):
-        flag, host = f"{request.config.place('wdir')}--wdir", socket.gethostname()
+        flag, host = request.config.flag("wdir"), socket.gethostname()
         raise UsageError(f"{flag}: there is no folder {folder} on host {host}; make it, or name another")
 
 
 def _shown_ranks(request: Request, size: int) -> frozenset[int] | None:
-    text, flag = request.options.ranks, f"{request.config.place('ranks')}--ranks"
+    text, flag = request.options.ranks, request.config.flag("ranks")
     return None if text is None else parse_ranks(text, size, flag)
 
 
 def _stdin_rank(request: Request, size: int) -> int:
     text = "0" if request.options.stdin is None else request.options.stdin
-    flag = f"{request.config.place('stdin')}--stdin"
+    flag = request.config.flag("stdin")
     ranks = sorted(parse_ranks(text, size, flag))
     if len(ranks) > 1:
         raise UsageError(f"{flag} {text}: expected one rank, since only one can read it")

@@ -67,6 +67,11 @@ class Config:
         source = self.sources[destination]
         return "" if source == "default" or source.startswith("-") else f"{source}: "
 
+    def flag(self, destination: str) -> str:
+        """Return how a message about an own flag begins: with its line, if it stands in the file."""
+        short = {"np": "-np", "hosts": "-H"}
+        return self.place(destination) + short.get(destination, f"--{destination.replace('_', '-')}")
+
     def table(self) -> str:
         """Return one aligned line for each flag of ringrun's and each setting: name, value, where it came from."""
         own = [(name, _shown(getattr(self.options, name)), source) for name, source in self.sources.items()]

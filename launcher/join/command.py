@@ -36,6 +36,7 @@ from ..job.plan import Job
 from ..machine.placement import automatic_size
 from ..machine.topology import read_topology
 from ..network import own_addresses
+from ..request import Joined, checked
 from .head import Nodes, OverJoin
 from .key import read_key
 from .node import lend
@@ -74,7 +75,7 @@ def _join(resolved: config.Config, head: str) -> int:
     leave_batch_system(os.environ, OF_PLATFORM)  # ranks find other values there
     slots = automatic_size(read_topology(os.environ))
     if place.index:
-        job = cli.checked(resolved).job  # what is wrong is wrong everywhere
+        job = checked(resolved).job  # what is wrong is wrong everywhere
         return lend(place, authkey, slots, timeout_s, job.lost_after_s)
     return _be_head(resolved, place, authkey, slots, timeout_s)
 
@@ -99,17 +100,14 @@ def _place(head: str, options: Namespace) -> Place:
 def _refuse_hosts(resolved: config.Config) -> None:
     for name in _NOT_HERE:
         if getattr(resolved.options, name):
-            flag = {"hosts": "-H"}.get(name, f"--{name.replace('_', '-')}")
-            raise UsageError(
-                f"{resolved.place(name)}{flag}: the hosts of this job are the nodes that join; leave it out"
-            )
+            raise UsageError(f"{resolved.flag(name)}: the hosts of this job are the nodes that join; leave it out")
 
 
 def _be_head(resolved: config.Config, place: Place, authkey: bytes, slots: int, timeout_s: float) -> int:
     """Wait for the nodes, run the job on them, and let them go."""
     for number in (signal.SIGINT, signal.SIGTERM):  # until the job begins
         signal.signal(number, lambda number, _: sys.exit(128 + number))
-    job = cli.checked(resolved).job
+    job = checked(resolved).job
     with private_folder() as directory:
         nodes = Nodes(_listener(directory, place, authkey, job), directory, wire.Node(0, socket.gethostname(), slots))
         code = 1
@@ -122,11 +120,11 @@ def _be_head(resolved: config.Config, place: Place, authkey: bytes, slots: int, 
                 )
             # else -np may be more than there are; new hosts of an elastic job get as many ranks as they have slots
             with_slots = job.elastic is not None and not resolved.options.slots_per_host
-            joined = cli.Joined(
+            joined = Joined(
                 lambda: nodes.found(with_slots=with_slots),
                 lambda timeout_s: OverJoin(directory, timeout_s, lambda: nodes.there()[1]),
             )
-            code = cli.run_job(cli.checked(resolved, joined))
+            code = cli.run_job(checked(resolved, joined))
         except BaseException as error:
             code = getattr(error, "exit_code", None) or getattr(error, "code", None) or code
             raise

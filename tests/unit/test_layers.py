@@ -150,7 +150,7 @@ LAUNCHER_LAYERS = layers("""
 errors, text, hook, torch_backend < network < arguments, folders, processes, machine, forward <
 hosts, ssh, connection.frames, connection.wire, config, elastic < environment <
 engines, report, output, connection.link < connection.listener < remote < agent, preflight < job <
-doctor, stacks, build < cli < join < __main__
+doctor, stacks, build, request < cli < join < __main__
 """)
 
 
