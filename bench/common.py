@@ -12,7 +12,9 @@ import functools
 import json
 import os
 import platform
+import shutil
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -170,6 +172,22 @@ def microseconds(times: Sequence[float]) -> dict[str, Any]:
         "time_us": round(statistics.median(times) * 1e6, 2),
         "runs_us": [round(each * 1e6, 2) for each in times],
     }
+
+
+def beside(name: str) -> str:
+    """The command that stands beside this Python, else the one on PATH."""
+    path = Path(sys.executable).with_name(name)
+    return str(path) if path.exists() else shutil.which(name) or name
+
+
+def run_job(options: Sequence[str], program: Sequence[str], timeout_s: float) -> str:
+    """What a job prints, `ringrun OPTIONS python PROGRAM`; one that fails ends the bench, with that."""
+    command = [beside("ringrun"), *options, sys.executable, *program]
+    own = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    done = subprocess.run(command, timeout=timeout_s, **own)
+    if done.returncode:
+        sys.exit(f"{' '.join(command)}: exit code {done.returncode}:\n{done.stdout}")
+    return done.stdout
 
 
 def is_printing() -> bool:

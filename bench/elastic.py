@@ -25,15 +25,13 @@ import os
 import resource
 import signal
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from common import Column, Report, machine, parse, parser
+from common import Column, Report, machine, parse, parser, run_job
 
 PARTS = {"heard": "heard", "failed": "failed", "stopped": "stopped", "met": "met", "new engine": "engine"}
 COLUMNS = (
@@ -184,12 +182,11 @@ def run(who: Who, at: int, flags: list[str]) -> dict[str, Any]:
     """One job; what the slowest rank has found, and the count of wrong elements of all."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        command = [str(Path(sys.executable).with_name("ringrun")), *flags, "-np", str(who.size), sys.executable]
         worker = ["--worker", name, "torch" if who.is_torch else "numpy", str(who.rank), who.how, str(at)]
-        done = subprocess.run([*command, __file__, *worker], capture_output=True, text=True, timeout=120)
+        printed = run_job([*flags, "-np", str(who.size)], [__file__, *worker], 120)
         ends = [json.loads(each.read_text()) for each in folder.glob("*.end")]
-        if done.returncode or len(ends) < who.size - (who.rank >= 0):
-            raise SystemExit(f"the job failed:\n{done.stdout}{done.stderr}")
+        if len(ends) < who.size - (who.rank >= 0):
+            raise SystemExit(f"the job failed:\n{printed}")
         found = max((json.loads(each.read_text()) for each in folder.glob("*.json")), key=total, default={})
         slowest_s = max(each["median_s"] for each in ends)
         return {

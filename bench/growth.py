@@ -21,8 +21,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import shutil
-import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -30,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import plots
-from common import Column, Report, machine, parse, parser, seconds_per_run
+from common import Column, Report, machine, parse, parser, run_job, seconds_per_run
 from contenders import missing
 
 from ringreduce.cost_model import Constants, predict_us
@@ -75,11 +73,9 @@ def arguments() -> argparse.Namespace:
 
 def measure(ranks: int, options: argparse.Namespace) -> dict[str, Any]:
     """What that many ranks find."""
-    beside = Path(sys.executable).with_name("ringrun")
-    ringrun = str(beside) if beside.exists() else shutil.which("ringrun") or "ringrun"
     with tempfile.TemporaryDirectory(prefix="ringbench-") as folder:
         result = Path(folder) / "rows.json"
-        worker = [sys.executable, str(Path(__file__).with_name("growth_worker.py")), "--json", str(result)]
+        worker = [str(Path(__file__).with_name("growth_worker.py")), "--json", str(result)]
         counts = [each for each in options.tensors if each <= MANY_TENSORS or ranks <= FEW_RANKS]
         sizes, tensors = map(str, options.sizes), map(str, counts)
         worker += [
@@ -92,10 +88,7 @@ def measure(ranks: int, options: argparse.Namespace) -> dict[str, Any]:
             "--tensors",
             *tensors,
         ]
-        command = [ringrun, "-np", str(ranks), *worker]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, stdin=subprocess.DEVNULL)
-        if done.returncode:
-            raise RuntimeError(f"{' '.join(command)}: exit code {done.returncode}:\n{done.stdout}{done.stderr}")
+        run_job(["-np", str(ranks)], worker, TIMEOUT_S)
         found: dict[str, Any] = json.loads(result.read_text())
         return found
 

@@ -23,7 +23,6 @@ import contextlib
 import os
 import queue
 import resource
-import shutil
 import statistics
 import subprocess
 import sys
@@ -35,7 +34,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from common import Column, Report, machine, parse, parser
+from common import Column, Report, beside, machine, parse, parser
 
 from ringrun.connection.link import introduce
 from ringrun.connection.listener import Listener
@@ -71,22 +70,17 @@ def mpirun(size: int) -> dict[str, Any]:
     """The MPI's own launcher."""
     root = ["--allow-run-as-root"] if os.geteuid() == 0 else []
     options = ["--bind-to", "none", "--map-by", ":OVERSUBSCRIBE", "-np", str(size)]
-    return _command([_beside("mpirun"), *root, *options, "true"], size)
+    return _command([beside("mpirun"), *root, *options, "true"], size)
 
 
 def ringrun(size: int) -> dict[str, Any]:
     """As its users start it."""
-    return _command([_beside("ringrun"), "-np", str(size), "true"], size)
+    return _command([beside("ringrun"), "-np", str(size), "true"], size)
 
 
 def forked_agents(size: int) -> dict[str, Any]:
     """Without an MPI."""
     return _command([sys.executable, str(FORKING), "-np", str(size), "true"], size)
-
-
-def _beside(name: str) -> str:
-    beside = Path(sys.executable).parent / name
-    return str(beside) if beside.exists() else shutil.which(name) or name
 
 
 def _command(argv: list[str], size: int) -> dict[str, Any]:

@@ -3,6 +3,8 @@
     python bench/trainer.py
     python bench/trainer.py --runs 5 --json trainer.json
 
+Needs transformers and accelerate, in the environment that has ringreduce and its MPI.
+
 A GPT-2 of 10.8 M parameters (width 384, 6 blocks, 256 tokens), one sequence and one thread a rank, with AdamW and
 clipping, as Trainer does by default. Each row is a job of its own, of two ranks, and the rows take turns:
 
@@ -17,12 +19,12 @@ gloo's; ranks whose parameters are not those of the first rank over gloo, to the
 from __future__ import annotations
 
 import argparse
+import gc
 import hashlib
 import itertools
 import json
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -30,7 +32,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from common import Column, Report, machine, parse, parser
+from common import Column, Report, machine, parse, parser, run_job
 
 ALONE, GLOO, RING = "each alone", "gloo", "ring"
 FLAGS: dict[str, list[str]] = {ALONE: [], GLOO: [], RING: ["--torch-backend", "ring"]}
@@ -88,18 +90,22 @@ def train(who: str, folder: Path, quick: bool) -> None:
         report_to=[],
         disable_tqdm=True,
     )
-    Trainer(model, options, train_dataset=rows, callbacks=[Times()]).train()
+    trainer = Trainer(model, options, train_dataset=rows, callbacks=[Times()])
+    trainer.train()
     seconds = [b - a for a, b in itertools.pairwise(began_s)][WARM_UP_STEPS:]
     digest = hashlib.sha256(b"".join(each.detach().numpy().tobytes() for each in model.parameters())).hexdigest()
     (folder / f"{rank}.json").write_text(json.dumps([statistics.median(seconds), digest]))
+    del trainer  # its model first: at the end of Python gloo's threads may abort (pytorch/pytorch#190489),
+    gc.collect()  # and a model that has the last reference to a group waits for them while they wait for the GIL
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
 
 
 def job(who: str, quick: bool) -> tuple[float, list[str]]:
     """One job: seconds of a step of the slowest rank, and by rank what it has trained."""
     with tempfile.TemporaryDirectory() as folder:
-        ringrun = [str(Path(sys.executable).with_name("ringrun")), "-np", str(RANKS), *FLAGS[who]]
-        program = [sys.executable, __file__, "--rank-of", who, "--folder", folder, *(["--quick"] if quick else [])]
-        subprocess.run(ringrun + program, check=True, stdin=subprocess.DEVNULL, capture_output=True, timeout=TIMEOUT_S)
+        program = [__file__, "--rank-of", who, "--folder", folder, *(["--quick"] if quick else [])]
+        run_job(["-np", str(RANKS), *FLAGS[who]], program, TIMEOUT_S)
         ranks = [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(RANKS)]
     return max(seconds for seconds, _ in ranks), [digest for _, digest in ranks]
 

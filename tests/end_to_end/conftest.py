@@ -5,9 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.support import jobs
+from tests.support import environments, jobs
 
 PROGRAMS = Path(__file__).parent / "programs"
+FRONT_ENDS = ["accelerate", "transformers", "lightning"]
 
 
 def run(command, *, timeout_s=120, cwd=jobs.ROOT, returncode=None, **variables):
@@ -19,6 +20,13 @@ def run(command, *, timeout_s=120, cwd=jobs.ROOT, returncode=None, **variables):
 def ringrun(python, ranks, *command, **options):
     """`ringrun -np RANKS python COMMAND …` with the ringrun that stands beside `python`."""
     return run([jobs.ringrun(python), "-np", ranks, python, *command], **options)
+
+
+@pytest.fixture(scope="session")
+def front_ends():
+    """PYTHONPATH with PyTorch's front ends, for the Python that runs the tests."""
+    path = environments.packages("TEST_FRONT_ENDS_PYTHON", ".venv-test-front-ends", *FRONT_ENDS)
+    return {"PYTHONPATH": f"{path}:{jobs.ROOT}", "OMP_NUM_THREADS": "1"}
 
 
 @pytest.fixture

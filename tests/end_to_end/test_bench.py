@@ -154,9 +154,9 @@ def test_a_training_step(tmp_path, horovod):
     assert None not in overheads.values()
 
 
-def test_a_step_of_trainer(tmp_path):
-    pytest.importorskip("transformers", reason="bench/trainer.py needs transformers and accelerate")
-    finished = run([PYTHON, BENCH / "trainer.py", "--quick", "--runs", "1", "--json", tmp_path / "rows.json"])
+def test_a_step_of_trainer(tmp_path, front_ends):
+    command = [PYTHON, BENCH / "trainer.py", "--quick", "--runs", 1, "--json", tmp_path / "rows.json"]
+    finished = run(command, timeout_s=240, **front_ends)
     rows = {row["who"]: row for row in kept_by(finished, tmp_path)["rows"]}
     assert [*rows] == ["each alone", "gloo", "ring"]
     assert rows["ring"]["of_gloo"] == pytest.approx(rows["ring"]["added_ms"] / rows["gloo"]["added_ms"])
@@ -311,6 +311,11 @@ def test_a_wrong_element_fails_the_bench():
     report.add({"wrong": 3})
     with pytest.raises(SystemExit, match=r"bench/name\.py: 3 wrong elements"):
         report.finish(options)
+
+
+def test_a_job_that_fails_ends_its_bench_with_what_it_printed():
+    with pytest.raises(SystemExit, match=r"(?s)ringrun -np 2 .*: exit code 1:\n.*no such luck"):
+        bench_module("common").run_job(["-np", "2"], ["-c", "raise SystemExit('no such luck')"], patient(60))
 
 
 NO_CUPY = "raise ImportError('there is none here')\n"

@@ -26,9 +26,7 @@ EVERYWHERE = [
 @pytest.fixture(scope="session")
 def frameworks():
     """PYTHONPATH with the frameworks, for the Python that runs the tests, whose MPI they use."""
-    python = environments.interpreter("TEST_FRAMEWORKS_PYTHON", ".venv-test-frameworks", *PACKAGES)
-    command = [python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"]
-    path = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    path = environments.packages("TEST_FRAMEWORKS_PYTHON", ".venv-test-frameworks", *PACKAGES)
     return {"PYTHONPATH": path, "TF_CPP_MIN_LOG_LEVEL": "2"}
 
 
@@ -68,6 +66,12 @@ def test_the_example_of_jax_trains_the_same_model_on_any_number_of_ranks(framewo
     for params in trained[1:]:
         for mine, alone in zip(params, trained[0], strict=True):
             np.testing.assert_allclose(mine, alone, atol=1e-5)
+
+
+def test_the_bench_of_a_step_of_jax(frameworks):
+    done = ringrun(PYTHON, 2, ROOT / "bench" / "jax_step.py", timeout_s=300, returncode=0, **frameworks)
+    rows = re.findall(r"^\[0\] (\w+) +(jax|hvd)\.jit( +\d+\.\d\d){5}$", done.stdout, re.MULTILINE)
+    assert [row[:2] for row in rows] == [(model, kind) for model in ("digits", "gpt") for kind in ("jax", "hvd")]
 
 
 def test_programs_find_their_collectives_beside_jax_s_cache(frameworks, tmp_path):

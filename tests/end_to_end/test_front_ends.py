@@ -1,7 +1,6 @@
 """Programs of PyTorch and its front ends, with no line changed: over gloo, and under ringrun --torch-backend ring."""
 
 import socket
-import subprocess
 import sys
 from contextlib import ExitStack
 from pathlib import Path
@@ -10,12 +9,9 @@ import numpy as np
 import pytest
 
 from tests.end_to_end.conftest import PROGRAMS, ringrun
-from tests.support import environments
-from tests.support.jobs import ROOT
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.xdist_group("frameworks")]
 PYTHON = Path(sys.executable)
-PACKAGES = ["accelerate", "transformers", "lightning"]
 FRONT_ENDS = ["ddp_tutorial", "torchvision_reference", "nanogpt", "accelerated", "trainer", "fabric", "lit"]
 TRAINED = "import torch; model = torch.nn.Linear(2, 1); model(torch.ones(1, 2)).sum().backward()\n"
 OF_ITS_OWN = """
@@ -37,15 +33,6 @@ if __name__ == "__main__":
         from accelerate import notebook_launcher
         notebook_launcher(train, num_processes=2, use_port=sys.argv[2 + int(os.environ["RANK"])])
 """
-
-
-@pytest.fixture(scope="session")
-def front_ends():
-    """PYTHONPATH with the front ends, for the Python that runs the tests."""
-    python = environments.interpreter("TEST_FRONT_ENDS_PYTHON", ".venv-test-front-ends", *PACKAGES)
-    command = [python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"]
-    path = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-    return {"PYTHONPATH": f"{path}:{ROOT}", "OMP_NUM_THREADS": "1"}
 
 
 def ports(count):

@@ -41,6 +41,16 @@ def interpreter(variable: str, folder: str, *requirements: str) -> Path:
     return made / "bin" / "python"
 
 
+def packages(variable: str, folder: str, *requirements: str) -> str:
+    """Where that Python has its packages, for the PYTHONPATH of the one that runs the tests."""
+    command = [
+        interpreter(variable, folder, *requirements),
+        "-c",
+        "import sysconfig; print(sysconfig.get_path('purelib'))",
+    ]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+
 FILES = ("setup.cfg", "constraints.txt")
 """What is installed stands there."""
 
