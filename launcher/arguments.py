@@ -152,13 +152,18 @@ def parse_rank_count(text: str, flag: str) -> int | None:
 
 def parse_seconds(text: str, flag: str) -> float:
     """Return the seconds in `text`, the value of `flag`: more than none, and not for ever."""
+    return parse_positive(text, flag, "seconds")
+
+
+def parse_positive(text: str, flag: str, unit: str) -> float:
+    """Return the number of `unit` in `text`, the value of `flag`: above 0, and finite."""
     try:
-        seconds = float(text)
+        number = float(text)
     except ValueError:
-        seconds = math.nan
-    if not 0 < seconds < math.inf:
-        raise UsageError(f"{flag}: expected a number of seconds above 0, got {quoted(text)}")
-    return seconds
+        number = math.nan
+    if not 0 < number < math.inf:
+        raise UsageError(f"{flag}: expected a number of {unit} above 0, got {quoted(text)}")
+    return number
 
 
 def parse_signals(text: str | None, flag: str) -> frozenset[int]:

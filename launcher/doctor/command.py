@@ -7,6 +7,11 @@ one table. Then one rank on each host reduces a buffer with every other, two by 
 of all links. `*` marks what differs, is missing or slow; below stands what to do about it. Hosts with an error are not
 measured.
 
+    ringrun doctor -H n1,n2,n3 --gradients 500 --computing 0.3
+
+says, too, what a training step would take there by each way to send less (Compression.int8 …): one that computes for so
+many seconds and has so many MB of gradients, in float32.
+
 Without -H or --hostfile the hosts are those of the Slurm, LSF or PBS job, or of the MPI Operator; else this one alone.
 
 Exit code: 0, also with warnings; 3 with errors; 2 for a wrong command line.
@@ -18,8 +23,8 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..arguments import Parser, add_host_flags, parse_seconds, parse_start_timeout
-from ..errors import MachineError
+from ..arguments import Parser, add_host_flags, parse_positive, parse_seconds, parse_start_timeout
+from ..errors import MachineError, UsageError
 from ..hosts import Found, Host, named_hosts
 from ..network import parse_interfaces
 from ..preflight import check_job
@@ -42,12 +47,16 @@ class Request:
     interfaces: Sequence[str]
     flags: Sequence[str]
     """Those of it that the measuring job gets, too."""
+    step: tuple[float, float] | None = None
+    """Of a training step: MB of gradients, and seconds of computing."""
 
 
 def _parser() -> Parser:
     parser = Parser("ringrun doctor", _USAGE, __doc__)
     add = parser.group("Options")
     add_host_flags(add)
+    add("--gradients", metavar="MB", help="of a training step, in float32: four bytes a parameter")
+    add("--computing", metavar="S", help="seconds of a training step on one rank alone")
     add("-h", "--help", action="help", help="print this manual and exit")
     return parser
 
@@ -63,7 +72,18 @@ def parse(arguments: Sequence[str]) -> Request:
     flags += [] if ssh.port is None else ["--ssh-port", str(ssh.port)]
     flags += [] if ssh.identity_file is None else ["--ssh-identity-file", ssh.identity_file]
     flags += [] if options.network_interfaces is None else ["--network-interfaces", options.network_interfaces]
-    return Request(found, reach_of(found, ssh), parse_interfaces(options.network_interfaces), flags)
+    step = _step(options.gradients, options.computing)
+    return Request(found, reach_of(found, ssh), parse_interfaces(options.network_interfaces), flags, step)
+
+
+def _step(gradients: str | None, computing: str | None) -> tuple[float, float] | None:
+    if gradients is None and computing is None:
+        return None
+    if gradients is None or computing is None:
+        raise UsageError(
+            "--gradients and --computing describe a training step together, as in: --gradients 500 --computing 0.3"
+        )
+    return parse_positive(gradients, "--gradients", "MB"), parse_seconds(computing, "--computing")
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -81,6 +101,8 @@ def run(arguments: Sequence[str]) -> int:
     if links is not None:
         print(f"\n{matrix(links)}")
         _print_findings("Links", findings(links))
+        if request.step and links.measured:
+            print(f"\n{_ways(*request.step, links)}")
     if failure:
         print(f"\nThe links could not all be measured; the job that does it ended with:\n{failure}")
     errors = len(preflight.error_lines()) + bool(failure)
@@ -101,6 +123,16 @@ def _links(request: Request, sound: Sequence[str]) -> tuple[Links | None, str]:
     lines, failure = measure(sound, request.flags, request.reach.timeout_s)
     links = read_links(lines, sound)
     return (links if links.links else None), failure
+
+
+def _ways(gradients_mb: float, computing_s: float, links: Links) -> str:
+    """Return what a training step would take over the slowest link."""
+    from ringreduce.wire_cost import costs, table
+
+    gbit_s = min(link.gbit_s for link in links.measured)
+    rows = costs(gradients_mb * 1e6, computing_s, len(links.hosts), gbit_s)
+    step = f"A step of {computing_s:g} s of computing and {gradients_mb:g} MB of gradients"
+    return f"{step}, over {gbit_s:.3g} Gbit/s between {len(links.hosts)} hosts:\n{table(rows)}"
 
 
 def _print_findings(title: str, lines: Sequence[str]) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from ringreduce import mpi, runtime
+from ringreduce import mpi, runtime, wire_cost
 from ringreduce._version import __version__
 from ringreduce.cost_model import Constants
 from ringreduce.kernels import native
@@ -46,6 +46,8 @@ class Info:
     """The cost model's constants: measured at the start, or set by RINGREDUCE_COSTS."""
     links: str
     """Which hosts have a slow link, and in which order a ring passes the hosts, where that is not their ranks'."""
+    wire: str
+    """How long gradients travel between the hosts, by each way to send them in fewer bits; empty on one host."""
     kernels: str
     """What sums, copies and waits in a host's memory: "compiled"; "numpy" where no compiler was there for it."""
     shared_memory_bytes: int
@@ -102,6 +104,7 @@ def info() -> Info:
         usable_algorithms=tuple(algorithms.usable),
         constants=engine.host.constants,
         links=str(engine.host.links),
+        wire=wire_cost.summary(len(set(current.world.hosts)), 8 * engine.host.constants.wire_gbs),
         kernels="numpy" if native.module is None else "compiled",
         shared_memory_bytes=0 if window is None else len(window.blocks[0]),
         process_sets=dict(engine.process_sets.sets),

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ringrun.doctor import start
-from ringrun.doctor.command import parse
+from ringrun.doctor.command import _ways, parse
 from ringrun.doctor.links import Link, Links, findings, read_links
 from ringrun.doctor.matrix import WIDTH, matrix
 from ringrun.doctor.worker import rounds
@@ -109,6 +109,29 @@ def test_links_of_which_all_are_bad_are_told_by_host():
     for bad, told in (({}, ["n0", "n1", "n2"]), (worse, ["n2", "n0", "n1"])):
         lines = findings(all_links(names(4), gbit_s=0.1, **bad))
         assert [line.partition(":")[0] for line in lines] == told, "each link is in one line, the worst host's first"
+
+
+def test_what_a_step_takes_by_each_way_to_send_less():
+    links = all_links(names(4), gbit_s=0.1, n1_n3=(0.08, 20.0))
+    heading, _, *rows = _ways(4.0, 0.05, links).splitlines()
+    assert heading == "A step of 0.05 s of computing and 4 MB of gradients, over 0.08 Gbit/s between 4 hosts:"
+    found = {row[:27].strip(): row[27:].split() for row in rows}
+    assert found["fp32"] == ["6", "MB", "0.65", "s", "1"]  # 6 MB are 48 Mbit: 0.6 s
+    assert found["int8"] == ["1.512", "MB", "0.201", "s", "3.23"]
+    assert found["LocalSGD(sync_every=8)"] == ["0.75", "MB", "0.125", "s", "5.2"]
+    assert found["DiLoCo(sync_every=20, int4)"][2:] == ["0.05", "s", "13"]  # beside computing
+    assert found["nothing sent"] == ["0", "MB", "0.05", "s", "13"]
+
+
+@pytest.mark.parametrize("flags", [["--gradients", "5"], ["--computing", "5"]])
+def test_a_step_is_described_by_both_numbers(flags):
+    with pytest.raises(UsageError, match=r"together, as in: --gradients 500 --computing 0\.3"):
+        parse(flags)
+
+
+def test_a_step_s_numbers_are_above_0():
+    with pytest.raises(UsageError, match=r"--gradients: expected a number of MB above 0, got '0'"):
+        parse(["--gradients", "0", "--computing", "1"])
 
 
 class Walked(list):

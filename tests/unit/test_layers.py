@@ -25,7 +25,7 @@ transport.blocks <
 transport.message, transport.threads, transport.subset, monitor.excepthook, monitor.launcher_link <
 collectives.ring, collectives.tree, collectives.bruck, collectives.pairwise <
 collectives.direct, collectives.doubling, collectives.halving <
-collectives.adasum, startup.clock, collectives.overlap, cost_model <
+collectives.adasum, startup.clock, collectives.overlap, cost_model, wire_cost <
 collectives.shared, collectives.hashed, startup.measure, startup.links <
 collectives.compiled, collectives.shared_halves, collectives.shared_in_place <
 collectives.hierarchical <
