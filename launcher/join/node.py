@@ -21,6 +21,7 @@ from ..errors import MachineError
 from .platforms import Place
 
 _PAUSE_S = 0.5
+_PROGRESS_S = 3.0
 _OTHER_KEY_S = 5.0
 """The last job's head may still listen there, or another one's."""
 _SIGNALLED_S = 5.0
@@ -72,14 +73,20 @@ class Lender:
     def _find_head(self, timeout_s: float) -> Link:
         """Connect to the head, which may start later than this node."""
         begin_s = time.monotonic()
+        say_s = begin_s + _PROGRESS_S
+        where = f"{self._place.head} port {self._place.port}"
         while True:
             try:
                 return self._connect()
             except OSError as error:
                 is_other = isinstance(error, PermissionError)
-                if time.monotonic() - begin_s > (min(timeout_s, _OTHER_KEY_S) if is_other else timeout_s):
-                    where = f"{self._place.head} port {self._place.port}"
+                until_s = begin_s + (min(timeout_s, _OTHER_KEY_S) if is_other else timeout_s)
+                if (now_s := time.monotonic()) > until_s:
                     raise MachineError(_why_no_head(where, error, timeout_s, self._place.why)) from None
+                if now_s >= say_s:
+                    say_s = now_s + (now_s - begin_s)
+                    why, left_s = error.strerror or error, until_s - now_s
+                    _say(f"{where}: no head has answered yet ({why}); trying for another {left_s:.0f} s")
             time.sleep(_PAUSE_S)
 
     def _connect(self) -> Link:

@@ -360,14 +360,20 @@ def answer(sock):
     return data
 
 
-def test_nobody_listens(monkeypatch):
+@pytest.mark.parametrize(("head", "why"), [("127.0.0.1", "Connection refused"), ("n0.invalid", "Name or service.*")])
+def test_nobody_listens(head, why, monkeypatch, capsys):
+    for name in ("_PROGRESS_S", "_PAUSE_S"):
+        monkeypatch.setattr(f"ringrun.join.node.{name}", 0.0)
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        lender = Lender(Place(1, 2, "127.0.0.1", probe.getsockname()[1], "NODE_RANK=1"), b"key", 30.0)
+        lender = Lender(Place(1, 2, head, probe.getsockname()[1], "NODE_RANK=1"), b"key", 30.0)
         with pytest.raises(
-            MachineError, match=r"port \d+: no head has answered for 0\.2 s \(.*refused\); see that the h"
+            MachineError, match=rf"port \d+: no head has answered for 0\.9 s \(.*{why}\); see that the h"
         ):
-            lender.run(wire.Node(1, "n1", 1), 0.2)
+            lender.run(wire.Node(1, "n1", 1), 0.9)
+    said = rf"ringrun: {head} port \d+: no head has answered yet \({why}\); trying for another 1 s\n"
+    assert re.match(said, err := capsys.readouterr().err)
+    assert err.count("\n") < 30, "each after twice the time"
 
 
 def test_its_manual_has_ringrun_s_flags_too(ringrun):
