@@ -81,6 +81,8 @@ def _join(resolved: config.Config, head: str) -> int:
 
 
 def _place(head: str, options: Namespace) -> Place:
+    if options.command and _HEAD.fullmatch(options.command[0]):
+        raise UsageError(f"{options.command[0]} stands where the command begins; it comes first: {_USAGE}")
     count = options.nodes and whole(options.nodes, "--nodes", 1, MAX_NODES)
     if match := _HEAD.fullmatch(head):
         if not count:
