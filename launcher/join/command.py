@@ -32,6 +32,7 @@ from ..errors import MachineError, UsageError
 from ..folders import private_folder
 from ..forward import leave_batch_system
 from ..hosts import Host, is_here
+from ..hosts.host import LOOPBACK
 from ..job.plan import Job
 from ..machine.placement import automatic_size
 from ..machine.topology import read_topology
@@ -70,6 +71,9 @@ def _join(resolved: config.Config, head: str) -> int:
     options = resolved.options
     timeout_s = parse_seconds(options.join_timeout, "--join-timeout")
     place = _place(head, options)
+    if place.count > 1 and place.head in LOOPBACK:  # nor does the head listen there
+        why = f"{place.head} is another host on each of {place.count} nodes ({place.why})"
+        raise UsageError(f"{why}; expected the head's name or address as the others reach it")
     authkey = read_key(options.key_file, os.environ)
     _refuse_hosts(resolved)
     leave_batch_system(os.environ, OF_PLATFORM)  # ranks find other values there
