@@ -74,9 +74,10 @@ def started_by_torch(environ: Mapping[str, str]) -> str:
 def check_process(environ: Mapping[str, str]) -> None:
     """Raise StartupError in a child process of a rank, which MPI would take for that rank, or of torch's launchers."""
     if launcher := started_by_torch(environ):
+        once = "" if launcher == "torchrun" else ", which calls the function once"
         raise LauncherMismatchError(
             f"init(): {launcher} started this process, and MPI knows nothing of it; in place of {launcher}, start "
-            f"with: ringrun -np {environ.get('WORLD_SIZE', 'N')} python train.py, which calls the function once"
+            f"with: ringrun -np {environ.get('WORLD_SIZE', 'N')} python train.py{once}"
         )
     if (rank := rank_that_started(environ)) is not None:
         raise StartupError(

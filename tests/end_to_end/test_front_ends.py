@@ -91,6 +91,6 @@ def test_processes_that_a_rank_starts_by_torch_are_refused_before_mpi_begins(fro
         f"init(): {started_by} started this process, and MPI knows nothing of it; in place of {started_by}, "
         in done.stdout
     )
-    assert "start with: ringrun -np 2 python train.py, which calls the function once" in done.stdout
+    assert "start with: ringrun -np 2 python train.py" in done.stdout
     assert "MPI has begun: False" in done.stdout
     assert "MPI has begun: True" not in done.stdout

@@ -152,7 +152,10 @@ def test_a_key_that_others_may_know_is_none(text, mode, message, tmp_path):
     [
         (["true"], "nothing says which node this is; expected NODE_RANK, NNODES and MASTER_ADDR, or"),
         (["--nodes", "2", "h0:1234", "true"], "h0:1234 stands where the command begins; it comes first: ringrun join"),
-        (["localhost:1234", "--nodes", "2", "true"], r"localhost is another host on each of 2 nodes \(localhost:1234\)"),
+        (
+            ["localhost:1234", "--nodes", "2", "true"],
+            r"localhost is another host on each of 2 nodes \(localhost:1234\)",
+        ),
         (["h0:1234", "true"], "h0:1234: how many nodes are there"),
         (["h0:1234", "--nodes", "2", "true"], "a job's nodes need a key: --key-file FILE, or the variable RINGRUN_KEY"),
         (["h0:99999", "--nodes", "2", "true"], "h0:99999: expected a port from 1 to 65535, got '99999'"),
