@@ -47,6 +47,7 @@ _THREAD_LEVELS = ("single", "funneled", "serialized", "multiple")
 _MPI_STARTED_HERE: list[bool] = []
 _RANK_VARIABLE = "_RINGREDUCE_RANK"
 """For a rank's child processes: the rank's pid, its number, and `_start_of` its environment."""
+_OF_ACCELERATE = "ACCELERATE_DYNAMO_USE_FULLGRAPH"  # of those that its launcher sets, one that nothing else does
 _START_VARIABLES = ("PMIX_NAMESPACE", "PMIX_RANK", "PMI_RANK", "PMI_FD", "PMI_PORT", "SLURM_STEP_ID")
 
 
@@ -62,11 +63,18 @@ def rank_that_started(environ: Mapping[str, str]) -> str | None:
 
 
 def started_by_torch(environ: Mapping[str, str]) -> str:
-    """Which launcher of torch's started this process, one of several; empty: none. MPI takes it for its parent."""
+    """Which launcher of torch's, or accelerate's, started this process, one of several; empty: none.
+
+    MPI takes it for its parent. On CPUs `accelerate launch` starts one process, of however many.
+    """
     processes: Any = sys.modules.get("multiprocessing.process")
     is_child = processes is not None and processes.parent_process() is not None
+    of_accelerate = _OF_ACCELERATE in environ
     if environ.get("TORCHELASTIC_RUN_ID") and environ.get("WORLD_SIZE") != "1":
-        return "notebook_launcher" if is_child and "accelerate" in sys.modules else "torchrun"
+        is_notebook = is_child and "accelerate" in sys.modules
+        return "notebook_launcher" if is_notebook else "accelerate launch" if of_accelerate else "torchrun"
+    if of_accelerate and "MASTER_ADDR" in environ and not environ.get("WORLD_SIZE") and not has_launcher(environ):
+        return "accelerate launch"
     target = getattr(processes.current_process(), "_target", None) if is_child else None
     return "mp.spawn" if getattr(target, "__module__", "") == "torch.multiprocessing.spawn" else ""
 
@@ -74,7 +82,7 @@ def started_by_torch(environ: Mapping[str, str]) -> str:
 def check_process(environ: Mapping[str, str]) -> None:
     """Raise StartupError in a child process of a rank, which MPI would take for that rank, or of torch's launchers."""
     if launcher := started_by_torch(environ):
-        once = "" if launcher == "torchrun" else ", which calls the function once"
+        once = ", which calls the function once" if launcher in ("mp.spawn", "notebook_launcher") else ""
         raise LauncherMismatchError(
             f"init(): {launcher} started this process, and MPI knows nothing of it; in place of {launcher}, start "
             f"with: ringrun -np {environ.get('WORLD_SIZE', 'N')} python train.py{once}"

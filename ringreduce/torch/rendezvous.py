@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import ringreduce as rr
+from ringreduce.mpi import check_process
 
 ASKED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")  # of Open MPI, MPICH and srun
@@ -28,6 +29,8 @@ def teach_env() -> None:
         if needs_variables(os.environ):
             for name, value in variables().items():
                 os.environ.setdefault(name, value)
+        if "RANK" not in os.environ:  # before torch complains, and names no cure
+            check_process(os.environ)
         return handler(url, **options)
 
     if not hasattr(handler, "__wrapped__"):

@@ -25,7 +25,7 @@ def train(*_):
         print("MPI has begun:", "mpi4py.MPI" in sys.modules)
 
 if __name__ == "__main__":
-    if "torchrun" in sys.argv:
+    if {"torchrun", "accelerate launch"} & set(sys.argv):
         train()
     elif "mp.spawn" in sys.argv:
         torch.multiprocessing.spawn(train, nprocs=2)
@@ -83,10 +83,17 @@ def test_where_each_rank_takes_itself_for_the_only_one_ringrun_tells(front_ends,
     assert f"the 2 ranks have not joined each other: each runs alone; without GPUs {cure}" in done.stdout
 
 
-@pytest.mark.parametrize("started_by", ["mp.spawn", "notebook_launcher", "torchrun"])
+LAUNCH = "accelerate.commands.launch"
+STARTS = {
+    "torchrun": ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2],
+    "accelerate launch": ["-m", LAUNCH, "--main_process_port", 0, "--multi_gpu", "--num_processes", 2],
+}
+
+
+@pytest.mark.parametrize("started_by", ["mp.spawn", "notebook_launcher", *STARTS])
 def test_processes_that_a_rank_starts_by_torch_are_refused_before_mpi_begins(front_ends, script, started_by):
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2] * (started_by == "torchrun")
-    done = ringrun(PYTHON, 2, *torchrun, script(OF_ITS_OWN), started_by, *ports(2), returncode=1, **front_ends)
+    command = [*STARTS.get(started_by, []), script(OF_ITS_OWN), started_by, *ports(2)]
+    done = ringrun(PYTHON, 2, *command, returncode=1, **front_ends)
     assert (
         f"init(): {started_by} started this process, and MPI knows nothing of it; in place of {started_by}, "
         in done.stdout
@@ -94,3 +101,21 @@ def test_processes_that_a_rank_starts_by_torch_are_refused_before_mpi_begins(fro
     assert "start with: ringrun -np 2 python train.py" in done.stdout
     assert "MPI has begun: False" in done.stdout
     assert "MPI has begun: True" not in done.stdout
+
+
+ACCELERATED = """
+import torch, torch.distributed
+from accelerate import Accelerator
+
+accelerator = Accelerator(cpu=True)
+total = accelerator.reduce(torch.ones(1) + accelerator.process_index).item()
+config = torch.distributed.get_backend_config()
+print("rank", accelerator.process_index, "of", accelerator.num_processes, total, config)
+"""
+
+
+def test_under_ringrun_accelerate_launch_starts_one_process_in_each_rank(front_ends, script):
+    command = ["-m", LAUNCH, "--cpu", "--num_processes", 2, script(ACCELERATED)]
+    done = ringrun(PYTHON, 2, *command, **front_ends, RINGREDUCE_TORCH_BACKEND="ring", returncode=0)
+    for rank in range(2):
+        assert f"[{rank}] rank {rank} of 2 3.0 cpu:ring" in done.stdout

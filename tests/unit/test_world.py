@@ -100,6 +100,25 @@ def test_a_start_that_mpi_knows_nothing_of_is_told(variable, launcher):
         check_world_size(1, {variable: "4"})
 
 
+@pytest.mark.parametrize(
+    ("variables", "ranks"),
+    [
+        ({"TORCHELASTIC_RUN_ID": "none", "WORLD_SIZE": "2"}, "2"),  # on GPUs, by torchrun's own code
+        ({"MASTER_ADDR": "127.0.0.1"}, "N"),  # --cpu --num_processes 2, which starts one
+    ],
+)
+def test_what_accelerate_launch_starts_of_several_is_told_what_to_start(variables, ranks):
+    """Under ringrun, or mpirun, it starts one process in each rank, which is that rank."""
+    of_accelerate = {"ACCELERATE_DYNAMO_USE_FULLGRAPH": "False", "ACCELERATE_MIXED_PRECISION": "no"}
+    check_process(of_accelerate)
+    check_process({**of_accelerate, "MASTER_ADDR": "127.0.0.1", "PMIX_RANK": "1"})
+    check_process({**of_accelerate, "MASTER_ADDR": "127.0.0.1", "PMIX_RANK": "1", "WORLD_SIZE": "2"})
+    with pytest.raises(
+        LauncherMismatchError, match=rf"accelerate launch started .* accelerate launch, .* -np {ranks} python train.py$"
+    ):
+        check_process(of_accelerate | variables)
+
+
 @pytest.mark.parametrize("launcher", ["torchrun", "mp.spawn", "notebook_launcher"])
 def test_a_process_that_a_launcher_of_torch_s_has_started_is_told_what_to_start(monkeypatch, launcher):
     of_torchrun = {"TORCHELASTIC_RUN_ID": "none", "WORLD_SIZE": "1"}
