@@ -17,7 +17,7 @@ LAUNCHER = Path(ringrun.__file__).parent
 
 # from the bottom to the top; modules between two < import none of each other
 ORDER = """
-_version, errors, log, not_there, pickling < mxnet, run_function < kernels.native < kernels.half <
+_version, errors, log, not_there, pickling < mxnet, run_function < kernels.native < kernels.half < kernels.quantized <
 settings, arrays.dtypes, partition, trees < gpu.runtime < gpu.device_selection < arrays.buffer < arrays.gpu_buffer <
 arrays.torch_tensor, arrays.dlpack < ops, arrays.view, compression, fusion < mpi < world <
 transport.waiting, transport.futex, transport.counters < transport.in_flight < transport.base < transport.window,
