@@ -70,6 +70,8 @@ static inline uint16_t to_f16(float f) {
 /* What is done to the elements of `count` parts, beside combining them in their order. */
 typedef struct {
     double prescale, divisor, postscale;
+    int stochastic; /* blocks only, as `key` */
+    unsigned key;
 } Factors;
 
 typedef void (*Kernel)(const char *const *parts, int count, char *out, char *also, size_t length, const Factors *);
@@ -150,8 +152,103 @@ static void f16_quick_sum(const char *const *parts, int count, char *out, char *
 #define f16_sum f16_quick_sum
 #endif
 
+/* ---- blocks of elements in 8 or 4 bits that share a scale; quantized.py has the format ---- */
+
+#define SHARE 256 /* elements of a block */
+#define HALF (SHARE / 2)
+#define BLOCK_BYTES(bits) (2 + SHARE / 8 * (bits))
+#define INLINE static inline __attribute__((always_inline))
+typedef ANYWHERE(float) Float;
+
+INLINE uint32_t hash(uint32_t n) {
+    n = (n ^ n >> 16) * 0x7FEB352D, n = (n ^ n >> 15) * 0x846CA68B;
+    return n ^ n >> 16;
+}
+
+INLINE uint8_t to_integer(float f, int largest, int stochastic, uint32_t noise) { /* noise: 16 bits */
+    const Bits shift = {.f = 0x1.8p23f}; /* added, it leaves the nearest integer, ties to even, in the lowest bits */
+    if (!stochastic) return (uint8_t)((Bits){.f = f + shift.f}).u;
+    f += (float)(int)noise * 0x1p-16f + (0x1p-17f - 0.5f);
+    int n = (int)(((Bits){.f = f + shift.f}).u - shift.u);
+    n = n > largest ? largest : n;
+    return (uint8_t)(n < -largest ? -largest : n);
+}
+
+INLINE void encode_block(const Float *restrict x, char *restrict block, int bits, int stochastic, uint32_t key) {
+    uint8_t *codes = (uint8_t *)block + 2;
+    uint32_t most = 0, seed = hash(key);
+    for (int i = 0; i < SHARE; i++) {
+        uint32_t magnitude = ((Bits){.f = x[i]}).u & 0x7FFFFFFF; /* NaN's is the greatest, infinity's the next */
+        most = magnitude > most ? magnitude : most;
+    }
+    const int largest = bits == 8 ? 127 : 7;
+    float scale = ((Bits){.u = most}).f / (float)largest;
+    uint16_t stored = most < 0x7F800000 ? to_bf16(scale > 0x1p-126f ? scale : 0x1p-126f) : 0x7FC0;
+    float inverse = 1 / from_bf16(stored);
+    memcpy(block, &stored, 2);
+    for (int i = 0; i < HALF; i++) {
+        uint32_t noise = stochastic ? hash(seed + i) : 0;
+        uint8_t lower = to_integer(x[i] * inverse, largest, stochastic, noise & 0xFFFF);
+        uint8_t upper = to_integer(x[i + HALF] * inverse, largest, stochastic, noise >> 16);
+        if (bits == 8) codes[i] = lower, codes[i + HALF] = upper;
+        else codes[i] = (uint8_t)((lower & 15) | upper << 4);
+    }
+    if (stored == 0x7FC0) memset(codes, 0, BLOCK_BYTES(bits) - 2);
+}
+
+INLINE void decode_block(const char *restrict block, Float *restrict out, int bits, int adds) {
+    const uint8_t *codes = (const uint8_t *)block + 2;
+    uint16_t stored;
+    memcpy(&stored, block, 2);
+    float scale = from_bf16(stored);
+    for (int i = 0; i < HALF; i++) {
+        int lower = bits == 8 ? (int8_t)codes[i] : (int8_t)(codes[i] << 4) >> 4;
+        int upper = bits == 8 ? (int8_t)codes[i + HALF] : (int8_t)codes[i] >> 4;
+        out[i] = adds ? out[i] + (float)lower * scale : (float)lower * scale;
+        out[i + HALF] = adds ? out[i + HALF] + (float)upper * scale : (float)upper * scale;
+    }
+}
+
+/* q#_sum: kernels of whole blocks, not prescaled; length is their number. */
+#define BLOCKS(BITS)                                                                                                  \
+    INLINE void to_block_##BITS(const Float *x, char *block, const Factors *f, size_t number) {                       \
+        if (f->stochastic) encode_block(x, block, BITS, 1, f->key + (uint32_t)number);                                \
+        else encode_block(x, block, BITS, 0, 0);                                                                      \
+    }                                                                                                                 \
+    CLONES static void encode_##BITS(const char *source, char *blocks, size_t count, const Factors *f) {              \
+        size_t whole = count / SHARE, rest = count % SHARE;                                                           \
+        for (size_t k = 0; k < whole; k++)                                                                            \
+            to_block_##BITS((const Float *)source + k * SHARE, blocks + k * BLOCK_BYTES(BITS), f, k);                 \
+        Float last[SHARE] = {0};                                                                                      \
+        memcpy(last, source + whole * sizeof last, rest * sizeof *last);                                              \
+        if (rest) to_block_##BITS(last, blocks + whole * BLOCK_BYTES(BITS), f, whole);                                \
+    }                                                                                                                 \
+    CLONES static void decode_##BITS(const char *blocks, char *target, size_t count) {                                \
+        size_t whole = count / SHARE, rest = count % SHARE;                                                           \
+        for (size_t k = 0; k < whole; k++)                                                                            \
+            decode_block(blocks + k * BLOCK_BYTES(BITS), (Float *)target + k * SHARE, BITS, 0);                       \
+        Float last[SHARE];                                                                                            \
+        if (rest) decode_block(blocks + whole * BLOCK_BYTES(BITS), last, BITS, 0);                                    \
+        memcpy(target + whole * sizeof last, last, rest * sizeof *last);                                              \
+    }                                                                                                                 \
+    CLONES static void q##BITS##_sum(const char *const *parts, int count, char *out, char *also, size_t length,       \
+                                     const Factors *f) {                                                              \
+        float divisor = (float)f->divisor, postscale = (float)f->postscale, acc[SHARE];                               \
+        for (size_t k = 0, at = 0, n = SHARE; k < length; k++, at += BLOCK_BYTES(BITS)) {                             \
+            decode_block(parts[0] + at, acc, BITS, 0);                                                                \
+            for (int part = 1; part < count; part++) decode_block(parts[part] + at, acc, BITS, 1);                    \
+            EACH acc[i] /= divisor;                                                                                   \
+            SCALE(acc, postscale);                                                                                    \
+            to_block_##BITS(acc, out + at, f, k);                                                                     \
+            if (also) memcpy(also + at, out + at, BLOCK_BYTES(BITS));                                                 \
+        }                                                                                                             \
+    }
+BLOCKS(8)
+BLOCKS(4)
+
 static const struct { size_t itemsize; Kernel kernels[OPS]; } TYPES[] = { /* in the order of ops.py */
-    ROW(f32, 4), ROW(f64, 8), ROW(f16, 2), ROW(bf16, 2), ROWS(8), ROWS(16), ROWS(32), ROWS(64)};
+    ROW(f32, 4), ROW(f64, 8), ROW(f16, 2), ROW(bf16, 2), ROWS(8), ROWS(16), ROWS(32), ROWS(64),
+    {BLOCK_BYTES(8), {q8_sum}}, {BLOCK_BYTES(4), {q4_sum}}}; /* of quantized.py */
 
 #define CONVERSION(NAME, FROM, TO, CONVERT)                                                                           \
     CLONES static void NAME(const char *source, char *target, size_t n) {                                             \
@@ -372,7 +469,8 @@ static PyObject *region_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
 }
 
 static int kernel_of(int type, int op) { /* whether there is one */
-    if (type >= 0 && type < (int)(sizeof TYPES / sizeof *TYPES) && op >= SUM && op < OPS) return 1;
+    int known = type >= 0 && type < (int)(sizeof TYPES / sizeof *TYPES) && op >= SUM && op < OPS;
+    if (known && TYPES[type].kernels[op]) return 1;
     PyErr_Format(PyExc_ValueError, "type %d, op %d", type, op);
     return 0;
 }
@@ -390,7 +488,7 @@ static void run_dealloc(Run *run) {
 static PyObject *region_allreduce(Region *r, PyObject *args) {
     PyObject *sources, *targets;
     int type, op, alone;
-    Factors f;
+    Factors f = {0};
     long long first;
     if (!PyArg_ParseTuple(args, "O!O!iidddLp", &PyList_Type, &sources, &PyList_Type, &targets, &type, &op, &f.prescale,
                           &f.divisor, &f.postscale, &first, &alone) || !kernel_of(type, op))
@@ -479,7 +577,7 @@ static PyObject *region_exchange(Region *r, PyObject *args) {
     long long hash, word;
     int what, type, op;
     Py_ssize_t where;
-    Factors f;
+    Factors f = {0};
     if (!PyArg_ParseTuple(args, "O!LLiiidddn", Py_TYPE((PyObject *)r), &signatures, &hash, &word, &what, &type, &op,
                           &f.prescale, &f.divisor, &f.postscale, &where) || !kernel_of(type, op))
         return NULL;
@@ -557,14 +655,14 @@ static PyObject *exchange_run(Exchange *e, PyObject *const *args, Py_ssize_t cou
     return found < 0 ? NULL : PyLong_FromLong(found);
 }
 
-/* reduce(parts, out, also or None, type, op, prescale, divisor, postscale) */
+/* reduce(parts, out, also or None, type, op, prescale, divisor, postscale, stochastic=False, key=0) */
 static PyObject *reduce(PyObject *module, PyObject *args) {
     PyObject *parts, *out, *also;
     int type, op;
-    Factors f;
+    Factors f = {0};
     (void)module;
-    if (!PyArg_ParseTuple(args, "O!OOiiddd", &PyList_Type, &parts, &out, &also, &type, &op, &f.prescale, &f.divisor,
-                          &f.postscale) || !kernel_of(type, op))
+    if (!PyArg_ParseTuple(args, "O!OOiiddd|pI", &PyList_Type, &parts, &out, &also, &type, &op, &f.prescale, &f.divisor,
+                          &f.postscale, &f.stochastic, &f.key) || !kernel_of(type, op))
         return NULL;
     Py_ssize_t count = PyList_Size(parts), n = 0, all = count + 1 + (also != Py_None);
     if (count < 1 || count > MOST) return PyErr_Format(PyExc_ValueError, "%zd parts", count);
@@ -610,6 +708,29 @@ static PyObject *convert(PyObject *module, PyObject *args) {
     Py_RETURN_NONE;
 }
 
+/* recode(source, target, bits, stochastic, key): float32 to blocks; recode(source, target, bits): back */
+static PyObject *recode(PyObject *module, PyObject *args) {
+    Py_buffer source, target;
+    Factors f = {.stochastic = -1};
+    int bits;
+    (void)module;
+    if (!PyArg_ParseTuple(args, "y*w*i|pI", &source, &target, &bits, &f.stochastic, &f.key)) return NULL;
+    int decodes = f.stochastic < 0;
+    Py_ssize_t bytes = decodes ? target.len : source.len, count = bytes / (Py_ssize_t)sizeof(float);
+    Py_ssize_t blocks = (count + SHARE - 1) / SHARE, size = bits == 8 ? BLOCK_BYTES(8) : BLOCK_BYTES(4);
+    if ((bits == 8 || bits == 4) && bytes % sizeof(float) == 0 && (decodes ? source : target).len == blocks * size) {
+        Py_BEGIN_ALLOW_THREADS
+        if (decodes) (bits == 8 ? decode_8 : decode_4)(source.buf, target.buf, count);
+        else (bits == 8 ? encode_8 : encode_4)(source.buf, target.buf, count, &f);
+        Py_END_ALLOW_THREADS
+    } else {
+        PyErr_Format(PyExc_ValueError, "%zd B into %zd, in %d bits", source.len, target.len, bits);
+    }
+    PyBuffer_Release(&source), PyBuffer_Release(&target);
+    if (PyErr_Occurred()) return NULL;
+    Py_RETURN_NONE;
+}
+
 static PyMethodDef region_methods[] = {{"allreduce", (PyCFunction)region_allreduce, METH_VARARGS, NULL},
                                        {"exchange", (PyCFunction)region_exchange, METH_VARARGS, NULL},
                                        {0}};
@@ -630,6 +751,7 @@ static PyType_Spec run_spec = {"ringreduce.kernels._native.Run", sizeof(Run), 0,
 
 static PyMethodDef functions[] = {{"reduce", reduce, METH_VARARGS, NULL},
                                   {"convert", convert, METH_VARARGS, NULL},
+                                  {"recode", recode, METH_VARARGS, NULL},
                                   {0}};
 
 static int fill(PyObject *module) {

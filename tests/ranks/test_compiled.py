@@ -125,8 +125,9 @@ def test_arguments_that_do_not_fit_are_refused():
     ones, numbers = np.ones(4, np.float32), Reduction(Average, TABLE["float32"], 2).compiled
     with pytest.raises(ValueError, match="array 0: 12 B into 16"):
         region.allreduce([ones[:3]], [ones], *numbers, 0, False)
-    with pytest.raises(ValueError, match="type 12, op 0"):
-        region.allreduce([ones], [ones], 12, *numbers[1:], 0, False)
+    for number, op in [(14, 0), (12, 1)]:  # blocks are only summed
+        with pytest.raises(ValueError, match=f"type {number}, op {op}"):
+            region.allreduce([ones], [ones], number, op, *numbers[2:], 0, False)
     with pytest.raises(ValueError, match="array 1: 12 B, not 16"):
         native.module.reduce([ones, ones[:3]], ones.copy(), None, *numbers)
     with pytest.raises(ValueError, match="2 members, rank 2"):
@@ -135,6 +136,14 @@ def test_arguments_that_do_not_fit_are_refused():
         native.module.reduce([np.ones((2, 4))[:, 0]], np.ones(2), None, *numbers)
     with pytest.raises(ValueError, match="16 B into 16"):
         native.module.convert(ones, ones.copy(), False)
+    of_bytes, blocks = np.ones(1024, np.uint8), np.ones(2 * 258, np.uint8)
+    for elements, size, bits in [(1024, 257, 8), (1024, 258, 4), (1024, 258, 7), (1024, 516, 8), (1023, 258, 8)]:
+        for arrays in (
+            [of_bytes[:elements], blocks[:size], bits, False, 0],
+            [blocks[:size], of_bytes[:elements], bits],
+        ):
+            with pytest.raises(ValueError, match=f"{len(arrays[0])} B into {len(arrays[1])}, in {bits} bits"):
+                native.module.recode(*arrays)
     run = {gets: region.exchange(region, 0, 0, gets, *numbers, 2).run for gets in Gets if gets is not Gets.OF_ROOT}
     with pytest.raises(ValueError, match="root 2"):
         region.exchange(region, 0, 0, Gets.OF_ROOT, *numbers, 2)

@@ -38,7 +38,7 @@ sys.modules[name] = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(sys.modules[name])
 sys.exit(pytest.main(sys.argv[2:]))
 """
-TESTS = ["ranks/test_compiled", "ranks/test_lane", "unit/test_ops", "unit/test_half"]
+TESTS = ["ranks/test_compiled", "ranks/test_lane", "unit/test_ops", "unit/test_half", "unit/test_quantized"]
 
 
 @extended
