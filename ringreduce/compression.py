@@ -1,10 +1,12 @@
-"""Gradients in 16 bits on the wire: half the bytes, at the cost of precision before the sum.
+"""Gradients in fewer bits on the wire, at the cost of precision.
 
-The sum itself is in float32 and rounded once, so the only other error is this module's rounding.
+In 16 bits they are rounded before the sum, by this module: that is in float32, and rounded once. In 8 or 4 bits they
+are only where they travel: `Quantized` says so to the all-reduce, whose collectives/quantized.py encodes them.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import sys
 from typing import Any
@@ -13,6 +15,7 @@ import numpy as np
 
 from ringreduce.arrays.torch_tensor import is_torch
 from ringreduce.errors import InputError
+from ringreduce.kernels import quantized
 
 
 class Compressor:
@@ -73,12 +76,60 @@ class BF16Compressor(FP16Compressor):
     _name = "bfloat16"
 
 
+@dataclasses.dataclass(frozen=True)
+class Quantized(NoneCompressor):
+    """Floating-point elements in 8 or 4 bits where an all-reduce sends them from host to host, and only there.
+
+    is_everywhere, is_stochastic: see `everywhere` and `stochastic`.
+
+    Error: of each host's elements, and once more of the sum, half a scale at most, a 127th (4 bits: a 7th) of the
+           largest magnitude among 256 neighbours; stochastic: a whole scale.
+    """
+
+    bits: int
+    is_everywhere: bool = False
+    is_stochastic: bool = False
+
+    @property
+    def everywhere(self) -> Quantized:
+        """The same between all ranks, those of one host too; without it nothing is encoded inside a host."""
+        return dataclasses.replace(self, is_everywhere=True)
+
+    @property
+    def stochastic(self) -> Quantized:
+        """The same, rounded up or down at random, so that the mean error is 0; for 4 bits."""
+        if self.bits != 4:
+            raise InputError(
+                f"{self}.stochastic: only 4 bits are rounded stochastically; use Compression.int4.stochastic"
+            )
+        return dataclasses.replace(self, is_stochastic=True)
+
+    def blocks(self, count: int) -> Any:
+        """Memory for so many elements, encoded: an array whose elements are blocks; see kernels/quantized.py."""
+        return np.empty(-(-count // quantized.BLOCK), np.dtype((np.void, quantized.block_bytes(self.bits))))
+
+    def __repr__(self) -> str:
+        options = ".everywhere" * self.is_everywhere + ".stochastic" * self.is_stochastic
+        return f"Compression.int{self.bits}{options}"
+
+
+AnyCompressor = type[Compressor] | Quantized
+"""What `compression=` takes."""
+
+
+def wire_of(compression: AnyCompressor) -> Quantized | None:
+    """The format that an all-reduce shall send its elements in; None for that of the elements."""
+    return compression if isinstance(compression, Quantized) else None
+
+
 class Compression:
-    """The choices of `compression=`, as in Horovod; bf16 is an addition."""
+    """The choices of `compression=`, as in Horovod; bf16, int8 and int4 are additions."""
 
     none = NoneCompressor
     fp16 = FP16Compressor
     bf16 = BF16Compressor
+    int8 = Quantized(8)
+    int4 = Quantized(4)
 
 
 def _numpy_type(name: str) -> Any:

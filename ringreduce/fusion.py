@@ -6,8 +6,9 @@
                 packed, one message        a long tensor streams through in pieces
 
 In shared memory everything is packed, so slots are full. For messages, tensors that fit into a slot are kept whole: one
-that is alone in a slot need not be packed. A GPU's pieces are aligned, so that it can read many bytes at once. The plan
-depends only on the tensors' lengths and order, so it is the same on all ranks.
+that is alone in a slot need not be packed. A GPU's pieces are aligned, so that it can read many bytes at once, and
+those that are encoded, so that each tensor has blocks of its own. The plan depends only on the tensors' lengths and
+order, so it is the same on all ranks.
 """
 
 from __future__ import annotations
@@ -85,10 +86,20 @@ def _aligned(piece: Piece, alignment: int) -> int:
 
 
 def pack(bucket: Bucket, inputs: Sequence[Buffer], packed: Any, widen: Callable[[Any], Any] | None = None) -> None:
-    """Copy the bucket's elements into `packed`; `widen` converts them to its type, if that differs."""
+    """Copy the bucket's elements into `packed`, and 0 into gaps; `widen` converts them to its type, if that differs."""
     for (number, low, high), start in zip(bucket.pieces, bucket.starts, strict=True):
         source = inputs[number].flat[low:high]
         packed[start : start + high - low] = source if widen is None else widen(source)
+    clear_gaps(bucket, packed)
+
+
+def clear_gaps(bucket: Bucket, packed: Any) -> None:
+    """Write 0 into what no piece fills."""
+    for (_, low, high), start, end in zip(
+        bucket.pieces, bucket.starts, (*bucket.starts[1:], bucket.length), strict=True
+    ):
+        if start + high - low < end:
+            packed[start + high - low : end] = 0
 
 
 def unpack(bucket: Bucket, packed: Any, outputs: Sequence[Buffer]) -> None:

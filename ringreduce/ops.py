@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ringreduce.arrays.dtypes import ElementType
+from ringreduce.compression import Quantized
 from ringreduce.errors import InputError
 from ringreduce.kernels import half, native
 
@@ -75,6 +76,8 @@ class _Fields(NamedTuple):
     postscale: float = 1.0
     is_part: bool = False  # see `part`
     is_rounded: bool = False  # see `on_wire`
+    wire: Quantized | None = None  # the format of elements that collectives/quantized.py sends
+    seed: tuple[int, ...] = ()  # of its stochastic rounding, equal on all ranks
 
 
 class Reduction(_Fields):
@@ -106,7 +109,7 @@ class Reduction(_Fields):
             return np.dtype(np.int64)
         if self.is_rounded:
             return self.element.storage
-        return self.element.sum_type
+        return self.element.sum_type if self.wire is None else np.dtype(np.float32)
 
     @functools.cached_property
     def in_place(self) -> bool:
@@ -131,12 +134,16 @@ class Reduction(_Fields):
         partial result overflows whose finished one does not. Of partial results that are subnormal then, below 6e-5, it
         costs as many bits.
         """
-        if not self.element.is_half or self.is_rounded:
+        if not self.element.is_half or self.is_rounded or self.wire is not None:
             return self
         first, factor = 1.0, abs(self.postscale) / (self.size if self.op is Average else 1)
         if self.element.name == "float16" and self.op in (Sum, Average) and 0 < factor < 1:
             first = 2.0 ** (math.frexp(factor)[1] - 1)
         return self._replace(prescale=self.prescale * first, postscale=self.postscale / first, is_rounded=True)
+
+    def of_bucket(self, number: int) -> Reduction:
+        """The same for one of the buckets: in each, stochastic rounding draws other numbers."""
+        return self._replace(seed=(*self.seed, number)) if self.seed else self
 
     def _of_rounded(self, *parts: Any, **changes: Any) -> None:
         """Reduce 16-bit parts into the first one; in float32, rounded once."""
@@ -246,7 +253,10 @@ class Reduction(_Fields):
 
     def widen(self, flat: Any) -> Any:
         """A copy in `sum_type`."""
-        return self.element.widen(flat) if self.element.kind == "f" else flat.astype(self.sum_type)
+        if self.element.is_half:
+            return self.element.widen(flat)
+        with np.errstate(over="ignore"):  # of float64 elements, where they travel as a `wire` says
+            return flat.astype(self.sum_type)
 
     def prescaled(self, partial: Any) -> None:
         """Multiply by the prescale factor, in place."""

@@ -15,7 +15,7 @@ from typing import Any
 from ringreduce import runtime, trees
 from ringreduce.api.process_sets import ProcessSet, global_process_set
 from ringreduce.api.submit import taken_apart
-from ringreduce.compression import Compression, Compressor
+from ringreduce.compression import AnyCompressor, Compression
 from ringreduce.errors import InputError
 from ringreduce.not_there import check_adapter
 from ringreduce.ops import Average, ReduceOp
@@ -37,7 +37,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     optimizer: Any,
     named_parameters: Any = None,
     *,
-    compression: type[Compressor] = Compression.none,
+    compression: AnyCompressor = Compression.none,
     backward_passes_per_step: int = 1,
     op: ReduceOp = Average,
     gradient_predivide_factor: float = 1.0,
@@ -58,7 +58,8 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
       - an optimizer of Keras 3: see `ringreduce.keras.DistributedOptimizer`;
       - an object with step(grads), update(params, grads) or apply_gradients(pairs of (gradient, parameter));
       - a callable on gradients.
-    compression: `Compression.fp16` or `.bf16` send gradients in 16 bits; or your own `Compressor`.
+    compression: `Compression.fp16` or `.bf16` send gradients in 16 bits, `.int8` or `.int4` in fewer between
+        hosts; or your own `Compressor`.
     backward_passes_per_step: gradients of this many passes are summed before they are reduced. Until the last one the
         optimizer is not called: a call returns its first argument besides the gradients, such as params, or None.
     op: how the gradients of all ranks become one.
@@ -115,7 +116,7 @@ def _adapter(optimizer: Any) -> Callable[..., Any]:
 
 def _wrapped(
     optimizer: Any,
-    compression: type[Compressor] = Compression.none,
+    compression: AnyCompressor = Compression.none,
     backward_passes_per_step: int = 1,
     op: ReduceOp = Average,
     gradient_predivide_factor: float = 1.0,

@@ -7,22 +7,40 @@ from typing import Any
 
 from ringreduce.api.submit import which_op
 from ringreduce.arrays.buffer import Buffer
+from ringreduce.arrays.dtypes import ElementType
+from ringreduce.compression import AnyCompressor, Compression, Quantized, wire_of
 from ringreduce.errors import InputError
 from ringreduce.log import LOGGER
 from ringreduce.ops import Average, ReduceOp, Reduction, Sum
 
+Details = tuple[tuple[str, Any], ...]
+
 
 class Arguments:
-    """The arguments of a reduction; calls with equal arguments share one object."""
+    """The arguments of a reduction; calls with equal arguments share one object.
+
+    wire: the format in which the elements travel; None: as they are.
+    """
 
     def __init__(
-        self, function: str, average: bool | None, op: ReduceOp | None, prescale: float, postscale: float
+        self,
+        function: str,
+        average: bool | None,
+        op: ReduceOp | None,
+        prescale: float,
+        postscale: float,
+        wire: Quantized | None = None,
     ) -> None:
         op = which_op(function, average, op)
         if function == "reducescatter" and op not in (Average, Sum):
             raise InputError(f"reducescatter: op={op!r}; expected Average or Sum")
-        self.function, self._op, self._scales = function, op, (prescale, postscale)
-        self.details = (("op", op.value), ("prescale_factor", prescale), ("postscale_factor", postscale))
+        if wire is not None and (function != "allreduce" or op not in (Average, Sum)):
+            raise InputError(
+                f"{function}: op={op!r} with compression={wire}; expected an allreduce with op=Average or Sum, or "
+                "another compression, such as Compression.fp16"
+            )
+        self.function, self._op, self._scales, self._wire = function, op, (prescale, postscale), wire
+        self.details = details_of(op, prescale, postscale, wire)
 
     def number(self, tensor: Any) -> Any:
         """A Python int that is averaged becomes a float: the caller has chosen no integer type for it."""
@@ -31,6 +49,7 @@ class Arguments:
     def check(self, tensor: Buffer) -> None:
         """Raise InputError for a tensor that cannot be reduced this way."""
         Reduction(self._op, tensor.element, 1, *self._scales).check()
+        check_encoded(tensor.element, self._wire)
         if self._op is Average and tensor.element.kind in "iu":
             _warn_of_truncated_averages()
         if self.function == "reducescatter" and not tensor.shape:
@@ -41,10 +60,30 @@ _same_arguments = functools.lru_cache(maxsize=256)(Arguments)
 
 
 def arguments_of(
-    function: str, average: bool | None, op: ReduceOp | None, prescale: float, postscale: float
+    function: str,
+    average: bool | None,
+    op: ReduceOp | None,
+    prescale: float,
+    postscale: float,
+    compression: AnyCompressor = Compression.none,
 ) -> Arguments:
     """The arguments of a call, checked as far as possible without the tensors."""
-    return _same_arguments(function, average, op, float(prescale), float(postscale))
+    return _same_arguments(function, average, op, float(prescale), float(postscale), wire_of(compression))
+
+
+def details_of(op: ReduceOp, prescale: float, postscale: float, wire: Quantized | None = None) -> Details:
+    """The details of a reduction's signature."""
+    scales = ("prescale_factor", prescale), ("postscale_factor", postscale)
+    return ("op", op.value), *scales, ("compression", wire)
+
+
+def check_encoded(element: ElementType, wire: Quantized | None) -> None:
+    """Raise InputError for elements that cannot travel so."""
+    if wire is not None and element.kind != "f":
+        raise InputError(
+            f"{element.name} elements cannot travel as {wire}; expected floating-point ones: reduce these in a call of "
+            "their own, without compression"
+        )
 
 
 @functools.cache

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple, ParamSpec, TypeVar
 from ringreduce.api.process_sets import ProcessSet, global_process_set
 from ringreduce.api.submit import which_op, whole
 from ringreduce.api.world import rank
-from ringreduce.compression import Compression, Compressor
+from ringreduce.compression import AnyCompressor, Compression
 from ringreduce.errors import InputError
 from ringreduce.ops import Average, ReduceOp, Sum
 
@@ -50,7 +50,7 @@ class Collective:
     name: str | None = None
     names: Sequence[str] | None = None
     process_set: ProcessSet = global_process_set
-    compression: type[Compressor] = Compression.none
+    compression: AnyCompressor = Compression.none
     op: ReduceOp = Average
     scales: tuple[float, float] = (1.0, 1.0)
     root_rank: int = 0

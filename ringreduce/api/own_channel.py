@@ -10,14 +10,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ringreduce import runtime
+from ringreduce.api.arguments import Details, check_encoded, details_of
 from ringreduce.arrays.buffer import Buffer
+from ringreduce.compression import Quantized
 from ringreduce.errors import CollectiveError, InputError
 from ringreduce.execution.into_outputs import INTO_OUTPUTS
 from ringreduce.execution.submission import Handle
 from ringreduce.ops import ReduceOp, Reduction
 
 Arrays = Sequence[Buffer]
-Details = tuple[tuple[str, Any], ...]
 IN_PLACE = "allreduce", "broadcast"
 
 
@@ -93,9 +94,11 @@ class OwnChannel:
             self.engine.channels.shut(self._number)
         self._number = None
 
-    def allreduce(self, arrays: Arrays, op: ReduceOp, factor: float = 1.0, **options: Any) -> Handle:
-        """Reduce each array in place, times a factor."""
-        return self.begin("allreduce", arrays, arrays, self._reduction(arrays, op, factor), **options)
+    def allreduce(
+        self, arrays: Arrays, op: ReduceOp, factor: float = 1.0, wire: Quantized | None = None, **options: Any
+    ) -> Handle:
+        """Reduce each array in place, times a factor.  wire: for floating-point arrays, and Average or Sum."""
+        return self.begin("allreduce", arrays, arrays, self._reduction(arrays, op, factor, wire), **options)
 
     def reduce(self, arrays: Arrays, root: int, op: ReduceOp, factor: float = 1.0, **options: Any) -> Handle:
         """As `allreduce`, on the root only."""
@@ -174,10 +177,11 @@ class OwnChannel:
         length = array.count // max(whole, 1)
         return array.cut([each * length for each in rows])
 
-    def _reduction(self, arrays: Arrays, op: ReduceOp, factor: float) -> Details:
+    def _reduction(self, arrays: Arrays, op: ReduceOp, factor: float, wire: Quantized | None = None) -> Details:
         for element in {each.element for each in arrays}:
             Reduction(op, element, self.size, factor).check()
-        return (("op", op.value), ("prescale_factor", factor), ("postscale_factor", 1.0))
+            check_encoded(element, wire)
+        return details_of(op, factor, 1.0, wire)
 
     def _root(self, root: int) -> Details:
         return (("root_rank", self.members[root]),)

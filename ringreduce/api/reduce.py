@@ -10,7 +10,7 @@ from ringreduce.api.arguments import Arguments, arguments_of
 from ringreduce.api.process_sets import ProcessSet, global_process_set, number_of
 from ringreduce.api.submit import Array, like, only, taken_apart
 from ringreduce.arrays.view import as_buffer, to_write
-from ringreduce.compression import Compression, Compressor
+from ringreduce.compression import AnyCompressor, Compression
 from ringreduce.errors import InputError
 from ringreduce.execution.signature import calling_line
 from ringreduce.execution.submission import Handle, Submission
@@ -25,7 +25,7 @@ def allreduce(
     tensor: Array,
     average: bool | None = None,
     name: str | None = None,
-    compression: type[Compressor] = Compression.none,
+    compression: AnyCompressor = Compression.none,
     op: ReduceOp | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
@@ -39,7 +39,8 @@ def allreduce(
             For a number the result is a NumPy number; the average of Python ints is a float.
     average: Horovod's older form of op: True is Average, False Sum.
     name:   by which tensors are matched; calls without one are numbered, and must be in the same order on all ranks.
-    compression: `Compression.fp16` or `.bf16` send floating-point elements in 16 bits.
+    compression: `Compression.fp16` or `.bf16` send floating-point elements in 16 bits; `.int8` and `.int4` in fewer,
+            from host to host, for Average and Sum: see `ringreduce.compression.Quantized`.
     op:     Average (the default; bool: an error; integer arrays: truncated toward zero), Sum, Min, Max (complex:
             errors), Product, Adasum (floating-point, a power of two of ranks).
     Scale:  prescale_factor multiplies the input, postscale_factor the result.
@@ -119,7 +120,7 @@ def grouped_allreduce(
     tensors: Sequence[Array],
     average: bool | None = None,
     name: str | None = None,
-    compression: type[Compressor] = Compression.none,
+    compression: AnyCompressor = Compression.none,
     op: ReduceOp | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
@@ -132,7 +133,7 @@ def grouped_allreduce(
     name:  of the group;  names: of the tensors, for error messages.
     Cost:  one agreement for all; small tensors are fused.
     """
-    reduction = arguments_of("allreduce", average, op, prescale_factor, postscale_factor)
+    reduction = arguments_of("allreduce", average, op, prescale_factor, postscale_factor, compression)
     return _compressed(compression, tensors, name, names, reduction, process_set)
 
 
@@ -188,7 +189,7 @@ def grouped_allreduce_async_(
 def reducescatter(
     tensor: Array,
     name: str | None = None,
-    compression: type[Compressor] = Compression.none,
+    compression: AnyCompressor = Compression.none,
     op: ReduceOp = Average,
     process_set: ProcessSet = global_process_set,
     prescale_factor: float = 1.0,
@@ -226,14 +227,14 @@ def reducescatter_async(
 def grouped_reducescatter(
     tensors: Sequence[Array],
     name: str | None = None,
-    compression: type[Compressor] = Compression.none,
+    compression: AnyCompressor = Compression.none,
     op: ReduceOp = Average,
     process_set: ProcessSet = global_process_set,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> list[Array]:
     """Reduce and scatter many tensors, all or none of them; otherwise as `reducescatter`."""
-    reduction = arguments_of("reducescatter", None, op, prescale_factor, postscale_factor)
+    reduction = arguments_of("reducescatter", None, op, prescale_factor, postscale_factor, compression)
     return _compressed(compression, tensors, name, None, reduction, process_set)
 
 
@@ -251,7 +252,7 @@ def grouped_reducescatter_async(
 
 
 def _compressed(
-    compression: type[Compressor],
+    compression: AnyCompressor,
     tensors: Sequence[Array],
     name: str | None,
     names: Sequence[str] | None,

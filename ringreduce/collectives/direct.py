@@ -29,11 +29,10 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
-from ringreduce.ops import Reduction
 from ringreduce.partition import bounds_of, chunk_bounds, segments
 from ringreduce.settings import Settings
 from ringreduce.transport.base import Steps, Transport, Work
@@ -44,10 +43,17 @@ AHEAD_BYTES = 2 << 20  # received ahead of the reduction; at least two rows
 LEAST_SEGMENT_BYTES = 4096  # with many ranks segments shrink, so that two rows fit into AHEAD_BYTES, but no further
 
 
-def allreduce(flat: Any, transport: Transport, reduction: Reduction, segment_bytes: int = SEGMENT_BYTES) -> Steps[None]:
+class Reduces(Protocol):
+    """A `Reduction`, or what reduces elements of another kind."""
+
+    def reduce_parts(self, parts: Sequence[Any], out: Any) -> None:
+        """See `Reduction.reduce_parts`. It is called for one segment of this rank's chunk after the other."""
+
+
+def allreduce(flat: Any, transport: Transport, reduction: Reduces, segment_bytes: int = SEGMENT_BYTES) -> Steps[None]:
     """Reduce `flat` over all ranks, in place; every rank gets the same bits, whatever `segment_bytes` is.
 
-    Shape:   (count,), contiguous, NumPy, `reduction.element.storage`; equal counts on all ranks. Not prescaled.
+    Shape:   (count,), contiguous, NumPy, as `reduction` has its elements; equal counts on all ranks. Not prescaled.
     Cost:    2 (size - 1) messages a rank, cut into segments; about 2 count (size - 1) / size elements sent by each, in
              their own type. Memory: 2 MiB, or two segments of 4 KiB per rank if that is more; never more than `flat`.
     """
@@ -59,7 +65,7 @@ def allreduce(flat: Any, transport: Transport, reduction: Reduction, segment_byt
 
 
 def scatter_reduce(
-    flat: Any, transport: Transport, reduction: Reduction, segment_bytes: int, counts: Sequence[int]
+    flat: Any, transport: Transport, reduction: Reduces, segment_bytes: int, counts: Sequence[int]
 ) -> Steps[None]:
     """As `allreduce`, but only rank r gets chunk r, of counts[r] elements; the rest of `flat` stays as it was.
 
@@ -75,7 +81,7 @@ class _Direct:
         self,
         flat: Any,
         transport: Transport,
-        reduction: Reduction,
+        reduction: Reduces,
         segment_bytes: int,
         bounds: Sequence[int],
         spreads: bool,

@@ -28,7 +28,7 @@ from typing import Any
 
 import numpy as np
 
-from ringreduce.collectives import halving, ring
+from ringreduce.collectives import halving, quantized, ring
 from ringreduce.collectives.overlap import until_ended
 from ringreduce.collectives.shared import COPY, DONE, PACK, REDUCE, Part, Watch, spans_of
 from ringreduce.collectives.shared_halves import allgather, reduce_scatter
@@ -38,7 +38,7 @@ from ringreduce.transport.base import Steps, Task, Transport
 from ringreduce.transport.subset import SubsetTransport
 from ringreduce.transport.window import Region
 
-Across = Callable[..., Steps[None]]  # ring.allreduce, or halving's
+Across = Callable[..., Steps[None]]  # ring.allreduce, halving's, or quantized's
 
 
 class Hierarchy:
@@ -88,12 +88,14 @@ def allreduce(
 
     units: of any length, alike on all ranks;  watch: see shared.py.
     Cost:  over each host's wire 2 n (H - 1) / H elements each way, with H hosts; 2 (H - 1) messages a unit, or with
-           halving 2 log2 H, of partial results in `sum_type`. Memory: the region's, and for each unit in flight its
-           chunk, and half of it with halving.
+           halving 2 log2 H, of partial results in `sum_type`, or as its `wire` says. Memory: the region's, and for
+           each unit in flight its chunk, and half of it with halving.
     """
     under_way: deque[_Unit] = deque()
     halves = sum(part.source.nbytes for unit in units for part in unit) <= hierarchy.halved_bytes
     across = halving.allreduce if halves else ring.allreduce
+    if reduction.wire is not None:
+        across = quantized.allreduce
 
     def wires() -> list[Task[None]]:
         return [each.crossing for each in under_way]
@@ -127,7 +129,7 @@ class _Unit:
     def __init__(
         self, number: int, parts: Sequence[Part], rank: int, size: int, hierarchy: Hierarchy, reduction: Reduction
     ) -> None:
-        self.number, self.reduction = number, reduction
+        self.number, self.reduction = number, reduction.of_bucket(number)
         self.crossing: Task[None]
         spans = spans_of(parts, hierarchy.chunks)
         self.sources = [[each.source for each in spans if each.owner == owner] for owner in range(size)]

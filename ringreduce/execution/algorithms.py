@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Sequence
 
 from ringreduce.collectives import hierarchical, shared
+from ringreduce.compression import Quantized
 from ringreduce.cost_model import (
     ALGORITHMS,
     BUCKETS,
@@ -18,6 +19,7 @@ from ringreduce.cost_model import (
     segment_bytes,
 )
 from ringreduce.errors import SettingsError
+from ringreduce.execution.signature import Signature
 from ringreduce.ops import Reduction
 from ringreduce.settings import Settings
 from ringreduce.transport.base import Steps, Transport
@@ -78,6 +80,7 @@ class Algorithms:
         self.region, self.gpu_flags = region, gpu_flags
         self.hierarchy, self.across = None, ""
         self.first_ranks = first_ranks(hosts)
+        self._is_deterministic = settings.deterministic
         self.one_host = one_host = len(set(hosts)) == 1
         is_free = settings.algorithm == "auto" and not settings.deterministic
         self.short_bytes = constants.short_bytes if is_free and not one_host else 0
@@ -99,8 +102,16 @@ class Algorithms:
         self._narrow = _table(hosts, chosen_from, constants, 1)
         self._wide = _table(hosts, chosen_from, constants, 2)
 
+    def wire(self, signature: Signature) -> Quantized | None:
+        """The format in which an all-reduce of this signature sends its elements; None: as they are."""
+        asked: Quantized | None = signature.detail("compression")
+        return asked if asked is not None and (asked.is_everywhere or not self.one_host) else None
+
     def choose(self, nbytes: int, reduction: Reduction) -> str:
         """The algorithm for host arrays of `nbytes` in total."""
+        if reduction.wire is not None:  # by two hops between the ranks that it names: the cost model has no others
+            in_hosts = self.hierarchy is not None and not (reduction.wire.is_everywhere or self._is_deterministic)
+            return "hierarchical" if in_hosts else "direct"
         wide = self.on_wire("", reduction).sum_type.itemsize > reduction.element.itemsize
         table = self._wide if wide else self._narrow
         return table[min(nbytes.bit_length(), LONGEST)]

@@ -10,12 +10,15 @@ from collections.abc import Iterator, Sequence
 from ringreduce import fusion
 from ringreduce.collectives import compiled, shared
 from ringreduce.collectives.overlap import overlapped
+from ringreduce.compression import Quantized
 from ringreduce.cost_model import BUCKETS_IN_FLIGHT, is_one_shot
+from ringreduce.errors import InputError
 from ringreduce.execution import point_to_point
 from ringreduce.execution.batch import Batch, batches
 from ringreduce.execution.context import Context
 from ringreduce.execution.packing import buckets_of, carry, watcher
 from ringreduce.execution.submission import Submission
+from ringreduce.kernels import quantized
 from ringreduce.log import LOGGER
 from ringreduce.ops import Adasum, Reduction
 from ringreduce.transport.base import Steps
@@ -29,8 +32,8 @@ def allreduce(submissions: Sequence[Submission], context: Context) -> Steps[None
     if submissions[0].reduced is not None:
         _finish(submissions[0], context)
         return
-    region = context.algorithms.shared_region
-    alone = len(submissions) == 1 and not context.timeline.recording
+    region, wire = context.algorithms.shared_region, context.algorithms.wire(submissions[0].signature)
+    alone = len(submissions) == 1 and not context.timeline.recording and wire is None
     if alone and region is not None and is_short(submissions[0], region):
         (source,), (target,) = submissions[0].inputs, submissions[0].outputs
         yield from shared.one_shot(source.flat, target.flat, region, submissions[0].reduction(source.element))
@@ -38,6 +41,8 @@ def allreduce(submissions: Sequence[Submission], context: Context) -> Steps[None
         return
     work = []
     found = [(batch, submissions[0].reduction(batch.inputs[0].element)) for batch in batches(submissions)]
+    if wire is not None:
+        found = [(batch, _encoded(reduction, wire, context)) for batch, reduction in found]
     of_gpu = [each for each in found if each[0].on_gpu]
     on_gpu = (yield from context.gpu.allreduces(of_gpu)) if of_gpu else []
     for batch, reduction in found:
@@ -51,7 +56,8 @@ def allreduce(submissions: Sequence[Submission], context: Context) -> Steps[None
         batch.expect(buckets)
         if context.debugs:
             what = f"allreduce of {len(batch.inputs)} tensors, {batch.nbytes} B of {reduction.element.name}"
-            LOGGER.debug(f"{what}: {algorithm}" + (f", in {len(buckets)} buckets" if buckets else ""))
+            how = algorithm if wire is None else f"{algorithm}, {wire}"
+            LOGGER.debug(f"{what}: {how}" + (f", in {len(buckets)} buckets" if buckets else ""))
         work.append((batch, reduction, algorithm, buckets))
     context.completions.settle(submissions)
     for each in on_gpu:
@@ -63,6 +69,15 @@ def allreduce(submissions: Sequence[Submission], context: Context) -> Steps[None
             yield from _through_window(batch, reduction, buckets, context)
         else:
             yield from overlapped(_through_messages(batch, reduction, algorithm, buckets, context), BUCKETS_IN_FLIGHT)
+
+
+def _encoded(reduction: Reduction, wire: Quantized, context: Context) -> Reduction:
+    if wire.is_stochastic and context.settings.deterministic:
+        raise InputError(
+            f"{wire} with RINGREDUCE_DETERMINISTIC=1: what it draws depends on how tensors are fused; pass "
+            "Compression.int4, or unset that"
+        )
+    return reduction._replace(wire=wire, seed=(next(context.draws),) if wire.is_stochastic else ())
 
 
 def _finish(submission: Submission, context: Context) -> None:
@@ -77,10 +92,15 @@ def is_by_elements(submission: Submission) -> bool:
 
 
 def travelling(submission: Submission, most_bytes: int) -> Reduction | None:
-    """Its reduction, where the elements travel with what the hosts agree on, into `reduced`; else None."""
+    """Its reduction, where the elements travel with what the hosts agree on, into `reduced`; else None.
+
+    Of those that shall be encoded only what is no longer than a block, where latency is all that counts: as they are.
+    """
     if not is_by_elements(submission) or len(submission.inputs) != 1 or submission.inputs[0].on_gpu:
         return None
     reduction = submission.reduction(submission.inputs[0].element).on_wire()
+    if submission.signature.detail("compression") is not None and submission.inputs[0].count > quantized.BLOCK:
+        return None
     return reduction if submission.inputs[0].count * reduction.sum_type.itemsize <= most_bytes else None
 
 
@@ -99,9 +119,9 @@ def _buckets(batch: Batch, reduction: Reduction, algorithm: str, context: Contex
         return fusion.plan(batch.counts, context.algorithms.unit_bytes // itemsize)
     if algorithm == "shared" and region is not None:
         return fusion.plan(batch.counts, region.slot_bytes // itemsize)
-    if algorithm in ("ring", "halving") and not reduction.in_place:
+    if point_to_point.is_wide(algorithm, reduction):
         itemsize += reduction.sum_type.itemsize  # the finished elements follow the sums
-    return buckets_of(batch, context, itemsize)
+    return buckets_of(batch, context, itemsize, 1 if reduction.wire is None else quantized.BLOCK)
 
 
 def _compiled(batch: Batch, reduction: Reduction, context: Context) -> Steps[None]:
@@ -133,8 +153,9 @@ def _through_messages(
     batch: Batch, reduction: Reduction, algorithm: str, buckets: Sequence[fusion.Bucket], context: Context
 ) -> Iterator[Steps[None]]:
     """The steps of each bucket, in order; `overlapped` begins the next when a channel is free."""
-    wide = reduction if algorithm in ("ring", "halving") and not reduction.in_place else None
+    wide = reduction if point_to_point.is_wide(algorithm, reduction) else None
     for number, bucket in enumerate(buckets):
         channel = number % BUCKETS_IN_FLIGHT
-        collective = functools.partial(point_to_point.allreduce, algorithm, reduction, channel, context)
+        own = reduction.of_bucket(number)
+        collective = functools.partial(point_to_point.allreduce, algorithm, own, channel, context)
         yield carry(batch, bucket, collective, "ALLREDUCE", context, wide)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from ringreduce import fusion
@@ -65,6 +66,8 @@ class Context:
     operations: Mapping[str, Operation] = dataclasses.field(default_factory=dict)
     """By kind: those that are not execution's own, but must run in the same order."""
     debugs: bool = dataclasses.field(default_factory=lambda: LOGGER.isEnabledFor(logging.DEBUG))
+    draws: Iterator[int] = dataclasses.field(default_factory=itertools.count)
+    """Seeds of stochastic rounding: one for each batch, in the order in which all ranks run them."""
     completions: Completions = dataclasses.field(default_factory=Completions)
     gpu: GpuBackend = dataclasses.field(init=False)
 

@@ -117,7 +117,8 @@ def in_slot(submission: Submission, context: Context) -> InSlot | None:
     if kind == "allgather":  # rows may differ by rank
         rows = inputs[0].shape[0]
         return InSlot(Gets.GATHERED, region, rows=region.size * rows, word=1 + rows)
-    if kind not in ("reduce_scatter", "reducescatter") and not is_by_elements(submission):
+    in_elements = is_by_elements(submission) and context.algorithms.wire(submission.signature) is None
+    if kind not in ("reduce_scatter", "reducescatter") and not in_elements:
         return None
     reduction = submission.reduction(inputs[0].element)
     if kind == "reducescatter":

@@ -68,9 +68,14 @@ def carry(
     context.completions.settle(owners)
 
 
-def buckets_of(batch: Batch, context: Context, itemsize: int) -> Sequence[fusion.Bucket]:
-    """The buckets of a batch whose elements need `itemsize` bytes each in the fusion buffer."""
-    return fusion.plan(batch.counts, max(1, context.settings.fusion_slot_bytes // itemsize), whole=True)
+def buckets_of(batch: Batch, context: Context, itemsize: int, alignment: int = 1) -> Sequence[fusion.Bucket]:
+    """The buckets of a batch whose elements need `itemsize` bytes each in the fusion buffer.
+
+    alignment: see `fusion.plan`; where a slot is shorter, 1.
+    """
+    capacity = max(1, context.settings.fusion_slot_bytes // itemsize)
+    alignment = alignment if alignment <= capacity else 1
+    return fusion.plan(batch.counts, capacity // alignment * alignment, alignment=alignment, whole=True)
 
 
 def view(block: Any, dtype: np.dtype[Any]) -> Any:

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from ringreduce.collectives import direct, doubling, halving, ring
+from ringreduce.collectives import direct, doubling, halving, quantized, ring
 from ringreduce.execution.context import Context
 from ringreduce.execution.packing import view
 from ringreduce.ops import Reduction
 from ringreduce.transport.base import Steps
+
+
+def is_wide(algorithm: str, reduction: Reduction) -> bool:
+    """True where elements are reduced as `sum_type`, beside the finished ones."""
+    return not reduction.in_place and (algorithm in ("ring", "halving") or reduction.wire is not None)
 
 
 def allreduce(
@@ -17,7 +22,11 @@ def allreduce(
     """Reduce `finished` in place, or `partial` into it."""
     algorithms = context.algorithms
     transport, segment_bytes = algorithms.channels[channel], algorithms.segment_bytes
-    if algorithm == "direct":
+    if reduction.wire is not None:
+        partial = finished if partial is None else partial
+        reduction.prescaled(partial)
+        yield from quantized.allreduce(finished, transport, reduction, segment_bytes, ring.Workspace(partial, None))
+    elif algorithm == "direct":
         yield from direct.allreduce(finished, transport, reduction, segment_bytes)
     elif algorithm == "doubling":
         yield from doubling.allreduce(finished, transport, reduction)

@@ -134,7 +134,7 @@ class Submission(Handle):
         in_flight[self.key] = self
 
     def reduction(self, element: ElementType) -> Reduction:
-        """Its reduction, for this element type."""
+        """Its reduction, for this element type, without a `wire`: see Algorithms.wire."""
         return _reduction(self.signature.details, element, self.divisor)
 
     def complete(self) -> None:

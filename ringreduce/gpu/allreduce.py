@@ -25,6 +25,7 @@ from ringreduce.gpu.ipc_allreduce import GpuSlot, MappedSlot, alignment
 from ringreduce.gpu.paths import GpuPaths
 from ringreduce.gpu.runtime import Stream
 from ringreduce.gpu.stage import Done, Stage
+from ringreduce.kernels import quantized
 from ringreduce.log import LOGGER
 from ringreduce.ops import Average, Reduction, Sum
 from ringreduce.settings import Settings
@@ -41,11 +42,16 @@ class GpuBatch:
         self.batch, self.paths, self.context, self.gpu = batch, paths, paths.context, paths.gpu
         self.element: ElementType = batch.inputs[0].element
         self.itemsize = self.element.itemsize
-        multiple = alignment(self.itemsize)
+        multiple = self.multiple
         self.capacity = max(1, slot_bytes // self.itemsize // multiple) * multiple
         self.buckets = fusion.plan(batch.counts, self.capacity, alignment=multiple)
         batch.expect(self.buckets)
         self.watch = watcher(batch, self.buckets, self.context)  # a phase is queued
+
+    @property
+    def multiple(self) -> int:
+        """Elements at whose multiples pieces begin."""
+        return alignment(self.itemsize)
 
     def gpu_slot(self, bucket: fusion.Bucket, stream: Stream) -> GpuSlot:
         """A bucket in the form that kernels on a stream need."""
@@ -77,7 +83,9 @@ class GpuBatch:
                 yield InOrder(order, number)
             self.watch(number, shared.REDUCE)
             nbytes = slot.length * self.itemsize
-            yield from collective(stage.pinned(nbytes).elements(self.element.storage, nbytes), channel)
+            elements = stage.pinned(nbytes).elements(self.element.storage, nbytes)
+            fusion.clear_gaps(self.buckets[number], elements)
+            yield from collective(elements, channel)
             order.passed = number + 1
             self.up(number, slot, stage)
 
@@ -124,7 +132,13 @@ class GpuReduction(GpuBatch):
         super().__init__(batch, self._slot_bytes(paths.context.settings), paths)
         if self.context.debugs:
             what = f"allreduce of {len(batch.inputs)} GPU tensors, {batch.nbytes} B of {reduction.element.name}"
-            LOGGER.debug(f"{what}: {path} {self.algorithm}".rstrip() + f", in {len(self.buckets)} slots")
+            how = f"{path} {self.algorithm}".rstrip() + (f", {reduction.wire}" if reduction.wire else "")
+            LOGGER.debug(f"{what}: {how}, in {len(self.buckets)} slots")
+
+    @property
+    def multiple(self) -> int:
+        """See `GpuBatch`; encoded, each tensor has blocks of its own."""
+        return super().multiple if self.reduction.wire is None else quantized.BLOCK
 
     def run(self) -> Steps[None]:
         """Queue it all."""
@@ -216,7 +230,7 @@ class GpuReduction(GpuBatch):
         collective = functools.partial(
             point_to_point.allreduce, self.algorithm, self.reduction, channel, self.context, flat
         )
-        if self.algorithm not in ("ring", "halving") or self.reduction.in_place:
+        if not point_to_point.is_wide(self.algorithm, self.reduction):
             yield from collective(None)
             return
         with self.context.fusion_buffer.block() as block:

@@ -65,6 +65,9 @@ class CudaBackend(GpuBackend):
 
     def allreduces(self, batches: Sequence[tuple[Batch, Reduction]]) -> Steps[list[Steps[None]]]:
         """See `GpuBackend`. One path for all, since a submission completes on one stream."""
+        if batches[0][1].wire is not None:  # encoded on the host
+            self._paths.start()
+            return [GpuReduction(batch, reduction, "host_staged", self._paths).run() for batch, reduction in batches]
         path = yield from self._paths.choose(all(nccl_can(reduction) for _, reduction in batches))
         return [GpuReduction(batch, reduction, path, self._paths).run() for batch, reduction in batches]
 

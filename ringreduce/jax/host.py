@@ -22,7 +22,6 @@ from ringreduce.api.process_sets import number_of
 from ringreduce.api.reduce import grouped_reducescatter
 from ringreduce.api.world import rank
 from ringreduce.arrays.view import as_buffer
-from ringreduce.compression import Compression
 from ringreduce.errors import InputError
 from ringreduce.execution.signature import called_from
 
@@ -85,7 +84,7 @@ class HostCollective(Collective):
                 gathered, factor = gather.grouped_allgather(arrays, name, self.process_set), math.prod(self.scales)
                 return gathered if factor == 1.0 else [each * each.dtype.type(factor) for each in gathered]
             case "reducescatter":
-                return grouped_reducescatter(arrays, name, Compression.none, self.op, self.process_set, *self.scales)
+                return grouped_reducescatter(arrays, name, self.compression, self.op, self.process_set, *self.scales)
             case "alltoall":
                 names = self.names or [str(number) for number in range(len(arrays))]
                 own = [None if name is None else f"{name}.{each}" for each in names]
@@ -110,7 +109,7 @@ class HostCollective(Collective):
 
 def _allreduce(it: HostCollective, arrays: Arrays, name: str | None, results: Any) -> Arrays:
     """Straight from the memory of `arrays` into that of the results."""
-    arguments = arguments_of("allreduce", None, it.op, *it.scales)
+    arguments = arguments_of("allreduce", None, it.op, *it.scales, it.compression)
     inputs = [as_buffer(each) for each in arrays]
     runtime.current("allreduce").engine.submit(
         "allreduce",

@@ -19,7 +19,7 @@ from ringreduce.api.collective import Call, with_signature_of
 from ringreduce.api.process_sets import ProcessSet, global_process_set, number_of
 from ringreduce.api.submit import which_op
 from ringreduce.arrays.dtypes import element_type
-from ringreduce.compression import Compression
+from ringreduce.compression import Compression, wire_of
 from ringreduce.errors import InputError, UnsupportedArrayError
 from ringreduce.execution.signature import calling_line
 from ringreduce.jax.host import HostCollective
@@ -130,8 +130,9 @@ def _on_leaves(function: str, tree: Any, call: Call) -> Any:
         pairs.append(compression.compress(array))
     arrays = [array for array, _ in pairs]
     place = _place(function, calling_line(), tuple((each.shape, each.dtype) for each in arrays))
-    own_ones = {"place": place, "names": None if names == ("",) else names, "compression": Compression.none}
-    collective = HostCollective.of(function, vars(call) | own_ones)
+    own_ones = {"place": place, "names": None if names == ("",) else names}
+    travelling = {"compression": wire_of(compression) or Compression.none}  # others compress here
+    collective = HostCollective.of(function, vars(call) | own_ones | travelling)
     for own, (_, leaf) in zip(names, paths, strict=True):
         if collective.by_rows and not jnp.ndim(leaf):
             raise InputError(f"{function}{_quoted(own)}: a 0-d array has no rows; pass one of at least 1 dimension")

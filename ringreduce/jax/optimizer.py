@@ -14,7 +14,7 @@ import numpy as np
 
 from ringreduce.api.objects import broadcast_object
 from ringreduce.api.process_sets import ProcessSet, global_process_set
-from ringreduce.compression import Compression, Compressor
+from ringreduce.compression import AnyCompressor, Compression
 from ringreduce.errors import InputError
 from ringreduce.jax.ops import allreduce, broadcast
 from ringreduce.ops import Adasum, Average, ReduceOp
@@ -33,7 +33,7 @@ class Accumulated(NamedTuple):
 
 def DistributedOptimizer(  # noqa: N802 - Horovod's name
     optimizer: Any,
-    compression: type[Compressor] = Compression.none,
+    compression: AnyCompressor = Compression.none,
     backward_passes_per_step: int = 1,
     op: ReduceOp = Average,
     gradient_predivide_factor: float = 1.0,
@@ -45,7 +45,8 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
 
     Returns an optax.GradientTransformationExtraArgs: chain it, jit its update, or give it to flax's optimizers.
 
-    compression: `Compression.fp16` or `.bf16` send gradients in 16 bits.
+    compression: `Compression.fp16` or `.bf16` send gradients in 16 bits, `.int8` or `.int4` in fewer between
+        hosts.
     backward_passes_per_step: gradients of this many updates are summed, not averaged, before they are reduced; for
         their mean divide the loss. Until then updates are zeros. Its state is the optimizer's and such a sum.
     op: Average, Sum, or Adasum: every rank computes updates from its own gradients, and the updates are reduced.
@@ -169,7 +170,7 @@ def value_and_grad(
     argnums: int | tuple[int, ...] = 0,
     has_aux: bool = False,
     *,
-    compression: type[Compressor] = Compression.none,
+    compression: AnyCompressor = Compression.none,
     op: ReduceOp = Average,
     gradient_predivide_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,

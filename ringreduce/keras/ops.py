@@ -13,7 +13,7 @@ from ringreduce import trees
 from ringreduce.api.broadcast import broadcast_parameters
 from ringreduce.api.control import barrier
 from ringreduce.api.process_sets import ProcessSet, global_process_set
-from ringreduce.compression import Compression, Compressor
+from ringreduce.compression import AnyCompressor, Compression
 from ringreduce.errors import InputError
 from ringreduce.ops import Average, ReduceOp
 
@@ -41,7 +41,7 @@ def allreduce(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     op: ReduceOp | None = None,
-    compression: type[Compressor] = Compression.none,
+    compression: AnyCompressor = Compression.none,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
     """Reduce a tensor of Keras' backend, a Keras variable, or a dict of them, over all ranks; returns tensors.

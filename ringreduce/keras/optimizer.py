@@ -14,7 +14,7 @@ from typing import Any
 import keras
 
 from ringreduce.api.process_sets import ProcessSet, global_process_set
-from ringreduce.compression import Compression, Compressor
+from ringreduce.compression import AnyCompressor, Compression
 from ringreduce.errors import InputError, MissingExtraError
 from ringreduce.keras.ops import adapter, grouped_allreduce
 from ringreduce.ops import Average, Min, ReduceOp
@@ -31,7 +31,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     name: str | None = None,
     device_dense: str = "",
     device_sparse: str = "",
-    compression: type[Compressor] = Compression.none,
+    compression: AnyCompressor = Compression.none,
     sparse_as_dense: bool = False,
     gradient_predivide_factor: float = 1.0,
     op: ReduceOp = Average,
@@ -46,7 +46,8 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     optimizer: a keras.optimizers.Optimizer; of a LossScaleOptimizer the inner one reduces. With mixed_float16,
         `model.compile` may wrap the result in one.
     name: of the operation, for error messages and the timeline; by default made of the variables' number and size.
-    compression: `Compression.fp16` or `.bf16` send gradients in 16 bits.
+    compression: `Compression.fp16` or `.bf16` send gradients in 16 bits, `.int8` or `.int4` in fewer between
+        hosts.
     sparse_as_dense: with TensorFlow, gradients that are IndexedSlices are made dense; else their rows are gathered.
     gradient_predivide_factor: f: Average divides by f before the sum and by size / f after it.
     op: Average, Sum or Adasum, of the gradients.
@@ -208,7 +209,7 @@ def load_model(
     filepath: Any,
     custom_optimizers: Sequence[type] | None = None,
     custom_objects: dict[str, Any] | None = None,
-    compression: type[Compressor] = Compression.none,
+    compression: AnyCompressor = Compression.none,
     **options: Any,
 ) -> Any:
     """Load a saved model with its optimizer and that one's state, and wrap the optimizer.

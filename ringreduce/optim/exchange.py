@@ -11,7 +11,7 @@ from ringreduce.api.arguments import arguments_of
 from ringreduce.api.process_sets import ProcessSet, global_process_set, number_of
 from ringreduce.api.reduce import allreduce_async, grouped_allreduce, submit
 from ringreduce.api.submit import which_op
-from ringreduce.compression import Compression, Compressor
+from ringreduce.compression import AnyCompressor, Compression
 from ringreduce.errors import InputError
 from ringreduce.execution.submission import Handle
 from ringreduce.ops import Adasum, Average, Max, ReduceOp, Sum
@@ -37,7 +37,7 @@ class Exchange:
     def __init__(
         self,
         op: ReduceOp = Average,
-        compression: type[Compressor] = Compression.none,
+        compression: AnyCompressor = Compression.none,
         gradient_predivide_factor: float = 1.0,
         process_set: ProcessSet = global_process_set,
         *,
@@ -52,11 +52,12 @@ class Exchange:
             raise InputError(f"gradient_predivide_factor={predivide}; expected a number above 0")
         if not all(callable(getattr(compression, name, None)) for name in ("compress", "decompress")):
             raise InputError(
-                f"compression={compression!r}; expected Compression.none, .fp16, .bf16, or a class with the static "
-                "methods compress(tensor) -> (tensor, ctx) and decompress(tensor, ctx)"
+                f"compression={compression!r}; expected Compression.none, .fp16, .bf16, .int8, .int4, or a class with "
+                "the static methods compress(tensor) -> (tensor, ctx) and decompress(tensor, ctx)"
             )
         self.op, self.compression, self.process_set = op, compression, process_set
         self.scales = 1 / predivide, float(predivide)
+        self._checked = arguments_of("allreduce", None, op, *self.scales, compression)
         scales = {"prescale_factor": self.scales[0], "postscale_factor": self.scales[1]}
         self.arguments: dict[str, Any] = {
             "compression": compression,
@@ -104,8 +105,7 @@ class Exchange:
         return finish
 
     def _submit(self, arrays: list[Any], name: str, names: Sequence[str] | None, line: str | None = None) -> Handle:
-        arguments = arguments_of("allreduce", None, self.op, *self.scales)
-        return submit(arrays, name, names, arguments, self.process_set, in_place=True, line=line)
+        return submit(arrays, name, names, self._checked, self.process_set, in_place=True, line=line)
 
     def refuse(self, name: str) -> None:
         """Let the group of this name fail on all ranks with MismatchError; nobody waits for this submission itself."""

@@ -8,7 +8,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar
 from ringreduce import runtime
 from ringreduce.api.objects import allgather_object
 from ringreduce.api.ordered import Ordered, ordered
-from ringreduce.compression import Compressor
+from ringreduce.compression import AnyCompressor
 from ringreduce.errors import CollectiveError, InputError, MismatchError, PeerLostError
 from ringreduce.ps.layout import Key, Shard, shards_of
 
@@ -49,7 +49,7 @@ def is_server(servers: int | None = None) -> bool:
 
 def begin(
     servers: int | None,
-    compression: type[Compressor],
+    compression: AnyCompressor,
     keys: Sequence[Key] | None = None,
     mode: Mode | None = None,
     staleness: int = 0,
@@ -66,7 +66,7 @@ def begin(
     if (rank in ranks) is (mode is None):
         role, expected = ("server", "Server") if rank in ranks else ("worker", "Worker")
         raise InputError(f"ps: rank {rank} is a {role}; expected ps.{expected}(...); ps.is_server() tells which it is")
-    mine = len(ranks), compression.__name__, keys, mode, staleness
+    mine = len(ranks), getattr(compression, "__name__", repr(compression)), keys, mode, staleness
     passed = dict(enumerate(allgather_object(mine, name="parameter server")))
     workers = [each for each in passed if each not in ranks]
     _check_equal("number of servers and compression", {each: of[:2] for each, of in passed.items()})

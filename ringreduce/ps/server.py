@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple, get_args
 
-from ringreduce.compression import Compression, Compressor
+from ringreduce.compression import AnyCompressor, Compression
 from ringreduce.errors import CollectiveError, InputError
 from ringreduce.ps import messages
 from ringreduce.ps.arrays import to_numpy
@@ -38,7 +38,8 @@ class Server:
     mode:        "sync": the mean of all workers' gradients, in step, as a ring does; "async": each as it comes;
                  "ssp": as async, but no worker is more than `staleness` pushes ahead of another when it pulls.
     servers:     how many of the last ranks are servers; by default as `ringrun --servers` says. Equal on all ranks.
-    compression: of what is sent, the workers' too: `Compression.fp16`, `.bf16`, or your own `Compressor`.
+    compression: of what is sent, the workers' too: `Compression.fp16`, `.bf16`, or your own `Compressor`; of gradients
+                 that workers push from other hosts only: `Compression.int8`, `.int4`.
     place:       makes arrays of the NumPy arrays that come, for a rule of another library: cupy.asarray.
 
     Raises: InputError (a ValueError) for wrong arguments, and where ranks do not agree.
@@ -51,7 +52,7 @@ class Server:
         mode: Mode = "sync",
         staleness: int | None = None,
         servers: int | None = None,
-        compression: type[Compressor] = Compression.none,
+        compression: AnyCompressor = Compression.none,
         place: Callable[[Any], Any] | None = None,
     ) -> None:
         if mode not in get_args(Mode):

@@ -6,7 +6,7 @@ import types
 from typing import Any
 
 from ringreduce import runtime, trees
-from ringreduce.compression import Compression, Compressor
+from ringreduce.compression import AnyCompressor, Compression, wire_of
 from ringreduce.errors import InputError
 from ringreduce.execution.submission import Handle
 from ringreduce.ps import messages
@@ -32,7 +32,7 @@ class Worker:
     """
 
     def __init__(
-        self, parameters: Any, servers: int | None = None, compression: type[Compressor] = Compression.none
+        self, parameters: Any, servers: int | None = None, compression: AnyCompressor = Compression.none
     ) -> None:
         self._tree, self._compression = parameters, compression
         named = {name: to_numpy(leaf) for name, leaf in trees.named_leaves(parameters)}
@@ -117,11 +117,17 @@ class Worker:
     def _post(self, kind: int, arrays: dict[str, Any] | None = None) -> list[messages.Packed]:
         """Put a message for each server into the outbox, with its part of the arrays."""
         packed = [
-            messages.pack(kind, {each.name: each.of(arrays[each.key]) for each in held if arrays}, self._compression)
-            for held in self._job.layout
+            messages.pack(kind, {each.name: each.of(arrays[each.key]) for each in held if arrays}, self._to(server))
+            for server, held in zip(self._job.servers, self._job.layout, strict=True)
         ]
         self._outbox += zip(self._job.servers, packed, strict=True)
         return packed
+
+    def _to(self, server: int) -> AnyCompressor:
+        """The compression of what is sent to a server."""
+        wire, world = wire_of(self._compression), runtime.current("ps").world
+        on_host = world.hosts[self._job.ranks[server]] == world.hosts[world.rank]
+        return Compression.none if wire and on_host and not wire.is_everywhere else self._compression
 
     def _flush(self) -> None:
         """Begin to send what is in the outbox, when what was sent before has gone."""

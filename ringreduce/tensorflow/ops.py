@@ -25,6 +25,7 @@ from ringreduce.api.collective import (
 )
 from ringreduce.api.process_sets import ProcessSet, global_process_set
 from ringreduce.api.submit import taken_apart
+from ringreduce.compression import wire_of
 from ringreduce.errors import InputError
 from ringreduce.ops import Average, ReduceOp, Sum
 from ringreduce.tensorflow.host import on_host, unconverted
@@ -79,6 +80,11 @@ def _reduced(tensors: Sequence[Any], names: Sequence[str] | None, call: Call) ->
     results = list(tensors)
     for number, each in zip(dense, _applied(collective, [tensors[number] for number in dense]), strict=True):
         results[number] = each
+    if sparse and (wire := wire_of(call.compression)) is not None:
+        raise InputError(
+            f"allreduce: IndexedSlices with compression={wire}; expected dense tensors: pass sparse_as_dense=True to "
+            "the optimizer, tf.convert_to_tensor(…) here, or another compression"
+        )
     for number in sparse:
         own = None if call.name is None else f"{call.name}.{number}"
         scale = call.prescale_factor * call.postscale_factor

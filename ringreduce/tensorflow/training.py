@@ -11,7 +11,7 @@ import tensorflow as tf
 from ringreduce.api.broadcast import submit_broadcast
 from ringreduce.api.process_sets import ProcessSet, global_process_set
 from ringreduce.arrays.view import as_buffer
-from ringreduce.compression import Compression, Compressor
+from ringreduce.compression import AnyCompressor, Compression
 from ringreduce.ops import Average, ReduceOp
 from ringreduce.optim.exchange import Exchange
 from ringreduce.tensorflow.host import on_host, unconverted
@@ -22,7 +22,7 @@ __all__ = ["DistributedGradientTape", "DistributedOptimizer", "broadcast_variabl
 
 def DistributedGradientTape(  # noqa: N802 - Horovod's name
     gradtape: Any,
-    compression: type[Compressor] = Compression.none,
+    compression: AnyCompressor = Compression.none,
     sparse_as_dense: bool = False,
     op: ReduceOp = Average,
     gradient_predivide_factor: float = 1.0,
@@ -32,7 +32,8 @@ def DistributedGradientTape(  # noqa: N802 - Horovod's name
 ) -> Any:
     """Make a tf.GradientTape reduce over all ranks what its `gradient()` returns; returns the tape.
 
-    compression: `Compression.fp16` or `.bf16` send gradients in 16 bits.
+    compression: `Compression.fp16` or `.bf16` send gradients in 16 bits, `.int8` or `.int4` in fewer between
+        hosts.
     sparse_as_dense: gradients that are IndexedSlices are made dense; otherwise all ranks' rows are gathered.
     op: Average, Sum or Adasum.
     gradient_predivide_factor: f: Average divides by f before the sum and by size / f after it.

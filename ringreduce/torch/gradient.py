@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from ringreduce.compression import wire_of
+from ringreduce.errors import InputError
 from ringreduce.optim import buckets
 from ringreduce.optim.buckets import DENSE, UNKNOWN
 from ringreduce.optim.exchange import Exchange, Finish
@@ -125,6 +127,11 @@ class Gradient(buckets.Gradient):
         gradient = array.detach().coalesce()
         if exchange.size == 1:
             return lambda: [gradient]
+        if (wire := wire_of(exchange.compression)) is not None:
+            raise InputError(
+                f"gradient {self.name!r}: sparse, with compression={wire}; expected a dense one: pass "
+                "sparse_as_dense=True, or another compression"
+            )
         wait = sparse_allreduce_async(gradient, self.name, exchange.op, exchange.process_set)
         return lambda: [wait().coalesce()]
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ringreduce.api.process_sets import ProcessSet, global_process_set
-from ringreduce.compression import Compression, Compressor
+from ringreduce.compression import AnyCompressor, Compression
 from ringreduce.errors import InputError, MissingExtraError
 from ringreduce.not_there import check_adapter
 from ringreduce.ops import Adasum, Average, ReduceOp
@@ -33,7 +33,7 @@ PRIVATE = (
 def DistributedOptimizer(  # noqa: N802 - Horovod's name
     optimizer: torch.optim.Optimizer,
     named_parameters: Iterable[tuple[str, torch.nn.Parameter]] | None = None,
-    compression: type[Compressor] = Compression.none,
+    compression: AnyCompressor = Compression.none,
     backward_passes_per_step: int = 1,
     op: ReduceOp = Average,
     gradient_predivide_factor: float = 1.0,
@@ -51,7 +51,8 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
 
     named_parameters: model.named_parameters(); gradients are matched by these names, so they must be equal on all
         ranks, and differ from those of another optimizer that is used at the same time. Numbered by default.
-    compression: `Compression.fp16` or `.bf16` send gradients in 16 bits; or your own `Compressor`.
+    compression: `Compression.fp16` or `.bf16` send gradients in 16 bits, `.int8` or `.int4` in fewer between
+        hosts; or your own `Compressor`.
     backward_passes_per_step: gradients of this many backward passes are summed, not averaged, before they are reduced;
         for their mean divide the loss. step() after fewer passes reduces what there is.
     op: Average, Sum, or Adasum: every rank steps by its own gradients, and the changes of the parameters are reduced

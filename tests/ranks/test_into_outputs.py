@@ -5,12 +5,13 @@ import pytest
 
 import ringreduce as rr
 from ringreduce import runtime
+from ringreduce.api.arguments import details_of
 from ringreduce.arrays.view import as_buffer
 from ringreduce.execution.into_outputs import INTO_OUTPUTS
 from ringreduce.settings import Settings
 from ringreduce.testing import run_ranks
 
-SUM = (("op", "Sum"), ("prescale_factor", 1.0), ("postscale_factor", 1.0))
+SUM = details_of(rr.Sum, 1.0, 1.0)
 worlds = pytest.mark.parametrize("hosts", [None, [0, 1, 2], [0, 0, 1]], ids=["one host", "three hosts", "two hosts"])
 
 

@@ -22,19 +22,21 @@ from unittest import mock
 
 import numpy as np
 
+from ringreduce.api.arguments import details_of
 from ringreduce.arrays.buffer import numpy_buffer
 from ringreduce.engine.engine import Engine
 from ringreduce.errors import CollectiveError, MismatchError, PeerLostError
 from ringreduce.execution.host import Host, window_bytes
 from ringreduce.execution.submission import Submission
 from ringreduce.negotiation.protocol import decode
+from ringreduce.ops import Sum
 from ringreduce.settings import Settings
 from ringreduce.transport.base import ControlMessage
 from ringreduce.transport.threads import ThreadNetwork, ThreadTransport
 from ringreduce.transport.window import Window
 from ringreduce.world import World
 
-SUM = (("op", "Sum"), ("prescale_factor", 1.0), ("postscale_factor", 1.0))
+SUM = details_of(Sum, 1.0, 1.0)
 LEFT = "it called shutdown()"
 LATE_S = 60.0
 ROUND = ("call", "arrive", "poll")

@@ -19,7 +19,7 @@ LAUNCHER = Path(ringrun.__file__).parent
 ORDER = """
 _version, errors, log, not_there, pickling < mxnet, run_function < kernels.native < kernels.half < kernels.quantized <
 settings, arrays.dtypes, partition, trees < gpu.runtime < gpu.device_selection < arrays.buffer < arrays.gpu_buffer <
-arrays.torch_tensor, arrays.dlpack < ops, arrays.view, compression, fusion < mpi < world <
+arrays.torch_tensor, arrays.dlpack < compression < ops, arrays.view, fusion < mpi < world <
 transport.waiting, transport.futex, transport.counters < transport.in_flight < transport.base < transport.window,
 transport.blocks <
 transport.message, transport.threads, transport.subset, monitor.excepthook, monitor.launcher_link <
@@ -27,7 +27,7 @@ collectives.ring, collectives.tree, collectives.bruck, collectives.pairwise <
 collectives.direct, collectives.doubling, collectives.halving <
 collectives.adasum, startup.clock, collectives.overlap, cost_model, wire_cost <
 collectives.shared, collectives.hashed, startup.measure, startup.links <
-collectives.compiled, collectives.shared_halves, collectives.shared_in_place <
+collectives.compiled, collectives.shared_halves, collectives.shared_in_place, collectives.quantized <
 collectives.hierarchical <
 execution.signature < execution.submission < monitor.timeline, execution.algorithms <
 execution.host, execution.batch < execution.gpu_backend < execution.context < execution.packing <

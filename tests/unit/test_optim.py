@@ -85,9 +85,10 @@ def test_wrong_groups_are_refused(groups, message):
     [
         ({"op": Max}, "op=Max; expected Average, Sum or Adasum"),
         ({"op": "mean"}, "op='mean'; expected Average"),
+        ({"op": Adasum, "compression": Compression.int8}, "op=Adasum with compression=Compression.int8; expected an"),
         ({"op": Sum, "gradient_predivide_factor": 2.0}, "factor=2.0 with op=Sum; it works with op=Average only"),
         ({"gradient_predivide_factor": 0.0}, "factor=0.0; expected a number above 0"),
-        ({"compression": "fp16"}, "compression='fp16'; expected Compression.none, .fp16, .bf16, or a class"),
+        ({"compression": "fp16"}, "compression='fp16'; expected Compression.none, .fp16, .bf16, .int8, .int4, or a"),
     ],
 )
 def test_wrong_options_are_refused(options, message):

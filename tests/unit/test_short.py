@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from ringreduce.api.arguments import details_of
 from ringreduce.arrays.buffer import Buffer
 from ringreduce.arrays.dtypes import TABLE
 from ringreduce.execution.signature import Signature
@@ -18,8 +19,7 @@ X, Y = 3, 5
 def submission(values=(1, 2, 4), waits=True, op=Sum):
     array = np.array(values, np.float32)
     buffer = Buffer(array, TABLE["float32"], array.shape, "cpu", array.dtype)
-    details = ("op", op.value), ("prescale_factor", 1.0), ("postscale_factor", 1.0)
-    signature = Signature("allreduce", "x", details=details)
+    signature = Signature("allreduce", "x", details=details_of(op, 1.0, 1.0))
     return Submission(signature, 0, [buffer], [buffer], lambda _: None, None, "line", waits)
 
 

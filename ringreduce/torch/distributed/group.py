@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 import ringreduce as rr
 from ringreduce.api.own_channel import OwnChannel
+from ringreduce.compression import Quantized
 from ringreduce.errors import InputError, LauncherMismatchError
 from ringreduce.mpi import has_launcher
 from ringreduce.torch import rendezvous
@@ -32,8 +33,12 @@ def register() -> None:
     dist.Backend.register_backend("ring", create, extended_api=True, devices=["cpu", "cuda"])
 
 
-def create(options: Any, _: Any) -> RingProcessGroup:
-    """What torch calls on each member of a new group."""
+def create(options: Any, compression: Any) -> RingProcessGroup:
+    """What torch calls on each member of a new group.  compression: what was passed as pg_options."""
+    if compression is not None and not isinstance(compression, Quantized):
+        raise InputError(
+            f"init_process_group: pg_options={compression!r}; expected Compression.int8 or .int4 of ringreduce, or None"
+        )
     ranks = options.group_size
     if not rr.is_initialized():
         if ranks > 1 and not has_launcher(os.environ):
@@ -49,7 +54,7 @@ def create(options: Any, _: Any) -> RingProcessGroup:
             f"{rr.size()}; pass the same rank= and world_size=, or leave both to the launcher: ringrun -np {ranks} "
             "python train.py, without mp.spawn"
         )
-    return RingProcessGroup(members, options.group_id, seconds(options.timeout, 0))
+    return RingProcessGroup(members, options.group_id, seconds(options.timeout, 0), compression)
 
 
 class RingProcessGroup(Operations, dist.ProcessGroup):
@@ -62,10 +67,11 @@ class RingProcessGroup(Operations, dist.ProcessGroup):
     supports_splitting = supports_coalescing = False
     group_name = group_desc = ""  # attributes in place of torch's properties
 
-    def __init__(self, members: Sequence[int], group_id: str, timeout_s: float) -> None:
-        """members: ranks of the world, by rank in the group."""
+    def __init__(self, members: Sequence[int], group_id: str, timeout_s: float, wire: Quantized | None = None) -> None:
+        """members: ranks of the world, by rank in the group.  wire: of floating-point sums and means."""
         dist.ProcessGroup.__init__(self, members.index(rr.rank()), len(members))  # type: ignore[call-arg]
         self.group_name = self.group_desc = group_id
+        self.wire = wire
         self.channel = OwnChannel(members, f"group {group_id}", timeout_s, ANEW)
         self._others: dict[str, Any] = {}  # by type of device
 

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 
 from ringreduce.api.own_channel import OwnChannel
+from ringreduce.compression import Quantized
 from ringreduce.errors import InputError
-from ringreduce.ops import Sum
+from ringreduce.ops import Average, Sum
 from ringreduce.torch.distributed.buckets import bucket_of
 from ringreduce.torch.distributed.tensors import op_and_factor
 from ringreduce.torch.distributed.work import BACKWARD, Work
@@ -22,14 +23,19 @@ class Operations:
     """All take tensors: what else a group does is not here. opts: torch's, of each operation."""
 
     channel: OwnChannel
+    wire: Quantized | None
 
-    def allreduce(self, tensors: Tensors, opts: Any = None) -> Work:
-        """Reduce each tensor in place; COO tensors too."""
+    def allreduce(self, tensors: Tensors, opts: Any = None, wire: Quantized | None = None) -> Work:
+        """Reduce each tensor in place; COO tensors too.  wire: by default the group's, for what can travel so."""
         if tensors[0].is_sparse:
             return _sum_of_sparse(self.channel, tensors[0], opts)
+        op, factor = op_and_factor(opts)
+        if wire is None and op in (Average, Sum) and all(each.is_floating_point() for each in tensors):
+            wire = self.wire
         work = Work(self.channel, opts, list(tensors))
-        bucket = bucket_of(tensors[0], self.channel) if len(tensors) == 1 and BACKWARD.runs() else None
-        return work.begin(self.channel.allreduce, work.write(tensors), *op_and_factor(opts), payload=bucket)
+        mapped = len(tensors) == 1 and BACKWARD.runs() and not (wire and wire.is_everywhere)
+        bucket = bucket_of(tensors[0], self.channel) if mapped else None
+        return work.begin(self.channel.allreduce, work.write(tensors), op, factor, wire, payload=bucket)
 
     def broadcast(self, tensors: Tensors, opts: Any = None) -> Work:
         """Copy the root's tensors into the others'; the default root is rank 0."""
