@@ -29,6 +29,9 @@ if _TYPE_CHECKING:
     from ringreduce.api.ordered import *
     from ringreduce.api.reduce import *
     from ringreduce.execution.submission import Handle as Handle
+    from ringreduce.local.optimizer import DiLoCo as DiLoCo
+    from ringreduce.local.optimizer import LocalSGD as LocalSGD
+    from ringreduce.local.options import Nesterov as Nesterov
     from ringreduce.optimizer import DistributedOptimizer as DistributedOptimizer
     from ringreduce.sweeps import sweep as sweep
 
@@ -41,7 +44,8 @@ _API = {
     "api.objects": "allgather_object broadcast_object",
     "api.ordered": "Ordered ordered",
     "api.process_sets": (
-        "ProcessSet add_process_set get_process_set_ids_and_ranks global_process_set remove_process_set"
+        "ProcessSet add_process_set get_process_set_ids_and_ranks global_process_set host_process_set "
+        "remove_process_set"
     ),
     "api.reduce": (
         "allreduce allreduce_ allreduce_async allreduce_async_ grouped_allreduce grouped_allreduce_ "
@@ -61,6 +65,8 @@ _API = {
     "execution.submission": "Handle",
     "lifecycle": "shutdown",
     "ops": "Adasum Average Max Min Product ReduceOp Sum",
+    "local.optimizer": "DiLoCo LocalSGD",
+    "local.options": "Nesterov",
     "optimizer": "DistributedOptimizer",
     "run_function": "run",
     "runtime": "is_initialized",

@@ -7,6 +7,7 @@ gradients is wrapped here. Arrays may be NumPy or CuPy (or whatever `ringreduce.
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 import sys
 from collections.abc import Callable, Sequence
@@ -27,8 +28,7 @@ FORMS = """\
   - an optimizer of Keras 3
   - an object with step(grads), update(params, grads) or apply_gradients(pairs of (gradient, parameter))
   - a callable on gradients"""
-_METHODS = ("step", "update", "apply_gradients")
-_OWN = ("_optimizer", "_exchange", "_gradients", "_accumulation")
+METHODS = ("step", "update", "apply_gradients")
 _GRADIENT_NAMES = ("grads", "gradients", "grad", "gradient", "updates")
 """Names of an argument that holds gradients; optax calls it updates."""
 
@@ -125,7 +125,7 @@ def _wrapped(
     gradients: int | str | None = None,
 ) -> ReducingOptimizer:
     check_adapter(optimizer)
-    methods = [name for name in _METHODS if callable(getattr(optimizer, name, None))]
+    methods = [name for name in METHODS if callable(getattr(optimizer, name, None))]
     if not (methods or callable(optimizer)):
         raise TypeError(f"DistributedOptimizer: got a {type(optimizer).__qualname__}; expected one of\n{FORMS}")
     if not methods:
@@ -170,8 +170,76 @@ class Accumulation:
         return trees.map_leaves(taken, lambda _, total: total / self._passes) if self._averages else taken
 
 
-class ReducingOptimizer:
+class WrappingOptimizer:
+    """An optimizer around another one, whose attributes are its own; a subclass says what its methods do besides.
+
+    OWN: the names of attributes that are not the wrapped optimizer's.
+    """
+
+    OWN: tuple[str, ...] = ("_optimizer",)
+    _optimizer: Any
+
+    def __getattr__(self, name: str) -> Any:
+        if name in self.OWN or name.startswith("__"):  # asked for by pickle and copy, before there is an _optimizer too
+            raise AttributeError(f"{type(self).__name__} has no {name}", name=name, obj=self)
+        attribute = getattr(self._optimizer, name)
+        if name not in METHODS or not callable(attribute):
+            return attribute
+        return self._method(name, attribute)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in self.OWN:
+            object.__setattr__(self, name, value)
+        else:
+            setattr(self._optimizer, name, value)  # optimizer.lr = 0.1 reaches the wrapped one
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the wrapped callable."""
+        return self._call(self._optimizer, *args, **kwargs)
+
+    def _method(self, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+        """What stands for a method that takes gradients."""
+        return functools.partial(self._call, method)
+
+    def _call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """What becomes of a call of such a method, or of the wrapped callable."""
+        raise NotImplementedError
+
+    def begin_step(self) -> None:
+        """The ranks have changed, or the state: begin with a whole step."""
+
+    def state_dict(self) -> Any:
+        """The wrapped optimizer's, or where it has none its attributes: an elastic state commits them."""
+        return self._optimizer.state_dict() if _has_state_dict(self._optimizer) else dict(self._attributes)
+
+    def load_state_dict(self, state_dict: Any) -> Any:
+        """Go back to what `state_dict` returned, which is where a step begins."""
+        self.begin_step()
+        if _has_state_dict(self._optimizer):
+            return self._optimizer.load_state_dict(state_dict)
+        self._attributes.clear()
+        self._attributes.update(state_dict)
+        return None
+
+    @property
+    def has_state_dict(self) -> bool:
+        """True where the wrapped optimizer has one of its own."""
+        wrapped = self._optimizer
+        return wrapped.has_state_dict if isinstance(wrapped, WrappingOptimizer) else _has_state_dict(wrapped)
+
+    @property
+    def _attributes(self) -> dict[str, Any]:
+        if not hasattr(self._optimizer, "__dict__"):
+            what = type(self._optimizer).__qualname__
+            raise InputError(f"DistributedOptimizer: a {what} has no __dict__; give it state_dict and load_state_dict")
+        attributes: dict[str, Any] = vars(self._optimizer)
+        return attributes
+
+
+class ReducingOptimizer(WrappingOptimizer):
     """Reduces gradients, then calls the wrapped optimizer with them; made by `DistributedOptimizer`."""
+
+    OWN = ("_optimizer", "_exchange", "_gradients", "_accumulation")
 
     def __init__(
         self, optimizer: Any, exchange: Exchange, gradients: int | str | None, accumulation: Accumulation
@@ -182,59 +250,17 @@ class ReducingOptimizer:
         self._gradients = gradients
         runtime.current("DistributedOptimizer")
 
-    def __getattr__(self, name: str) -> Any:
-        if name in _OWN or name.startswith("__"):  # asked for by pickle and copy, before there is an _optimizer too
-            raise AttributeError(f"{type(self).__name__} has no {name}", name=name, obj=self)
-        attribute = getattr(self._optimizer, name)
-        if name not in _METHODS or not callable(attribute):
-            return attribute
-        reducing = self._apply_gradients if name == "apply_gradients" else self._call
-        return lambda *args, **kwargs: reducing(attribute, *args, **kwargs)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name in _OWN:
-            object.__setattr__(self, name, value)
-        else:
-            setattr(self._optimizer, name, value)  # optimizer.lr = 0.1 reaches the wrapped one
-
     def __deepcopy__(self, memo: dict[int, Any]) -> ReducingOptimizer:
         """A copy of the wrapped optimizer, whose gradients are reduced in the same way."""
         copied, accumulation = copy.deepcopy((self._optimizer, self._accumulation), memo)
         return type(self)(copied, self._exchange, self._gradients, accumulation)
 
-    def state_dict(self) -> Any:
-        """The wrapped optimizer's, or where it has none its attributes: an elastic state commits them."""
-        return self._optimizer.state_dict() if self.has_state_dict else dict(self._attributes)
-
-    def load_state_dict(self, state_dict: Any) -> Any:
-        """Go back to what `state_dict` returned, which is where a step begins."""
-        self.begin_step()
-        if self.has_state_dict:
-            return self._optimizer.load_state_dict(state_dict)
-        self._attributes.clear()
-        self._attributes.update(state_dict)
-        return None
-
-    @property
-    def has_state_dict(self) -> bool:
-        """True where the wrapped optimizer has one of its own."""
-        return hasattr(self._optimizer, "state_dict") and hasattr(self._optimizer, "load_state_dict")
-
-    @property
-    def _attributes(self) -> dict[str, Any]:
-        if not hasattr(self._optimizer, "__dict__"):
-            what = type(self._optimizer).__qualname__
-            raise InputError(f"DistributedOptimizer: a {what} has no __dict__; give it state_dict and load_state_dict")
-        attributes: dict[str, Any] = vars(self._optimizer)
-        return attributes
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the wrapped callable with the reduced gradients."""
-        return self._call(self._optimizer, *args, **kwargs)
-
     def begin_step(self) -> None:
         """Forget the gradients that were summed since the last step."""
         self._accumulation.reset()
+
+    def _method(self, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+        return functools.partial(self._apply_gradients if name == "apply_gradients" else self._call, method)
 
     def _call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         place, name = _place_of_gradients(function, self._gradients)
@@ -267,6 +293,10 @@ class ReducingOptimizer:
 
     def __repr__(self) -> str:
         return f"DistributedOptimizer({self._optimizer!r}, op={self._exchange.op!r})"
+
+
+def _has_state_dict(optimizer: Any) -> bool:
+    return hasattr(optimizer, "state_dict") and hasattr(optimizer, "load_state_dict")
 
 
 def _place_of_gradients(function: Callable[..., Any], chosen: int | str | None) -> tuple[int, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,7 +12,7 @@ from ringreduce.errors import InputError
 from ringreduce.negotiation.negotiation import GLOBAL
 
 __all__ = ["ProcessSet", "add_process_set", "get_process_set_ids_and_ranks", "global_process_set"]
-__all__ += ["remove_process_set"]
+__all__ += ["host_process_set", "remove_process_set"]
 
 
 class ProcessSet:
@@ -86,6 +87,32 @@ class _GlobalProcessSet(ProcessSet):
 
 
 global_process_set: ProcessSet = _GlobalProcessSet()  # all ranks; number 0
+
+
+class _HostProcessSet(ProcessSet):
+    """The ranks of this rank's host in the current world; each host has one, made by all ranks at the first use."""
+
+    def __init__(self) -> None:
+        self._numbers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # by engine
+
+    @property
+    def process_set_id(self) -> int | None:  # type: ignore[override]
+        """Its number; None before init(). Its first use in a world communicates: all ranks must come to it."""
+        if not runtime.is_initialized():
+            return None
+        own = runtime.current("host_process_set")
+        if own.engine not in self._numbers:
+            for host in dict.fromkeys(own.world.hosts):
+                made = set_of([rank for rank, its in enumerate(own.world.hosts) if its == host])
+                if host == own.world.hosts[own.world.rank]:
+                    self._numbers[own.engine] = made.process_set_id or GLOBAL
+        return self._numbers[own.engine]
+
+    def __repr__(self) -> str:
+        return "host_process_set"
+
+
+host_process_set: ProcessSet = _HostProcessSet()  # the ranks of this host
 
 
 def number_of(process_set: ProcessSet, function: str) -> int:

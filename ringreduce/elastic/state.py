@@ -13,8 +13,9 @@ from ringreduce.elastic.commit import Commit, put_back
 from ringreduce.elastic.kept import Kept, KeptFile
 from ringreduce.elastic.sampler import ElasticSampler
 from ringreduce.errors import HostsUpdatedInterrupt, InputError
+from ringreduce.local.optimizer import HasLocalSteps
 from ringreduce.log import LOGGER
-from ringreduce.optimizer import ReducingOptimizer
+from ringreduce.optimizer import WrappingOptimizer
 from ringreduce.runtime import current, is_initialized
 
 NAME = "elastic state"  # of the operations, so that they match on ranks with different numbers of unnamed operations
@@ -155,6 +156,7 @@ class ObjectState(State):
         """Give all attributes their committed values."""
         for name, saved in (*self._committed.tree().items(), *self._own.tree().items()):
             setattr(self, name, self._put_back(getattr(self, name, None), saved))
+        self._begin_from_anchors()
 
     def resume(self) -> None:
         """Take the newest commit that is kept on this host, if there is one."""
@@ -197,8 +199,15 @@ class ObjectState(State):
             value = getattr(self, name)
             if isinstance(value, ElasticSampler):
                 value.reset()
-            elif isinstance(value, ReducingOptimizer):
+            elif isinstance(value, WrappingOptimizer):
                 value.begin_step()
+        self._begin_from_anchors()
+
+    def _begin_from_anchors(self) -> None:
+        """Optimizers with local steps go on from what all ranks have alike."""
+        for name in self._names:
+            if isinstance(value := getattr(self, name), HasLocalSteps):
+                value.begin_from_anchors()
 
     def _root(self) -> int:
         """The rank whose state all are to have."""
@@ -249,7 +258,7 @@ class ObjectState(State):
 
 def _live_state(value: Any) -> Any:
     """What an object's state is restored into: of an optimizer without a state_dict, whose arrays others hold, too."""
-    return value.state_dict() if isinstance(value, ReducingOptimizer) and not value.has_state_dict else None
+    return value.state_dict() if isinstance(value, WrappingOptimizer) and not value.has_state_dict else None
 
 
 def _has_state_dict(value: Any) -> bool:

@@ -18,6 +18,9 @@ from ringreduce.api.common import *
 from ringreduce.api.control import *
 from ringreduce.api.gather import *
 from ringreduce.api.reduce import *
+from ringreduce.local.optimizer import DiLoCo as DiLoCo
+from ringreduce.local.optimizer import LocalSGD as LocalSGD
+from ringreduce.local.options import Nesterov as Nesterov
 from ringreduce.not_there import end_of as _end_of
 from ringreduce.torch import elastic as elastic
 from ringreduce.torch.functions import broadcast_optimizer_state as broadcast_optimizer_state

@@ -15,7 +15,7 @@ import torch
 from ringreduce.errors import BackwardError
 from ringreduce.torch.gradient import Gradient, TorchReducer
 from ringreduce.torch.hooks import too_often
-from ringreduce.torch.wrapped import WrappedMixin
+from ringreduce.torch.wrapped import UnscalingMixin, WrappedMixin
 
 
 class DeltaReducer(TorchReducer):
@@ -64,16 +64,10 @@ class DeltaReducer(TorchReducer):
         self.clear()
 
 
-class AdasumMixin(WrappedMixin):
+class AdasumMixin(UnscalingMixin, WrappedMixin):
     """What a wrapped optimizer does differently with op=Adasum; precedes the user's class in the MRO."""
 
     _reducer: DeltaReducer
-    param_groups: list[dict[str, Any]]
-    found_inf: Any
-    grad_scale: Any
-
-    _step_supports_amp_scaling = True
-    """GradScaler calls step() also on a rank whose gradients are infinite: they are not reduced, so ranks differ."""
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step with this rank's gradients, then reduce over all ranks what that changed.
@@ -90,22 +84,6 @@ class AdasumMixin(WrappedMixin):
         return loss
 
     step.hooked = True  # type: ignore[attr-defined] # torch puts its step hooks around the user's class only
-
-    def _is_unscaled(self) -> bool:
-        """Do what GradScaler leaves to this step: unscale the gradients; False where they are not finite."""
-        given, name = vars(self), "_step_supports_amp_scaling"
-        does_it_itself = name in given or getattr(super(), name, False)  # as fused ones, or all of the user's class
-        if does_it_itself or "found_inf" not in given:
-            return True
-        found_inf, scale = self.found_inf, self.grad_scale
-        self.found_inf = self.grad_scale = None  # the user's optimizer would refuse them; GradScaler deletes them
-        if found_inf.item():
-            return False
-        for group in self.param_groups if scale is not None else ():
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    parameter.grad.mul_(1 / scale.item())
-        return True
 
     def synchronize(self) -> None:
         """Nothing: gradients stay this rank's own; step() reduces what it changed."""

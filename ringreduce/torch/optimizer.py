@@ -19,7 +19,7 @@ from ringreduce.optim.exchange import Exchange, check_passes
 from ringreduce.optim.parameters import Named, group_parameters, name_parameters
 from ringreduce.torch.adasum_optimizer import AdasumMixin, DeltaReducer
 from ringreduce.torch.reducer import GradientReducer
-from ringreduce.torch.wrapped import WrappedMixin, wrap
+from ringreduce.torch.wrapped import Wrapped, WrappedMixin, wrap
 
 PRIVATE = (
     "_C._current_graph_task_id",
@@ -82,9 +82,10 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     passes, named = check_passes(backward_passes_per_step), _named(optimizer, named_parameters)
     in_groups = group_parameters(named, _number_of_groups(num_groups, groups))
     if op is Adasum:
-        wrapped = wrap(optimizer, AdasumMixin, DeltaReducer(passes, exchange))
+        wrapped = wrap(optimizer, AdasumMixin, _reducer=DeltaReducer(passes, exchange))
     else:
-        wrapped = wrap(optimizer, ReducingMixin, GradientReducer(passes, exchange, sparse_as_dense, wait_in_backward))
+        reducer = GradientReducer(passes, exchange, sparse_as_dense, wait_in_backward)
+        wrapped = wrap(optimizer, ReducingMixin, _reducer=reducer)
     wrapped._reducer.add(named)
     for group in in_groups if op is not Adasum else ():
         wrapped._reducer.join(group)
@@ -105,7 +106,7 @@ def _check(optimizer: Any, op: ReduceOp, process_set: ProcessSet) -> None:
             f"DistributedOptimizer needs torch.{missing[0]}, which torch {torch.__version__} lacks; torch 2.4 to "
             "2.15 have it: pip install 'torch<=2.15'"
         )
-    if isinstance(optimizer, WrappedMixin):
+    if isinstance(optimizer, Wrapped):
         raise InputError("DistributedOptimizer: the optimizer is wrapped already; pass the original one")
     if op is Adasum and process_set is not global_process_set:
         raise InputError("DistributedOptimizer: op=Adasum works with all ranks only; leave process_set out")

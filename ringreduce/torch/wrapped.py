@@ -19,8 +19,18 @@ from ringreduce.optim.exchange import check_passes
 from ringreduce.optim.parameters import Named
 
 
-class WrappedMixin:
-    """What every wrapped optimizer does; stands before the user's class in the inheritance."""
+class Wrapped:
+    """The base of all mixins, which stand before the user's class in the inheritance."""
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickled or copied, it is the user's optimizer again: hooks and handles belong to one process."""
+        own = [each for each in type(self).__mro__ if issubclass(each, torch.optim.Optimizer)]
+        users = next(each for each in own if not issubclass(each, Wrapped))
+        return _unwrapped, (users, self.__getstate__())  # type: ignore[attr-defined]
+
+
+class WrappedMixin(Wrapped):
+    """What every optimizer whose gradients are reduced does."""
 
     param_groups: list[dict[str, Any]]
     _reducer: Any
@@ -66,15 +76,35 @@ class WrappedMixin:
         super().add_param_group(param_group)  # type: ignore[misc]
         self._reducer.add(_name_newest_group(self.param_groups, set(self._reducer.names.values())))
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickled or copied, it is the user's optimizer again: hooks and handles belong to one process."""
-        classes = type(self).__mro__
-        state = self.__getstate__()  # type: ignore[attr-defined]
-        return _unwrapped, (classes[classes.index(WrappedMixin) + 1], state)
+
+class UnscalingMixin(Wrapped):
+    """A step that all ranks must take together: GradScaler calls it also where this rank's gradients are infinite."""
+
+    found_inf: Any
+    grad_scale: Any
+    param_groups: list[dict[str, Any]]
+
+    _step_supports_amp_scaling = True
+
+    def _is_unscaled(self) -> bool:
+        """Do what GradScaler leaves to this step: unscale the gradients; False where they are not finite."""
+        given, name = vars(self), "_step_supports_amp_scaling"
+        does_it_itself = name in given or getattr(super(), name, False)  # as fused ones, or all of the user's class
+        if does_it_itself or given.get("found_inf") is None:
+            return True
+        found_inf, scale = self.found_inf, self.grad_scale
+        self.found_inf = self.grad_scale = None  # the user's optimizer would refuse them; GradScaler deletes them
+        if found_inf.item():
+            return False
+        for group in self.param_groups if scale is not None else ():
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.grad.mul_(1 / scale.item())
+        return True
 
 
-def wrap(optimizer: torch.optim.Optimizer, mixin: Any, reducer: Any) -> Any:
-    """An object of a subclass of the optimizer's class that shares all its attributes."""
+def wrap(optimizer: torch.optim.Optimizer, mixin: Any, **attributes: Any) -> Any:
+    """An object of a subclass of the optimizer's class that shares all its attributes, and has these."""
     kind = type(optimizer)
     _hide_from_dynamo()
     wrapped: Any = object.__new__(type(kind.__name__, (mixin, kind), {}))
@@ -82,7 +112,7 @@ def wrap(optimizer: torch.optim.Optimizer, mixin: Any, reducer: Any) -> Any:
     scheduled = wrapped.__dict__.pop("step", None)
     if hasattr(scheduled, "_wrapped_by_lr_sched"):
         wrapped.__dict__["step"] = _watched_step(wrapped)
-    wrapped._reducer = reducer
+    wrapped.__dict__.update(attributes)
     return wrapped
 
 
@@ -132,7 +162,7 @@ def _unwrapped(kind: type, state: dict[str, Any]) -> Any:
 
 def _warn_of_copy(optimizer: Any, *_: Any) -> None:
     """When it is made, and at its steps: the world may be there later. Python shows a warning of one line once."""
-    if not isinstance(optimizer, WrappedMixin) and runtime.is_initialized() and size() > 1:
+    if not isinstance(optimizer, Wrapped) and runtime.is_initialized() and size() > 1:
         warnings.warn(
             f"this {type(optimizer).__name__} is a copy of a DistributedOptimizer. The copy does not reduce gradients; "
             "wrap it again: hvd.DistributedOptimizer(copy, model.named_parameters())",

@@ -48,14 +48,15 @@ recovery.membership, recovery.death_notice, recovery.daemon < recovery.rendezvou
 lifecycle < api.submit, api.world, api.info, sampler < api.process_sets, api.arguments <
 api.reduce, api.gather, api.broadcast, api.objects, api.control <
 api.ordered, api.own_channel, api.collective < api.common, optim.exchange, optim.parameters < optim.buckets <
-optim.reducer < ps.layout, ps.messages, ps.consistency, ps.arrays < ps.roles < ps.server, ps.worker < sweeps.study <
-sweeps.teams < sweeps.trial < sweeps.sweep < optimizer, testing <
+optim.reducer, local.options < local.steps <
+ps.layout, ps.messages, ps.consistency, ps.arrays < ps.roles < ps.server, ps.worker < sweeps.study <
+sweeps.teams < sweeps.trial < sweeps.sweep < optimizer, testing < local.optimizer <
 elastic.kept, elastic.libraries < elastic.commit, elastic.sampler < elastic.state < elastic.loop < elastic.common <
 jax.xla, jax.host < jax.primitive < jax.ops, jax.compiled < jax.optimizer < jax.elastic <
 tensorflow.host < tensorflow.ops < tensorflow.training <
 keras.ops < keras.optimizer, keras.callbacks, keras.elastic < tensorflow.keras <
 torch.ops, torch.sparse, torch.functions, torch.sync_batch_norm, torch.ps < torch.hooks, torch.pending <
-torch.gradient, torch.wrapped < torch.reducer, torch.adasum_optimizer < torch.optimizer < torch.elastic <
+torch.gradient, torch.wrapped < torch.reducer, torch.adasum_optimizer, torch.local < torch.optimizer < torch.elastic <
 torch.distributed.tensors, torch.distributed.buckets, torch.distributed.uncompiled, torch.rendezvous <
 torch.distributed.work < torch.distributed.operations < torch.distributed.group < torch.bucket_hook
 """
@@ -69,6 +70,7 @@ LAYERS = layers(ORDER)
 # the imports that point up: an optimizer is sent to its framework's adapter, inside a function
 UPWARD = {("optimizer", name) for name in ("torch", "jax", "keras")} | {
     ("tensorflow.training", "keras"),
+    ("local.optimizer", "torch.local"),
     ("tensorflow.keras", "keras"),  # only a name of it
 }
 # who names a module of gpu/, but for its own: above its lowest two, that is the engine only

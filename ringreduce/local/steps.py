@@ -1,0 +1,174 @@
+"""LocalSteps: counts a rank's own steps, and averages parameters over all ranks when it is time."""
+
+from __future__ import annotations
+
+import contextlib
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, Protocol
+
+from ringreduce import runtime
+from ringreduce.api.submit import submit_and_wait
+from ringreduce.errors import InputError, MismatchError
+from ringreduce.local.options import Options, Outer, fragments_of, mean
+from ringreduce.optim.exchange import Exchange, Finish
+
+Parameters = dict[str, Any]
+
+
+class Arrays(Protocol):
+    """What is done with the parameters of a framework."""
+
+    def trains(self, parameter: Any) -> bool:
+        """True when it may change; one that does not never travels."""
+
+    def read(self, parameter: Any) -> Any:
+        """A copy of its values, with 32 bits or more."""
+
+    def write(self, parameter: Any, values: Any) -> None:
+        """Give it values of `read`'s kind, rounded to its type."""
+
+    def to_numpy(self, values: Any) -> Any:
+        """Values of `read`'s kind as a NumPy array."""
+
+
+class Sent(NamedTuple):
+    """A fragment on its way."""
+
+    names: Sequence[str]
+    values: list[Any]  # of its parameters, when it was sent
+    finish: Finish  # waits, and returns the pseudo-gradients, averaged
+    outer: Outer
+    due: int  # the step after which it is applied
+
+
+class LocalSteps:
+    """The part of local steps that is the same in every framework; see the package.
+
+    parameters: returns all, by name, the same names on all ranks.
+    state:      returns a dict that is saved and restored; empty at first. It has the number of `steps`, and by name
+                `anchors` and `outer`, the outer optimizer's states: all of it is the same on all ranks.
+
+    Memory: the anchors, with 32 bits or more, one copy of a fragment while it is on its way; what `outer` has.
+    """
+
+    def __init__(
+        self,
+        options: Options,
+        arrays: Arrays,
+        parameters: Callable[[], Parameters],
+        state: Callable[[], dict[str, Any]],
+    ) -> None:
+        self.options = options
+        self.parameters = parameters
+        self._arrays, self._state = arrays, state
+        self._exchange = Exchange(compression=options.compression)
+        self._plain = Exchange()
+        self._fragments: list[list[str]] = []
+        self._sent: Sent | None = None
+        self._agreed: Any = None  # the world whose ranks have the same options and anchors
+
+    def begin(self) -> None:
+        """Before a step: remember what parameters that are new begin with; in a new world compare with all ranks.
+
+        Raises: MismatchError on all ranks where one has other options, steps or parameters.
+        """
+        state, arrays = self._state(), self._arrays
+        if not state:
+            state.update(steps=0, anchors={}, outer={})
+        anchors, found = state["anchors"], self.parameters()
+        trained = {name: each for name, each in found.items() if name in anchors or arrays.trains(each)}
+        anchors.update({name: arrays.read(each) for name, each in trained.items() if name not in anchors})
+        if len(trained) != sum(map(len, self._fragments)):
+            sizes = [anchors[name].nbytes for name in trained]
+            numbers = fragments_of(sizes, self.options.fragments, self.options.function)
+            self._fragments = [[list(trained)[each] for each in members] for members in numbers]
+        world = runtime.current(self.options.function).world
+        if self._agreed is not world:
+            self._agree(state)
+            self._agreed = world
+
+    def _agree(self, state: dict[str, Any]) -> None:
+        checksum = 0
+        for anchor in state["anchors"].values():
+            checksum = zlib.crc32(self._arrays.to_numpy(anchor).tobytes(), checksum)
+        details = *self.options.details(), ("steps", state["steps"]), ("the parameters' checksum", f"{checksum:08x}")
+        try:
+            submit_and_wait("barrier", "options of local steps", details=details)
+        except MismatchError as error:
+            if "checksum" not in str(error):
+                raise
+            raise MismatchError(
+                f"{error}; training begins with the same parameters everywhere: call broadcast_parameters first"
+            ) from error
+
+    def end(self) -> None:
+        """After a step, taken or skipped: apply what has come, send what is to go.
+
+        Cost:   nothing, or one all-reduce of a fragment, of all parameters in the warm-up.
+        Raises: MismatchError, PeerLostError; then what was on its way is given up, and parameters stay the rank's own.
+        """
+        state, options = self._state(), self.options
+        state["steps"] += 1
+        steps, fragment = state["steps"], options.fragment(state["steps"])
+        self._apply(steps)
+        if steps <= options.warmup_steps:
+            self._send([name for each in self._fragments for name in each], mean, steps)
+        elif fragment is not None:
+            self._send(self._fragments[fragment], options.outer or mean, steps + options.delay)
+        self._apply(steps)
+
+    def _send(self, names: Sequence[str], outer: Outer, due: int) -> None:
+        found = self.parameters()
+        values = [self._arrays.read(found[name]) for name in names]
+        self._sent = Sent(names, values, self._begin("", self._exchange, names, values), outer, due)
+
+    def _begin(self, what: str, exchange: Exchange, names: Sequence[str], values: Sequence[Any]) -> Finish:
+        """Begin to average how far the values are from the anchors; what: tells it from others with these names."""
+        anchors = self._state()["anchors"]
+        gradients = [anchors[name] - value for name, value in zip(names, values, strict=True)]
+        return exchange.begin(f"{self.options.function}{what}.{names[0]}", gradients, names)
+
+    def _apply(self, steps: int) -> None:
+        """Wait for what is due, and have it applied."""
+        if self._sent is None or steps < self._sent.due:
+            return
+        sent, self._sent = self._sent, None
+        state, found, arrays = self._state(), self.parameters(), self._arrays
+        for name, value, gradient in zip(sent.names, sent.values, sent.finish(), strict=True):
+            anchor, of_outer = sent.outer(state["anchors"][name], gradient, state["outer"].get(name))
+            state["anchors"][name] = anchor
+            if of_outer is not None:
+                state["outer"][name] = of_outer
+            arrays.write(found[name], anchor + (arrays.read(found[name]) - value))
+
+    def begin_from_anchors(self) -> None:
+        """Give up what is on its way and what this rank has learned since the last average.
+
+        Raises: InputError where the state is that of other parameters.
+        """
+        self._sent, found = None, self.parameters()
+        for name, anchor in self._state().get("anchors", {}).items():
+            if name not in found or found[name].shape != anchor.shape:
+                has = f"has {list(found[name].shape)}" if name in found else "is no parameter here"
+                what = f"{self.options.function}: a state of another model"
+                raise InputError(f"{what}: {name!r} is {list(anchor.shape)} in it, and {has}")
+            self._arrays.write(found[name], anchor)
+
+    @contextlib.contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Inside, the parameters are the mean of all ranks', to evaluate and save; afterwards again this rank's own.
+
+        All ranks must call it.  Cost: one all-reduce of all parameters, and a copy.
+        """
+        self.begin()
+        found, names = self.parameters(), [name for each in self._fragments for name in each]
+        own = [self._arrays.read(found[name]) for name in names]
+        anchors, gradients = self._state()["anchors"], self._begin(" averaged", self._plain, names, own)()
+        for name, gradient in zip(names, gradients, strict=True):
+            self._arrays.write(found[name], anchors[name] - gradient)
+        try:
+            yield
+        finally:
+            for name, value in zip(names, own, strict=True):
+                self._arrays.write(found[name], value)

@@ -1,0 +1,96 @@
+"""LocalSGD and DiLoCo for PyTorch: an optimizer of a subclass of the user's class; see `ringreduce.local`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ringreduce import runtime, trees
+from ringreduce.errors import InputError
+from ringreduce.local.optimizer import HasLocalSteps
+from ringreduce.local.options import Options
+from ringreduce.local.steps import LocalSteps, Parameters
+from ringreduce.optim.parameters import name_parameters
+from ringreduce.torch.wrapped import UnscalingMixin, wrap
+
+STATE = "local steps"
+"""The key in the optimizer's state, which torch saves, and an elastic state commits, as any that is no parameter's."""
+
+
+def wrapped(optimizer: Any, named_parameters: Any, options: Options) -> Any:
+    """The optimizer with local steps.  Raises: InputError for wrong names, and where it has them already."""
+    runtime.current(options.function)
+    if isinstance(optimizer, LocalMixin):
+        raise InputError(f"{options.function}: the optimizer takes local steps already; pass the original one")
+    owned = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    given = {id(each): name for name, each in name_parameters(owned, named_parameters)} if named_parameters else {}
+    made: Any = wrap(optimizer, LocalMixin)
+
+    def parameters() -> Parameters:
+        groups = enumerate(made.param_groups)
+        each = [(number, *pair) for number, group in groups for pair in enumerate(group["params"])]
+        return {
+            given.get(id(parameter)) or f"group.{number}.parameter.{index}": parameter
+            for number, index, parameter in each
+            if parameter.is_floating_point() or parameter.is_complex()
+        }
+
+    made._local = LocalSteps(options, _Arrays(), parameters, lambda: made.state.setdefault(STATE, {}))
+    return made
+
+
+class LocalMixin(HasLocalSteps, UnscalingMixin):
+    """The methods of an optimizer with local steps; precedes the user's class in the MRO."""
+
+    state: dict[Any, Any]
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Step with this rank's gradients, where GradScaler has found them finite; then average, if it is time."""
+        self._local.begin()
+        loss = None
+        if self._is_unscaled():
+            loss = super().step(closure) if closure is not None else super().step()  # type: ignore[misc]
+        self._local.end()
+        return loss
+
+    step.hooked = True  # type: ignore[attr-defined] # torch puts its step hooks around the user's class only
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As the user's class; then the parameters become the anchors in it, so load the model's state first."""
+        super().load_state_dict(state_dict)  # type: ignore[misc]
+        found = self._local.parameters()
+        self.state[STATE] = {  # a new dict, its tensors beside their parameters: torch does so with no other state
+            key: {name: _beside(found.get(name), each) for name, each in value.items()} if key != "steps" else value
+            for key, value in self.state.get(STATE, {}).items()
+        }
+        self.begin_from_anchors()
+
+
+def _beside(parameter: Any, value: Any) -> Any:
+    """The state of a parameter, its tensors on the same device."""
+    if parameter is None:
+        return value
+    return trees.map_leaves(value, lambda _, leaf: leaf.to(parameter.device) if torch.is_tensor(leaf) else leaf)
+
+
+class _Arrays:
+    """Of torch; on their devices."""
+
+    def trains(self, parameter: Any) -> bool:
+        """Frozen ones do not."""
+        return bool(parameter.requires_grad)
+
+    def read(self, parameter: Any) -> Any:
+        """A copy with 32 bits or more."""
+        return parameter.detach().to(torch.promote_types(parameter.dtype, torch.float32), copy=True)
+
+    @torch.no_grad()
+    def write(self, parameter: Any, values: Any) -> None:
+        """In its own memory."""
+        parameter.copy_(values)
+
+    def to_numpy(self, values: Any) -> Any:
+        """From a GPU too."""
+        return values.cpu().numpy()

@@ -1,0 +1,123 @@
+"""LocalSGD and DiLoCo, against one process that does the same: NumPy and torch."""
+
+import numpy as np
+import pytest
+import torch
+
+import ringreduce as rr
+from ringreduce.testing import run_ranks
+from tests.ranks.on_threads import each_rank_of
+from tests.support.local_steps import MODELS, SHAPES, assert_close, simulated, trained
+
+WAYS = {
+    "LocalSGD": (3, {"sync_every": 4}),
+    "every step": (3, {"sync_every": 1}),
+    "one rank": (1, {"sync_every": 4}),
+    "warm-up": (2, {"sync_every": 4, "warmup_steps": 3}),
+    "Nesterov": (3, {"sync_every": 4, "momentum": 0.9, "lr": 0.7}),
+    "fragments": (3, {"sync_every": 6, "fragments": 3}),
+    "delay": (2, {"sync_every": 6, "fragments": 2, "delay": 2}),
+    "as long a delay as can be": (3, {"sync_every": 6, "fragments": 3, "delay": 2, "warmup_steps": 1, "momentum": 0.5}),
+}
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("way", WAYS)
+def test_parameters_are_those_of_one_process_that_does_the_same(way, model):
+    size, options = WAYS[way]
+
+    def program():
+        made = trained(model, 15, **options)
+        own = made.values()
+        with made.optimizer.averaged():
+            return own, made.values(), getattr(made, "frozen", torch.arange(3.0) + rr.rank())
+
+    expected, _ = simulated(size, 15, **options)
+    for rank, (own, averaged, frozen) in enumerate(run_ranks(size, program)):
+        assert_close(own, expected[rank])
+        assert_close(averaged, {name: np.mean([each[name] for each in expected], axis=0) for name in SHAPES})
+        assert frozen.tolist() == [rank, rank + 1, rank + 2], "it does not travel"
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_inside_a_host_gradients_are_averaged_at_every_step(model):
+    hosts = [0, 0, 1]
+    results = run_ranks(3, lambda: trained(model, 7, sync_every=4, hierarchical=True).values(), hosts=hosts)
+    for own, expected in zip(results, simulated(3, 7, 4, hosts=hosts)[0], strict=True):
+        assert_close(own, expected)
+
+
+LESS = {"fp16": (rr.Compression.fp16, 0.5), "none": (rr.Compression.none, 1.0)}
+
+
+@pytest.mark.parametrize("compression", LESS)
+def test_a_fragment_travels_every_few_steps_and_nothing_else(compression):
+    """Between two hosts: each of two ranks sends half of what is reduced, and half of the sum."""
+    kind, part = LESS[compression]
+    lengths = []
+    for steps in (1, 27):
+        messages = []
+
+        def program(steps=steps):
+            params = np.arange(4000, dtype=np.float32), np.ones(4000, np.float32)
+            optimizer = rr.DiLoCo(lambda grads: None, params, sync_every=8, fragments=2, delay=3, compression=kind)
+            for _ in range(steps):
+                optimizer([])
+
+        run_ranks(2, program, hosts=[0, 1], messages=messages)
+        lengths.append(sum(each.nbytes for each in messages if each.nbytes > 1000))
+    assert lengths == [0, 6 * 4000 * 4 * part * 2]
+
+
+@each_rank_of(2)
+def test_nobody_waits_for_what_is_not_due():
+    """Rank 1 sends its fragment only when rank 0 has taken two steps more."""
+    optimizer = rr.DiLoCo(lambda grads: None, [np.zeros(4) + 0.0], sync_every=4, delay=2)
+    for step in range(1, 6):
+        if step == 4 and rr.rank() == 1:
+            rr.allreduce(np.ones(1), name="rank 0 is there")
+        optimizer([])
+        if step == 5 and rr.rank() == 0:
+            rr.allreduce(np.ones(1), name="rank 0 is there")
+
+
+def refused(pattern, error=rr.InputError, wrap=rr.DiLoCo, optimizer=print, parameters=None, **options):
+    parameters = [np.zeros(3), np.zeros(2)] if parameters is None else parameters
+
+    def stepped():
+        made = wrap(optimizer, parameters, **{"sync_every": 12, **options})
+        made([])
+
+    with pytest.raises(error, match=pattern):
+        stepped()
+
+
+def without(optimizer, parameters, **options):
+    return rr.DiLoCo(optimizer, **options)
+
+
+@each_rank_of(2)
+def test_what_cannot_be_done_is_refused():
+    mine = rr.rank()
+    refused(r"DiLoCo: sync_every=0; expected a whole number of 1 or more", sync_every=0)
+    refused(r"LocalSGD: sync_every=0.5; expected a whole number", wrap=rr.LocalSGD, sync_every=0.5)
+    refused(r"warmup_steps=-1; expected a whole number of 0 or more", warmup_steps=-1)
+    refused(r"sync_every=12 with fragments=5: one is averaged every .* expected a divisor", fragments=5)
+    refused(r"fragments=3, but there are 2 parameters; expected as many or less", fragments=3)
+    refused(r"fragments=2 and delay=7: .* expected a delay of 6 or less", fragments=2, delay=7)
+    refused(r"outer='sgd'; expected None, ringreduce.Nesterov\(lr, momentum\), or a function", outer="sgd")
+    refused(r"compression=8; expected Compression.none", compression=8)
+    refused(r"which arrays are averaged\? Pass them: DiLoCo\(optimizer, params", wrap=without)
+    refused(r"parameter '0' is int64; expected arrays of floating-point numbers", parameters=[np.arange(3)])
+    refused(r"there are no parameters", parameters={})
+    refused(r"DiLoCo: got a int; expected an optimizer", TypeError, optimizer=5)
+    refused(r"sync_every=[48], but rank 0 has sync_every=4", rr.MismatchError, sync_every=4 + 4 * mine)
+    refused(r"fragments=2, but rank 0 has fragments=1", rr.MismatchError, fragments=1 + mine)
+    refused(r"delay=1, but rank 0 has delay=0", rr.MismatchError, delay=mine)
+    refused(r"outer=Nesterov\(lr=0.7, momentum=0.9\), but", rr.MismatchError, outer=rr.Nesterov() if mine else None)
+    other = rr.Compression.fp16 if mine else rr.Compression.none
+    refused(r"compression=FP16Compressor, but rank 0 has compression=NoneC", rr.MismatchError, compression=other)
+    refused(
+        r"the parameters' checksum.*call broadcast_parameters first", rr.MismatchError, parameters=[np.zeros(2) + mine]
+    )
+    refused(r"function=LocalSGD, but", rr.MismatchError, wrap=(rr.DiLoCo, rr.LocalSGD)[mine])
