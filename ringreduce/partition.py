@@ -50,6 +50,17 @@ def bounds_of(counts: Sequence[int]) -> list[int]:
     return list(itertools.accumulate(counts, initial=0))
 
 
+def cut_together(counts: Sequence[int], size: int) -> list[list[int]]:
+    """Where each of several arrays is cut when all, one after the other, are cut into `size` chunks; see `by_chunk`.
+
+    >>> cut_together([3, 4], 2)  # of 7 elements the first 4 are rank 0's
+    [[0, 3, 3], [0, 1, 4]]
+    """
+    ends = chunk_bounds(sum(counts), size)
+    starts = bounds_of(counts)
+    return [[min(max(end - start, 0), count) for end in ends] for start, count in zip(starts, counts, strict=False)]
+
+
 def scatter_reduce_steps(size: int, owned: int) -> list[Step]:
     """The size - 1 steps after which a rank owns the finished chunk `owned`; in the ring proper that is rank + 1.
 

@@ -5,7 +5,8 @@ Arrays are 1-D and contiguous. A list of lists has those of each rank, by rank.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -47,7 +48,6 @@ def allgather(sources: Arrays, targets: Sequence[Arrays], context: Context, whol
     """Copy every rank r's sources into targets[r] of all ranks.
 
     wholes: where array k of all ranks is wanted in one, that one: the targets are its parts, so nothing is packed.
-            Else all ranks' sources are equally long.
     """
     rank, region = context.transport.rank, context.algorithms.shared_region
     for source, target in zip(sources, targets[rank], strict=True):
@@ -63,15 +63,13 @@ def allgather(sources: Arrays, targets: Sequence[Arrays], context: Context, whol
 
 
 def _allgather_packed(sources: Arrays, targets: Sequence[Arrays], context: Context) -> Steps[None]:
-    rank, size = context.transport.rank, context.transport.size
-    packed = np.empty((size, sum(each.nbytes for each in sources)), np.uint8)
-    for part, source in _parts(packed[rank], sources):
+    rank, counts = context.transport.rank, [sum(each.nbytes for each in into) for into in targets]
+    packed = np.empty(sum(counts), np.uint8)
+    for part, source in _parts(packed[sum(counts[:rank]) :], sources):
         part[...] = source
-    counts = [packed.shape[1]] * size
-    yield from ring.allgather(packed.reshape(-1), context.transport, counts, rank, context.algorithms.segment_bytes)
-    for row, into in zip(packed, targets, strict=True):
-        for part, target in _parts(row, into):
-            target[...] = part
+    yield from ring.allgather(packed, context.transport, counts, rank, context.algorithms.segment_bytes)
+    for part, target in _parts(packed, itertools.chain.from_iterable(targets)):
+        target[...] = part
 
 
 def reduce_scatter(
@@ -104,7 +102,7 @@ def _reduce_scatter_packed(
         target[...] = part
 
 
-def _parts(whole: Any, arrays: Arrays) -> Iterator[tuple[Any, Any]]:
+def _parts(whole: Any, arrays: Iterable[Any]) -> Iterator[tuple[Any, Any]]:
     """The bytes of a whole, cut for these arrays one after the other, and those of each."""
     low = 0
     for each in arrays:

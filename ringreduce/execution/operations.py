@@ -23,7 +23,7 @@ from ringreduce.execution.halves import Arrays
 from ringreduce.execution.packing import buckets_of, carry
 from ringreduce.execution.submission import Submission
 from ringreduce.ops import Reduction
-from ringreduce.partition import bounds_of, by_chunk, chunk_bounds
+from ringreduce.partition import bounds_of, by_chunk, chunk_bounds, cut_together
 from ringreduce.transport.base import Steps
 from ringreduce.transport.window import Region
 
@@ -153,6 +153,36 @@ def _reducescatter(submissions: Sequence[Submission], context: Context) -> Steps
         yield from halves.on_host(submission, "REDUCESCATTER", own, context)
 
 
+def _reduce_shards(submissions: Sequence[Submission], context: Context) -> Steps[None]:
+    """Of all elements of all inputs, one after the other, rank r gets the r-th part, reduced, in its only output."""
+
+    def move(sources: Arrays, targets: Arrays, bounds: list[list[int]], of: Reduction) -> Steps[None]:
+        own = [at[rank : rank + 2] for at in bounds]
+        ends = bounds_of([high - low for low, high in own])
+        pieces = [targets[0][low:high] for low, high in itertools.pairwise(ends)]
+        yield from halves.reduce_scatter(by_chunk(sources, bounds, size), pieces, [of] * len(pieces), context)
+
+    rank, size = context.transport.rank, context.transport.size
+    for submission in submissions:
+        bounds = cut_together([each.count for each in submission.inputs], size)
+        reduction = submission.reduction(submission.inputs[0].element)
+        own = partial(move, bounds=bounds, of=reduction)
+        yield from halves.on_host(submission, "REDUCESCATTER", own, context)
+
+
+def _gather_shards(submissions: Sequence[Submission], context: Context) -> Steps[None]:
+    """Copy the part of all elements that `_reduce_shards` gives to a rank from that rank's arrays into all others'."""
+
+    def move(sources: Arrays, targets: Arrays, bounds: list[list[int]]) -> Steps[None]:
+        own = by_chunk(sources, bounds, size)[context.transport.rank]
+        yield from halves.allgather(own, by_chunk(targets, bounds, size), context)
+
+    size = context.transport.size
+    for submission in submissions:
+        bounds = cut_together([each.count for each in submission.inputs], size)
+        yield from halves.on_host(submission, "ALLGATHER", partial(move, bounds=bounds), context)
+
+
 def make_outputs(submission: Submission, rows: Sequence[int], context: Context) -> None:
     """As the inputs, but of so many rows each."""
     both = zip(submission.inputs, rows, strict=True)
@@ -194,6 +224,8 @@ OPERATIONS: dict[str, Operation] = {
     "allgather": _allgather,
     "alltoall": alltoall,
     "reducescatter": _reducescatter,
+    "reduce_shards": _reduce_shards,
+    "gather_shards": _gather_shards,
     "broadcast_object": _broadcast_object,
     "allgather_object": _allgather,
     "barrier": _nothing,

@@ -27,6 +27,7 @@ from ringreduce.torch.functions import broadcast_optimizer_state as broadcast_op
 from ringreduce.torch.ops import *  # in place of those without autograd
 from ringreduce.torch.optimizer import DistributedOptimizer as DistributedOptimizer
 from ringreduce.torch.ps import ps_rule as ps_rule
+from ringreduce.torch.sharded import ShardedOptimizer as ShardedOptimizer
 from ringreduce.torch.sparse import sparse_allreduce_async as sparse_allreduce_async
 from ringreduce.torch.sync_batch_norm import SyncBatchNorm as SyncBatchNorm
 

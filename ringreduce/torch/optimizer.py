@@ -77,9 +77,9 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
             step(), or the first access: MismatchError when ranks differ; the optimizer stays usable.
     Source: Horovod's DistributedOptimizer.
     """
-    _check(optimizer, op, process_set)
+    check(optimizer, op, process_set)
     exchange = Exchange(op, compression, gradient_predivide_factor, process_set)
-    passes, named = check_passes(backward_passes_per_step), _named(optimizer, named_parameters)
+    passes, named = check_passes(backward_passes_per_step), named_of(optimizer, named_parameters)
     in_groups = group_parameters(named, _number_of_groups(num_groups, groups))
     if op is Adasum:
         wrapped = wrap(optimizer, AdasumMixin, _reducer=DeltaReducer(passes, exchange))
@@ -92,7 +92,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     return wrapped
 
 
-def _check(optimizer: Any, op: ReduceOp, process_set: ProcessSet) -> None:
+def check(optimizer: Any, op: ReduceOp, process_set: ProcessSet) -> None:
     """Raise TypeError or InputError for what is no torch optimizer, is wrapped already, or has no Adasum."""
     check_adapter(optimizer)
     if not hasattr(optimizer, "param_groups"):
@@ -112,7 +112,7 @@ def _check(optimizer: Any, op: ReduceOp, process_set: ProcessSet) -> None:
         raise InputError("DistributedOptimizer: op=Adasum works with all ranks only; leave process_set out")
 
 
-def _named(optimizer: torch.optim.Optimizer, named_parameters: Any) -> Named:
+def named_of(optimizer: torch.optim.Optimizer, named_parameters: Any) -> Named:
     """The optimizer's parameters with their names: the given ones, those of its groups, or numbers."""
     owned = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     names = [name for group in optimizer.param_groups for name in group.get("param_names", [])]

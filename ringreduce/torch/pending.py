@@ -56,13 +56,16 @@ class PendingGradient(torch.Tensor):
 
 
 def make_pending(
-    gradient: torch.Tensor, owner: weakref.ReferenceType[Any], is_placeholder: bool = False
+    gradient: torch.Tensor,
+    owner: weakref.ReferenceType[Any],
+    is_placeholder: bool = False,
+    kind: type[PendingGradient] = PendingGradient,
 ) -> PendingGradient:
-    """A PendingGradient for `gradient` (dense or sparse), in the same memory.
+    """A PendingGradient, or one of this kind, for `gradient` (dense or sparse), in the same memory.
 
     owner: has begin() and wait(), and `pending` while this stands for it; wait() sets `value` to the reduced gradient.
     """
-    pending: PendingGradient = torch.Tensor._make_subclass(PendingGradient, gradient)
+    pending: PendingGradient = torch.Tensor._make_subclass(kind, gradient)
     pending.value = gradient
     pending.owner = owner
     if is_placeholder:

@@ -47,8 +47,8 @@ engine.engine < startup.shared_memory < runtime <
 recovery.membership, recovery.death_notice, recovery.daemon < recovery.rendezvous < recovery.elastic_runtime <
 lifecycle < api.submit, api.world, api.info, sampler < api.process_sets, api.arguments <
 api.reduce, api.gather, api.broadcast, api.objects, api.control <
-api.ordered, api.own_channel, api.collective < api.common, optim.exchange, optim.parameters < optim.buckets <
-optim.reducer, local.options < local.steps <
+api.ordered, api.own_channel, api.collective < api.common, optim.exchange, optim.parameters < optim.buckets,
+optim.shards < optim.reducer, local.options < local.steps <
 ps.layout, ps.messages, ps.consistency, ps.arrays < ps.roles < ps.server, ps.worker < sweeps.study <
 sweeps.teams < sweeps.trial < sweeps.sweep < optimizer, testing < local.optimizer <
 elastic.kept, elastic.libraries < elastic.commit, elastic.sampler < elastic.state < elastic.loop < elastic.common <
@@ -56,7 +56,8 @@ jax.xla, jax.host < jax.primitive < jax.ops, jax.compiled < jax.optimizer < jax.
 tensorflow.host < tensorflow.ops < tensorflow.training <
 keras.ops < keras.optimizer, keras.callbacks, keras.elastic < tensorflow.keras <
 torch.ops, torch.sparse, torch.functions, torch.sync_batch_norm, torch.ps < torch.hooks, torch.pending <
-torch.gradient, torch.wrapped < torch.reducer, torch.adasum_optimizer, torch.local < torch.optimizer < torch.elastic <
+torch.gradient, torch.wrapped < torch.reducer, torch.adasum_optimizer, torch.local < torch.optimizer,
+torch.shards < torch.sharded < torch.elastic <
 torch.distributed.tensors, torch.distributed.buckets, torch.distributed.uncompiled, torch.rendezvous <
 torch.distributed.work < torch.distributed.operations < torch.distributed.group < torch.bucket_hook
 """

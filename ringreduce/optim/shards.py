@@ -1,0 +1,114 @@
+"""Arrays that are divided among ranks, as the gradients and parameters of a ShardedOptimizer are.
+
+As if the arrays stood one after the other, each rank owns an equal part of all their elements: of each array a piece,
+which may be empty. `reduce` is the first half of an all-reduce, `gather` the second one; with the bytes of one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from ringreduce import runtime
+from ringreduce.api.arguments import arguments_of
+from ringreduce.api.process_sets import number_of
+from ringreduce.arrays.buffer import Buffer
+from ringreduce.arrays.view import as_buffer
+from ringreduce.compression import Compression
+from ringreduce.errors import InputError
+from ringreduce.execution.signature import calling_line
+from ringreduce.optim.exchange import Exchange, Finish
+from ringreduce.partition import cut_together
+
+IN_16_BITS = Compression.none, Compression.fp16, Compression.bf16
+
+
+def check_exchange(exchange: Exchange) -> Exchange:
+    """Raise InputError for what cannot be reduced in shards."""
+    if exchange.op.name == "ADASUM":
+        raise InputError("ShardedOptimizer: op=Adasum compares whole gradients; expected Average or Sum")
+    if exchange.compression not in IN_16_BITS:
+        raise InputError(
+            f"ShardedOptimizer: compression={exchange.compression!r}; expected Compression.none, .fp16 or .bf16: fewer "
+            "bits need whole gradients, so take a DistributedOptimizer for them"
+        )
+    return exchange
+
+
+class Shards:
+    """How some arrays, of so many elements each, are divided among the ranks of an exchange.
+
+    name, names: by which ranks match the arrays together, and each in messages.
+    """
+
+    def __init__(self, name: str, names: Sequence[str], counts: Sequence[int], exchange: Exchange) -> None:
+        self.name, self._names = name, tuple(names) if len(names) > 1 else None
+        self.exchange, self.size, self.rank = exchange, exchange.size, exchange.process_set.rank() or 0
+        self.bounds = [at[self.rank : self.rank + 2] for at in cut_together(counts, self.size)]
+        self._reduced: Buffer | None = None
+
+    def fits(self, exchange: Exchange) -> bool:
+        """True while the ranks are those among which the arrays are divided."""
+        return (self.size, self.rank) == (exchange.size, exchange.process_set.rank() or 0)
+
+    def own(self, flat: Sequence[Any]) -> list[Any]:
+        """This rank's pieces of these 1-D arrays, in their memory."""
+        return [array[low:high] for array, (low, high) in zip(flat, self.bounds, strict=True)]
+
+    def reduce(self, arrays: Sequence[Any], frozen: tuple[str, ...] = (), line: str | None = None) -> Finish:
+        """Begin to reduce arrays; the result is this rank's pieces, in memory that is used again the next time.
+
+        frozen: those that no rank may train.  line: of the user's script, where the caller knows it.
+        """
+        if self.size == 1:
+            return lambda: [each.reshape(-1) for each in arrays]
+        pairs = [self.exchange.compression.compress(each) for each in arrays]
+        inputs = [as_buffer(each) for each, _ in pairs]
+        counts = [high - low for low, high in self.bounds]
+        if self._reduced is None or self._reduced.element is not inputs[0].element:
+            self._reduced = inputs[0].empty((sum(counts),))
+        parts = self._reduced.cut(counts)
+        arguments = arguments_of("reducescatter", None, self.exchange.op, *self.exchange.scales)
+        details = (*arguments.details, ("frozen", frozen))
+        wait = self._submit("reduce_shards", "", inputs, [self._reduced], line, details, arguments.check)
+
+        def finish() -> list[Any]:
+            wait()
+            both = zip(parts, pairs, strict=True)
+            return [self.exchange.compression.decompress(part.array(), context) for part, (_, context) in both]
+
+        return finish
+
+    def gather(self, arrays: Sequence[Any], what: str = "") -> Callable[[], object]:
+        """Begin to give every rank's pieces of arrays to all, in place.  what: tells apart those at the same time."""
+        if self.size == 1:
+            return lambda: None
+        buffers = [as_buffer(each, writable=True) for each in arrays]
+        return self._submit("gather_shards", what, buffers, buffers)
+
+    def _submit(
+        self,
+        kind: str,
+        what: str,
+        inputs: Sequence[Buffer],
+        outputs: Sequence[Buffer],
+        line: str | None = None,
+        details: tuple[tuple[str, Any], ...] = (),
+        check: Callable[[Buffer], object] = lambda _: None,
+    ) -> Callable[[], object]:
+        number = number_of(self.exchange.process_set, "ShardedOptimizer")
+        return (
+            runtime.current("ShardedOptimizer")
+            .engine.submit(
+                kind,
+                self.name + what,
+                number,
+                details=details,
+                names=self._names,
+                check=check,
+                inputs=inputs,
+                outputs=outputs,
+                line=line or calling_line(),
+            )
+            .wait
+        )

@@ -1,0 +1,296 @@
+"""ShardedOptimizer for PyTorch: each rank has the optimizer's state of a part of the parameters, and steps that."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any, NoReturn
+
+import torch
+
+from ringreduce.api.process_sets import ProcessSet, global_process_set
+from ringreduce.api.reduce import allreduce
+from ringreduce.compression import Compression, Compressor
+from ringreduce.errors import InputError
+from ringreduce.ops import Average, Max, ReduceOp, Sum
+from ringreduce.optim.exchange import Exchange, check_passes
+from ringreduce.optim.shards import check_exchange
+from ringreduce.torch.optimizer import check, named_of
+from ringreduce.torch.shards import Shard, ShardBucket, ShardReducer, flat, laid_out_as
+from ringreduce.torch.wrapped import WrappedMixin, wrap
+
+NOT_ELEMENTWISE = ("LBFGS", "Adafactor", "Muon", "SparseAdam")
+NUMBERS = ("step", "eta", "mu", "mu_product")  # of an optimizer's state: no elements of a parameter, whatever its shape
+
+
+def ShardedOptimizer(  # noqa: N802 - beside DistributedOptimizer
+    optimizer: torch.optim.Optimizer,
+    named_parameters: Iterable[tuple[str, torch.nn.Parameter]] | None = None,
+    compression: type[Compressor] = Compression.none,
+    backward_passes_per_step: int = 1,
+    op: ReduceOp = Average,
+    gradient_predivide_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+    *,
+    overlap: Iterable[torch.nn.Module] = (),
+) -> Any:
+    """Wrap a torch optimizer so that each of P ranks keeps 1/P of its state, and steps 1/P of all elements.
+
+    Gradients are reduced to the ranks that own their elements while backward runs, the user's own class steps a flat
+    piece of each parameter, and the owners give the parameters to all. With RINGREDUCE_DETERMINISTIC=1 the parameters
+    have the bits of a DistributedOptimizer's.
+
+    optimizer: elementwise, as SGD, Adam, AdamW, RMSprop and most others are. In `param_groups`, which schedulers change
+        as always, "params" are this rank's pieces.
+    compression: `Compression.fp16` or `.bf16` send gradients in 16 bits; parameters travel as they are.
+    overlap: modules, such as a model's blocks. step() does not wait for their parameters: a module's next forward does,
+        or its state_dict(). Read them elsewhere only after `optimizer.wait_for_parameters()`.
+    named_parameters, backward_passes_per_step, op, gradient_predivide_factor, process_set: see DistributedOptimizer.
+
+    From the end of backward() on there are no whole gradients: reading .grad raises InputError, and after step() it is
+    None. Clip by `optimizer.clip_grad_norm_(max_norm)`. A parameter without a gradient contributes zeros. A GradScaler
+    skips a step on all ranks.
+
+    state_dict() is a collective, which every rank must call, and returns what the plain optimizer would: it can be
+    loaded into that one, and at any number of ranks. state_dict(sharded=True) is this rank's part alone.
+
+    Cost:   the bytes of a DistributedOptimizer, in two halves, and an agreement for each; memory for 1/P of the state,
+            and after backward for 1/P of the gradients.
+    Raises: InputError (a ValueError) for op=Adasum, fewer than 16 bits, sparse gradients, an optimizer that is known to
+            need whole parameters; else as DistributedOptimizer.
+    Source: ZeRO's stage 1 (Rajbhandari et al., 2020); torch's ZeroRedundancyOptimizer.
+    """
+    exchange = check_exchange(Exchange(op, compression, gradient_predivide_factor, process_set))
+    check(optimizer, op, process_set)
+    if kind := next((each.__name__ for each in type(optimizer).__mro__ if each.__name__ in NOT_ELEMENTWISE), ""):
+        raise InputError(
+            f"ShardedOptimizer: {kind} needs whole parameters; expected an elementwise optimizer, as AdamW"
+        )
+    passes, named = check_passes(backward_passes_per_step), named_of(optimizer, named_parameters)
+    whole = optimizer.state_dict()["state"]
+    wrapped = wrap(optimizer, ShardedMixin, ShardReducer(passes, exchange))
+    wrapped._reducer.add(named)
+    wrapped._take_over(whole)
+    wrapped._overlap(list(overlap))
+    return wrapped
+
+
+class ShardedMixin(WrappedMixin):
+    """The methods of an optimizer that steps its rank's pieces; precedes the user's class in the MRO."""
+
+    _reducer: ShardReducer
+    _whole: dict[int, Any] | None
+    """The state of whole parameters by number, from when it was loaded to the next step: till then ranks may change."""
+    _early: tuple[ShardBucket, ...] = ()  # those that the next forward waits for
+    state: dict[Any, Any]
+
+    def _take_over(self, whole: dict[int, Any]) -> None:
+        """Have pieces in place of the parameters, and of their state."""
+        self._put_pieces(self.param_groups)
+        self._whole = whole
+        reference = weakref.ref(self)
+
+        def divide_state() -> None:
+            alive = reference()
+            if alive is not None:
+                alive._divide_state()
+
+        self._reducer.on_new_world = divide_state
+        divide_state()
+
+    def _put_pieces(self, groups: list[dict[str, Any]]) -> None:
+        for group in groups:
+            group["params"] = [self._reducer.shard(parameter).piece for parameter in group["params"]]
+
+    def _overlap(self, modules: list[torch.nn.Module]) -> None:
+        within = {id(each) for module in modules for each in module.parameters()}
+        for module in modules:
+            mine = {id(each) for each in module.parameters()}
+            buckets = [b for b in self._reducer.buckets if mine & {id(each.parameter) for each in b.members}]
+
+            def wait(*_: Any, buckets: list[ShardBucket] = buckets) -> None:
+                for bucket in buckets:
+                    bucket.wait()
+
+            module.register_forward_pre_hook(wait)
+            module.register_state_dict_pre_hook(wait)  # type: ignore[no-untyped-call]
+        inside = lambda bucket: all(id(each.parameter) in within for each in bucket.members)  # noqa: E731
+        self._early = tuple(filter(inside, self._reducer.buckets))
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Wait for this rank's gradients, step its pieces, and begin to give them to all ranks.
+
+        Raises: MismatchError, PeerLostError: what went wrong with a gradient.
+        """
+        loss = None
+        if closure is None:
+            self._before_step()
+        else:
+            with torch.enable_grad():
+                loss = closure()
+            self._before_step()
+        super().step()  # type: ignore[misc]
+        stepped = [bucket for bucket in reversed(self._reducer.buckets) if bucket.begun]
+        self._reducer.stepped()
+        for bucket in stepped:
+            bucket.gather()
+        for bucket in stepped:
+            if bucket not in self._early:
+                bucket.wait()
+        return loss
+
+    step.hooked = True  # type: ignore[attr-defined] # torch puts its step hooks around the user's class only
+
+    def _before_step(self) -> None:
+        self._reducer.synchronize()
+        self._reducer.hand_over()
+        self._whole = None
+
+    def wait_for_parameters(self) -> None:
+        """Wait until all parameters are the stepped ones; with `overlap`, before they are read outside of forward."""
+        for bucket in self._reducer.buckets:
+            bucket.wait()
+
+    def synchronize(self) -> None:
+        """Reduce all gradients now, on all ranks; step() does, too."""
+        self._reducer.synchronize()
+
+    def skip_synchronize(self) -> contextlib.AbstractContextManager[None]:
+        """For Horovod's scripts: a step never reduces what `synchronize()` has."""
+        return contextlib.nullcontext()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Let all gradients go, and begin a new step; raises BackwardError while some are being reduced."""
+        self._reducer.clear()
+        for parameter in self._reducer.names:
+            parameter.grad = None
+
+    @torch.no_grad()
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+        """Scale all gradients so that their norm, over all ranks, is at most `max_norm`; returns what it was.
+
+        All ranks call it, between backward() and step().  Cost: waits for gradients; an allreduce of a number.
+        """
+        if not norm_type > 0:
+            raise InputError(f"clip_grad_norm_: norm_type={norm_type}; expected a number above 0, or inf")
+        self._reducer.synchronize()
+        found = [each.reduced for each in self._shards() if each.reduced is not None]
+        norms = [torch.linalg.vector_norm(each, norm_type).double().cpu() for each in found if each.numel()]
+        together = torch.stack(norms) if norms else torch.zeros(1, dtype=torch.float64)
+        is_largest = norm_type == float("inf")
+        total = together.max() if is_largest else together.pow(norm_type).sum()
+        exchange, name = self._reducer.exchange, f"{self._reducer.buckets[0].name}.norm"
+        if exchange.size > 1:
+            total = allreduce(total, name=name, op=Max if is_largest else Sum, process_set=exchange.process_set)
+        norm = total if is_largest else total.pow(1 / norm_type)
+        torch._foreach_mul_(found, (max_norm / (norm + 1e-6)).clamp(max=1.0).item())
+        return norm
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Divide more parameters; on all ranks."""
+        super().add_param_group(param_group)
+        self._put_pieces(self.param_groups[-1:])
+
+    def _shards(self) -> list[Shard]:
+        """In the order of the groups."""
+        by_piece = {id(shard.piece): shard for bucket in self._reducer.buckets for shard in bucket.members}
+        return [by_piece[id(piece)] for group in self.param_groups for piece in group["params"]]
+
+    def state_dict(self, sharded: bool = False) -> dict[str, Any]:
+        """The plain optimizer's state, the same on all ranks, which must all call it; sharded: this rank's part alone.
+
+        Cost: memory for the whole state on each rank, and an allgather of it; sharded: nothing.
+        """
+        own: dict[str, Any] = super().state_dict()  # type: ignore[misc]
+        if sharded:
+            return {**own, "shards": self._division()}
+        return {**own, "state": self._gathered(own["state"]) if self._whole is None else dict(self._whole)}
+
+    def _division(self) -> dict[str, Any]:
+        first = self._reducer.buckets[0].shards
+        return {"rank": first.rank, "ranks": first.size, "sizes": [each.piece.numel() for each in self._shards()]}
+
+    def _gathered(self, state: dict[int, Any]) -> dict[int, Any]:
+        """The state of whole parameters; the keys are alike on all ranks, since all have a piece of each parameter."""
+        numbers = {id(shard): number for number, shard in enumerate(self._shards())}
+        whole = {number: dict(values) for number, values in state.items()}
+        waits = []
+        for bucket in self._reducer.buckets:
+            members = [(each, state.get(numbers[id(each)], {})) for each in bucket.members]
+            keys = {
+                key: value.dtype for each, values in members for key, value in values.items() if _is_cut(key, value)
+            }
+            for key, dtype in keys.items():
+                full = [torch.empty_like(each.parameter, dtype=dtype, requires_grad=False) for each, _ in members]
+                pieces = bucket.shards.own([flat(each) for each in full])
+                for (each, values), array, piece in zip(members, full, pieces, strict=True):
+                    if _is_cut(key, values.get(key)):
+                        piece.copy_(values[key])
+                        whole[numbers[id(each)]][key] = array
+                waits.append(bucket.shards.gather([flat(each) for each in full], f".{key}"))
+        for wait in waits:
+            wait()
+        return whole
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what `state_dict` returned, of any number of ranks, or of a plain optimizer; not a collective.
+
+        Raises: InputError for the part of another rank, or of another number of ranks, and for another model's state.
+        """
+        if self._reducer.pending:
+            self._reducer.synchronize(quiet=True)
+        self._reducer.reset()
+        given = dict(state_dict)
+        if (of := given.pop("shards", None)) is not None:
+            if of != self._division():
+                mine = self._division()
+                raise InputError(
+                    f"load_state_dict: this is the part of rank {of['rank']} of {of['ranks']}; expected that of rank "
+                    f"{mine['rank']} of {mine['ranks']}, of the same model. To load it at another number of ranks, "
+                    "save state_dict() without sharded=True"
+                )
+            super().load_state_dict(given)  # type: ignore[misc]
+            self._whole = None
+            return
+        cut = {number: self._cut(number, values) for number, values in given["state"].items()}
+        super().load_state_dict({**given, "state": cut})  # type: ignore[misc]
+        self._whole = given["state"]
+
+    def _cut(self, number: int, values: dict[str, Any]) -> dict[str, Any]:
+        """The state of a piece, of that of its whole parameter."""
+        shard = self._shards()[number]
+        found = {}
+        for key, value in values.items():
+            if not isinstance(value, torch.Tensor):
+                found[key] = value
+                continue
+            if key not in NUMBERS and (value.dim() or not shard.parameter.dim()):
+                if value.shape != shard.parameter.shape:
+                    raise InputError(
+                        f"load_state_dict: {key} of {shard.name!r} has shape {tuple(value.shape)}; expected "
+                        f"{tuple(shard.parameter.shape)}: is it of another model?"
+                    )
+                value = flat(laid_out_as(value, shard.parameter))[slice(*shard.bounds)]
+            found[key] = value.clone()
+        return found
+
+    def _divide_state(self) -> None:
+        """Have the state of this rank's pieces; raises InputError where ranks that are gone had some of it."""
+        if self._whole is None:
+            raise InputError(
+                "ShardedOptimizer: the ranks have changed, and each had its part of the state; go back to a commit, or "
+                "load_state_dict() of what state_dict() returned"
+            )
+        pieces = [piece for group in self.param_groups for piece in group["params"]]
+        cut = {pieces[number]: self._cut(number, values) for number, values in self._whole.items()}
+        self.state.clear()
+        self.state.update(cut)
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        """Raises InputError."""
+        raise InputError("a ShardedOptimizer cannot be copied or pickled: save its state_dict(), on all ranks")
+
+
+def _is_cut(key: str, value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and key not in NUMBERS and value.dim() == 1

@@ -1,0 +1,265 @@
+"""Gradients that are reduced to the ranks that own them, and parameters that these give to all. See optim/shards.py.
+
+    backward: hook ── reduce ──> Shard.reduced ── step() of a piece of each parameter ── gather ──> parameters
+
+The pieces are views of the parameters, in the order of their memory, so nothing is copied. Every rank has one of each
+parameter, though it may be empty: all ranks' optimizers have a state of the same form.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+
+from ringreduce.errors import BackwardError, InputError
+from ringreduce.optim.buckets import DENSE, GradientBucket, fill
+from ringreduce.optim.exchange import Exchange
+from ringreduce.optim.shards import Shards
+from ringreduce.torch.gradient import Gradient
+from ringreduce.torch.hooks import too_often
+from ringreduce.torch.pending import PendingGradient, make_pending
+from ringreduce.torch.reducer import GradientReducer
+
+UNSCALE = torch._amp_foreach_non_finite_check_and_unscale_
+
+
+def flat(tensor: torch.Tensor) -> torch.Tensor:
+    """All elements of a dense tensor in the order of its memory, which it shares."""
+    tensor = tensor.detach()
+    return tensor.view(-1) if tensor.is_contiguous() else tensor.as_strided((tensor.numel(),), (1,))
+
+
+def laid_out_as(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """The tensor with its elements in the order in which those of `like` lie in memory; a copy only if need be."""
+    same = tensor.stride() == like.stride() or (tensor.is_contiguous() and like.is_contiguous())
+    return tensor if same else torch.empty_like(like, dtype=tensor.dtype).copy_(tensor)
+
+
+class ShardGradient(PendingGradient):
+    """Stands for a piece's gradient until step(): the first use waits, and ranks agree on what is infinite."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """As its base's; where GradScaler looks for infinities, it finds those of all ranks."""
+        result = super().__torch_function__(func, types, args, kwargs)
+        if func is UNSCALE:
+            pieces: list[Any] = [each.owner() for each in args[0] if isinstance(each, ShardGradient)]
+            pieces[0].shard.reducer.agree(args[1])
+        return result
+
+
+class _Piece:
+    """What a ShardGradient asks; see `make_pending`."""
+
+    def __init__(self, shard: Shard) -> None:
+        self.shard = weakref.proxy(shard)
+        self.pending = make_pending(shard.piece, weakref.ref(self), kind=ShardGradient)
+
+    def begin(self) -> None:
+        if self.shard.reduced is None:
+            self.shard.reducer.synchronize()
+
+    def wait(self) -> None:
+        self.pending.value = self.shard.reduced
+
+
+class Shard(Gradient):
+    """One parameter, its gradient, and this rank's piece of both."""
+
+    def __init__(self, name: str, parameter: torch.nn.Parameter, reducer: ShardReducer) -> None:
+        super().__init__(name, parameter, reducer)
+        if torch.empty_like(parameter).stride() != parameter.stride():
+            raise InputError(
+                f"ShardedOptimizer: parameter {name!r} of shape {tuple(parameter.shape)} and strides "
+                f"{parameter.stride()} has gaps in its memory; make it from a contiguous() tensor"
+            )
+        self.reducer = weakref.proxy(reducer)
+        self.may_be_sparse, self.layout = False, DENSE
+        self.piece = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
+        self.reduced: torch.Tensor | None = None
+        self.bounds = -1, -1  # of the piece, among the parameter's elements
+        self._address = -1  # of the parameter, when its piece was taken
+        self._of_piece: _Piece | None = None
+
+    def take_piece(self, low: int, high: int) -> None:
+        """Have the piece in the parameter's memory, which may be another one now."""
+        if (low, high) != self.bounds or self.parameter.data_ptr() != self._address:
+            self.bounds, self._address = (low, high), self.parameter.data_ptr()
+            self.piece.data = flat(self.parameter)[low:high]
+
+    def load(self) -> tuple[int, torch.Tensor]:
+        """What this rank sends; zeros where it computed none."""
+        self._follow_stream()
+        local = self.local
+        if local is None:
+            return DENSE, torch.zeros_like(self.parameter.detach())
+        if local.layout is not torch.strided:
+            raise InputError(
+                f"ShardedOptimizer: the gradient of {self.name!r} is sparse; expected a dense one: pass "
+                "sparse=False to its Embedding, or take a DistributedOptimizer"
+            )
+        return DENSE, laid_out_as(local.detach(), self.parameter)
+
+    def begin(self) -> None:
+        """It is read: raises InputError."""
+        raise InputError(
+            f"the gradient of {self.name!r} is reduced to the ranks that own its pieces: a ShardedOptimizer has no "
+            "whole gradient from backward() on; to clip, call optimizer.clip_grad_norm_(max_norm)"
+        )
+
+    def show_zeros(self) -> None:
+        """Nothing: there is none to be read."""
+
+    show_placeholder = show_zeros
+
+    def show_piece(self) -> None:
+        """Let the piece's gradient be what will be reduced."""
+        if self._of_piece is None:
+            self._of_piece = _Piece(self)
+            self.piece.grad = self._of_piece.pending
+
+    def arrive(self, reduced: torch.Tensor) -> None:
+        """Keep the piece, and let the whole gradient go."""
+        self.reduced = reduced if self.trains else None
+        self.detach_pending(None)
+        self.parameter.grad = None
+
+    def hand_over(self) -> None:
+        """Give the reduced gradient to the user's optimizer."""
+        self.piece.grad, self._of_piece = self.reduced, None
+
+    def give_up(self) -> None:
+        """Begin a new step."""
+        super().give_up()
+        self.piece.grad = self.reduced = self._of_piece = None
+
+
+class ShardBucket(GradientBucket):
+    """Parameters that are divided among the ranks together."""
+
+    members: Sequence[Shard]
+    shards: Shards
+    gathered: Callable[[], object] | None = None  # waits for all ranks' pieces, if they are on their way
+
+    def divide(self, exchange: Exchange) -> None:
+        """Have this rank's pieces."""
+        members = self.members
+        counts = [each.parameter.numel() for each in members]
+        self.shards = Shards(self.name, [each.name for each in members], counts, exchange)
+        self.take_pieces()
+
+    def take_pieces(self) -> None:
+        """Have this rank's pieces where the parameters are now."""
+        for member, (low, high) in zip(self.members, self.shards.bounds, strict=True):
+            member.take_piece(low, high)
+
+    def begin(self, exchange: Exchange, line: str) -> None:
+        """Begin to reduce all gradients, those of frozen parameters as zeros."""
+        arrays = [member.load()[1] for member in self.members]
+        self.begun, trained = True, self.trained
+        for member, array in zip(self.members, arrays, strict=True):
+            if member.trains:
+                member.attach(array)
+        frozen = tuple(each.name for each in self.members if each not in trained)
+        flats = [each if each.is_contiguous() else flat(each) for each in arrays]
+        self.parts = [(self.members, self.shards.reduce(flats, frozen, line))]
+
+    def finish(self) -> None:
+        """Wait for this rank's pieces."""
+        parts, self.parts = self.parts, []
+        for _, finish in parts:
+            for member, reduced in zip(self.members, finish(), strict=True):
+                member.arrive(reduced)
+                member.seen = 0
+
+    def gather(self) -> None:
+        """Begin to get the other ranks' pieces of the parameters."""
+        self.gathered = self.shards.gather([flat(each.parameter) for each in self.members])
+
+    def wait(self) -> None:
+        """Wait for them."""
+        gathered, self.gathered = self.gathered, None
+        if gathered is not None:
+            gathered()
+
+
+class ShardReducer(GradientReducer):
+    """Reduces gradients to their owners, as hooks report them ready.
+
+    on_new_world: called where the ranks have changed, before anything is divided anew.
+    """
+
+    def __init__(self, passes: int, exchange: Exchange) -> None:
+        self.on_new_world: Callable[[], None] = lambda: None
+        super().__init__(passes, exchange, sparse_as_dense=False, wait_in_backward=False)
+
+    def add(self, named: Iterable[tuple[str, Any]]) -> None:
+        """Divide these parameters, in the order in which backward is likely to compute their gradients."""
+        shards = [Shard(name, parameter, self) for name, parameter in named][::-1]
+        for shard in shards:
+            shard.position, shard.is_loose = len(self._gradients), False
+            self._gradients[id(shard.parameter)] = shard
+            self._hooks.watch(shard)
+        for numbers in fill([each.size_and_kind for each in shards]):
+            bucket = ShardBucket([shards[number] for number in numbers])
+            bucket.divide(self.exchange)
+            for member in bucket.members:
+                member.bucket = bucket
+
+    @property
+    def buckets(self) -> list[ShardBucket]:
+        """All, in the order in which backward fills them."""
+        buckets: list[Any] = self._buckets
+        return buckets
+
+    def shard(self, parameter: torch.Tensor) -> Shard:
+        """That of a parameter."""
+        shard: Shard = self._gradients[id(parameter)]
+        return shard
+
+    def on_gradient(self, gradient: Gradient) -> None:
+        """As its base's; raises BackwardError for a gradient that was reduced, and is gone, before step()."""
+        if gradient.bucket.begun:
+            raise BackwardError(too_often(gradient.name, gradient.seen + 1, self.passes))
+        super().on_gradient(gradient)
+
+    def _at_the_end(self) -> None:
+        super()._at_the_end()
+        for shard in self._gradients.values():
+            if shard.trains and (shard.seen >= self.passes or shard.bucket.begun):
+                shard.show_piece()
+
+    def _forget(self) -> None:
+        """The world may be another one."""
+        if any(not each.shards.fits(self.exchange) for each in self.buckets):
+            for bucket in self.buckets:
+                bucket.divide(self.exchange)
+            self.on_new_world()
+
+    def synchronize(self, quiet: bool = False) -> None:
+        """Reduce what is left; see its base."""
+        for bucket in self.buckets:
+            bucket.wait()
+        super().synchronize(quiet)
+
+    def hand_over(self) -> None:
+        """Give the reduced pieces to the user's optimizer."""
+        for bucket in self.buckets:
+            bucket.take_pieces()
+        for shard in self._gradients.values():
+            shard.hand_over()
+
+    def agree(self, found_inf: torch.Tensor) -> None:
+        """Have a number, 0 or 1, be 1 where it is on any rank."""
+        if self.exchange.size > 1:
+            name = f"{self.buckets[0].name}.found_inf"
+            found_inf.fill_(float(self.exchange.begin_maximum(name, [int(found_inf.item())]).wait()[0]))
+
+    def abandon(self) -> None:
+        """As its base's; parameters that were on their way have failed, too."""
+        for bucket in self.buckets:
+            bucket.gathered = None
+        super().abandon()
