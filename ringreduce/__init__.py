@@ -33,6 +33,7 @@ if _TYPE_CHECKING:
     from ringreduce.local.optimizer import LocalSGD as LocalSGD
     from ringreduce.local.options import Nesterov as Nesterov
     from ringreduce.optimizer import DistributedOptimizer as DistributedOptimizer
+    from ringreduce.powersgd import PowerSGD as PowerSGD
     from ringreduce.sweeps import sweep as sweep
 
 # where each name of the API stands
@@ -67,6 +68,7 @@ _API = {
     "ops": "Adasum Average Max Min Product ReduceOp Sum",
     "local.optimizer": "DiLoCo LocalSGD",
     "local.options": "Nesterov",
+    "powersgd": "PowerSGD",
     "optimizer": "DistributedOptimizer",
     "run_function": "run",
     "runtime": "is_initialized",

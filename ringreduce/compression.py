@@ -117,7 +117,7 @@ AnyCompressor = type[Compressor] | Quantized
 """What `compression=` takes."""
 
 
-def wire_of(compression: AnyCompressor) -> Quantized | None:
+def wire_of(compression: object) -> Quantized | None:
     """The format that an all-reduce shall send its elements in; None for that of the elements."""
     return compression if isinstance(compression, Quantized) else None
 

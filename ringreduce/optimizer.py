@@ -21,6 +21,7 @@ from ringreduce.errors import InputError
 from ringreduce.not_there import check_adapter
 from ringreduce.ops import Average, ReduceOp
 from ringreduce.optim.exchange import Exchange, check_passes
+from ringreduce.powersgd import PowerSGD
 
 FORMS = """\
   - a torch.optim.Optimizer
@@ -37,7 +38,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     optimizer: Any,
     named_parameters: Any = None,
     *,
-    compression: AnyCompressor = Compression.none,
+    compression: AnyCompressor | PowerSGD = Compression.none,
     backward_passes_per_step: int = 1,
     op: ReduceOp = Average,
     gradient_predivide_factor: float = 1.0,
@@ -59,7 +60,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
       - an object with step(grads), update(params, grads) or apply_gradients(pairs of (gradient, parameter));
       - a callable on gradients.
     compression: `Compression.fp16` or `.bf16` send gradients in 16 bits, `.int8` or `.int4` in fewer between
-        hosts; or your own `Compressor`.
+        hosts; or your own `Compressor`; or a `PowerSGD`, for torch and for what is wrapped here.
     backward_passes_per_step: gradients of this many passes are summed before they are reduced. Until the last one the
         optimizer is not called: a call returns its first argument besides the gradients, such as params, or None.
     op: how the gradients of all ranks become one.
@@ -116,7 +117,7 @@ def _adapter(optimizer: Any) -> Callable[..., Any]:
 
 def _wrapped(
     optimizer: Any,
-    compression: AnyCompressor = Compression.none,
+    compression: AnyCompressor | PowerSGD = Compression.none,
     backward_passes_per_step: int = 1,
     op: ReduceOp = Average,
     gradient_predivide_factor: float = 1.0,
@@ -130,7 +131,7 @@ def _wrapped(
         raise TypeError(f"DistributedOptimizer: got a {type(optimizer).__qualname__}; expected one of\n{FORMS}")
     if not methods:
         _place_of_gradients(optimizer, gradients)
-    exchange = Exchange(op, compression, gradient_predivide_factor, process_set, any_op=True)
+    exchange = Exchange(op, compression, gradient_predivide_factor, process_set, any_op=True, factors=True)
     accumulation = Accumulation(backward_passes_per_step, average_aggregated_gradients)
     return ReducingOptimizer(optimizer, exchange, gradients, accumulation)
 

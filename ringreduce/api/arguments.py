@@ -8,7 +8,7 @@ from typing import Any
 from ringreduce.api.submit import which_op
 from ringreduce.arrays.buffer import Buffer
 from ringreduce.arrays.dtypes import ElementType
-from ringreduce.compression import AnyCompressor, Compression, Quantized, wire_of
+from ringreduce.compression import Quantized, wire_of
 from ringreduce.errors import InputError
 from ringreduce.log import LOGGER
 from ringreduce.ops import Average, ReduceOp, Reduction, Sum
@@ -65,7 +65,7 @@ def arguments_of(
     op: ReduceOp | None,
     prescale: float,
     postscale: float,
-    compression: AnyCompressor = Compression.none,
+    compression: object = None,
 ) -> Arguments:
     """The arguments of a call, checked as far as possible without the tensors."""
     return _same_arguments(function, average, op, float(prescale), float(postscale), wire_of(compression))

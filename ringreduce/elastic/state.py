@@ -16,6 +16,7 @@ from ringreduce.errors import HostsUpdatedInterrupt, InputError
 from ringreduce.local.optimizer import HasLocalSteps
 from ringreduce.log import LOGGER
 from ringreduce.optimizer import WrappingOptimizer
+from ringreduce.powersgd import PowerSGD
 from ringreduce.runtime import current, is_initialized
 
 NAME = "elastic state"  # of the operations, so that they match on ranks with different numbers of unnamed operations
@@ -111,6 +112,7 @@ class ObjectState(State):
     other attributes are replaced: read them from the state. An object with state_dict() and load_state_dict(), such as
     an ElasticSampler, is restored by these; one of your own needs them if it holds arrays that others hold, too, as an
     optimizer holds the parameters. One in a DistributedOptimizer needs nothing: its attributes are restored in place.
+    The residuals of its PowerSGD are each rank's own, as with `local`.
 
     local:  a name or names of attributes that are each rank's own, such as the state of a random generator: committed
             and restored here, never sent. A rank that comes new, and every rank after a restart, has what its script
@@ -154,8 +156,12 @@ class ObjectState(State):
 
     def restore(self) -> None:
         """Give all attributes their committed values."""
+        of_codecs = self._of_codecs("shared") | self._of_codecs("residuals")
         for name, saved in (*self._committed.tree().items(), *self._own.tree().items()):
-            setattr(self, name, self._put_back(getattr(self, name, None), saved))
+            if name in of_codecs:
+                put_back(of_codecs[name], saved)
+            else:
+                setattr(self, name, self._put_back(getattr(self, name, None), saved))
         self._begin_from_anchors()
 
     def resume(self) -> None:
@@ -239,10 +245,17 @@ class ObjectState(State):
         self._own, self._spare_own = self._spare_own, self._own
 
     def _tree(self) -> dict[str, Any]:
-        return {name: self._taken(getattr(self, name)) for name in self._names if name not in self._local}
+        taken = {name: self._taken(getattr(self, name)) for name in self._names if name not in self._local}
+        return taken | self._of_codecs("shared")
 
     def _own_tree(self) -> dict[str, Any]:
-        return {name: self._taken(getattr(self, name)) for name in self._local}
+        return {name: self._taken(getattr(self, name)) for name in self._local} | self._of_codecs("residuals")
+
+    def _of_codecs(self, part: str) -> dict[str, Any]:
+        """The dicts that a PowerSGD of an optimizer has, what is `shared` or each rank's `residuals`."""
+        exchanges = {name: getattr(getattr(self, name, None), "_exchange", None) for name in self._names}
+        codecs = {name: getattr(each, "compression", None) for name, each in exchanges.items()}
+        return {f"{name}.{part}": getattr(each, part) for name, each in codecs.items() if isinstance(each, PowerSGD)}
 
     def _taken(self, value: Any) -> Any:
         """What is saved of an attribute."""

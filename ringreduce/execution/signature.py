@@ -114,16 +114,17 @@ def _first_difference(mine: Signature, theirs: Signature) -> tuple[str, str, str
     subject = f"{mine.kind} {mine.name!r}"
     if mine.kind != theirs.kind:
         return subject, subject, f"{theirs.kind} {theirs.name!r}", "equal operations"
+    ours, his = dict(mine.details), dict(theirs.details)
+    for key in {**ours, **his}:  # first: with other arguments, tensors may be of other shapes, too
+        if ours.get(key) != his.get(key):
+            texts = [f"{key}={each if isinstance(each, str) else repr(each)}" for each in (ours.get(key), his.get(key))]
+            return subject, texts[0], texts[1], f"equal values of {key}"
     if len(mine.tensors) != len(theirs.tensors):
         return subject, f"{len(mine.tensors)} tensors{_alone(mine, theirs)}", f"{len(theirs.tensors)}", "equally many"
     for one, other in zip(mine.tensors, theirs.tensors, strict=True):
         if one != other:
             part = subject if one.name == mine.unnumbered.name else f"{mine.kind} {one.name!r}"
             return part, *_tensor_difference(one, other)
-    for (key, ours), (_, his) in zip(mine.details, theirs.details, strict=True):
-        if ours != his:
-            texts = [f"{key}={each if isinstance(each, str) else repr(each)}" for each in (ours, his)]
-            return subject, texts[0], texts[1], f"equal values of {key}"
     raise AssertionError("called with equal signatures")
 
 

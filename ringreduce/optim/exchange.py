@@ -7,14 +7,19 @@ from typing import Any
 
 import numpy as np
 
+from ringreduce import runtime
 from ringreduce.api.arguments import arguments_of
 from ringreduce.api.process_sets import ProcessSet, global_process_set, number_of
 from ringreduce.api.reduce import allreduce_async, grouped_allreduce, submit
-from ringreduce.api.submit import which_op
+from ringreduce.api.submit import like, which_op
+from ringreduce.arrays.buffer import Buffer
+from ringreduce.arrays.view import as_buffer, to_write
 from ringreduce.compression import AnyCompressor, Compression
 from ringreduce.errors import InputError
+from ringreduce.execution.signature import calling_line
 from ringreduce.execution.submission import Handle
 from ringreduce.ops import Adasum, Average, Max, ReduceOp, Sum
+from ringreduce.powersgd import PowerSGD
 
 Finish = Callable[[], list[Any]]  # waits, and returns the reduced arrays
 
@@ -30,6 +35,7 @@ class Exchange:
     """What is done to every gradient of an optimizer.
 
     op:     Average, Sum or Adasum; with any_op others, too.
+    factors: the adapter calls `begin` or `reduce`, which PowerSGD needs.
     gradient_predivide_factor: f: Average divides by f before the sum and by size / f after it.
     Raises: InputError (a ValueError) for wrong options. The world is not looked at; see `check_world`.
     """
@@ -37,11 +43,12 @@ class Exchange:
     def __init__(
         self,
         op: ReduceOp = Average,
-        compression: AnyCompressor = Compression.none,
+        compression: AnyCompressor | PowerSGD = Compression.none,
         gradient_predivide_factor: float = 1.0,
         process_set: ProcessSet = global_process_set,
         *,
         any_op: bool = False,
+        factors: bool = False,
     ) -> None:
         if which_op("DistributedOptimizer", None, op) not in (Average, Sum, Adasum) and not any_op:
             raise InputError(f"DistributedOptimizer: op={op!r}; expected Average, Sum or Adasum")
@@ -50,11 +57,16 @@ class Exchange:
             raise InputError(f"gradient_predivide_factor={predivide} with op={op!r}; it works with op=Average only")
         if not predivide > 0:
             raise InputError(f"gradient_predivide_factor={predivide}; expected a number above 0")
-        if not all(callable(getattr(compression, name, None)) for name in ("compress", "decompress")):
+        is_one = all(callable(getattr(compression, name, None)) for name in ("compress", "decompress"))
+        if not is_one or (isinstance(compression, type) and issubclass(compression, PowerSGD)):
             raise InputError(
-                f"compression={compression!r}; expected Compression.none, .fp16, .bf16, .int8, .int4, or a class with "
-                "the static methods compress(tensor) -> (tensor, ctx) and decompress(tensor, ctx)"
+                f"compression={compression!r}; expected Compression.none, .fp16, .bf16, .int8, .int4, PowerSGD(…), or "
+                "a class with the static methods compress(tensor) -> (tensor, ctx) and decompress(tensor, ctx)"
             )
+        if isinstance(compression, PowerSGD) and not factors:
+            compression.compress(None)
+        if isinstance(compression, PowerSGD) and op not in (Average, Sum):
+            raise InputError(f"compression={compression!r} with op={op!r}; it works with Average and Sum only")
         self.op, self.compression, self.process_set = op, compression, process_set
         self.scales = 1 / predivide, float(predivide)
         self._checked = arguments_of("allreduce", None, op, *self.scales, compression)
@@ -84,7 +96,13 @@ class Exchange:
         """
         if not self.process_set.included():
             return list(arrays)
-        return grouped_allreduce(arrays, name=name, names=names, **self.arguments)
+        if not isinstance(self.compression, PowerSGD):
+            return grouped_allreduce(arrays, name=name, names=names, **self.arguments)
+        buffers = [_copied(as_buffer(each)) for each in arrays]
+        if self.size > 1 and arrays:
+            names = names or [f"gradient {number}" for number in range(len(arrays))]
+            self._begin_factors(self.compression, name, buffers, names, None)()
+        return [like(each, buffer) for each, buffer in zip(arrays, buffers, strict=True)]
 
     def begin(
         self, name: str, arrays: Sequence[Any], names: Sequence[str] | None = None, line: str | None = None
@@ -95,6 +113,16 @@ class Exchange:
         """
         if self.size == 1:
             return lambda: list(arrays)
+        if isinstance(self.compression, PowerSGD):
+            buffers, written = to_write(arrays)
+            wait = self._begin_factors(self.compression, name, buffers, names or [name], line)
+
+            def in_place() -> list[Any]:
+                wait()
+                written()
+                return list(arrays)
+
+            return in_place
         pairs = [self.compression.compress(each) for each in arrays]
         handle = self._submit([array for array, _ in pairs], name, names, line)
 
@@ -107,6 +135,23 @@ class Exchange:
     def _submit(self, arrays: list[Any], name: str, names: Sequence[str] | None, line: str | None = None) -> Handle:
         return submit(arrays, name, names, self._checked, self.process_set, in_place=True, line=line)
 
+    def _begin_factors(
+        self, compression: PowerSGD, name: str | None, buffers: Sequence[Buffer], names: Sequence[str], line: str | None
+    ) -> Callable[[], None]:
+        """Begin to reduce buffers in place; returns what waits for the end."""
+        options: dict[str, Any] = {
+            "details": (*self._checked.details, ("compressor", repr(compression))),
+            "check": self._checked.check,
+            "line": line or calling_line(3),
+        }
+        engine, number = runtime.current("DistributedOptimizer").engine, number_of(self.process_set, "allreduce")
+
+        def submit(name: str | None, names: Sequence[str], buffers: Sequence[Buffer], then: Any = None) -> Handle:
+            own = {"names": tuple(names), "inputs": buffers, "outputs": buffers, "then": then}
+            return engine.submit("allreduce", name, number, **own, **options)
+
+        return compression.begin(submit, name, names, buffers, self.size if self.op is Sum else 1)
+
     def refuse(self, name: str) -> None:
         """Let the group of this name fail on all ranks with MismatchError; nobody waits for this submission itself."""
         if self.size > 1:
@@ -115,3 +160,9 @@ class Exchange:
     def begin_maximum(self, name: str, numbers: Sequence[int]) -> Handle:
         """Begin to find each number's largest value on any rank."""
         return allreduce_async(np.array(numbers, np.int32), name=name, op=Max, process_set=self.process_set)
+
+
+def _copied(buffer: Buffer) -> Buffer:
+    copy = buffer.empty(buffer.shape)
+    copy.flat[...] = buffer.flat
+    return copy

@@ -22,6 +22,7 @@ from ringreduce.local.optimizer import DiLoCo as DiLoCo
 from ringreduce.local.optimizer import LocalSGD as LocalSGD
 from ringreduce.local.options import Nesterov as Nesterov
 from ringreduce.not_there import end_of as _end_of
+from ringreduce.powersgd import PowerSGD as PowerSGD
 from ringreduce.torch import elastic as elastic
 from ringreduce.torch.functions import broadcast_optimizer_state as broadcast_optimizer_state
 from ringreduce.torch.ops import *  # in place of those without autograd

@@ -17,6 +17,7 @@ from ringreduce.not_there import check_adapter
 from ringreduce.ops import Adasum, Average, ReduceOp
 from ringreduce.optim.exchange import Exchange, check_passes
 from ringreduce.optim.parameters import Named, group_parameters, name_parameters
+from ringreduce.powersgd import PowerSGD
 from ringreduce.torch.adasum_optimizer import AdasumMixin, DeltaReducer
 from ringreduce.torch.reducer import GradientReducer
 from ringreduce.torch.wrapped import Wrapped, WrappedMixin, wrap
@@ -33,7 +34,7 @@ PRIVATE = (
 def DistributedOptimizer(  # noqa: N802 - Horovod's name
     optimizer: torch.optim.Optimizer,
     named_parameters: Iterable[tuple[str, torch.nn.Parameter]] | None = None,
-    compression: AnyCompressor = Compression.none,
+    compression: AnyCompressor | PowerSGD = Compression.none,
     backward_passes_per_step: int = 1,
     op: ReduceOp = Average,
     gradient_predivide_factor: float = 1.0,
@@ -52,7 +53,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     named_parameters: model.named_parameters(); gradients are matched by these names, so they must be equal on all
         ranks, and differ from those of another optimizer that is used at the same time. Numbered by default.
     compression: `Compression.fp16` or `.bf16` send gradients in 16 bits, `.int8` or `.int4` in fewer between
-        hosts; or your own `Compressor`.
+        hosts; or your own `Compressor`; or a `PowerSGD`.
     backward_passes_per_step: gradients of this many backward passes are summed, not averaged, before they are reduced;
         for their mean divide the loss. step() after fewer passes reduces what there is.
     op: Average, Sum, or Adasum: every rank steps by its own gradients, and the changes of the parameters are reduced
@@ -78,7 +79,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     Source: Horovod's DistributedOptimizer.
     """
     check(optimizer, op, process_set)
-    exchange = Exchange(op, compression, gradient_predivide_factor, process_set)
+    exchange = Exchange(op, compression, gradient_predivide_factor, process_set, factors=True)
     passes, named = check_passes(backward_passes_per_step), named_of(optimizer, named_parameters)
     in_groups = group_parameters(named, _number_of_groups(num_groups, groups))
     if op is Adasum:

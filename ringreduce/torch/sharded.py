@@ -69,7 +69,7 @@ def ShardedOptimizer(  # noqa: N802 - beside DistributedOptimizer
         )
     passes, named = check_passes(backward_passes_per_step), named_of(optimizer, named_parameters)
     whole = optimizer.state_dict()["state"]
-    wrapped = wrap(optimizer, ShardedMixin, ShardReducer(passes, exchange))
+    wrapped = wrap(optimizer, ShardedMixin, _reducer=ShardReducer(passes, exchange))
     wrapped._reducer.add(named)
     wrapped._take_over(whole)
     wrapped._overlap(list(overlap))

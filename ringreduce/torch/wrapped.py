@@ -15,7 +15,7 @@ import torch
 from ringreduce import runtime
 from ringreduce.api.world import size
 from ringreduce.errors import InputError
-from ringreduce.optim.exchange import check_passes
+from ringreduce.optim.exchange import Exchange, check_passes
 from ringreduce.optim.parameters import Named
 
 
@@ -34,6 +34,12 @@ class WrappedMixin(Wrapped):
 
     param_groups: list[dict[str, Any]]
     _reducer: Any
+
+    @property
+    def _exchange(self) -> Exchange:
+        """As of an optimizer of no framework."""
+        exchange: Exchange = self._reducer.exchange
+        return exchange
 
     @property
     def _parameter_names(self) -> dict[Any, str]:

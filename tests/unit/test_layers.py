@@ -47,8 +47,8 @@ engine.engine < startup.shared_memory < runtime <
 recovery.membership, recovery.death_notice, recovery.daemon < recovery.rendezvous < recovery.elastic_runtime <
 lifecycle < api.submit, api.world, api.info, sampler < api.process_sets, api.arguments <
 api.reduce, api.gather, api.broadcast, api.objects, api.control <
-api.ordered, api.own_channel, api.collective < api.common, optim.exchange, optim.parameters < optim.buckets,
-optim.shards < optim.reducer, local.options < local.steps <
+api.ordered, api.own_channel, api.collective < api.common, powersgd, optim.parameters < optim.exchange <
+optim.buckets, optim.shards < optim.reducer, local.options < local.steps <
 ps.layout, ps.messages, ps.consistency, ps.arrays < ps.roles < ps.server, ps.worker < sweeps.study <
 sweeps.teams < sweeps.trial < sweeps.sweep < optimizer, testing < local.optimizer <
 elastic.kept, elastic.libraries < elastic.commit, elastic.sampler < elastic.state < elastic.loop < elastic.common <
