@@ -2,6 +2,7 @@
 
 import argparse
 import importlib.util
+import itertools
 import json
 import os
 import re
@@ -242,6 +243,24 @@ def test_slow_links(tmp_path):
     order = found["hosts 0 and 1"].rpartition("order of hosts: ")[2].split(", ")
     assert sorted(order) == [f"ring{k}" for k in range(4)]
     assert abs(order.index("ring0") - order.index("ring1")) == 2, "they are not neighbours around the ring"
+
+
+@pytest.mark.extended
+@between_hosts
+def test_slow_wire(tmp_path):
+    ways = ["int8", "int4", "PowerSGD-4", "LocalSGD", "DiLoCo int4", "DDP PowerSGD-4", "DDP post-local"]
+    finished = run([PYTHON, BENCH / "slow_wire.py", "--quick", "--who", *ways, *files(tmp_path)], timeout_s=400)
+    rows = {row["who"].strip(): row for row in kept_by(finished, tmp_path)["rows"]}
+    assert list(rows) == ["fp32", *ways]
+    shares = {who: row["of_fp32"] for who, row in rows.items()}
+    assert shares["int8"] < 0.26
+    assert shares["int4"] < 0.135
+    assert shares["DiLoCo int4"] < 0.0075
+    assert shares["LocalSGD"] == pytest.approx(1 / 8, rel=0.1)
+    assert shares["PowerSGD-4"] == pytest.approx(shares["DDP PowerSGD-4"], rel=0.2)
+    losses = {who: [loss for _, loss in row["losses"][0]] for who, row in rows.items()}
+    assert all(later < earlier for each in losses.values() for earlier, later in itertools.pairwise(each))
+    assert losses["int4"] != losses["fp32"], "another way, in name only"
 
 
 @pytest.mark.extended
