@@ -2,10 +2,13 @@
 
 import contextlib
 import ctypes
+import functools
 import logging
 import os
+import shutil
 import signal
 import sys
+import tempfile
 import textwrap
 from pathlib import Path
 
@@ -61,6 +64,9 @@ def is_whole(config):
 def pytest_cmdline_main(config):
     """Three workers, since jobs often wait; -n 0 runs one test after the other."""
     options = config.option
+    if under_a_launcher() and not options.basetemp:  # ranks that tidy one folder at the same time fail by that
+        options.basetemp = tempfile.mkdtemp(prefix="pytest-rank-")
+        config.add_cleanup(functools.partial(shutil.rmtree, options.basetemp, ignore_errors=True))
     alone = under_a_launcher() or getattr(options, "with_mpi", False) or options.usepdb or options.collectonly
     if getattr(options, "numprocesses", 0) is not None or not is_whole(config) or alone:
         return
