@@ -122,10 +122,10 @@ def hooks(rank, size):
     return ddp(rank, size, (state, powerSGD_hook.powerSGD_hook))
 
 
-def uneven_inputs(rank, size):
+def uneven_inputs(rank, size, **options):
     model = DistributedDataParallel(new_model())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    with model.join():
+    with model.join(**options):
         return train(model, optimizer, rank, steps=STEPS - rank)
 
 
@@ -198,6 +198,7 @@ PROGRAMS = {each.__name__: each for each in [*QUICK, *OTHERS, fsdp, fsdp_of_flat
     "many_buckets": functools.partial(ddp, bucket_cap_mb=0.0001),
     "bucket_views": functools.partial(ddp, gradient_as_bucket_view=True),
     "static_graph": functools.partial(ddp, static_graph=True),
+    "uneven_inputs_of_those_left": functools.partial(uneven_inputs, divide_by_initial_world_size=False),
     "checkpoint_in_the_background": functools.partial(checkpoint, asynchronous=True),
 }
 

@@ -22,7 +22,7 @@ from ringreduce.torch import rendezvous
 from ringreduce.torch.distributed.operations import Operations
 from ringreduce.torch.distributed.tensors import device_of, seconds
 from ringreduce.torch.distributed.uncompiled import uncompiled
-from ringreduce.torch.distributed.work import Work
+from ringreduce.torch.distributed.work import Work, keep_works_of_reducers
 
 ANEW = "init_process_group('ring', init_method=…, rank=ringreduce.rank(), world_size=ringreduce.size())"
 
@@ -47,6 +47,7 @@ def create(options: Any, compression: Any) -> RingProcessGroup:
                 f"mp.spawn or torchrun, start with: ringrun -np {ranks} python train.py"
             )
         rr.init()
+    keep_works_of_reducers()
     members = list(options.global_ranks_in_group) or list(range(ranks))
     if len(members) > rr.size() or rr.rank() not in members or members.index(rr.rank()) != options.group_rank:
         raise InputError(

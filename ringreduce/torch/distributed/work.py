@@ -8,7 +8,9 @@ the engine's thread.
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -173,3 +175,19 @@ class _Backward:
 
 
 BACKWARD = _Backward()
+
+
+@functools.cache
+def keep_works_of_reducers() -> None:
+    """Let a DDP's reducer keep the Work that `join` begins in forward, which is torch's to do.
+
+    It keeps only the part in C++, which is no use without the one in Python: backward would find no future.
+    """
+    reducers: Any = torch._C._distributed_c10d.Reducer
+    take, kept = reducers._set_forward_pass_work_handle, weakref.WeakKeyDictionary[Any, Any]()
+
+    def keep(reducer: Any, work: Any, *options: Any) -> None:
+        kept[reducer] = work
+        take(reducer, work, *options)
+
+    reducers._set_forward_pass_work_handle = keep
