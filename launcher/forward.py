@@ -63,17 +63,17 @@ def is_secret(name: str, value: str = "") -> bool:
     return _matches(name.upper(), SECRET_PATTERNS) or bool(_CREDENTIALS.search(value))
 
 
-def parse_env(items: Sequence[str], environ: Mapping[str, str], flag: str = "--env") -> dict[str, str]:
+def parse_env(items: Sequence[str], environ: Mapping[str, str]) -> dict[str, str]:
     """Return the variables that --env asks for: NAME, as it is here, or NAME=VALUE; UsageError for what is neither."""
     found = {}
     for item in items:
         name, equals, value = item.partition("=")
         if not _NAME.fullmatch(name):
-            raise UsageError(f"{flag} {name!r}: expected NAME or NAME=VALUE, as in --env WANDB_API_KEY")
+            raise UsageError(f"--env {name!r}: expected NAME or NAME=VALUE, as in --env WANDB_API_KEY")
         if name.startswith("RINGRUN_") or name in SET_BY_RINGRUN:
-            raise UsageError(f"{flag} {name}: ringrun sets this variable itself")
+            raise UsageError(f"--env {name}: ringrun sets this variable itself")
         if not equals and name not in environ:
-            raise UsageError(f"{flag} {name}: there is no such variable here; set it, or give {flag} {name}=VALUE")
+            raise UsageError(f"--env {name}: there is no such variable here; set it, or give --env {name}=VALUE")
         found[name] = value if equals else environ[name]
     return found
 

@@ -16,6 +16,7 @@ from .text import format_spans
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _LOOK_S = 0.01
+_PATIENCE_S = 2.0  # with what SIGTERM or SIGKILL is to end
 
 
 def die_with_parent(number: int) -> Callable[[], None]:
@@ -46,7 +47,7 @@ def adopt_orphans() -> None:
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
-def kill_children(patience_s: float = 2.0, after_s: float = 0.0) -> None:
+def kill_children(after_s: float = 0.0) -> None:
     """Kill all children of this process, and those that it adopts by that; one that the kernel holds may stay.
 
     after_s: how long they may take to end by themselves.
@@ -54,7 +55,7 @@ def kill_children(patience_s: float = 2.0, after_s: float = 0.0) -> None:
     until_s = time.monotonic() + after_s
     while time.monotonic() < until_s and _children():
         time.sleep(_LOOK_S)
-    until_s = time.monotonic() + patience_s
+    until_s = time.monotonic() + _PATIENCE_S
     while (children := _children()) and time.monotonic() < until_s:
         for pid in children:
             with contextlib.suppress(OSError):
@@ -189,7 +190,7 @@ def _status(pid: int) -> dict[str, str]:
     return {name: value.strip() for name, _, value in (line.partition(":") for line in lines)}
 
 
-def end_daemon(pid: int, names: Collection[str], patience_s: float = 2.0) -> None:
+def end_daemon(pid: int, names: Collection[str]) -> None:
     """End process `pid` if it is a program of one of these `names`: with SIGTERM, then with SIGKILL."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         try:
@@ -198,4 +199,4 @@ def end_daemon(pid: int, names: Collection[str], patience_s: float = 2.0) -> Non
             os.kill(pid, number)
         except OSError:
             return  # it is gone, or was never ours
-        time.sleep(patience_s)
+        time.sleep(_PATIENCE_S)

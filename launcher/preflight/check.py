@@ -81,7 +81,6 @@ def check(
     *,
     addresses: Sequence[tuple[str, int]] = (),
     timeout_s: float = 30.0,
-    environ: Mapping[str, str] | None = None,
 ) -> Preflight:
     """Ask this host and all `hosts`, at the same time, and return what they have and what is wrong.
 
@@ -89,14 +88,13 @@ def check(
     command:    the program of the ranks, an absolute path.
     directory:  where the ranks start; the current folder by default.
     addresses:  where this host listens: from each host a connection to one of them must come about.
-    environ:    its variables that decide what Python finds are sent along; os.environ by default.
     """
     names = list(dict.fromkeys(host.name for host in hosts))
     here = next((name for name in names if remote.is_here(name)), remote.own_name)
     programs = [program for program in (command, sys.executable) if program is not None and program != python]
     question = Question(python, directory or os.getcwd(), programs, addresses, sys.executable, timeout_s)
     asked = names if here in names else [here, *names]
-    answers = ask(asked, remote, question, os.environ if environ is None else environ)
+    answers = ask(asked, remote, question, os.environ)
     if here not in names and isinstance(own := answers[here], Facts):
         answers[here] = dataclasses.replace(own, missing_directory=False)  # no rank starts here
     return Preflight(here, answers, find(answers, here, question))
