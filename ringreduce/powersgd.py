@@ -28,6 +28,7 @@ from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 
+from ringreduce.api.objects import allgather_object, broadcast_object
 from ringreduce.api.process_sets import ProcessSet, global_process_set
 from ringreduce.api.reduce import grouped_allreduce
 from ringreduce.arrays.buffer import Buffer, numpy_buffer
@@ -75,7 +76,7 @@ class PowerSGD:
         self.rank, self.start_step = rank, start_step
         self.shared: dict[str, Shared] = {}
         self.residuals: dict[str, Any] = {}  # each (n, m); none yet counts as zeros
-        self._loaded: frozenset[str] = frozenset()  # the gradients of a state that must have all
+        self._is_complete = False  # `shared` was loaded, and must have all gradients
         self._kind = Buffer
 
     def __repr__(self) -> str:
@@ -128,7 +129,14 @@ class PowerSGD:
             name: Shared(state["steps"][name], len(each), _copied(state["q"][name]))
             for name, each in self.residuals.items()
         }
-        self._loaded = frozenset(self.shared) if strict else frozenset()
+        self._is_complete = strict and bool(self.shared)
+
+    def agree(self, process_set: ProcessSet) -> None:
+        """Have alike on all ranks again what they share, after a `join` in which some have taken part by zeros only."""
+        steps = allgather_object(sum(each.steps for each in self.shared.values()), "PowerSGD", process_set)
+        first = steps.index(max(steps))
+        root = first if process_set.ranks is None else process_set.ranks[first]
+        self.shared = broadcast_object(self.shared, root, "PowerSGD", process_set)
 
     def begin(
         self, submit: Submit, name: str | None, names: Sequence[str], buffers: Sequence[Buffer], divisor: int
@@ -137,20 +145,25 @@ class PowerSGD:
 
         name, names: of the group, if it has one, and of its members.  divisor: by which a reduced gradient is the mean.
         """
-        seen = [(each, buffer) for each, buffer in zip(names, buffers, strict=True) if self._is_factored(each, buffer)]
-        matrices = {each: self._matrix(each, buffer) for each, buffer in seen if self._has_started(each)}
-        first = [matrices[each].p if each in matrices else buffer for each, buffer in zip(names, buffers, strict=True)]
+        first = dict(zip(names, buffers, strict=True))
+        seen = [each for each, buffer in first.items() if self._is_factored(each, buffer)]
+        matrices = {}
+        for each in seen:
+            if self.shared[each].steps >= self.start_step:
+                residual = self.residuals.setdefault(each, self._residual(each))
+                matrices[each] = matrix = _Matrix(first[each], residual, self.shared[each].q)
+                first[each] = numpy_buffer(matrix.p, writable=True)
         second: list[Handle | Exception] = []
 
         def then(error: Exception | None) -> None:
             if error is None:
                 try:
-                    factors = [each.project_back() for each in matrices.values()]
+                    factors = [numpy_buffer(each.project_back(), writable=True) for each in matrices.values()]
                     second.append(submit(f"{name or names[0]}.Q", list(matrices), factors))
                 except Exception as exc:  # which the caller's thread raises
                     second.append(exc)
 
-        handle = submit(name, names, first, then if matrices else None)
+        handle = submit(name, names, list(first.values()), then if matrices else None)
 
         def finish() -> None:
             handle.wait()
@@ -158,7 +171,7 @@ class PowerSGD:
                 if isinstance(begun, Exception):
                     raise begun
                 begun.wait()
-            for each, _ in seen:
+            for each in seen:
                 q = matrices[each].finish(divisor) if each in matrices else self.shared[each].q
                 self.shared[each] = self.shared[each]._replace(steps=self.shared[each].steps + 1, q=q)
 
@@ -177,10 +190,10 @@ class PowerSGD:
                 "over the backend 'ring' and torch's powerSGD_hook, or Compression.fp16"
             )
         if name not in self.shared:
-            if self._loaded and name not in self._loaded:
+            if self._is_complete:
                 raise InputError(
-                    f"PowerSGD: gradient {name!r} is not in the state that was loaded, of {min(self._loaded)!r} and "
-                    f"{len(self._loaded) - 1} more; load this model's, or strict=False for one with new parameters"
+                    f"PowerSGD: gradient {name!r} is not in the state that was loaded, of {min(self.shared)!r} and "
+                    f"{len(self.shared) - 1} more; load this model's, or strict=False for one with new parameters"
                 )
             rng = np.random.default_rng(zlib.crc32(name.encode()))  # the same on all ranks
             q = rng.standard_normal((self.rank, columns)).astype(buffer.element.sum_type)
@@ -193,13 +206,6 @@ class PowerSGD:
                 f"{q.shape[1]}: that is another model's; load this model's, or make a new PowerSGD for each optimizer"
             )
         return True
-
-    def _has_started(self, name: str) -> bool:
-        return self.shared[name].steps >= self.start_step
-
-    def _matrix(self, name: str, buffer: Buffer) -> _Matrix:
-        self.residuals[name] = residual = self._residual(name)
-        return _Matrix(buffer, residual, self.shared[name].q)
 
     def _residual(self, name: str) -> Any:
         _, rows, q = self.shared[name]
@@ -214,11 +220,10 @@ class _Matrix:
         self._buffer, self._residual, self._old_q = buffer, residual, q
         flat = buffer.element.widen(buffer.flat) if buffer.element.is_half else buffer.flat
         self._gradient = flat.reshape(residual.shape)
-        p = np.empty((len(q), len(residual)), residual.dtype)
+        self.p = np.empty((len(q), len(residual)), residual.dtype)
         with np.errstate(all="ignore"):
             for rows, block in self._blocks():
-                np.matmul(q, block.T, out=p[:, rows])
-        self.p = numpy_buffer(p, writable=True)
+                np.matmul(q, block.T, out=self.p[:, rows])
 
     def _blocks(self) -> Iterator[tuple[slice, Any]]:
         """Some rows at a time of M, which the next ones overwrite."""
@@ -229,15 +234,14 @@ class _Matrix:
             here = slice(low, min(low + step, rows))
             yield here, np.add(self._gradient[here], self._residual[here], out=memory[: here.stop - low])
 
-    def project_back(self) -> Buffer:
+    def project_back(self) -> Any:
         """Q, to be reduced, of the reduced P."""
-        self._p = self.p.flat.reshape(self.p.shape)
         self._q = np.zeros_like(self._old_q)
         with np.errstate(all="ignore"):
-            orthonormalise(self._p)
+            orthonormalise(self.p)
             for rows, block in self._blocks():
-                self._q += self._p[:, rows] @ block
-        return numpy_buffer(self._q, writable=True)
+                self._q += self.p[:, rows] @ block
+        return self._q
 
     def finish(self, divisor: int) -> Any:
         """Put the reduced gradient into its place, and what it lacks into the residual; returns the next step's Q.
@@ -247,7 +251,7 @@ class _Matrix:
         is_finite = bool(np.isfinite(self._q).all())
         with np.errstate(all="ignore"):
             for rows, block in self._blocks():
-                reduced = self._p[:, rows].T @ self._q
+                reduced = self.p[:, rows].T @ self._q
                 if is_finite:
                     np.subtract(block, reduced if divisor == 1 else reduced / divisor, out=self._residual[rows])
                 self._gradient[rows] = reduced

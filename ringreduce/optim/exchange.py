@@ -70,6 +70,7 @@ class Exchange:
         self.op, self.compression, self.process_set = op, compression, process_set
         self.scales = 1 / predivide, float(predivide)
         self._checked = arguments_of("allreduce", None, op, *self.scales, compression)
+        self._joins: tuple[Any, int] = None, 0  # a world, and how often its ranks have joined
         scales = {"prescale_factor": self.scales[0], "postscale_factor": self.scales[1]}
         self.arguments: dict[str, Any] = {
             "compression": compression,
@@ -145,6 +146,10 @@ class Exchange:
             "line": line or calling_line(3),
         }
         engine, number = runtime.current("DistributedOptimizer").engine, number_of(self.process_set, "allreduce")
+        joins = engine.world, engine.negotiation.joins
+        if joins[1] and joins != self._joins:
+            compression.agree(self.process_set)
+        self._joins = joins
 
         def submit(name: str | None, names: Sequence[str], buffers: Sequence[Buffer], then: Any = None) -> Handle:
             own = {"names": tuple(names), "inputs": buffers, "outputs": buffers, "then": then}

@@ -10,6 +10,7 @@ import ringreduce
 from ringreduce import Adasum, Average, Compression, InputError, Max, Sum
 from ringreduce.optim.exchange import Exchange, check_passes
 from ringreduce.optim.parameters import group_parameters, name_parameters
+from ringreduce.powersgd import PowerSGD
 
 PARAMETERS = [np.full((number + 1, 2), number) for number in range(5)]
 NAMED = [(f"layer{number}.w", parameter) for number, parameter in enumerate(PARAMETERS)]
@@ -88,6 +89,8 @@ def test_wrong_groups_are_refused(groups, message):
         ({"op": Adasum, "compression": Compression.int8}, "op=Adasum with compression=Compression.int8; expected an"),
         ({"op": Sum, "gradient_predivide_factor": 2.0}, "factor=2.0 with op=Sum; it works with op=Average only"),
         ({"gradient_predivide_factor": 0.0}, "factor=0.0; expected a number above 0"),
+        ({"compression": PowerSGD()}, "keeps what it has not sent for the next step"),
+        ({"op": Adasum, "compression": PowerSGD(), "factors": True}, "with op=Adasum; it works with Average and Sum"),
         (
             {"compression": "fp16"},
             "compression='fp16'; expected Compression.none, .fp16, .bf16, .int8, .int4, PowerSGD",
