@@ -39,7 +39,7 @@ from ringreduce.execution.submission import Handle
 
 Submit = Callable[..., Handle]  # of a name, the tensors' names, their buffers and, perhaps, what is to be called then
 BLOCK = 1 << 17  # elements of M at a time
-DEPENDENT = 1e-6  # what is left of a column beside its length, when it is a sum of others but for float32's rounding
+DEPENDENT = 1e-12  # what is left of a column, of its length, that is a sum of others but for float64's rounding
 
 
 class Shared(NamedTuple):

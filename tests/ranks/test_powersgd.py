@@ -152,15 +152,16 @@ def test_what_is_not_finite_on_a_rank_is_on_none_and_leaves_the_residual(bad):
     return after
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
 @each_rank_of(2)
-def test_gradients_of_zeros_and_of_a_lower_rank_come_whole_and_do_not_stay_so():
-    power, column = rr.PowerSGD(RANK, 0), np.arange(20, dtype=np.float32)[:, None]
-    rank_1 = column * np.linspace(1, 2, 30, dtype=np.float32)
+def test_gradients_of_zeros_and_of_a_lower_rank_come_whole_and_do_not_stay_so(dtype):
+    power, column = rr.PowerSGD(RANK, 0), np.arange(20, dtype=dtype)[:, None]
+    rank_1 = column * np.linspace(1, 2, 30, dtype=dtype)
     *_, zeros = trained(power, 2, lambda step: 0 * rank_1)
     assert not zeros.any()
     for seen in trained(power, 3, lambda step: rank_1 * (1 + rr.rank())):
         np.testing.assert_allclose(seen, 1.5 * rank_1, rtol=1e-5)
-    rank_2 = rank_1 + column**2 * np.linspace(-1, 1, 30, dtype=np.float32)
+    rank_2 = rank_1 + column**2 * np.linspace(-1, 1, 30, dtype=dtype)
     np.testing.assert_allclose(sum(trained(power, 3, lambda step: rank_2)), 3 * rank_2, rtol=1e-2, atol=1)
     np.testing.assert_allclose(trained(power, 1, lambda step: rank_2)[0], rank_2, rtol=1e-3, atol=0.1)
 
