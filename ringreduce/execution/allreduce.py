@@ -94,12 +94,12 @@ def is_by_elements(submission: Submission) -> bool:
 def travelling(submission: Submission, most_bytes: int) -> Reduction | None:
     """Its reduction, where the elements travel with what the hosts agree on, into `reduced`; else None.
 
-    Of those that shall be encoded only what is no longer than a block, where latency is all that counts: as they are.
+    What is encoded never does, or its bits would depend on who was late.
     """
     if not is_by_elements(submission) or len(submission.inputs) != 1 or submission.inputs[0].on_gpu:
         return None
     reduction = submission.reduction(submission.inputs[0].element).on_wire()
-    if submission.signature.detail("compression") is not None and submission.inputs[0].count > quantized.BLOCK:
+    if submission.signature.detail("compression") is not None:
         return None
     return reduction if submission.inputs[0].count * reduction.sum_type.itemsize <= most_bytes else None
 

@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ringreduce as rr
 from ringreduce import runtime
+from ringreduce.torch import ddp_hook
 from ringreduce.torch.distributed import RingProcessGroup
 from tests.support.tiers import extended
 from tests.support.world import on_a_pool
@@ -317,6 +318,35 @@ def futures(rank, size):
     assert (work.is_completed(), work.is_success(), work.exception()) == (True, True, None)
 
 
+def in_fewer_bits(rank, size):
+    """By a group's own format, and by that of DDP's hook; what cannot travel so travels as ever."""
+    wire = rr.Compression.int8.everywhere
+    group = dist.new_group(pg_options=wire)
+    whole, integers, largest = mine(rank, 1000), mine(rank, 1000, torch.int64), mine(rank, 1000)
+    exact = sum(mine(each, 1000) for each in range(size))
+    for each, op in ((whole, dist.ReduceOp.SUM), (integers, dist.ReduceOp.SUM), (largest, dist.ReduceOp.MAX)):
+        dist.all_reduce(each, op, group=group)
+    equal(integers, exact.long())
+    equal(largest, mine(size - 1, 1000))
+    assert 0 < (whole - exact).abs().max() < exact.max() / 100
+    torch.manual_seed(0)
+    models = [DistributedDataParallel(torch.nn.Linear(600, 600)) for _ in range(2)]
+    models[0].register_comm_hook(wire, ddp_hook)
+    for step in range(4 if size == 2 else 1):  # by then DDP's buckets would be mapped
+        for model in models:
+            model.zero_grad(set_to_none=False)
+            model.module.load_state_dict(models[0].module.state_dict())
+            model(mine(rank, 600) * (step + 1)).sum().backward()
+    encoded, plain = (each.module.weight.grad for each in models)
+    assert 0 < (encoded - plain).abs().max() < plain.max() / 100
+    with pytest.raises(rr.InputError, match=r"ddp_hook: state='int8'; expected Compression\.int8, \.int4, or None"):
+        ddp_hook("int8", None)
+    with pytest.raises(
+        rr.InputError, match=r"pg_options='int8'; expected Compression\.int8 or \.int4 of ringreduce, or None"
+    ):
+        dist.new_group(pg_options="int8")
+
+
 def timeouts(rank, size):
     group, other = dist.new_group(timeout=datetime.timedelta(seconds=0.5)), dist.new_group()
     store = dist.distributed_c10d._get_default_store()
@@ -445,6 +475,7 @@ def timeline(rank, size):
         differences,
         groups,
         futures,
+        in_fewer_bits,
         timeouts,
         timeline,
     ],

@@ -144,12 +144,15 @@ def test_ranks_train_as_one_process(loop, size):
 @pytest.mark.parametrize(
     "kind", [torch.optim.SGD, functools.partial(torch.optim.Adam, fused=True)], ids=["SGD", "fused"]
 )
-@pytest.mark.parametrize("unscaling", [False, True])
+@pytest.mark.parametrize(
+    ("unscaling", "wire"),
+    [(False, hvd.Compression.none), (True, hvd.Compression.none), (True, hvd.Compression.int8.everywhere)],
+)
 @each_rank_of(2)
-def test_grad_scaler_skips_the_same_steps_on_all_ranks(unscaling, kind):
+def test_grad_scaler_skips_the_same_steps_on_all_ranks(unscaling, wire, kind):
     """One rank's gradient is not finite in step 1: no rank makes that step, and no ritual is needed."""
     model = training.make_model().float()
-    optimizer = hvd.DistributedOptimizer(kind(model.parameters(), lr=0.01))
+    optimizer = hvd.DistributedOptimizer(kind(model.parameters(), lr=0.01), compression=wire)
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
     for step, scale in enumerate([8, 4, 4, 4]):
         optimizer.zero_grad()

@@ -52,6 +52,18 @@ def program(look=None, **options):
     return found[1]
 
 
+def test_in_8_bits_only_as_dense_ones():
+    def refused():
+        with pytest.raises(
+            ringreduce.InputError, match=r"gradient 'table': sparse, with compression=Compression\.int8; expec"
+        ):
+            program(compression=hvd.Compression.int8)
+
+    run_ranks(2, refused)
+    dense = run_ranks(2, lambda: program(compression=hvd.Compression.int8, sparse_as_dense=True).to_dense())
+    torch.testing.assert_close(same_on_all(dense), expected(2, hvd.Average))
+
+
 @pytest.mark.parametrize("op", [hvd.Average, hvd.Sum], ids=str)
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_gathered(size, op):
