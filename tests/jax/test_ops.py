@@ -83,6 +83,20 @@ def test_compression(run, compression):
 
 
 @pytest.mark.quick
+def test_compression_to_8_bits(run):
+    wire, rows = hvd.Compression.int8.everywhere, own(30, 20)
+    result = run(lambda x: hvd.allreduce(x, compression=wire))(rows)
+    mean, largest = own(30, 20, rank=RANKS.mean()), np.abs(own(30, 20, rank=SIZE - 1)).max()
+    error = np.abs(np.float64(result) - mean).max()
+    assert error < largest / 100
+    assert (error > 0) == (SIZE > 1)
+    gradient = run(jax.grad(lambda x: (hvd.allreduce(x, op=hvd.Sum, compression=wire) * rows).sum()))(rows)
+    np.testing.assert_allclose(gradient, SIZE * mean, atol=SIZE * largest / 100)
+    with pytest.raises(rr.InputError, match=r"reducescatter: op=Average with compression=Compression\.int8"):
+        hvd.reducescatter(rows, compression=wire)
+
+
+@pytest.mark.quick
 def test_broadcast(run):
     root = SIZE - 1
     result = run(lambda tree: hvd.broadcast(tree, root))({"a": own(2, 2), "b": jnp.int32(RANK)})

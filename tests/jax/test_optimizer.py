@@ -105,7 +105,7 @@ def test_value_and_grad():
     assert (aux, both[0][0], both[1][0]) == (RANK, 2, mean)
 
 
-@pytest.mark.parametrize("compression", [hvd.Compression.fp16, hvd.Compression.bf16])
+@pytest.mark.parametrize("compression", [hvd.Compression.fp16, hvd.Compression.bf16, hvd.Compression.int8.everywhere])
 def test_compression(compression):
     compressed = train(hvd.DistributedOptimizer(optax.sgd(0.01), compression), share, first_params())
     check(compressed, train(optax.sgd(0.01), batch, first_params()), 0.02)

@@ -58,14 +58,15 @@ def test_ranks_train_as_one_process(case):
     models.close(trained, models.fit(models.model(), alone(), together=False))
 
 
-def test_compression():
-    trained = models.fit(
-        models.model(), hvd.DistributedOptimizer(sgd(), compression=hvd.Compression.fp16), together=True
-    )
+@pytest.mark.parametrize(
+    ("compression", "error"), [(hvd.Compression.fp16, 0.02), (hvd.Compression.int8.everywhere, 0.1)], ids=["16", "8"]
+)
+def test_compression(compression, error):
+    trained = models.fit(models.model(), hvd.DistributedOptimizer(sgd(), compression=compression), together=True)
     models.equal_on_all_ranks(trained)
     exact = models.fit(models.model(), sgd(), together=False)
     for mine, expected in zip(trained, exact, strict=True):
-        np.testing.assert_allclose(mine, expected, atol=0.02)
+        np.testing.assert_allclose(mine, expected, atol=error)
 
 
 def test_mixed_precision():

@@ -7,7 +7,8 @@ import pytest
 from mpi4py import MPI
 
 from ringreduce.arrays.dtypes import TABLE
-from ringreduce.collectives import bruck, ring, tree
+from ringreduce.collectives import bruck, quantized, ring, tree
+from ringreduce.compression import Compression
 from ringreduce.ops import Average, Reduction, Sum
 from ringreduce.partition import chunk_bounds
 from ringreduce.transport import message
@@ -40,6 +41,17 @@ def test_long_buffers_and_the_same_bits_everywhere(transport, segment_bytes):
     assert_reduced(flat, Average, arrays)
     for other in complete(bruck.allgather(flat[::1000].copy(), transport)):
         np.testing.assert_array_equal(other, flat[::1000])
+
+
+@pytest.mark.parametrize("wire", [Compression.int8, Compression.int4.stochastic], ids=str)
+def test_blocks(transport, wire):
+    for count in (0, 1, 257, 100_003):
+        arrays = everyones(transport, "float32", count)
+        flat, reduction = arrays[transport.rank].copy(), Reduction(Average, TABLE["float32"], transport.size, wire=wire)
+        complete(quantized.allreduce(flat, transport, reduction))
+        np.testing.assert_allclose(flat, np.mean(arrays, axis=0), atol=1.5 / 127 if wire.bits == 8 else 3 / 7)
+        for other in complete(bruck.allgather(flat.view(np.int32), transport)):
+            np.testing.assert_array_equal(other, flat.view(np.int32))
 
 
 def test_scatter_reduce_and_allgather_on_their_own(transport):

@@ -40,6 +40,18 @@ def test_scales_averages_and_compression(run):
     third = run(lambda x: hvd.allreduce(x, compression=hvd.Compression.fp16))(tf.constant([1 / 3]))
     assert third.dtype == tf.float32
     assert third[0] == np.float16(1 / 3)
+    wire, rows = hvd.Compression.int8.everywhere, own(30, 20)
+    encoded = run(lambda x: hvd.allreduce(x, compression=wire))(rows)
+    error, largest = (
+        np.abs(encoded.numpy() - own(30, 20).numpy() - 100 * (RANKS.mean() - RANK)).max(),
+        np.max(own(30, 20, rank=SIZE - 1)),
+    )
+    assert error < largest / 100
+    assert (error > 0) == (SIZE > 1)
+    with pytest.raises(
+        rr.InputError, match=r"IndexedSlices with compression=Compression\.int8\.everywhere; expected d"
+    ):
+        hvd.allreduce(tf.IndexedSlices(tf.constant([[1.0]]), tf.constant([0]), tf.constant([2, 1])), compression=wire)
 
 
 @pytest.mark.parametrize("dtype", [tf.bool, tf.int8, tf.uint16, tf.int64, tf.float16, tf.bfloat16, tf.float64])
