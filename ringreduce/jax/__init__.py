@@ -8,6 +8,7 @@ xla           how XLA calls the host, with its own memory
 ops           the public functions, on trees
 compiled      jit, for small steps
 optimizer     DistributedOptimizer, value_and_grad, broadcast_parameters
+local         diloco
 """
 # ruff: noqa: F403
 
@@ -21,8 +22,10 @@ except ImportError as exc:
 from ringreduce.api.common import *
 from ringreduce.jax import elastic as elastic
 from ringreduce.jax.compiled import *
+from ringreduce.jax.local import *
 from ringreduce.jax.ops import *
 from ringreduce.jax.optimizer import *
+from ringreduce.local.options import Nesterov as Nesterov
 from ringreduce.not_there import end_of as _end_of
 
 __all__, _missing = _end_of(globals())

@@ -85,7 +85,7 @@ def _reducing(optimizer: Any, exchange: Exchange, name: str | None, passes: int)
         return reduce(updates), state
 
     def update(gradients: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
-        _refuse_conditions()
+        refuse_conditions("DistributedOptimizer")
         if passes == 1:
             return step(gradients, state, params, extra)
         total = jax.tree.map(jnp.add, state.gradients, gradients)
@@ -104,7 +104,7 @@ def _reducing(optimizer: Any, exchange: Exchange, name: str | None, passes: int)
         return last() if is_last else another()
 
     def init(params: Any) -> Any:
-        _refuse_skips()
+        refuse_skips("DistributedOptimizer")
         if passes == 1:
             return inner.init(params)
         return Accumulated(inner.init(params), jax.tree.map(jnp.zeros_like, params), jnp.zeros((), jnp.int32))
@@ -112,7 +112,7 @@ def _reducing(optimizer: Any, exchange: Exchange, name: str | None, passes: int)
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _refuse_skips() -> None:
+def refuse_skips(function: str) -> None:
     """Raise InputError where what is around init() skips a step that other ranks may take: these would wait."""
     import optax
 
@@ -127,21 +127,21 @@ def _refuse_skips() -> None:
             skips = frame.f_code in skipping
         if skips:
             raise InputError(
-                f"DistributedOptimizer inside optax's {name}: each rank would skip steps by its own gradients, and the "
-                "others wait for it; put it outside: DistributedOptimizer(apply_if_finite(optimizer, 5))"
+                f"{function} inside optax's {name}: each rank would skip steps by its own gradients, and the "
+                f"others wait for it; put it outside: {function}(apply_if_finite(optimizer, 5))"
             )
 
 
-def _refuse_conditions() -> None:
-    """As `_refuse_skips`, around update(): only there a condition can be seen to depend on more than the step."""
+def refuse_conditions(function: str) -> None:
+    """As `refuse_skips`, around update(): only there a condition can be seen to depend on more than the step."""
     conditional = _conditional()
     for frame in _callers():
         name = conditional.get(frame.f_code)
         if name and frame.f_locals.get("forward_extra_args"):
             raise InputError(
-                f"DistributedOptimizer inside optax's {name} with forward_extra_args=True: each rank would skip steps "
+                f"{function} inside optax's {name} with forward_extra_args=True: each rank would skip steps "
                 "by its own arguments, and the others wait for it; put it outside, and reduce those arguments: "
-                f"DistributedOptimizer({name}(optimizer, …)).update(…, value=hvd.allreduce(loss))"
+                f"{function}({name}(optimizer, …)).update(…, value=hvd.allreduce(loss))"
             )
 
 

@@ -4,7 +4,7 @@
 
 ops        allreduce, allgather, … on the tensors of Keras' backend; broadcast_variables
 optimizer  DistributedOptimizer, load_model
-callbacks  for model.fit
+callbacks  for model.fit; local: those with local steps
 elastic    KerasState, and callbacks that commit it
 """
 # ruff: noqa: F403

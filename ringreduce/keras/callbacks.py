@@ -12,6 +12,8 @@ from ringreduce.api.objects import allgather_object
 from ringreduce.api.reduce import grouped_allreduce
 from ringreduce.api.world import size
 from ringreduce.errors import InputError
+from ringreduce.keras.local import DiLoCoCallback as DiLoCoCallback
+from ringreduce.keras.local import LocalSGDCallback as LocalSGDCallback
 from ringreduce.keras.ops import broadcast_variables
 
 

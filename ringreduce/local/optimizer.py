@@ -46,8 +46,9 @@ def DiLoCo(  # noqa: N802 - the paper's name
 ) -> Any:
     """Wrap `optimizer` so that every rank steps by itself, and parameters are averaged in turn while it goes on.
 
-    optimizer: a torch.optim.Optimizer: then an object of a subclass of its class, for schedulers and GradScaler; or
-        what `DistributedOptimizer` takes, for arrays of NumPy and CuPy that are changed in place. A
+    optimizer: a torch.optim.Optimizer: then an object of a subclass of its class, for schedulers and GradScaler; a
+        gradient transformation of optax: see `ringreduce.jax.diloco`; or what `DistributedOptimizer` takes, for arrays
+        of NumPy and CuPy that are changed in place. For Keras see `ringreduce.keras.callbacks.DiLoCoCallback`. A
         DistributedOptimizer with process_set=host_process_set averages gradients inside a host at every step: then
         parameters differ, and are averaged, between hosts.
     parameters: of torch, model.named_parameters(), by default numbered; of NumPy the tree of arrays, which is needed.
@@ -81,11 +82,20 @@ def DiLoCo(  # noqa: N802 - the paper's name
 
 def _wrapped(optimizer: Any, parameters: Any, options: Options) -> Any:
     """What is made of the optimizer, by its framework."""
-    torch = sys.modules.get("torch")
+    torch, keras = sys.modules.get("torch"), sys.modules.get("keras")
     if torch is not None and isinstance(optimizer, torch.optim.Optimizer):
         from ringreduce.torch.local import wrapped
 
         return wrapped(optimizer, parameters, options)
+    if isinstance(optimizer, tuple) and hasattr(optimizer, "init") and hasattr(optimizer, "update"):
+        from ringreduce.jax.local import transformation
+
+        return transformation(optimizer, options)
+    if keras is not None and isinstance(optimizer, getattr(keras.optimizers, "Optimizer", ())):
+        raise TypeError(
+            f"{options.function}: for an optimizer of Keras pass ringreduce.keras.callbacks.{options.function}Callback "
+            "to model.fit(callbacks=[…])"
+        )
     if not (callable(optimizer) or any(callable(getattr(optimizer, name, None)) for name in METHODS)):
         raise TypeError(f"{options.function}: got a {type(optimizer).__qualname__}; expected an optimizer")
     return LocalOptimizer(optimizer, parameters, options)

@@ -52,9 +52,9 @@ optim.buckets, optim.shards < optim.reducer, local.options < local.steps <
 ps.layout, ps.messages, ps.consistency, ps.arrays < ps.roles < ps.server, ps.worker < sweeps.study <
 sweeps.teams < sweeps.trial < sweeps.sweep < optimizer, testing < local.optimizer <
 elastic.kept, elastic.libraries < elastic.commit, elastic.sampler < elastic.state < elastic.loop < elastic.common <
-jax.xla, jax.host < jax.primitive < jax.ops, jax.compiled < jax.optimizer < jax.elastic <
+jax.xla, jax.host < jax.primitive < jax.ops, jax.compiled < jax.optimizer < jax.local, jax.elastic <
 tensorflow.host < tensorflow.ops < tensorflow.training <
-keras.ops < keras.optimizer, keras.callbacks, keras.elastic < tensorflow.keras <
+keras.ops, keras.local < keras.optimizer, keras.callbacks, keras.elastic < tensorflow.keras <
 torch.ops, torch.sparse, torch.functions, torch.sync_batch_norm, torch.ps < torch.hooks, torch.pending <
 torch.gradient, torch.wrapped < torch.reducer, torch.adasum_optimizer, torch.local < torch.optimizer,
 torch.shards < torch.sharded < torch.elastic <
@@ -72,6 +72,7 @@ LAYERS = layers(ORDER)
 UPWARD = {("optimizer", name) for name in ("torch", "jax", "keras")} | {
     ("tensorflow.training", "keras"),
     ("local.optimizer", "torch.local"),
+    ("local.optimizer", "jax.local"),
     ("tensorflow.keras", "keras"),  # only a name of it
 }
 # who names a module of gpu/, but for its own: above its lowest two, that is the engine only

@@ -1,0 +1,115 @@
+"""LocalSGD and DiLoCo for `model.fit`: callbacks that average a model's parameters; see `ringreduce.local`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import numpy as np
+
+from ringreduce.compression import Compression, Compressor
+from ringreduce.errors import InputError
+from ringreduce.local.optimizer import HasLocalSteps
+from ringreduce.local.options import Options, Outer
+from ringreduce.local.steps import LocalSteps, Parameters
+
+
+class _LocalStepsCallback(HasLocalSteps, keras.callbacks.Callback):  # type: ignore[misc]
+    def __init__(self, options: Options) -> None:
+        super().__init__()
+        self._state: dict[str, Any] = {}
+        self._local = LocalSteps(options, _Arrays(), self._variables, lambda: self._state)
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        """Remember where all ranks begin."""
+        if not self.model.built:
+            raise InputError(f"{type(self).__name__}: the model has no weights yet; build it first: model.build(shape)")
+        self._local.begin()
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        """Count a step, and average if it is time."""
+        if hasattr(self.model, "jax_state_sync"):  # during an epoch only Keras' loop over its batches has them
+            self.model.jax_state_sync()
+        self._local.begin()
+        self._local.end()
+
+    def state_dict(self) -> dict[str, Any]:
+        """What all ranks have alike: an elastic state commits it."""
+        return self._state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go back to what `state_dict` returned; parameters become the anchors."""
+        self._state = state_dict
+        self.begin_from_anchors()
+
+    def _variables(self) -> Parameters:
+        """Numbered, as the names that Keras gives layers differ between ranks."""
+        variables = () if self.model is None else self.model.trainable_variables
+        return {f"variable.{number}": _Flat(each) for number, each in enumerate(variables)}
+
+
+class LocalSGDCallback(_LocalStepsCallback):
+    """Every rank trains by itself, and the parameters are averaged every `sync_every` batches.
+
+    As `DiLoCoCallback` with all parameters at once, the plain mean, and no delay.
+    """
+
+    def __init__(
+        self, sync_every: int, *, warmup_steps: int = 0, compression: type[Compressor] = Compression.none
+    ) -> None:
+        super().__init__(Options("LocalSGDCallback", sync_every, warmup_steps, compression=compression))
+
+
+class DiLoCoCallback(_LocalStepsCallback):
+    """Every rank trains by itself, and the trainable parameters are averaged in turn; the options are `DiLoCo`'s.
+
+    Put it before other callbacks that look at the weights, and after BroadcastGlobalVariablesCallback, on all ranks,
+    with a model that is built. A step is a call of on_train_batch_end. After model.fit, and for an evaluation of its
+    own, `with callback.averaged():` has the mean of all ranks' parameters. In an elastic job it is an attribute of the
+    state: KerasState(model, averaging=callback).
+
+    Cost:   as `DiLoCo`, and two copies of a fragment, out of the framework and into it.
+    Raises: InputError for wrong options, and a model that is not built.
+    Source: see `ringreduce.local`.
+    """
+
+    def __init__(
+        self,
+        sync_every: int,
+        *,
+        outer: Outer | None = None,
+        fragments: int = 1,
+        delay: int = 0,
+        compression: type[Compressor] = Compression.none,
+        warmup_steps: int = 0,
+    ) -> None:
+        super().__init__(Options("DiLoCoCallback", sync_every, warmup_steps, fragments, delay, outer, compression))
+
+
+class _Flat:
+    """A variable as a row of numbers: of a single one, too, arithmetic makes an array then."""
+
+    def __init__(self, variable: Any) -> None:
+        self.variable = variable
+        self.shape = (int(np.prod(variable.shape)),)
+
+
+class _Arrays:
+    """Of Keras' variables, by copies on the host."""
+
+    def trains(self, parameter: _Flat) -> bool:
+        """Always: they are the trainable ones."""
+        return True
+
+    def read(self, parameter: _Flat) -> Any:
+        """A copy with 32 bits or more."""
+        array = np.asarray(keras.ops.convert_to_numpy(parameter.variable)).reshape(-1)
+        return array.astype(np.result_type(array.dtype, np.float32))
+
+    def write(self, parameter: _Flat, values: Any) -> None:
+        """A copy, as JAX keeps such memory for its own."""
+        parameter.variable.assign(np.array(values).reshape(parameter.variable.shape))
+
+    def to_numpy(self, values: Any) -> Any:
+        """They are."""
+        return values
