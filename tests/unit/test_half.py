@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from ringreduce.arrays.dtypes import TABLE
+from ringreduce.compression import Compression
 from ringreduce.kernels import half
 from ringreduce.ops import Average, Reduction, Sum
 from tests.support.reference import assert_same_bits
@@ -58,6 +59,33 @@ def test_values_between_all_neighbours_are_rounded_to_nearest_even(name):
     out = np.empty(len(values), STORAGE[name])
     half.narrow(name, values, out)
     assert_same_bits(out, rounded(name, values), name)
+
+
+@pytest.mark.parametrize("wide", [np.float32, np.float64])
+@pytest.mark.parametrize(("name", "compression"), [("float16", Compression.fp16), ("bfloat16", Compression.bf16)])
+def test_arrays_of_any_layout_are_compressed_and_come_back(name, compression, wide):
+    shape = 3, 5, half.BLOCK // 10
+    array = np.random.default_rng(7).standard_normal(shape).astype(wide)
+    array *= 10.0 ** np.arange(-12, 3).reshape(3, 5, 1)  # of float16 subnormal ones, too
+    array[0, 0, :6] = np.nan, np.inf, -np.inf, 7e4, -0.0, 1e-42
+    for layout in (
+        array,
+        array.T,
+        array.transpose(1, 2, 0),
+        array[::2, :, ::-1],
+        array[0],
+        array[1, 1, 1:2],
+        array[:0],
+    ):
+        print(layout.shape, layout.strides)
+        sent, context = compression.compress(layout)
+        assert (sent.shape, sent.dtype) == (layout.shape, VALUE[name])
+        narrowed = rounded(name, layout.astype(np.float32))
+        np.testing.assert_array_equal(sent.astype(np.float32), value(name, narrowed))
+        back = compression.decompress(sent, context)
+        assert back.dtype == wide
+        np.testing.assert_array_equal(back, value(name, narrowed))
+        assert back.flags.f_contiguous == layout.flags.f_contiguous
 
 
 @pytest.mark.parametrize("bits", [0x7F800001, 0x7FBFFFFF, 0x7FFFFFFF, 0xFFFFFFFF, 0x7FC00000, 0xFF800001])
