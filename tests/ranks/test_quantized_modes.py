@@ -6,9 +6,12 @@ import numpy as np
 import pytest
 
 import ringreduce as rr
+from ringreduce.arrays.dtypes import TABLE
+from ringreduce.collectives import quantized
+from ringreduce.ops import Reduction
 from ringreduce.settings import Settings
 from ringreduce.testing import run_ranks
-from tests.ranks.on_threads import each_rank_of
+from tests.ranks.on_threads import each_rank_of, reduced_over_messages
 from tests.support.reference import data
 
 INT8, INT4 = rr.Compression.int8, rr.Compression.int4
@@ -31,6 +34,14 @@ def test_stochastic_rounding_is_right_on_average_and_repeatable(hosts):
     errors = [np.abs(each - exact).mean() for each in (first[0][0][0], first[0][1], first[0][0].mean(axis=0))]
     assert errors[2] < errors[0] / 5
     assert errors[2] < errors[1] / 3
+
+
+def test_each_part_of_a_chunk_draws_other_numbers():
+    """Integers of 4 bits are exact, their averages are not: so only sums are rounded, each block a part of its own."""
+    arrays = [np.tile(np.float32((np.arange(256) * (1 + rank * rank)) % 15 - 7), 30) for rank in range(3)]
+    reduction = Reduction(rr.Average, TABLE["float32"], 3, wire=INT4.stochastic, seed=(1,))
+    result, *_ = reduced_over_messages(quantized, arrays, reduction, 130)
+    assert len({each.tobytes() for each in result.reshape(30, 256)}) == 30
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
@@ -118,9 +129,11 @@ def test_channels_of_one_host_encode_where_they_shall(count):
 
 def test_the_log_says_which_format_moved_what(caplog):
     def program():
-        rr.allreduce(np.ones(1000, np.float32), compression=INT4)
+        for wire in (INT4, INT4.everywhere):
+            rr.allreduce(np.ones(1000, np.float32), compression=wire)
 
     with caplog.at_level(logging.DEBUG, "ringreduce"):
         run_ranks(3, program, hosts=[0, 0, 1], settings=Settings(log_level="debug"))
-    what = "allreduce of 1 tensors, 4000 B of float32: hierarchical, Compression.int4, in 1 buckets"
-    assert any(what in each.getMessage() for each in caplog.records)
+    for how in ("hierarchical, Compression.int4", "direct, Compression.int4.everywhere"):
+        what = f"allreduce of 1 tensors, 4000 B of float32: {how}, in 1 buckets"
+        assert any(what in each.getMessage() for each in caplog.records)
