@@ -34,6 +34,7 @@ if _TYPE_CHECKING:
     from ringreduce.local.options import Nesterov as Nesterov
     from ringreduce.optimizer import DistributedOptimizer as DistributedOptimizer
     from ringreduce.powersgd import PowerSGD as PowerSGD
+    from ringreduce.sharded import ShardedOptimizer as ShardedOptimizer
     from ringreduce.sweeps import sweep as sweep
 
 # where each name of the API stands
@@ -73,6 +74,7 @@ _API = {
     "run_function": "run",
     "runtime": "is_initialized",
     "sampler": "DistributedSampler",
+    "sharded": "ShardedOptimizer",
     "sweeps": "sweep",
 }
 _PACKAGES = ("elastic", "ps", "sweeps")

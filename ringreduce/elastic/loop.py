@@ -90,8 +90,11 @@ def _is_loss(error: BaseException) -> bool:
 
 
 def _keep(state: State, own: Runtime) -> None:
-    """Commit the state, which is whole: the interrupt comes between two steps; but not what a GPU has got wrong."""
-    state.restore() if own.await_gpu() else state.save()
+    """Commit the state, which is whole: the interrupt comes between two steps; but not what a GPU has got wrong.
+
+    Ranks of which some are gone cannot gather a sharded one: go back to its last commit.
+    """
+    state.restore() if own.await_gpu() or state.is_sharded else state.save()
 
 
 def _reform(state: State, own: Runtime) -> bool:

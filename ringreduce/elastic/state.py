@@ -44,6 +44,11 @@ class State:
         """How many commits there have been; 0: that is not known, so the state is always synchronized."""
         return 0
 
+    @property
+    def is_sharded(self) -> bool:
+        """True when `save` gathers what ranks have apart, so that all must call it after the same step."""
+        return False
+
     def register_reset_callbacks(self, callbacks: Iterable[Callable[[], Any]]) -> None:
         """Have these called, in order, when the ranks have changed, before the training function begins again.
 
@@ -149,6 +154,11 @@ class ObjectState(State):
     def commits(self) -> int:
         """How many commits there have been, on this rank or on those that it took its state from."""
         return self._committed.number
+
+    @property
+    def is_sharded(self) -> bool:
+        """True with a ShardedOptimizer: a commit has its whole state, on every rank."""
+        return any(getattr(getattr(self, name), "is_sharded", False) for name in self._names)
 
     def save(self) -> None:
         """Copy all attributes.  Cost: one copy of all arrays, into memory that is there from the second time on."""

@@ -13,6 +13,7 @@ from ringreduce.elastic.common import *  # noqa: F403
 from ringreduce.elastic.sampler import ElasticSampler as NeutralSampler
 from ringreduce.elastic.state import ObjectState
 from ringreduce.torch.functions import adopt, taken_apart
+from ringreduce.torch.sharded import ShardedMixin
 from ringreduce.torch.wrapped import WrappedMixin
 
 __all__ = ["TorchState"]
@@ -28,9 +29,10 @@ class TorchState(ObjectState):
 
         state = hvd.elastic.TorchState(model, optimizer, sampler=sampler, epoch=0, batch=0)
 
-    Any attribute may be a module, an optimizer (a DistributedOptimizer too), or an object with state_dict() and
-    load_state_dict(), such as a learning rate scheduler, a GradScaler or an `ElasticSampler`. `restore` also clears the
-    gradients of optimizers, and gives up what was being reduced.
+    Any attribute may be a module, an optimizer (a DistributedOptimizer or ShardedOptimizer too), or an object with
+    state_dict() and load_state_dict(), such as a learning rate scheduler, a GradScaler or an `ElasticSampler`.
+    `restore` also clears the gradients of optimizers, and gives up what was being reduced. A commit gathers the whole
+    state of a ShardedOptimizer on every rank: commit less often.
 
     For the same dropout again after a loss, TorchState(…, rng=torch.get_rng_state(), local=("rng",)): the training
     function begins with torch.set_rng_state(state.rng), and sets state.rng before each commit.
@@ -54,13 +56,18 @@ class TorchState(ObjectState):
         super().restore()
 
     def _taken(self, value: Any) -> Any:
-        return taken_apart(value) if isinstance(value, torch.optim.Optimizer) else super()._taken(value)
+        return taken_apart(value) if _is_whole(value) else super()._taken(value)
 
     def _put_back(self, value: Any, saved: Any) -> Any:
-        if isinstance(value, torch.optim.Optimizer):
+        if _is_whole(value):
             adopt(value, saved, put_back)
             return value
         if isinstance(value, torch.nn.Module):
             value.load_state_dict(saved)  # which copies
             return value
         return super()._put_back(value, saved)
+
+
+def _is_whole(value: Any) -> bool:
+    """True for an optimizer of which this rank has all; the state_dict() of another one is that of all ranks' parts."""
+    return isinstance(value, torch.optim.Optimizer) and not isinstance(value, ShardedMixin)

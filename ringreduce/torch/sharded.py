@@ -79,6 +79,7 @@ def ShardedOptimizer(  # noqa: N802 - beside DistributedOptimizer
 class ShardedMixin(WrappedMixin):
     """The methods of an optimizer that steps its rank's pieces; precedes the user's class in the MRO."""
 
+    is_sharded = True  # see `elastic.state.State`
     _reducer: ShardReducer
     _whole: dict[int, Any] | None
     """The state of whole parameters by number, from when it was loaded to the next step: till then ranks may change."""

@@ -8,13 +8,14 @@ parameter, though it may be empty: all ranks' optimizers have a state of the sam
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 
-from ringreduce.errors import BackwardError, InputError
+from ringreduce.errors import BackwardError, CollectiveError, InputError
 from ringreduce.optim.buckets import DENSE, GradientBucket, fill
 from ringreduce.optim.exchange import Exchange
 from ringreduce.optim.shards import Shards
@@ -259,7 +260,8 @@ class ShardReducer(GradientReducer):
             found_inf.fill_(float(self.exchange.begin_maximum(name, [int(found_inf.item())]).wait()[0]))
 
     def abandon(self) -> None:
-        """As its base's; parameters that were on their way have failed, too."""
+        """As its base's; waits until nothing is written to parameters any more."""
         for bucket in self.buckets:
-            bucket.gathered = None
+            with contextlib.suppress(CollectiveError):
+                bucket.wait()
         super().abandon()

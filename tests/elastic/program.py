@@ -6,7 +6,8 @@ RANK is that of the start. WHERE: `step` (before its collectives), `submitted` (
 (when half of the state is changed, which the others must undo), `meeting` (in re-forming), `sync`, `start` (WHEN
 seconds after init), `leaving`, and in the engine `control` (before a control message), `message` (before data),
 `window` (before a flag in shared memory); WHEN: the step, or how often it was there before. HOW: see plain.die.
-Variables: TRAINING_COUNT, how many parameters; TRAINING_PER_HOST, how many ranks share what passes for a host.
+Variables: TRAINING_COUNT, how many parameters; TRAINING_PER_HOST, how many ranks share what passes for a host;
+TRAINING_SHARDED: with momentum, by a ShardedOptimizer.
 
 Deaths are of the job's first attempt. Each rank that survives leaves FOLDER/RANK.json: its parameters, and who took
 part in each step that counts. One that dies as wanted leaves FOLDER/RANK.died, and all FOLDER/RANK.pid, one line for
@@ -35,6 +36,7 @@ from tests.elastic.plain import die
 COUNT = int(os.environ.get("TRAINING_COUNT", "1000"))  # parameters
 HALF = COUNT // 2
 RATE = 0.1
+MOMENTUM = 0.5 if "TRAINING_SHARDED" in os.environ else 0.0
 
 
 def gradient(parameters: np.ndarray, rank: int, step: int) -> np.ndarray:
@@ -43,12 +45,25 @@ def gradient(parameters: np.ndarray, rank: int, step: int) -> np.ndarray:
     return (parameters - target) * (1 + rank)
 
 
-def replay(history: list[list[int]], count: int = COUNT) -> np.ndarray:
+def replay(history: list[list[int]], count: int = COUNT, momentum: float = 0.0) -> np.ndarray:
     """The parameters after the steps in which these ranks took part, by one process."""
-    parameters = np.zeros(count)
+    parameters, velocity = np.zeros(count), np.zeros(count)
     for step, ranks in enumerate(history):
-        parameters = parameters - RATE * sum(gradient(parameters, rank, step) for rank in ranks) / len(ranks)
+        velocity = momentum * velocity + sum(gradient(parameters, rank, step) for rank in ranks) / len(ranks)
+        parameters = parameters - RATE * velocity
     return parameters
+
+
+class Momentum:
+    """Descent by the mean over the ranks of the step."""
+
+    def __init__(self, parameters: np.ndarray) -> None:
+        self.parameters, self.velocity, self.ranks = parameters, np.zeros_like(parameters), 1
+
+    def step(self, total: np.ndarray) -> None:
+        """Change the parameters in place."""
+        self.velocity[...] = MOMENTUM * self.velocity + total / self.ranks
+        self.parameters -= RATE * self.velocity
 
 
 class Deaths:
@@ -125,6 +140,9 @@ def main() -> None:
             super().sync()
 
     state = State(parameters=np.zeros(COUNT), history=[], step=0)
+    if MOMENTUM:
+        optimizer = rr.ShardedOptimizer(Momentum, state.parameters, op=rr.Sum)
+        state = State(parameters=state.parameters, history=[], step=0, optimizer=optimizer)
 
     began, engines = [], []
 
@@ -140,15 +158,21 @@ def main() -> None:
             first = rr.allreduce_async(whole[:HALF], op=rr.Sum, name="first half")
             deaths.at("submitted", state.step)
             who = np.flatnonzero(rr.allreduce(mine, op=rr.Sum, name="who"))
-            state.parameters[:HALF] -= RATE * first.wait() / len(who)
-            deaths.at("between", state.step)
-            state.parameters[HALF:] -= RATE * rr.allreduce(whole[HALF:], op=rr.Sum, name="second half") / len(who)
+            if MOMENTUM:
+                state.optimizer.optimizer.ranks = len(who)
+                state.optimizer.step(whole)
+                deaths.at("between", state.step)
+            else:
+                state.parameters[:HALF] -= RATE * first.wait() / len(who)
+                deaths.at("between", state.step)
+                state.parameters[HALF:] -= RATE * rr.allreduce(whole[HALF:], op=rr.Sum, name="second half") / len(who)
             state.history.append(who.tolist())
             state.step += 1
             state.commit()
 
     train(state)
     result = {"parameters": state.parameters.tolist(), "history": state.history, "size": rr.size(), "pid": os.getpid()}
+    result["momentum"] = MOMENTUM
     gc.collect()
     result |= {"began": began[0], "engines": sum(each() is not None for each in engines)}
     (folder / f"{rank}.json").write_text(json.dumps(result))

@@ -49,8 +49,8 @@ class Job(NamedTuple):
         )
 
 
-def draw(seed: int, spares: int = 0) -> Job:
-    """With spares two ranks die, else one to three; one is always left."""
+def draw(seed: int, spares: int = 0, sharded: bool = False) -> Job:
+    """With spares two ranks die, else one to three; one is always left.  sharded: by a ShardedOptimizer."""
     dice = random.Random(seed)
     size = dice.randint(3, 4) if spares else dice.randint(2, 5)
     variables = {"TRAINING_COUNT": str(dice.choice([10, 1000, 60_000]))}
@@ -60,7 +60,7 @@ def draw(seed: int, spares: int = 0) -> Job:
     places = [*PLACES, *["message", "message"] * ("TRAINING_PER_HOST" in variables)]
     first = death(dice, victims[0], places)
     deaths = [first, *(another(dice, rank, first, places) for rank in victims[1:])]
-    return Job(size, spares, deaths, variables)
+    return Job(size, spares, deaths, {**variables, **({"TRAINING_SHARDED": "1"} if sharded else {})})
 
 
 def death(dice: random.Random, rank: int, places: list[str]) -> str:
@@ -132,7 +132,7 @@ def faults(job: Job, folder: Path, died: list[int], printed: str) -> list[str]:
     for rank, result in results.items():
         if len(result["history"]) != STEPS:
             found.append(f"rank {rank}: {len(result['history'])} steps")
-        expected = replay(result["history"], len(result["parameters"]))
+        expected = replay(result["history"], len(result["parameters"]), result["momentum"])
         if not np.allclose(result["parameters"], expected, rtol=1e-9, atol=1e-9):
             found.append(f"rank {rank}: not what one process computes")
         if result["parameters"] != results[min(results)]["parameters"]:
@@ -152,6 +152,7 @@ def main() -> None:
     parser.add_argument("--plain", action="store_true", help="jobs that are not elastic: one rank fails")
     parser.add_argument("--python", type=Path, default=PYTHON, help="another, as one with MPICH")
     parser.add_argument("--spares", type=int, default=0, help="2: two deaths a job, and two spares")
+    parser.add_argument("--sharded", action="store_true", help="jobs that train by a ShardedOptimizer")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="start no job after this time")
     parser.add_argument("-v", action="store_true", help="show what each job prints")
     options = parser.parse_args()
@@ -160,7 +161,7 @@ def main() -> None:
         if time.monotonic() - began_s > options.seconds:
             break
         kind = plain if options.plain else sys.modules[__name__]
-        job = kind.draw(seed, options.spares)
+        job = kind.draw(seed, options.spares, *[options.sharded] * (kind is not plain))
         outcome = kind.run(job, options.python)
         took_s.append(outcome.seconds)
         deaths.append(len(outcome.died))

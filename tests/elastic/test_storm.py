@@ -9,12 +9,12 @@ from tests.support import tiers
 pytestmark = [pytest.mark.timeout(300), pytest.mark.extended]
 
 
-@pytest.mark.parametrize("spares", [0, 2])
+@pytest.mark.parametrize(("spares", "sharded"), [(0, False), (2, False), (0, True)])
 @pytest.mark.parametrize("seed", tiers.seeds([], 5))
-def test_each_job_goes_on(python, seed, spares):
+def test_each_job_goes_on(python, seed, spares, sharded):
     if reason := why_not({"unshare": "util-linux"}):
         pytest.skip(reason)
-    job = storm.draw(seed, spares)
+    job = storm.draw(seed, spares, sharded)
     outcome = storm.run(job, python)
     assert outcome.wrong == [], f"{job}: {outcome.died} died\n{outcome.printed}"
 

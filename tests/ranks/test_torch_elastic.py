@@ -84,13 +84,14 @@ def test_training_goes_on_from_a_commit_as_it_went_on_the_first_time(name, commi
     assert scheduler.optimizer is optimizer
 
 
-def test_what_was_being_reduced_is_given_up(elastic):
+@pytest.mark.parametrize("wrap", [hvd.DistributedOptimizer, hvd.ShardedOptimizer])
+def test_what_was_being_reduced_is_given_up(elastic, wrap):
     """One rank leaves off in the middle of a step, the other in its end; the gradients of that step are gone."""
 
     def program():
         model = model_of(1.0)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-        optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters())
+        optimizer = wrap(optimizer, model.named_parameters())
         state = hvd.elastic.TorchState(model, optimizer, step=0)
         failures = [hvd.PeerLostError("rank 9 died", [9])]
 

@@ -51,6 +51,7 @@ api.ordered, api.own_channel, api.collective < api.common, powersgd, optim.param
 optim.buckets, optim.shards < optim.reducer, local.options < local.steps <
 ps.layout, ps.messages, ps.consistency, ps.arrays < ps.roles < ps.server, ps.worker < sweeps.study <
 sweeps.teams < sweeps.trial < sweeps.sweep < optimizer, testing < local.optimizer <
+sharded <
 elastic.kept, elastic.libraries < elastic.commit, elastic.sampler < elastic.state < elastic.loop < elastic.common <
 jax.xla, jax.host < jax.primitive < jax.ops, jax.compiled < jax.optimizer < jax.local, jax.elastic <
 tensorflow.host < tensorflow.ops < tensorflow.training <
@@ -70,6 +71,7 @@ def layers(order):
 LAYERS = layers(ORDER)
 # the imports that point up: an optimizer is sent to its framework's adapter, inside a function
 UPWARD = {("optimizer", name) for name in ("torch", "jax", "keras")} | {
+    ("sharded", "torch"),
     ("tensorflow.training", "keras"),
     ("local.optimizer", "torch.local"),
     ("local.optimizer", "jax.local"),

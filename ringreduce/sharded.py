@@ -1,0 +1,206 @@
+"""ShardedOptimizer for arrays of NumPy and CuPy: an optimizer of this rank's pieces of the parameters."""
+
+from __future__ import annotations
+
+import collections
+import copy
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from ringreduce import trees
+from ringreduce.api.process_sets import ProcessSet, global_process_set
+from ringreduce.compression import Compression, Compressor
+from ringreduce.errors import InputError
+from ringreduce.ops import Average, ReduceOp
+from ringreduce.optim.exchange import Exchange
+from ringreduce.optim.shards import Shards, check_exchange
+from ringreduce.optimizer import Accumulation
+
+
+def ShardedOptimizer(  # noqa: N802 - beside DistributedOptimizer
+    optimizer: Any,
+    named_parameters: Any = None,
+    compression: type[Compressor] = Compression.none,
+    backward_passes_per_step: int = 1,
+    op: ReduceOp = Average,
+    gradient_predivide_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+    **options: Any,
+) -> Any:
+    """An optimizer of which each of P ranks keeps 1/P of the state, and steps 1/P of all elements.
+
+    optimizer: a torch.optim.Optimizer: see `ringreduce.torch.ShardedOptimizer`, which has further options. Else a
+        function that makes one: it gets a tree of the form of the parameters, with this rank's piece of each, in one
+        dimension, in the memory of the parameters. It returns an object with step(grads), or a callable on gradients,
+        which changes these in place, element by element. It is called again when the ranks have changed.
+    named_parameters: the parameters: an array of NumPy or CuPy, or nested dicts, lists and tuples of arrays.
+    compression, backward_passes_per_step, op, gradient_predivide_factor, process_set: see DistributedOptimizer.
+
+    What is returned has step(grads), and is callable: it takes whole gradients in the form of the parameters; when it
+    returns, all ranks have all parameters. Its `optimizer` is the user's own. state_dict(), which all ranks call, is
+    what an optimizer of whole parameters has there, or in its attributes. load_state_dict() takes it at any
+    number of ranks, and is no collective.
+
+    Cost:   the bytes of a DistributedOptimizer, in two halves.
+    Raises: InputError for arrays that cannot be changed in place, and gradients of another form.
+    Source: ZeRO's stage 1 (Rajbhandari et al., 2020).
+
+    >>> optimizer = ShardedOptimizer(lambda pieces: Momentum(pieces, lr=0.1), params)                  # doctest: +SKIP
+    >>> optimizer.step(grads)                                                                          # doctest: +SKIP
+    """
+    exchange = check_exchange(Exchange(op, compression, gradient_predivide_factor, process_set))
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(optimizer, torch.optim.Optimizer):
+        from ringreduce.torch import ShardedOptimizer as TorchOptimizer
+
+        settings = compression, backward_passes_per_step, op, gradient_predivide_factor, process_set
+        return TorchOptimizer(optimizer, named_parameters, *settings, **options)
+    if options:
+        raise InputError(f"ShardedOptimizer: {', '.join(options)}: only of a torch optimizer")
+    if not callable(optimizer) or named_parameters is None:
+        raise InputError(
+            f"ShardedOptimizer: got a {type(optimizer).__qualname__}; expected a torch optimizer, or a function that "
+            "makes an optimizer of pieces, and the parameters: ShardedOptimizer(lambda pieces: Adam(pieces), params)"
+        )
+    return ShardedArrays(optimizer, named_parameters, exchange, Accumulation(backward_passes_per_step, averages=False))
+
+
+class ShardedArrays:
+    """See `ShardedOptimizer`."""
+
+    is_sharded = True  # see `elastic.state.State`
+    optimizer: Any
+
+    def __init__(self, make: Callable[[Any], Any], params: Any, exchange: Exchange, accumulation: Accumulation) -> None:
+        self._make, self._tree, self._exchange, self._accumulation = make, params, exchange, accumulation
+        self._params = dict(trees.named_leaves(params))
+        for name, each in self._params.items():
+            flags = getattr(each, "flags", None)
+            if flags is None or not (flags.c_contiguous and getattr(flags, "writeable", True)):
+                raise InputError(
+                    f"ShardedOptimizer: parameter {name!r} is a {type(each).__qualname__} that cannot be cut in place; "
+                    "expected a writable, contiguous array of NumPy or CuPy"
+                )
+        self._divide()
+        self._whole: Callable[[], Any] | None = self._initial
+        """The whole state, from when it was loaded to the next step: till then ranks may change."""
+
+    def _initial(self) -> Any:
+        return _state_of(self._make(trees.map_leaves(self._tree, lambda _, array: array.copy())))
+
+    def _divide(self) -> None:
+        by_type: dict[Any, list[str]] = {}
+        for name, array in self._params.items():
+            by_type.setdefault(array.dtype, []).append(name)
+        self._shards: list[tuple[list[str], Shards]] = []
+        self._pieces: dict[str, Any] = {}
+        for dtype, names in by_type.items():
+            arrays = [self._params[name] for name in names]
+            shards = Shards(f"params of {dtype}", names, [each.size for each in arrays], self._exchange)
+            self._shards.append((names, shards))
+            self._pieces |= zip(names, shards.own([each.reshape(-1) for each in arrays]), strict=True)
+        self.optimizer = self._make(trees.map_leaves(self._tree, lambda name, _: self._pieces[name]))
+
+    def step(self, grads: Any) -> Any:
+        """Reduce these gradients to the ranks that own them, step this rank's pieces, and get all ranks' parameters.
+
+        Returns what the user's optimizer does; before the last pass of a step None.
+        """
+        self._look_at_the_world()
+        if not self._accumulation.add(grads):
+            return None
+        grads = self._accumulation.take(grads)
+        whole = dict(trees.named_leaves(grads))
+        if {name: each.shape for name, each in whole.items()} != {k: each.shape for k, each in self._params.items()}:
+            raise InputError("ShardedOptimizer: the gradients are not of the form and shapes of the parameters")
+        begun = [(names, shards.reduce([whole[name] for name in names])) for names, shards in self._shards]
+        pieces = {name: piece for names, wait in begun for name, piece in zip(names, wait(), strict=True)}
+        self._whole = None
+        function = getattr(self.optimizer, "step", self.optimizer)
+        result = function(trees.map_leaves(grads, lambda name, _: pieces[name]))
+        for wait in [shards.gather([self._params[name] for name in names]) for names, shards in self._shards]:
+            wait()
+        return result
+
+    __call__ = step
+
+    def _look_at_the_world(self) -> None:
+        self._exchange.check_world()
+        if all(shards.fits(self._exchange) for _, shards in self._shards):
+            return
+        if self._whole is None:
+            raise InputError(
+                "ShardedOptimizer: the ranks have changed, and each had its part of the state; go back to a commit, or "
+                "load_state_dict() of what state_dict() returned"
+            )
+        whole, live = self._whole(), dict(trees.named_leaves(_state_of(self.optimizer)))
+        self._divide()
+
+        def newest(leaf: str, value: Any) -> Any:
+            """What was set since, such as a learning rate, stays."""
+            return live.get(leaf, value) if self._parameter(leaf, value, self._params) is None else value
+
+        self.load_state_dict(trees.map_leaves(whole, newest))
+
+    def _parameter(self, leaf: str, value: Any, arrays: dict[str, Any]) -> str | None:
+        """Of which parameter a leaf of the state is: one that ends its name, and whose array has its shape.
+
+        velocity.layers.0.w is of layers.0.w; arrays: all parameters, or all pieces.
+        """
+        shape = getattr(value, "shape", None)
+        named = (each for each in arrays if not each or f".{leaf}".endswith(f".{each}"))
+        return next((each for each in named if arrays[each].shape == shape), None)
+
+    def state_dict(self) -> Any:
+        """The whole state, the same on all ranks, which must all call it.  Cost: memory for it, and an allgather."""
+        if self._whole is not None:
+            return self._whole()
+        state, whole = _state_of(self.optimizer), dict[str, Any]()
+        found: dict[str, dict[str, Any]] = collections.defaultdict(dict)
+        for leaf, array in trees.named_leaves(state):
+            name = self._parameter(leaf, array, self._pieces)
+            if name is not None:
+                found[leaf[: len(leaf) - len(name)]][name] = array
+        for what, arrays in found.items():  # such as velocity
+            for names, shards in self._shards:
+                kinds = [arrays[name].dtype for name in names if name in arrays]
+                full = [self._params[name].astype(kind) for kind in kinds[:1] for name in names]
+                for name, piece in zip(names, shards.own([each.reshape(-1) for each in full]), strict=False):
+                    piece[...] = arrays.get(name, 0)
+                if full:
+                    shards.gather(full, f".{what}")()
+                whole |= {what + name: each for name, each in zip(names, full, strict=False)}
+        return trees.map_leaves(state, lambda leaf, own: whole.get(leaf, own))
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        """Load what `state_dict` returned, at any number of ranks; not a collective."""
+        self._accumulation.reset()
+        own = dict(trees.named_leaves(_state_of(self.optimizer)))
+        bounds = {name: at for names, shards in self._shards for name, at in zip(names, shards.bounds, strict=True)}
+
+        def cut(leaf: str, value: Any) -> Any:
+            name = self._parameter(leaf, value, self._params)
+            if name is None:
+                return copy.copy(value)
+            if own.get(leaf) is self._pieces[name]:  # the parameters themselves
+                self._params[name][...] = value
+                return own[leaf]
+            low, high = bounds[name]
+            return value.reshape(-1)[low:high].copy()
+
+        pieces = trees.map_leaves(state_dict, cut)
+        if _has_state_dict(self.optimizer):
+            self.optimizer.load_state_dict(pieces)
+        else:
+            vars(self.optimizer).update(pieces)
+        self._whole = lambda: state_dict
+
+
+def _has_state_dict(optimizer: Any) -> bool:
+    return hasattr(optimizer, "state_dict") and hasattr(optimizer, "load_state_dict")
+
+
+def _state_of(optimizer: Any) -> Any:
+    """Its state_dict(), or where it has none its attributes."""
+    return optimizer.state_dict() if _has_state_dict(optimizer) else dict(vars(optimizer))

@@ -1,0 +1,174 @@
+"""torch's ShardedOptimizer on threads: a step has the bits of a DistributedOptimizer's."""
+
+import pytest
+import torch
+
+import ringreduce.torch as hvd
+from ringreduce.testing import run_ranks
+from tests.support.sharded import DETERMINISTIC, OPTIMIZERS, assert_equal, bits, loss_of, model_of, plain, sharded
+
+
+def groups_of(model):
+    """Two, of which a scheduler changes the learning rate."""
+    parameters = list(model.parameters())
+    return [{"params": parameters[:3], "lr": 0.05}, {"params": parameters[3:]}]
+
+
+def train(wrap, name, steps=12, **options):
+    model = model_of()
+    optimizer = wrap(OPTIMIZERS[name](groups_of(model)), model.named_parameters(), **options)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.5)
+    for step in range(steps):
+        optimizer.zero_grad()
+        loss_of(model, step).backward()
+        optimizer.step()
+        scheduler.step()
+    return bits(model), optimizer
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("hosts", [[0], [0, 0], [0, 0, 0], [0, 1, 0, 1]], ids=str)
+def test_the_bits_are_those_of_a_distributed_optimizer(hosts, name):
+    def program():
+        expected, plain = train(hvd.DistributedOptimizer, name)
+        found, optimizer = train(hvd.ShardedOptimizer, name)
+        assert_equal(found, expected)
+        kept = sum(v.numel() for each in optimizer.state.values() for v in each.values() if v is not None and v.dim())
+        whole = sum(v.numel() for each in plain.state.values() for v in each.values() if v is not None and v.dim())
+        assert abs(kept * hvd.size() / whole - 1) < 0.01
+        return found
+
+    results = run_ranks(len(hosts), program, hosts=hosts, settings=DETERMINISTIC)
+    for result in results:
+        assert_equal(result, results[0])
+
+
+def frozen(model, optimizer, step):
+    """A part is frozen for a while; and one rank lacks a gradient."""
+    model[0].weight.requires_grad_(step not in (2, 3))
+    loss_of(model[:3] if step == 5 and hvd.rank() else model, step).backward()
+    optimizer.step()
+
+
+def twice(model, optimizer, step):
+    for part in range(2):
+        loss_of(model, 2 * step + part).backward()
+    optimizer.step()
+
+
+def closure(model, optimizer, step):
+    def computed():
+        optimizer.zero_grad()
+        loss = loss_of(model, step)
+        loss.backward()
+        return loss
+
+    assert optimizer.step(computed) > 0
+
+
+def horovods(model, optimizer, step):
+    loss_of(model, step).backward()
+    optimizer.synchronize()
+    with optimizer.skip_synchronize():
+        optimizer.step()
+
+
+def moved(model, optimizer, step):
+    """As .to() may do, and load_state_dict."""
+    model[0].weight.data = model[0].weight.data.clone() * 0.5
+    horovods(model, optimizer, step)
+
+
+def more_groups(model, optimizer, step):
+    if step == 1:
+        model.more = torch.nn.Parameter(torch.ones(5))
+        optimizer.add_param_group({"params": [model.more], "lr": 0.5})
+    (loss_of(model, step) * getattr(model, "more", torch.ones(1)).square().sum()).backward()
+    optimizer.step()
+
+
+WAYS = {
+    "frozen, missing": (frozen, {}),
+    "passes": (twice, {"backward_passes_per_step": 2}),
+    "closure": (closure, {}),
+    "synchronize": (horovods, {"op": hvd.Sum}),
+    "moved": (moved, {"gradient_predivide_factor": 2.0}),
+    "float16": (horovods, {"compression": hvd.Compression.fp16}),
+    "bfloat16": (horovods, {"compression": hvd.Compression.bf16}),
+    "more groups": (more_groups, {}),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("hosts", [[0, 0, 0], [0, 1]], ids=str)
+def test_a_step_does_what_a_distributed_optimizers_does(hosts, way):
+    def program():
+        made = []
+        for model, optimizer in (plain(**WAYS[way][1]), sharded(**WAYS[way][1])):
+            for step in range(11):
+                optimizer.zero_grad()
+                WAYS[way][0](model, optimizer, step)
+            made.append(bits(model))
+        assert_equal(*made)
+
+    run_ranks(len(hosts), program, hosts=hosts, settings=DETERMINISTIC)
+
+
+def test_channels_last_two_types_and_modules_that_wait():
+    def program():
+        made = []
+        for wrap in (plain, sharded):
+            layers = torch.nn.Conv2d(3, 5, 3), torch.nn.Flatten(), torch.nn.Linear(20, 2).double()
+            model = torch.nn.Sequential(*layers).to(memory_format=torch.channels_last)
+            for parameter in model.parameters():
+                parameter.data.copy_(torch.arange(parameter.numel()).view_as(parameter).cos() / 3)
+            _, optimizer = wrap(model, **({"overlap": [model[0], model[2]]} if wrap is sharded else {}))
+            for step in range(12):
+                optimizer.zero_grad()
+                x = torch.full((1, 3, 4, 4), 1.0 + hvd.rank() + step).sin()
+                model[2](model[1](model[0](x)).double()).square().sum().backward()
+                optimizer.step()
+            made.append([each.clone() for each in model.state_dict().values()])
+        assert_equal(*made)
+        assert model[0].weight.stride() != model[0].weight.contiguous().stride()
+
+    run_ranks(3, program, settings=DETERMINISTIC)
+
+
+@pytest.mark.parametrize("way", ["norm 2", "norm 1", "norm inf"])
+def test_clipping_is_by_the_norm_over_all_ranks(way):
+    norm_type = float(way.split()[1])
+
+    def program():
+        made = []
+        for model, optimizer in (plain(name="SGD"), sharded(name="SGD")):
+            loss_of(model, 0).backward()
+            if made:
+                norm = optimizer.clip_grad_norm_(0.01, norm_type)
+            else:
+                norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01, norm_type)
+            optimizer.step()
+            made.append([norm.float(), *bits(model)])
+        torch.testing.assert_close(*made)
+
+    run_ranks(3, program)
+
+
+def test_a_step_of_which_one_rank_finds_infinite_gradients_is_skipped_by_all():
+    def program():
+        made = []
+        for model, optimizer in (plain(), sharded()):
+            scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+            for step in range(12):
+                optimizer.zero_grad()
+                loss = scaler.scale(loss_of(model, step))
+                (loss * float("inf") if step == 10 and hvd.rank() == 1 else loss).backward()
+                if step % 2:
+                    scaler.unscale_(optimizer)
+                scaler.step(optimizer)
+                scaler.update()
+            assert scaler.get_scale() == 4.0
+            made.append(bits(model))
+        assert_equal(*made)
+
+    run_ranks(3, program, settings=DETERMINISTIC)

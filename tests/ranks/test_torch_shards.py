@@ -1,0 +1,149 @@
+"""torch's ShardedOptimizer on threads: its state, whole and in parts, and what is refused."""
+
+import copy
+
+import pytest
+import torch
+
+import ringreduce.compression
+import ringreduce.torch as hvd
+from ringreduce.testing import run_ranks
+from tests.ranks.on_threads import each_rank_of
+from tests.support.sharded import (
+    DETERMINISTIC,
+    OPTIMIZERS,
+    after,
+    assert_equal,
+    bits,
+    loss_of,
+    model_of,
+    plain,
+    sharded,
+)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_state_dict_is_the_plain_optimizers_and_can_be_loaded_at_another_number_of_ranks(name):
+    def saved():
+        model, optimizer = sharded(name=name)
+        after(9, optimizer, model)
+        return model.state_dict(), optimizer.state_dict()
+
+    def resumed(states):
+        model, optimizer = sharded(name=name)
+        model.load_state_dict(states[0])
+        optimizer.load_state_dict(states[1])
+        again = optimizer.state_dict()
+        after(12, optimizer, model, first=9)
+        return bits(model), again["state"]
+
+    model = model_of()
+    alone = OPTIMIZERS[name](model.parameters())
+    after(9, alone, model)
+    # equal gradients, whose mean over a power of two of ranks has no rounding
+    for weights, state in run_ranks(4, saved, settings=DETERMINISTIC):
+        assert_equal(weights.values(), model.state_dict().values())
+        assert state.keys() == alone.state_dict().keys()
+        torch.testing.assert_close(state, alone.state_dict(), rtol=0, atol=0)
+    after(12, alone, model, first=9)
+    for found, again in run_ranks(2, lambda: resumed((weights, state)), settings=DETERMINISTIC):
+        assert_equal(found, bits(model))
+        torch.testing.assert_close(again, state["state"], rtol=0, atol=0)
+    other = model_of()
+    into = OPTIMIZERS[name](other.parameters())
+    other.load_state_dict(weights)
+    into.load_state_dict(state)
+    after(12, into, other, first=9)
+    assert_equal(bits(other), bits(model))
+
+
+def test_after_the_ranks_have_changed_the_state_must_be_given_again():
+    def made():
+        model, optimizer = sharded()
+        after(3, optimizer, model)
+        return model, optimizer, optimizer.state_dict(), optimizer.state_dict(sharded=True)
+
+    ranks = run_ranks(2, made)
+
+    def goes_on():
+        model, optimizer, state, part = ranks[0]
+        with pytest.raises(ringreduce.InputError, match=r"the ranks have changed.*load_state_dict\(\)"):
+            after(4, optimizer, model, first=3)
+        optimizer.load_state_dict(state)
+        with pytest.raises(
+            ringreduce.InputError, match="this is the part of rank 0 of 2; expected that of rank 0 of 1"
+        ):
+            optimizer.load_state_dict(part)
+        after(6, optimizer, model, first=3)
+        return bits(model)
+
+    def expected():
+        model, optimizer = plain()
+        after(6, optimizer, model)
+        return bits(model)
+
+    torch.testing.assert_close(run_ranks(1, goes_on), run_ranks(1, expected))
+
+    def again():
+        _, optimizer = sharded()
+        optimizer.load_state_dict(ranks[hvd.rank()][3])
+        torch.testing.assert_close(optimizer.state_dict(), ranks[0][2])
+        state = copy.deepcopy(ranks[0][2])
+        state["state"][0]["exp_avg"] = torch.ones(3)
+        with pytest.raises(ringreduce.InputError, match=r"exp_avg of '0.weight' has shape \(3,\); expected \(33, 7\)"):
+            optimizer.load_state_dict(state)
+
+    run_ranks(2, again)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"op": hvd.Adasum}, "op=Adasum compares whole gradients"),
+        ({"compression": ringreduce.compression.Compressor}, r"expected Compression.none, .fp16 or .bf16"),
+        ({"kind": torch.optim.LBFGS}, "LBFGS needs whole parameters"),
+    ],
+    ids=str,
+)
+def test_what_needs_whole_gradients_is_refused(options, message):
+    def program():
+        kind = options.pop("kind", torch.optim.SGD)
+        with pytest.raises(ringreduce.InputError, match=message):
+            hvd.ShardedOptimizer(kind(model_of().parameters()), **options)
+
+    run_ranks(1, program)
+
+
+@each_rank_of(2)
+def test_gradients_that_are_gone_or_unlike_are_errors():
+    model, optimizer = sharded()
+    loss_of(model, 0).backward()
+    with pytest.raises(ringreduce.InputError, match=r"'0.weight' is reduced.*clip_grad_norm_\(max_norm\)"):
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    with pytest.raises(ringreduce.InputError, match="norm_type=0; expected a number above 0"):
+        optimizer.clip_grad_norm_(1.0, 0)
+    optimizer.synchronize()
+    with pytest.raises(ringreduce.errors.BackwardError, match="was computed 1 times since the last step"):
+        loss_of(model, 0).backward()
+    with pytest.raises(ringreduce.InputError, match="cannot be copied or pickled"):
+        copy.deepcopy(optimizer)
+    optimizer.zero_grad()
+    model[0].bias.requires_grad_(hvd.rank() == 0)
+    loss_of(model, 0).backward()
+    with pytest.raises(
+        ringreduce.MismatchError, match=r"reduce_shards .*frozen=\('0.bias',\), but rank 0 has frozen=\(\)"
+    ):
+        optimizer.step()
+    table = torch.nn.Embedding(4, 2, sparse=True)
+    _, optimizer = sharded(table)
+    with pytest.raises(ringreduce.InputError, match="gradient of 'weight' is sparse"):
+        table(torch.tensor([1])).sum().backward()
+    other = torch.nn.Linear(2 + hvd.rank(), 2)
+    _, optimizer = sharded(other)
+    other(torch.ones(1, 2 + hvd.rank())).sum().backward()
+    with pytest.raises(ringreduce.MismatchError, match=r"reduce_shards 'weight'.*all ranks must pass equal shapes"):
+        optimizer.step()
+    gaps = torch.nn.Module()
+    gaps.p = torch.nn.Parameter(torch.ones(4, 4)[:, :2])
+    with pytest.raises(ringreduce.InputError, match=r"'p' of shape .* has gaps in its memory"):
+        sharded(gaps)
