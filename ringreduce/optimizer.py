@@ -253,8 +253,10 @@ class ReducingOptimizer(WrappingOptimizer):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ReducingOptimizer:
         """A copy of the wrapped optimizer, whose gradients are reduced in the same way."""
-        copied, accumulation = copy.deepcopy((self._optimizer, self._accumulation), memo)
-        return type(self)(copied, self._exchange, self._gradients, accumulation)
+        exchange = copy.copy(self._exchange)
+        own = self._optimizer, self._accumulation, exchange.compression  # PowerSGD's has a state
+        copied, accumulation, exchange.compression = copy.deepcopy(own, memo)
+        return type(self)(copied, exchange, self._gradients, accumulation)
 
     def begin_step(self) -> None:
         """Forget the gradients that were summed since the last step."""

@@ -37,7 +37,6 @@ from ringreduce.arrays.view import as_buffer
 from ringreduce.errors import InputError
 from ringreduce.execution.submission import Handle
 
-Submit = Callable[..., Handle]  # of a name, the tensors' names, their buffers and, perhaps, what is to be called then
 BLOCK = 1 << 17  # elements of M at a time
 DEPENDENT = 1e-12  # what is left of a column, of its length, that is a sum of others but for float64's rounding
 
@@ -53,15 +52,14 @@ class Shared(NamedTuple):
 class PowerSGD:
     """The `compression=` of a `DistributedOptimizer` that sends two factors of `rank` columns for each matrix.
 
-    rank:       4 is about 1 % of the bytes of a matrix of 768 x 768; 8 loses less.
+    rank:       4 is 1 % of the bytes of a matrix of 768 x 768; 8 loses less.
     start_step: so many times each gradient is reduced in full precision first.
 
-    One object for each optimizer, of torch or of arrays such as NumPy's, in host memory; op Average or Sum. A gradient
-    of shape (n, ...) counts as a matrix of n rows. One whose factors would not be smaller, and all that is not of real
-    floating-point numbers, travels as it is. 16-bit ones are factored in float32. What a rank's factors have missed,
-    its residual, is added to its next gradient of that name. Where a gradient is not finite on a rank, the reduced one
-    is not on any, and its residual stays. An elastic state commits each rank's residuals with its optimizer; a rank
-    that comes new begins with none.
+    Make one for each optimizer, of torch or of arrays such as NumPy's, in host memory; op Average or Sum. A gradient of
+    shape (n, ...) counts as a matrix of n rows. Those whose factors would not be smaller, integers and complex numbers
+    travel as they are; 16-bit ones are factored in float32. What factors have missed on a rank, the residual, is added
+    to its next gradient of that name. Where a gradient is not finite on a rank, the reduced one is not on any, and the
+    residual stays. An elastic state commits each rank's residuals with the optimizer; a new rank begins with none.
 
     Cost:   rank * (n + m) elements instead of n * m, in two all-reduces; memory: a residual, of n * m.
     Raises: InputError for wrong arguments, at the first step for arrays on a GPU, and see `load_state_dict`;
@@ -97,9 +95,9 @@ class PowerSGD:
 
         Every rank of `process_set`, the optimizer's, must call it, between two steps.
 
-        Returns: dicts by gradient: `steps`; `q`, the factor; and `residuals`, the mean over ranks, as
-                 arrays of the gradients' library.
-        Cost:    an all-reduce of all residuals, as many bytes as the gradients in full precision.
+        Returns: `rank`, and by gradient `steps`, `q` (a factor) and `residuals`, their mean over ranks; arrays of the
+                 gradients' library.
+        Cost:    as an all-reduce of the gradients in full precision.
         """
         names = sorted(self.shared)
         own = [self._residual(name) for name in names]
@@ -139,11 +137,17 @@ class PowerSGD:
         self.shared = broadcast_object(self.shared, root, "PowerSGD", process_set)
 
     def begin(
-        self, submit: Submit, name: str | None, names: Sequence[str], buffers: Sequence[Buffer], divisor: int
+        self,
+        submit: Callable[..., Handle],
+        name: str | None,
+        names: Sequence[str],
+        buffers: Sequence[Buffer],
+        divisor: int,
     ) -> Callable[[], None]:
         """Begin to reduce buffers in place; returns what waits for the end.
 
-        name, names: of the group, if it has one, and of its members.  divisor: by which a reduced gradient is the mean.
+        submit: begins an all-reduce of a name (or None), the tensors' names, their buffers, and what is called then.
+        name, names: of the group and of its members.  divisor: makes the mean over ranks of what is reduced.
         """
         first = dict(zip(names, buffers, strict=True))
         seen = [each for each, buffer in first.items() if self._is_factored(each, buffer)]

@@ -70,7 +70,7 @@ class Exchange:
         self.op, self.compression, self.process_set = op, compression, process_set
         self.scales = 1 / predivide, float(predivide)
         self._checked = arguments_of("allreduce", None, op, *self.scales, compression)
-        self._joins: tuple[Any, int] = None, 0  # a world, and how often its ranks have joined
+        self._joins = 0, 0  # a world's number, and how often its ranks have joined
         scales = {"prescale_factor": self.scales[0], "postscale_factor": self.scales[1]}
         self.arguments: dict[str, Any] = {
             "compression": compression,
@@ -117,13 +117,7 @@ class Exchange:
         if isinstance(self.compression, PowerSGD):
             buffers, written = to_write(arrays)
             wait = self._begin_factors(self.compression, name, buffers, names or [name], line)
-
-            def in_place() -> list[Any]:
-                wait()
-                written()
-                return list(arrays)
-
-            return in_place
+            return lambda: wait() or written() or list(arrays)
         pairs = [self.compression.compress(each) for each in arrays]
         handle = self._submit([array for array, _ in pairs], name, names, line)
 
@@ -146,7 +140,7 @@ class Exchange:
             "line": line or calling_line(3),
         }
         engine, number = runtime.current("DistributedOptimizer").engine, number_of(self.process_set, "allreduce")
-        joins = engine.world, engine.negotiation.joins
+        joins = engine.world.number, engine.negotiation.joins
         if joins[1] and joins != self._joins:
             compression.agree(self.process_set)
         self._joins = joins

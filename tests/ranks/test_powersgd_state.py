@@ -1,6 +1,7 @@
 """The state of PowerSGD: saved, committed, after a join; what it refuses; and training with it."""
 
 import copy
+import pickle
 import re
 from unittest.mock import Mock
 
@@ -13,7 +14,7 @@ import ringreduce.torch as hvd
 from ringreduce.arrays.dtypes import TABLE
 from ringreduce.testing import run_ranks
 from tests.ranks.on_threads import each_rank_of
-from tests.ranks.test_powersgd import RANK, Seen, mean_of, trained
+from tests.ranks.test_powersgd import RANK, Seen, gradient, mean_of, trained
 from tests.support.reference import data
 
 
@@ -37,6 +38,18 @@ def test_a_state_saved_by_four_ranks_is_loaded_by_two():
     kept = states[0]
     for seen in run_ranks(2, two):
         np.testing.assert_allclose(seen, expected[0], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda optimizer: pickle.loads(pickle.dumps(optimizer))])
+@each_rank_of(2)
+def test_a_copy_of_an_optimizer_goes_on_by_itself(copied):
+    optimizer = rr.DistributedOptimizer(Seen(), compression=rr.PowerSGD(RANK, 0))
+    optimizer.step({"layer.w": gradient("layer.w", rr.rank(), 0)})
+    other = copied(optimizer)
+    for step in (1, 2):
+        for each in (optimizer, other):
+            each.step({"layer.w": gradient("layer.w", rr.rank(), step)})
+        np.testing.assert_array_equal(optimizer.grads["layer.w"], other.grads["layer.w"])
 
 
 REFUSED = {
