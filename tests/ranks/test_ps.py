@@ -116,6 +116,26 @@ def test_out_of_step_it_learns_and_nobody_is_too_far_ahead(mode, staleness, wire
     assert sum(served.nbytes_received for served in found[3:]) < most
 
 
+@pytest.mark.parametrize("wire", [rr.Compression.int4, rr.Compression.int4.stochastic.everywhere], ids=str)
+def test_4_bits_are_for_gradients_that_come_from_other_hosts(wire):
+    """Worker 0 is on another host than the server; each worker changes an array of its own."""
+    start, gradient = np.random.default_rng(7).normal(size=(2, 300))
+
+    def program():
+        if rr.ps.is_server(1):
+            return rr.ps.Server(sgd, "async", servers=1, compression=wire).serve().parameters
+        with rr.ps.Worker({"0": start, "1": start}, servers=1, compression=wire) as worker:
+            if worker.index == 0:
+                np.testing.assert_array_equal(worker.pull()["0"], start)
+            worker.push({str(k): gradient * (k == worker.index) for k in range(2)})
+        return None
+
+    *_, parameters = run_ranks(3, program, hosts=[0, 1, 1])
+    errors = [np.abs(parameters[str(k)] - (start - RATE * gradient)).max() for k in range(2)]
+    assert 0.01 * RATE < errors[0] < 0.6 * RATE
+    assert (errors[1] > 0.01 * RATE) == wire.is_everywhere
+
+
 @each_rank_of(3)
 def test_bfloat16_of_torch_is_held_as_float32():
     torch = pytest.importorskip("torch")

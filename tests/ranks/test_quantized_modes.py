@@ -76,6 +76,8 @@ def test_gpu_arrays_go_through_host_memory(cupy, hosts, wire):
         for found, first, mine in zip(result, results[0], zip(*arrays, strict=True), strict=True):
             np.testing.assert_array_equal(found, first)
             np.testing.assert_allclose(found, np.sum(mine, axis=0), atol=size * 1.5 / 127 + 1e-6)
+        exact = np.allclose(result[1], np.sum([each[1] for each in arrays], axis=0), atol=1e-5)
+        assert exact == (len(set(hosts)) == 1 and not wire.is_everywhere)
 
 
 @each_rank_of(3, hosts=[0, 1, 1])
