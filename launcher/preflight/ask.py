@@ -53,7 +53,6 @@ class Version:
 class Facts:
     """The answer of a host."""
 
-    hostname: str
     python: str
     ringreduce: Version
     ringrun: Version

@@ -42,7 +42,6 @@ def describe(request: dict) -> dict:  # type: ignore[type-arg] # plain JSON, of 
     """Return what this host has, as JSON; `request` is what ask.py says."""
     gpus, ranks, cupy = _slots()
     return {
-        "hostname": socket.gethostname(),
         "python": "{}.{}.{}".format(*sys.version_info[:3]),
         "ringreduce": _ringreduce(),
         "ringrun": _agent(request["agent_python"]),
