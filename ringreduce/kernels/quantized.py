@@ -8,8 +8,8 @@ half a scale at most; rounded stochastically by one scale at most, and right on 
 float32's smallest normal number, so elements below 6e-39 may become 0, and neither a scale nor its inverse is subnormal
 or infinite. A block with NaN or infinity has the scale NaN, and comes out as NaN.
 
-Source: Dettmers, "8-bit approximations for parallelism in deep learning", 2015, which scales whole tensors; rounding is
-stochastic as in Alistarh et al., "QSGD", 2017.
+Source: a scale a block as in Dettmers et al., "8-bit optimizers via block-wise quantization", 2021; stochastic rounding
+as in Alistarh et al., "QSGD", 2017.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def encode(bits: int, source: Any, blocks: Any, key: int | None = None) -> None:
 
     Shape:  `source` (count,) float32; `blocks` (n,) of `block_bytes(bits)` bytes each, n = count / 256, rounded up.
             Contiguous, at any address.
-    key:    below 2**32, rounds stochastically: the noise of block k follows from key + k, and from nothing else.
+    key:    of 32 bits; rounds stochastically: the noise of block k follows from key + k, and from nothing else.
     """
     if native.module is not None:
         native.module.recode(source, blocks, bits, key is not None, key or 0)

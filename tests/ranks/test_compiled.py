@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from ringreduce.arrays.dtypes import TABLE
 from ringreduce.collectives import compiled, shared
 from ringreduce.execution.in_slot import Gets, InSlot
-from ringreduce.kernels import native
+from ringreduce.kernels import native, quantized
 from ringreduce.ops import Average, Reduction, Sum
 from ringreduce.transport.base import complete
 from ringreduce.transport.window import Signatures
@@ -117,6 +117,15 @@ def test_no_flag_is_seen_before_its_data(size):
                 assert (many == size * number + size * (size - 1) / 2).all()
 
     on_a_host(size, program)
+
+
+def test_a_sum_of_blocks_in_two_places():
+    parts = [np.random.default_rng(k).integers(0, 100, 4 * 258).astype(np.uint8) for k in range(3)]
+    out, also, alone = (np.zeros_like(parts[0]) for _ in range(3))
+    native.module.reduce(parts, out, also, 12, 0, 1.0, 3.0, 1.0)
+    quantized.reduce(8, parts, alone, 3, 1.0)
+    assert out.any()
+    assert out.tobytes() == also.tobytes() == alone.tobytes()
 
 
 def test_arguments_that_do_not_fit_are_refused():
