@@ -119,6 +119,16 @@ AnyCompressor = type[Compressor] | Quantized
 """What `compression=` takes."""
 
 
+def check_compression(compression: object, is_one: bool = True) -> None:
+    """Raise InputError for what cannot be a `compression=`.  is_one: the caller has found nothing wrong with it."""
+    if not is_one or not all(callable(getattr(compression, name, None)) for name in ("compress", "decompress")):
+        raise InputError(
+            f"compression={compression!r}; expected Compression.none, .fp16, .bf16, .int8, .int4, PowerSGD(…) for an "
+            "optimizer, or a class with the static methods compress(tensor) -> (tensor, ctx) and "
+            "decompress(tensor, ctx)"
+        )
+
+
 def wire_of(compression: object) -> Quantized | None:
     """The format that an all-reduce shall send its elements in; None for that of the elements."""
     return compression if isinstance(compression, Quantized) else None

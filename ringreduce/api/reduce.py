@@ -10,7 +10,7 @@ from ringreduce.api.arguments import Arguments, arguments_of
 from ringreduce.api.process_sets import ProcessSet, global_process_set, number_of
 from ringreduce.api.submit import Array, like, only, taken_apart
 from ringreduce.arrays.view import as_buffer, to_write
-from ringreduce.compression import AnyCompressor, Compression
+from ringreduce.compression import AnyCompressor, Compression, check_compression
 from ringreduce.errors import InputError
 from ringreduce.execution.signature import calling_line
 from ringreduce.execution.submission import Handle, Submission
@@ -259,6 +259,7 @@ def _compressed(
     arguments: Arguments,
     process_set: ProcessSet,
 ) -> list[Array]:
+    check_compression(compression)
     pairs = [compression.compress(tensor) for tensor in tensors]
     reduced = submit([tensor for tensor, _ in pairs], name, names, arguments, process_set, waits=True).wait()
     return [compression.decompress(each, context) for each, (_, context) in zip(reduced, pairs, strict=True)]

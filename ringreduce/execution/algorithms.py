@@ -105,7 +105,9 @@ class Algorithms:
     def wire(self, signature: Signature) -> Quantized | None:
         """The format in which an all-reduce of this signature sends its elements; None: as they are."""
         asked: Quantized | None = signature.detail("compression")
-        return asked if asked is not None and (asked.is_everywhere or not self.one_host) else None
+        if asked is None or self.channels[0].size == 1:
+            return None
+        return asked if asked.is_everywhere or not self.one_host else None
 
     def choose(self, nbytes: int, reduction: Reduction) -> str:
         """The algorithm for host arrays of `nbytes` in total."""

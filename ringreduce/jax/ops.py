@@ -19,7 +19,7 @@ from ringreduce.api.collective import Call, with_signature_of
 from ringreduce.api.process_sets import ProcessSet, global_process_set, number_of
 from ringreduce.api.submit import which_op
 from ringreduce.arrays.dtypes import element_type
-from ringreduce.compression import Compression, wire_of
+from ringreduce.compression import Compression, check_compression, wire_of
 from ringreduce.errors import InputError, UnsupportedArrayError
 from ringreduce.execution.signature import calling_line
 from ringreduce.jax.host import HostCollective
@@ -123,6 +123,7 @@ def _on_leaves(function: str, tree: Any, call: Call) -> Any:
     if not names:
         return tree
     compression = getattr(call, "compression", Compression.none)
+    check_compression(compression)
     averages = hasattr(call, "op") and which_op(function, getattr(call, "average", None), call.op) is Average
     pairs = []
     for own, (_, leaf) in zip(names, paths, strict=True):

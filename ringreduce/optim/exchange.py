@@ -14,7 +14,7 @@ from ringreduce.api.reduce import allreduce_async, grouped_allreduce, submit
 from ringreduce.api.submit import like, which_op
 from ringreduce.arrays.buffer import Buffer
 from ringreduce.arrays.view import as_buffer, to_write
-from ringreduce.compression import AnyCompressor, Compression
+from ringreduce.compression import AnyCompressor, Compression, check_compression
 from ringreduce.errors import InputError
 from ringreduce.execution.signature import calling_line
 from ringreduce.execution.submission import Handle
@@ -57,12 +57,7 @@ class Exchange:
             raise InputError(f"gradient_predivide_factor={predivide} with op={op!r}; it works with op=Average only")
         if not predivide > 0:
             raise InputError(f"gradient_predivide_factor={predivide}; expected a number above 0")
-        is_one = all(callable(getattr(compression, name, None)) for name in ("compress", "decompress"))
-        if not is_one or (isinstance(compression, type) and issubclass(compression, PowerSGD)):
-            raise InputError(
-                f"compression={compression!r}; expected Compression.none, .fp16, .bf16, .int8, .int4, PowerSGD(…), or "
-                "a class with the static methods compress(tensor) -> (tensor, ctx) and decompress(tensor, ctx)"
-            )
+        check_compression(compression, not (isinstance(compression, type) and issubclass(compression, PowerSGD)))
         if isinstance(compression, PowerSGD) and not factors:
             compression.compress(None)
         if isinstance(compression, PowerSGD) and op not in (Average, Sum):

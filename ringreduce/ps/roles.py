@@ -8,7 +8,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar
 from ringreduce import runtime
 from ringreduce.api.objects import allgather_object
 from ringreduce.api.ordered import Ordered, ordered
-from ringreduce.compression import AnyCompressor
+from ringreduce.compression import AnyCompressor, check_compression
 from ringreduce.errors import CollectiveError, InputError, MismatchError, PeerLostError
 from ringreduce.ps.layout import Key, Shard, shards_of
 
@@ -59,6 +59,7 @@ def begin(
     Raises: InputError, on all ranks, when ranks pass different numbers of servers or compressions, workers different
             parameters, or servers different modes.
     """
+    check_compression(compression)
     ranks, current = servers_of(servers), runtime.current("ps")
     rank = current.world.rank
     if current.settings.spares:

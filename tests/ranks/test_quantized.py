@@ -65,16 +65,15 @@ def test_bytes_between_hosts(hosts):
     assert 0.125 * whole < nbytes(compression=INT4) <= 0.135 * whole
 
 
-@each_rank_of(4, hosts=[0, 0, 1, 1], process_sets=[[0, 1], [2, 3]])
+@each_rank_of(4, hosts=[0, 0, 1, 1], process_sets=[[0, 1], [2, 3], [0], [1], [2], [3]])
 def test_inside_a_host_nothing_is_encoded():
-    own, mine = (
-        known([rr.rank() // 2 * 2, rr.rank() // 2 * 2 + 1], 1 + rr.rank() // 2),
-        data("float32", 1000, rr.rank()),
-    )
+    first, mine = rr.rank() // 2 * 2, data("float32", 1000, rr.rank())
+    own, alone = known([first, first + 1], 1 + rr.rank() // 2), known([rr.rank()], 3 + rr.rank())
     formats = rr.Compression.none, INT8, INT8.everywhere
     plain, far, near = (rr.allreduce(mine, compression=each, process_set=own) for each in formats)
     np.testing.assert_array_equal(plain, far)
     assert not np.array_equal(plain, near)
+    np.testing.assert_array_equal(mine, rr.allreduce(mine, compression=INT8.everywhere, process_set=alone))
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
@@ -125,6 +124,7 @@ REFUSED = {
     ),
     "complex": (lambda x: rr.allreduce(x * 1j, compression=INT4), "complex128 elements cannot travel as"),
     "bool": (lambda x: rr.allreduce(x > 0, op=rr.Sum, compression=INT4), "bool elements cannot travel as"),
+    "a name": (lambda x: rr.allreduce(x, compression="int8"), "compression='int8'; expected Compression.none, .fp16, "),
     "8 bits": (lambda _: INT8.stochastic, "Compression.int8.stochastic: only 4 bits are rounded stochastically"),
     "in order": (
         lambda x: rr.allreduce(x, compression=INT4.stochastic),
