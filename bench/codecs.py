@@ -4,11 +4,12 @@
     python bench/codecs.py --json codecs.json
 
 Rows, in turns: `Compression.fp16` and `.bf16`, and blocks of 256 elements in 8 and 4 bits, by the compiled module and
-by NumPy's passes; beside them NumPy's own `astype`, and a copy. Gradients are about 1e-3, or 1e-5: that is subnormal as
-float16.
+by NumPy's passes; the factors of `PowerSGD`, of a matrix of 256 rows; NumPy's own `astype`, and a copy. Gradients are
+about 1e-3, or 1e-5: that is subnormal as float16.
 
 Columns: GB/s of encoding, of decoding, and of both, one after the other (medians of several runs); bytes on the wire of
-float32's; `#wrong`: elements that come back further from what they were than the format allows.
+float32's; `#wrong`: elements that come back further from what they were than the format allows, or than PowerSGD's
+residual says at first.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ import numpy as np
 from common import Column, Report, machine, parse, parser, seconds_per_run
 
 import ringreduce as rr
+from ringreduce.arrays.buffer import numpy_buffer
 from ringreduce.kernels import native, quantized
+from ringreduce.powersgd import Matrix
 
 SECONDS_PER_RUN = 0.05
 COLUMNS = (
@@ -79,6 +82,32 @@ def in_blocks(bits: int, count: int, key: int | None = None) -> Codec:
     return Codec(encode, decode, bound)
 
 
+def in_factors(rank: int, count: int) -> Codec:
+    """A matrix of 256 rows as PowerSGD's factors, of one rank; copied first, as it is changed in place."""
+    shape = quantized.BLOCK, count // quantized.BLOCK
+    gradient, residual = np.empty(count, np.float32), np.zeros(shape, np.float32)
+    q = np.random.default_rng(0).standard_normal((rank, shape[1]), np.float32)
+    under_way: list[Matrix] = []
+    first = iter([True])
+
+    def encode(array: Array) -> Array:
+        np.copyto(gradient, array)
+        under_way[:] = [Matrix(numpy_buffer(gradient, writable=True), residual, q)]
+        under_way[0].project_back()
+        return np.concatenate([under_way[0].p.ravel(), under_way[0].q.ravel()])
+
+    def decode(_: Array) -> Array:
+        under_way[0].finish(1)
+        return gradient
+
+    def bound(array: Array) -> Array:
+        if next(first, False):  # later, it holds what was missing before, too
+            return np.abs(residual).ravel() * 1.001 + 1e-6 * np.abs(array).max()
+        return np.full(count, np.inf)
+
+    return Codec(encode, decode, bound)
+
+
 def codecs(count: int) -> dict[tuple[str, str], Codec]:
     """All rows: the codec's name, and by what."""
     ours = {
@@ -92,6 +121,8 @@ def codecs(count: int) -> dict[tuple[str, str], Codec]:
     cast = in_16_bits(lambda array: array.astype(np.float16), lambda sent: sent.astype(np.float32), 2**-11, 2**-25)
     copy = Codec(np.copy, np.copy, np.zeros_like)
     return {(name, how): ours[name] for name in ours for how in by} | {
+        ("PowerSGD-4", "NumPy"): in_factors(4, count),
+        ("PowerSGD-8", "NumPy"): in_factors(8, count),
         ("fp16", "astype"): cast,
         ("none", "a copy"): copy,
     }

@@ -155,7 +155,7 @@ class PowerSGD:
         for each in seen:
             if self.shared[each].steps >= self.start_step:
                 residual = self.residuals.setdefault(each, self._residual(each))
-                matrices[each] = matrix = _Matrix(first[each], residual, self.shared[each].q)
+                matrices[each] = matrix = Matrix(first[each], residual, self.shared[each].q)
                 first[each] = numpy_buffer(matrix.p, writable=True)
         second: list[Handle | Exception] = []
 
@@ -217,7 +217,7 @@ class PowerSGD:
         return np.zeros((rows, q.shape[1]), q.dtype) if found is None else found
 
 
-class _Matrix:
+class Matrix:
     """One gradient's way through a step; `p` and `q` are transposed."""
 
     def __init__(self, buffer: Buffer, residual: Any, q: Any) -> None:
@@ -240,29 +240,29 @@ class _Matrix:
 
     def project_back(self) -> Any:
         """Q, to be reduced, of the reduced P."""
-        self._q = np.zeros_like(self._old_q)
+        self.q = np.zeros_like(self._old_q)
         with np.errstate(all="ignore"):
             orthonormalise(self.p)
             for rows, block in self._blocks():
-                self._q += self.p[:, rows] @ block
-        return self._q
+                self.q += self.p[:, rows] @ block
+        return self.q
 
     def finish(self, divisor: int) -> Any:
         """Put the reduced gradient into its place, and what it lacks into the residual; returns the next step's Q.
 
         Where it is not finite, which all ranks see alike, the residual and Q stay.
         """
-        is_finite = bool(np.isfinite(self._q).all())
+        is_finite = bool(np.isfinite(self.q).all())
         with np.errstate(all="ignore"):
             for rows, block in self._blocks():
-                reduced = self.p[:, rows].T @ self._q
+                reduced = self.p[:, rows].T @ self.q
                 if is_finite:
                     np.subtract(block, reduced if divisor == 1 else reduced / divisor, out=self._residual[rows])
                 self._gradient[rows] = reduced
         if self._buffer.element.is_half:
             self._buffer.flat[...] = self._buffer.element.narrow(self._gradient.reshape(-1))
         # a column of zeros would stay one
-        return np.where(self._q.any(axis=1, keepdims=True), self._q, self._old_q) if is_finite else self._old_q
+        return np.where(self.q.any(axis=1, keepdims=True), self.q, self._old_q) if is_finite else self._old_q
 
 
 def _copied(array: Any) -> Any:

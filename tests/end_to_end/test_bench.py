@@ -168,9 +168,10 @@ def test_codecs(tmp_path):
     finished = run([PYTHON, BENCH / "codecs.py", "--quick", "--json", tmp_path / "rows.json"])
     rows = kept_by(finished, tmp_path)["rows"]
     headings = "codec by gradients encode decode both of float32 #wrong"
-    assert len(table(finished, *headings.split())) == len(rows) == 24
+    assert len(table(finished, *headings.split())) == len(rows) == 28
     assert all(row["wrong"] == 0 and row["both_gbs"] < row["encode_gbs"] for row in rows)
     sizes = {"fp16": 1 / 2, "bf16": 1 / 2, "int8": 258 / 1024, "int4": 130 / 1024, "none": 1}
+    sizes |= {"PowerSGD-4": 1 / 32, "PowerSGD-8": 1 / 16}
     assert {row["codec"]: row["of_float32"] for row in rows} == {**sizes, "int4, stochastic": 130 / 1024}
 
 
