@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from ringreduce import runtime
 from ringreduce.api.submit import submit_and_wait
-from ringreduce.compression import Compression, Compressor
+from ringreduce.compression import AnyCompressor, Compression
 from ringreduce.errors import InputError
 from ringreduce.jax.ops import allreduce
 from ringreduce.jax.optimizer import refuse_conditions, refuse_skips
@@ -37,7 +37,7 @@ def diloco(
     sync_every: int,
     outer: Outer | None = None,
     fragments: int = 1,
-    compression: type[Compressor] = Compression.none,
+    compression: AnyCompressor = Compression.none,
     warmup_steps: int = 0,
 ) -> Any:
     """Wrap a gradient transformation of optax so that every rank steps by itself, and parameters are averaged in turn.

@@ -7,7 +7,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from ringreduce.compression import Compression, Compressor
+from ringreduce.compression import AnyCompressor, Compression
 from ringreduce.errors import InputError
 from ringreduce.local.optimizer import HasLocalSteps
 from ringreduce.local.options import Options, Outer
@@ -55,7 +55,7 @@ class LocalSGDCallback(_LocalStepsCallback):
     """
 
     def __init__(
-        self, sync_every: int, *, warmup_steps: int = 0, compression: type[Compressor] = Compression.none
+        self, sync_every: int, *, warmup_steps: int = 0, compression: AnyCompressor = Compression.none
     ) -> None:
         super().__init__(Options("LocalSGDCallback", sync_every, warmup_steps, compression=compression))
 
@@ -80,7 +80,7 @@ class DiLoCoCallback(_LocalStepsCallback):
         outer: Outer | None = None,
         fragments: int = 1,
         delay: int = 0,
-        compression: type[Compressor] = Compression.none,
+        compression: AnyCompressor = Compression.none,
         warmup_steps: int = 0,
     ) -> None:
         super().__init__(Options("DiLoCoCallback", sync_every, warmup_steps, fragments, delay, outer, compression))

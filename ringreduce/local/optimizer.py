@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from ringreduce import runtime, trees
-from ringreduce.compression import Compression, Compressor
+from ringreduce.compression import AnyCompressor, Compression
 from ringreduce.errors import InputError
 from ringreduce.local.options import Options, Outer
 from ringreduce.local.steps import LocalSteps, Parameters
@@ -23,7 +23,7 @@ def LocalSGD(  # noqa: N802 - torch's and torchft's name
     *,
     sync_every: int,
     warmup_steps: int = 0,
-    compression: type[Compressor] = Compression.none,
+    compression: AnyCompressor = Compression.none,
 ) -> Any:
     """Wrap `optimizer` so that every rank steps by itself, and the parameters are averaged every `sync_every` steps.
 
@@ -41,7 +41,7 @@ def DiLoCo(  # noqa: N802 - the paper's name
     outer: Outer | None = None,
     fragments: int = 1,
     delay: int = 0,
-    compression: type[Compressor] = Compression.none,
+    compression: AnyCompressor = Compression.none,
     warmup_steps: int = 0,
 ) -> Any:
     """Wrap `optimizer` so that every rank steps by itself, and parameters are averaged in turn while it goes on.
@@ -65,10 +65,10 @@ def DiLoCo(  # noqa: N802 - the paper's name
 
     All ranks begin with the same parameters (`broadcast_parameters`), and call step() equally often. Clip gradients as
     you like: they are this rank's own. `with optimizer.averaged():` has the mean of all ranks' parameters, to evaluate
-    and save; call it on all ranks, also at the end, when with a delay something is still on its way. state_dict() has
-    the anchors, the parameters after the last average, and the state of `outer`, both alike on all ranks, beside the
-    optimizer's own; with load_state_dict(), and in an elastic job after a loss or when ranks come, all ranks begin from
-    the anchors. So commit after a multiple of sync_every steps.
+    and save; call it on all ranks, also before an early `shutdown`, as with a delay something may be on its way.
+    state_dict() has the anchors, the parameters after the last average, and the state of `outer`, both alike on all
+    ranks, beside the optimizer's own. With load_state_dict(), and in an elastic job after a loss or when ranks come,
+    all ranks begin from the anchors. So commit after a multiple of sync_every steps.
 
     Memory: one more copy of the parameters, with 32 bits or more; another of a fragment while it is averaged.
     Cost:   one `grouped_allreduce` of a fragment every sync_every / fragments steps; one agreement at the first step.

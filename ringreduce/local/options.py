@@ -7,7 +7,7 @@ import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ringreduce.compression import Compression
+from ringreduce.compression import AnyCompressor, Compression
 from ringreduce.errors import InputError
 
 Outer = Callable[[Any, Any, Any], tuple[Any, Any]]
@@ -49,7 +49,7 @@ class Options:
     fragments: int = 1
     delay: int = 0
     outer: Outer | None = None
-    compression: Any = Compression.none
+    compression: AnyCompressor = Compression.none
 
     def __post_init__(self) -> None:
         for name, least in (("sync_every", 1), ("warmup_steps", 0), ("fragments", 1), ("delay", 0)):

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import functools
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from ringreduce import runtime
 from ringreduce.api.submit import submit_and_wait
-from ringreduce.errors import InputError, MismatchError
+from ringreduce.errors import CollectiveError, InputError, MismatchError
 from ringreduce.local.options import Options, Outer, fragments_of, mean
 from ringreduce.optim.exchange import Exchange, Finish
 
@@ -122,6 +124,8 @@ class LocalSteps:
         found = self.parameters()
         values = [self._arrays.read(found[name]) for name in names]
         self._sent = Sent(names, values, self._begin("", self._exchange, names, values), outer, due)
+        _settle_at_exit()
+        _unfinished[id(self)] = self._sent.finish
 
     def _begin(self, what: str, exchange: Exchange, names: Sequence[str], values: Sequence[Any]) -> Finish:
         """Begin to average how far the values are from the anchors; what: tells it from others with these names."""
@@ -134,6 +138,7 @@ class LocalSteps:
         if self._sent is None or steps < self._sent.due:
             return
         sent, self._sent = self._sent, None
+        del _unfinished[id(self)]
         state, found, arrays = self._state(), self.parameters(), self._arrays
         for name, value, gradient in zip(sent.names, sent.values, sent.finish(), strict=True):
             anchor, of_outer = sent.outer(state["anchors"][name], gradient, state["outer"].get(name))
@@ -172,3 +177,19 @@ class LocalSteps:
         finally:
             for name, value in zip(names, own, strict=True):
                 self._arrays.write(found[name], value)
+
+
+_unfinished: dict[int, Finish] = {}
+"""What waits for each fragment that is on its way."""
+
+
+@functools.cache
+def _settle_at_exit() -> None:
+    """Have this process wait for what is on its way before it leaves: another rank that is slower would fail."""
+    atexit.register(_settle)  # before shutdown(), which init() has registered
+
+
+def _settle() -> None:
+    for finish in _unfinished.values():
+        with contextlib.suppress(CollectiveError):
+            finish()

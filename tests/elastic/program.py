@@ -7,7 +7,7 @@ RANK is that of the start. WHERE: `step` (before its collectives), `submitted` (
 seconds after init), `leaving`, and in the engine `control` (before a control message), `message` (before data),
 `window` (before a flag in shared memory); WHEN: the step, or how often it was there before. HOW: see plain.die.
 Variables: TRAINING_COUNT, how many parameters; TRAINING_PER_HOST, how many ranks share what passes for a host;
-TRAINING_SHARDED: with momentum, by a ShardedOptimizer.
+TRAINING_WAY: `sharded`, with momentum by a ShardedOptimizer, or `local` (local_steps.py).
 
 Deaths are of the job's first attempt. Each rank that survives leaves FOLDER/RANK.json: its parameters, and who took
 part in each step that counts. One that dies as wanted leaves FOLDER/RANK.died, and all FOLDER/RANK.pid, one line for
@@ -31,12 +31,14 @@ from ringreduce.recovery import rendezvous
 from ringreduce.transport.message import MessageTransport
 from ringreduce.transport.window import Flags
 from ringreduce.world import World
+from tests.elastic import local_steps
 from tests.elastic.plain import die
 
 COUNT = int(os.environ.get("TRAINING_COUNT", "1000"))  # parameters
 HALF = COUNT // 2
 RATE = 0.1
-MOMENTUM = 0.5 if "TRAINING_SHARDED" in os.environ else 0.0
+WAY = os.environ.get("TRAINING_WAY", "")
+MOMENTUM = 0.5 if WAY == "sharded" else 0.0
 
 
 def gradient(parameters: np.ndarray, rank: int, step: int) -> np.ndarray:
@@ -47,6 +49,8 @@ def gradient(parameters: np.ndarray, rank: int, step: int) -> np.ndarray:
 
 def replay(history: list[list[int]], count: int = COUNT, momentum: float = 0.0) -> np.ndarray:
     """The parameters after the steps in which these ranks took part, by one process."""
+    if isinstance(history[0][-1], bool):
+        return local_steps.replay(history, count)
     parameters, velocity = np.zeros(count), np.zeros(count)
     for step, ranks in enumerate(history):
         velocity = momentum * velocity + sum(gradient(parameters, rank, step) for rank in ranks) / len(ranks)
@@ -144,20 +148,29 @@ def main() -> None:
         optimizer = rr.ShardedOptimizer(Momentum, state.parameters, op=rr.Sum)
         state = State(parameters=state.parameters, history=[], step=0, optimizer=optimizer)
 
+    if WAY == "local":
+        state = local_steps.new_state(State, COUNT)
+
+    def who_is_there():
+        mine = np.zeros(int(os.environ["WORLD_SIZE"]))
+        mine[rank] = 1
+        return np.flatnonzero(rr.allreduce(mine, op=rr.Sum, name="who"))
+
     began, engines = [], []
 
     @rr.elastic.run
     def train(state):
         began.append(state.step)
         engines.append(weakref.ref(runtime.current("a test").engine))
+        if WAY == "local":
+            state.parameters = local_steps.train(state, steps, rank, deaths, who_is_there)
+            return
         while state.step < steps:
             deaths.at("step", state.step)
-            mine = np.zeros(int(os.environ["WORLD_SIZE"]))
-            mine[rank] = 1
             whole = gradient(state.parameters, rank, state.step)
             first = rr.allreduce_async(whole[:HALF], op=rr.Sum, name="first half")
             deaths.at("submitted", state.step)
-            who = np.flatnonzero(rr.allreduce(mine, op=rr.Sum, name="who"))
+            who = who_is_there()
             if MOMENTUM:
                 state.optimizer.optimizer.ranks = len(who)
                 state.optimizer.step(whole)

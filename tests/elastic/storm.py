@@ -49,8 +49,8 @@ class Job(NamedTuple):
         )
 
 
-def draw(seed: int, spares: int = 0, sharded: bool = False) -> Job:
-    """With spares two ranks die, else one to three; one is always left.  sharded: by a ShardedOptimizer."""
+def draw(seed: int, spares: int = 0, way: str = "") -> Job:
+    """With spares two ranks die, else one to three; one is always left.  way: how they train."""
     dice = random.Random(seed)
     size = dice.randint(3, 4) if spares else dice.randint(2, 5)
     variables = {"TRAINING_COUNT": str(dice.choice([10, 1000, 60_000]))}
@@ -60,7 +60,7 @@ def draw(seed: int, spares: int = 0, sharded: bool = False) -> Job:
     places = [*PLACES, *["message", "message"] * ("TRAINING_PER_HOST" in variables)]
     first = death(dice, victims[0], places)
     deaths = [first, *(another(dice, rank, first, places) for rank in victims[1:])]
-    return Job(size, spares, deaths, {**variables, **({"TRAINING_SHARDED": "1"} if sharded else {})})
+    return Job(size, spares, deaths, {**variables, **({"TRAINING_WAY": way} if way else {})})
 
 
 def death(dice: random.Random, rank: int, places: list[str]) -> str:
@@ -139,7 +139,8 @@ def faults(job: Job, folder: Path, died: list[int], printed: str) -> list[str]:
             found.append(f"rank {rank}: not the bits of rank {min(results)}")
         if (folder / f"{rank}.pid").read_text().split() != [str(result["pid"])]:
             found.append(f"rank {rank} was started again")
-        if job.spares and {len(each) for each in result["history"]} != {job.size}:
+        taking_part = [each[0] if isinstance(each[-1], bool) else each for each in result["history"]]
+        if job.spares and {len(each) for each in taking_part} != {job.size}:
             found.append(f"rank {rank}: the world's size changed")
     return found
 
@@ -152,7 +153,7 @@ def main() -> None:
     parser.add_argument("--plain", action="store_true", help="jobs that are not elastic: one rank fails")
     parser.add_argument("--python", type=Path, default=PYTHON, help="another, as one with MPICH")
     parser.add_argument("--spares", type=int, default=0, help="2: two deaths a job, and two spares")
-    parser.add_argument("--sharded", action="store_true", help="jobs that train by a ShardedOptimizer")
+    parser.add_argument("--way", default="", choices=["", "sharded", "local"], help="how they train: see program.py")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="start no job after this time")
     parser.add_argument("-v", action="store_true", help="show what each job prints")
     options = parser.parse_args()
@@ -161,7 +162,7 @@ def main() -> None:
         if time.monotonic() - began_s > options.seconds:
             break
         kind = plain if options.plain else sys.modules[__name__]
-        job = kind.draw(seed, options.spares, *[options.sharded] * (kind is not plain))
+        job = kind.draw(seed, options.spares, *[options.way] * (kind is not plain))
         outcome = kind.run(job, options.python)
         took_s.append(outcome.seconds)
         deaths.append(len(outcome.died))

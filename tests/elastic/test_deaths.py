@@ -84,6 +84,17 @@ def test_the_others_go_on(python, tmp_path, kind):
         assert set(found[min(survivors)]["history"][-1]) == survivors
 
 
+@pytest.mark.parametrize("kind", ["rank 0", "two at once"])
+def test_with_local_steps_the_others_begin_from_the_anchors(python, tmp_path, kind):
+    """What is lost is what the ranks had learned since the last average."""
+    size, deaths = DEATHS[kind]
+    _, found = job(python, tmp_path, size, deaths, TRAINING_WAY="local")
+    check(found, set(range(size)) - died(deaths), tmp_path)
+    begun = [step for step, (_, begins) in enumerate(found[min(found)]["history"]) if begins]
+    assert begun[0] == 0
+    assert len(begun) == 12, "the first six steps, and those after the loss"
+
+
 @pytest.mark.parametrize("kind", STALLS)
 def test_ranks_that_hang_are_given_up(python, tmp_path, kind):
     size, deaths = STALLS[kind]

@@ -9,12 +9,12 @@ from tests.support import tiers
 pytestmark = [pytest.mark.timeout(300), pytest.mark.extended]
 
 
-@pytest.mark.parametrize(("spares", "sharded"), [(0, False), (2, False), (0, True)])
+@pytest.mark.parametrize(("spares", "way"), [(0, ""), (2, ""), (0, "sharded"), (0, "local"), (2, "local")])
 @pytest.mark.parametrize("seed", tiers.seeds([], 5))
-def test_each_job_goes_on(python, seed, spares, sharded):
+def test_each_job_goes_on(python, seed, spares, way):
     if reason := why_not({"unshare": "util-linux"}):
         pytest.skip(reason)
-    job = storm.draw(seed, spares, sharded)
+    job = storm.draw(seed, spares, way)
     outcome = storm.run(job, python)
     assert outcome.wrong == [], f"{job}: {outcome.died} died\n{outcome.printed}"
 

@@ -43,7 +43,7 @@ def test_parameters_are_those_of_one_process_that_does_the_same(run, way):
     expected, anchors = simulated(hvd.size(), 13, **WAYS[way])
     assert_close(params, expected[hvd.rank()])
     assert_close(state.anchors, anchors)
-    assert_close(averaged, {name: np.mean([each[name] for each in expected], axis=0) for name in anchors})
+    assert_close(averaged, {name: np.mean([each[name] for each in expected.values()], axis=0) for name in anchors})
 
 
 @pytest.mark.quick

@@ -6,8 +6,9 @@ import torch
 
 import ringreduce as rr
 from ringreduce.testing import run_ranks
+from tests.ranks.local_models import MODELS, trained
 from tests.ranks.on_threads import each_rank_of
-from tests.support.local_steps import MODELS, SHAPES, assert_close, simulated, trained
+from tests.support.local_steps import SHAPES, assert_close, simulated
 
 WAYS = {
     "LocalSGD": (3, {"sync_every": 4}),
@@ -35,7 +36,7 @@ def test_parameters_are_those_of_one_process_that_does_the_same(way, model):
     expected, _ = simulated(size, 15, **options)
     for rank, (own, averaged, frozen) in enumerate(run_ranks(size, program)):
         assert_close(own, expected[rank])
-        assert_close(averaged, {name: np.mean([each[name] for each in expected], axis=0) for name in SHAPES})
+        assert_close(averaged, {name: np.mean([each[name] for each in expected.values()], axis=0) for name in SHAPES})
         assert frozen.tolist() == [rank, rank + 1, rank + 2], "it does not travel"
 
 
@@ -43,30 +44,29 @@ def test_parameters_are_those_of_one_process_that_does_the_same(way, model):
 def test_inside_a_host_gradients_are_averaged_at_every_step(model):
     hosts = [0, 0, 1]
     results = run_ranks(3, lambda: trained(model, 7, sync_every=4, hierarchical=True).values(), hosts=hosts)
-    for own, expected in zip(results, simulated(3, 7, 4, hosts=hosts)[0], strict=True):
+    for own, expected in zip(results, simulated(3, 7, 4, hosts=hosts)[0].values(), strict=True):
         assert_close(own, expected)
 
 
-LESS = {"fp16": (rr.Compression.fp16, 0.5), "none": (rr.Compression.none, 1.0)}
+LESS = {"none": 1.0, "fp16": 0.5, "int8": 258 / 1024, "int4": 130 / 1024}
 
 
 @pytest.mark.parametrize("compression", LESS)
 def test_a_fragment_travels_every_few_steps_and_nothing_else(compression):
     """Between two hosts: each of two ranks sends half of what is reduced, and half of the sum."""
-    kind, part = LESS[compression]
-    lengths = []
+    lengths, kind = [], getattr(rr.Compression, compression)
     for steps in (1, 27):
         messages = []
 
         def program(steps=steps):
-            params = np.arange(4000, dtype=np.float32), np.ones(4000, np.float32)
+            params = np.arange(4096, dtype=np.float32), np.ones(4096, np.float32)
             optimizer = rr.DiLoCo(lambda grads: None, params, sync_every=8, fragments=2, delay=3, compression=kind)
             for _ in range(steps):
                 optimizer([])
 
         run_ranks(2, program, hosts=[0, 1], messages=messages)
-        lengths.append(sum(each.nbytes for each in messages if each.nbytes > 1000))
-    assert lengths == [0, 6 * 4000 * 4 * part * 2]
+        lengths.append(sum(each.nbytes for each in messages if each.nbytes > 500))
+    assert lengths == [0, 6 * 4096 * 4 * LESS[compression] * 2]
 
 
 @each_rank_of(2)
