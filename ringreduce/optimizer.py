@@ -126,6 +126,8 @@ def _wrapped(
     gradients: int | str | None = None,
 ) -> ReducingOptimizer:
     check_adapter(optimizer)
+    if isinstance(optimizer, WrappingOptimizer):
+        raise InputError("DistributedOptimizer: the optimizer is wrapped already; pass the original one")
     methods = [name for name in METHODS if callable(getattr(optimizer, name, None))]
     if not (methods or callable(optimizer)):
         raise TypeError(f"DistributedOptimizer: got a {type(optimizer).__qualname__}; expected one of\n{FORMS}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -82,6 +83,8 @@ def DiLoCo(  # noqa: N802 - the paper's name
 
 def _wrapped(optimizer: Any, parameters: Any, options: Options) -> Any:
     """What is made of the optimizer, by its framework."""
+    if isinstance(optimizer, HasLocalSteps):
+        raise InputError(f"{options.function}: the optimizer takes local steps already; pass the original one")
     torch, keras = sys.modules.get("torch"), sys.modules.get("keras")
     if torch is not None and isinstance(optimizer, torch.optim.Optimizer):
         from ringreduce.torch.local import wrapped
@@ -129,6 +132,13 @@ class LocalOptimizer(HasLocalSteps, WrappingOptimizer):
         found = _named(parameters, options.function)
         self._local = LocalSteps(options, _Arrays(), lambda: found, lambda: self._state)
         runtime.current(options.function)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> LocalOptimizer:
+        """A copy of the wrapped optimizer and of its arrays, which are averaged in the same way."""
+        optimizer, parameters, state = copy.deepcopy((self._optimizer, self._parameters, self._state), memo)
+        copied = type(self)(optimizer, parameters, self._options)
+        copied._state = state
+        return copied
 
     def _call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self._local.begin()

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 
 from ringreduce import runtime, trees
-from ringreduce.errors import InputError
 from ringreduce.local.optimizer import HasLocalSteps
 from ringreduce.local.options import Options
 from ringreduce.local.steps import LocalSteps, Parameters
@@ -20,10 +19,8 @@ STATE = "local steps"
 
 
 def wrapped(optimizer: Any, named_parameters: Any, options: Options) -> Any:
-    """The optimizer with local steps.  Raises: InputError for wrong names, and where it has them already."""
+    """The optimizer with local steps.  Raises: InputError for wrong names."""
     runtime.current(options.function)
-    if isinstance(optimizer, LocalMixin):
-        raise InputError(f"{options.function}: the optimizer takes local steps already; pass the original one")
     owned = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     given = {id(each): name for name, each in name_parameters(owned, named_parameters)} if named_parameters else {}
     made: Any = wrap(optimizer, LocalMixin)

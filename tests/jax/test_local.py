@@ -14,6 +14,7 @@ WAYS = {
     "LocalSGD": {"sync_every": 4},
     "warm-up, Nesterov": {"sync_every": 4, "warmup_steps": 3, "momentum": 0.9, "lr": 0.7},
     "fragments": {"sync_every": 6, "fragments": 3},
+    "inside a host": {"sync_every": 4, "hosts": [0] * hvd.size()},
 }
 
 
@@ -26,7 +27,10 @@ def data(step):
 def test_parameters_are_those_of_one_process_that_does_the_same(run, way):
     options = dict(WAYS[way])
     outer = rr.Nesterov(options.pop("lr"), options.pop("momentum")) if "lr" in options else None
-    optimizer = rr.DiLoCo(optax.sgd(RATE), outer=outer, **options)
+    inner = optax.sgd(RATE)
+    if options.pop("hosts", None):
+        inner = hvd.DistributedOptimizer(inner, process_set=hvd.host_process_set)
+    optimizer = rr.DiLoCo(inner, outer=outer, **options)
 
     @run
     def step(params, state, offsets):

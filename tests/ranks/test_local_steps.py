@@ -31,7 +31,9 @@ def test_parameters_are_those_of_one_process_that_does_the_same(way, model):
         made = trained(model, 15, **options)
         own = made.values()
         with made.optimizer.averaged():
-            return own, made.values(), getattr(made, "frozen", torch.arange(3.0) + rr.rank())
+            averaged = made.values()
+        np.testing.assert_equal(made.values(), own)
+        return own, averaged, getattr(made, "frozen", torch.arange(3.0) + rr.rank())
 
     expected, _ = simulated(size, 15, **options)
     for rank, (own, averaged, frozen) in enumerate(run_ranks(size, program)):
