@@ -100,7 +100,8 @@ class ShardedArrays:
             shards = Shards(f"params of {dtype}", names, [each.size for each in arrays], self._exchange)
             self._shards.append((names, shards))
             self._pieces |= zip(names, shards.own([each.reshape(-1) for each in arrays]), strict=True)
-        self.optimizer = self._make(trees.map_leaves(self._tree, lambda name, _: self._pieces[name]))
+        self._given = trees.map_leaves(self._tree, lambda name, _: self._pieces[name])
+        self.optimizer = self._make(self._given)
 
     def step(self, grads: Any) -> Any:
         """Reduce these gradients to the ranks that own them, step this rank's pieces, and get all ranks' parameters.
@@ -119,6 +120,11 @@ class ShardedArrays:
         self._whole = None
         function = getattr(self.optimizer, "step", self.optimizer)
         result = function(trees.map_leaves(grads, lambda name, _: pieces[name]))
+        for name, piece in trees.named_leaves(self._given):
+            if piece is not self._pieces[name]:
+                raise InputError(
+                    f"ShardedOptimizer: the optimizer has another array for {name!r} now; change it in place"
+                )
         for wait in [shards.gather([self._params[name] for name in names]) for names, shards in self._shards]:
             wait()
         return result

@@ -193,7 +193,7 @@ class ObjectState(State):
         """
         root = self._root()
         is_root = rank() == root
-        if is_root:
+        if is_root or self.is_sharded:
             self._commit()
         mine = self._committed
         objects = (mine.number, mine.places, mine.pickled) if is_root else None

@@ -6,6 +6,7 @@ which may be empty. `reduce` is the first half of an all-reduce, `gather` the se
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,7 +19,7 @@ from ringreduce.compression import Compression
 from ringreduce.errors import InputError
 from ringreduce.execution.signature import calling_line
 from ringreduce.optim.exchange import Exchange, Finish
-from ringreduce.partition import cut_together
+from ringreduce.partition import bounds_of, cut_together
 
 IN_16_BITS = Compression.none, Compression.fp16, Compression.bf16
 
@@ -67,15 +68,16 @@ class Shards:
         counts = [high - low for low, high in self.bounds]
         if self._reduced is None or self._reduced.element is not inputs[0].element:
             self._reduced = inputs[0].empty((sum(counts),))
-        parts = self._reduced.cut(counts)
+        whole = self._reduced.array()
         arguments = arguments_of("reducescatter", None, self.exchange.op, *self.exchange.scales)
         details = (*arguments.details, ("frozen", frozen))
         wait = self._submit("reduce_shards", "", inputs, [self._reduced], line, details, arguments.check)
 
         def finish() -> list[Any]:
             wait()
+            parts = [whole[low:high] for low, high in itertools.pairwise(bounds_of(counts))]
             both = zip(parts, pairs, strict=True)
-            return [self.exchange.compression.decompress(part.array(), context) for part, (_, context) in both]
+            return [self.exchange.compression.decompress(part, context) for part, (_, context) in both]
 
         return finish
 

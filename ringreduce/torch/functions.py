@@ -31,14 +31,18 @@ def broadcast_optimizer_state(
 ) -> None:
     """Give all ranks' optimizers the root's state and options; afterwards all `state_dict()`s are equal, bit for bit.
 
-    optimizer: a torch optimizer, or one that `DistributedOptimizer` wrapped, with the same parameters on each rank. The
-               root may have state that others lack, or lack state that they have.
+    optimizer: a torch optimizer, or one that `DistributedOptimizer` or `ShardedOptimizer` wrapped, with the same
+               parameters on each rank. The root may have state that others lack, or lack state that they have.
     model:     ignored; there for Horovod's scripts.
     Cost:      a broadcast of the outline, and one of all tensors.
     Raises:    InputError (a ValueError) on a rank whose optimizer has other parameters than the root's; PeerLostError.
     Source:    Horovod's broadcast_optimizer_state, which takes a step where there is no state, and refuses LBFGS.
     """
     is_root = rank() == root_rank
+    if getattr(optimizer, "is_sharded", False):
+        whole = optimizer.state_dict()
+        optimizer.load_state_dict(broadcast_object(whole if is_root else None, root_rank, NAME, process_set))
+        return
     sent: list[torch.Tensor] = []
     outline, marks = broadcast_object(_outline(optimizer, sent) if is_root else None, root_rank, NAME, process_set)
     # as bytes, whatever type they are of: no arithmetic is done on them

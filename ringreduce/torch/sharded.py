@@ -136,7 +136,7 @@ class ShardedMixin(WrappedMixin):
         self._reducer.stepped()
         for bucket in stepped:
             bucket.gather()
-        for bucket in stepped:
+        for bucket in reversed(stepped):  # the last one first, as in `Reducer.synchronize`
             if bucket not in self._early:
                 bucket.wait()
         return loss

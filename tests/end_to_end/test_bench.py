@@ -155,6 +155,13 @@ def test_a_training_step(tmp_path, horovod):
     assert None not in overheads.values()
 
 
+def test_a_sharded_step(tmp_path):
+    finished = ringrun(PYTHON, 2, BENCH / "sharded.py", "--quick", "--json", tmp_path / "rows.json")
+    rows = kept_by(finished, tmp_path)["rows"]
+    assert [row["who"] for row in rows] == ["DistributedOptimizer", "ShardedOptimizer", "ZeRO gloo"]
+    assert abs(rows[1]["state_mb"] * 2 / rows[0]["state_mb"] - 1) < 0.01
+
+
 def test_a_step_of_trainer(tmp_path, front_ends):
     command = [PYTHON, BENCH / "trainer.py", "--quick", "--runs", 1, "--json", tmp_path / "rows.json"]
     finished = run(command, timeout_s=240, **front_ends)

@@ -447,3 +447,31 @@ def test_dlpack_of_another_library(gpu):
     with pytest.raises(rr.UnsupportedArrayError, match="cannot be changed in place"):
         rr.allreduce_(array)
     np.testing.assert_array_equal(rr.allreduce(array, op=Sum).get(), total(700, "float32", 2))
+
+
+@pytest.mark.parametrize("hosts", [[0, 0, 0], [0, 1]], ids=str)
+def test_a_sharded_optimizer(gpu, hosts):
+    """As of host arrays, of which one is in no type with the others."""
+    gradients = [{name: values(7, dtype, rank) for name, dtype in (("a", "f4"), ("b", "f8"))} for rank in range(3)]
+
+    class Momentum:
+        def __init__(self, params):
+            self.params, self.velocity = params, {name: each * 0 for name, each in params.items()}
+
+        def step(self, grads):
+            for name, grad in grads.items():
+                self.velocity[name] = self.velocity[name] * 0.5 + grad
+                self.params[name][...] = self.params[name] - self.velocity[name]
+
+    def program(asarray):
+        params = {"a": asarray(np.arange(7, dtype="f4")), "b": asarray(np.ones(7))}
+        optimizer = rr.ShardedOptimizer(Momentum, params)
+        for _ in range(2):
+            optimizer.step({name: asarray(each) for name, each in gradients[rr.rank()].items()})
+        return params, optimizer.state_dict()["velocity"]
+
+    found = run_ranks(len(hosts), lambda: program(gpu.asarray), hosts=hosts)
+    for mine, expected in zip(found, run_ranks(len(hosts), lambda: program(np.copy), hosts=hosts), strict=True):
+        for one, other in zip(mine, expected, strict=True):
+            for name, each in one.items():
+                np.testing.assert_array_equal(each.get(), other[name], strict=True)

@@ -79,9 +79,8 @@ def test_the_bits_are_those_of_a_distributed_optimizer_and_so_is_the_state(hosts
         optimizer, alone = rr.ShardedOptimizer(kind, params), kind(whole)
         optimizer.load_state_dict(states[0])
         vars(alone).update(saved)
-        if kind is Saved:
-            rr.trees.map_leaves(alone.params, lambda name, each: each.__setitem__(..., 1))
-            rr.trees.map_leaves(params, lambda name, each: each.__setitem__(..., 1))
+        for tree in (alone.params, params) if kind is Saved else ():
+            rr.trees.map_leaves(tree, lambda name, each: each.__setitem__(..., 1))
         same(params, alone.params)
         for step in range(2):
             grads = grads_of(params, step, rank=3)
@@ -110,6 +109,9 @@ def test_what_cannot_be_cut_is_refused(arguments, message):
         optimizer = rr.ShardedOptimizer(Momentum, {"a": np.zeros(3)})
         with pytest.raises(rr.InputError, match="not of the form and shapes of the parameters"):
             optimizer.step({"a": np.zeros(4)})
+        optimizer = rr.ShardedOptimizer(lambda pieces: lambda grads: pieces.update(a=1), {"a": np.zeros(3)})
+        with pytest.raises(rr.InputError, match="has another array for 'a' now; change it in place"):
+            optimizer({"a": np.zeros(3)})
 
     run_ranks(1, program)
 
@@ -134,12 +136,14 @@ def test_an_elastic_state_of_ranks_that_have_changed():
             state.optimizer.step(grads_of(state.params, 3))
         state.restore()
         state.sync()
+        state.optimizer.optimizer.lr = 0.3
         state.optimizer.step(grads_of(state.params, 3, rank=1))
         return state.params
 
     whole = new_params()
     alone = Saved(whole)
     for step in range(4):
+        alone.lr = 0.1 if step < 3 else 0.3
         alone.step(grads_of(whole, step, rank=1))
     for params in run_ranks(2, goes_on):
         rr.trees.map_leaves(

@@ -10,6 +10,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import ringreduce.torch as hvd
+from ringreduce import runtime
 from ringreduce.elastic.commit import put_back
 from ringreduce.elastic.libraries import LIBRARIES
 from ringreduce.testing import run_ranks
@@ -82,6 +83,44 @@ def test_training_goes_on_from_a_commit_as_it_went_on_the_first_time(name, commi
         assert str(of_optimizer) == str(results[0][1])
         assert of_scheduler == results[0][2]
     assert scheduler.optimizer is optimizer
+
+
+@pytest.mark.parametrize(("is_lost", "began"), [(True, [0, 1]), (False, [0, 2])], ids=["lost", "told"])
+def test_ranks_that_change_between_commits_of_a_sharded_optimizer(elastic, is_lost, began):
+    """Ranks of which some are gone cannot gather its state, and go back; else it is gathered, and goes on."""
+
+    def program():
+        model, begins, changes = model_of(1.0), [], [True]
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        optimizer = hvd.ShardedOptimizer(optimizer, model.named_parameters())
+        state = hvd.elastic.TorchState(model, optimizer, step=0)
+        changed = [False]
+        runtime.current("a test").membership_changed = lambda: changed[0]
+
+        @hvd.elastic.run
+        def training(state):
+            changed[0] = False
+            begins.append(state.step)
+            while state.step < 4:
+                train(model, optimizer, 1, seed=state.step)
+                state.step += 1
+                if state.step == 2 and changes and changes.pop():
+                    changed[0] = is_lost
+                    state.on_hosts_updated(1, 2)
+                    state.check_host_updates()
+                state.commit()
+            return weights(model)
+
+        assert_equal(training(state), weights(model))
+        assert begins == began
+        return weights(model)
+
+    expected = model_of(1.0)
+    optimizer = torch.optim.SGD(expected.parameters(), lr=0.1, momentum=0.9)
+    for step in range(4):
+        train(expected, optimizer, 1, seed=step)
+    for result in run_ranks(2, program):
+        torch.testing.assert_close(result, weights(expected))
 
 
 @pytest.mark.parametrize("wrap", [hvd.DistributedOptimizer, hvd.ShardedOptimizer])

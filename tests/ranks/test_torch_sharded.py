@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import ringreduce.torch as hvd
+from ringreduce.settings import Settings
 from ringreduce.testing import run_ranks
 from tests.support.sharded import DETERMINISTIC, OPTIMIZERS, assert_equal, bits, loss_of, model_of, plain, sharded
 
@@ -172,3 +173,22 @@ def test_a_step_of_which_one_rank_finds_infinite_gradients_is_skipped_by_all():
         assert_equal(*made)
 
     run_ranks(3, program, settings=DETERMINISTIC)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_the_bytes_on_the_wire_are_those_of_an_all_reduce(size):
+    """Of ranks on hosts of their own."""
+
+    def nbytes(wrap):
+        def program():
+            model = torch.nn.Linear(120, 100)
+            _, optimizer = wrap(model)
+            model(torch.ones(1, 120)).sum().backward()
+            optimizer.step()
+
+        messages = []
+        settings = Settings(algorithm="ring")
+        run_ranks(size, program, hosts=range(size), messages=messages, settings=settings)
+        return sum(each.nbytes for each in messages if each.nbytes > 1000)
+
+    assert nbytes(sharded) == nbytes(plain) == 2 * (size - 1) * 4 * 12_100

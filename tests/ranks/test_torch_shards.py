@@ -86,6 +86,10 @@ def test_after_the_ranks_have_changed_the_state_must_be_given_again():
 
     def again():
         _, optimizer = sharded()
+        if hvd.rank() == 1:
+            optimizer.load_state_dict(ranks[0][2])
+        hvd.broadcast_optimizer_state(optimizer, root_rank=1)
+        torch.testing.assert_close(optimizer.state_dict(), ranks[0][2])
         optimizer.load_state_dict(ranks[hvd.rank()][3])
         torch.testing.assert_close(optimizer.state_dict(), ranks[0][2])
         state = copy.deepcopy(ranks[0][2])

@@ -71,13 +71,16 @@ def clip(model):
     return torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
 
 
-def trains_as_one_process(size, program, **options):
+def trains_as_one_process(size, program, kinds=(hvd.DistributedOptimizer,), **options):
     """program(data, wrapped) makes the same of each rank's share, wrapped(optimizer, model), and of all data, alone."""
+    expected = program(batch, lambda optimizer, _: optimizer)
+    for kind in kinds:
 
-    def wrapped(optimizer, model):
-        return hvd.DistributedOptimizer(optimizer, model.named_parameters(), **options)
+        def wrapped(optimizer, model, kind=kind):
+            return kind(optimizer, model.named_parameters(), **options)
 
-    close(same_on_all(run_ranks(size, lambda: program(share, wrapped))), program(batch, lambda optimizer, _: optimizer))
+        found = run_ranks(size, lambda wrapped=wrapped: program(share, wrapped))
+        close(same_on_all(found), expected)
 
 
 def trained(model, optimizer, steps, backward=own_backward, before_step=lambda model: None):

@@ -1,0 +1,108 @@
+"""A training step with sharded optimizers: ShardedOptimizer beside DistributedOptimizer, and torch's ZeRO over gloo.
+
+    ringrun -np 2 python bench/sharded.py
+    ringrun -np 2 python bench/sharded.py --json sharded.json
+
+The transformer of examples/train_gpt.py with 10.9 M parameters, AdamW, one sequence and one thread a rank. Rows:
+
+    DistributedOptimizer      ringreduce.torch.DistributedOptimizer
+    ShardedOptimizer          ringreduce.torch.ShardedOptimizer
+    ZeRO gloo                 ZeroRedundancyOptimizer, and DistributedDataParallel(model, gradient_as_bucket_view=True)
+
+Columns: time of a step (median of several runs, the rows in turns, of the slowest rank) and beside the first row's
+(median of the ratios of the runs); the state of rank 0's optimizer; parameters that differ from the first row's after
+the warm-up.
+"""
+
+from __future__ import annotations
+
+import copy
+import operator
+import statistics
+import sys
+from typing import Any
+
+from common import Column, Report, about, in_turns, is_printing, microseconds, parse, parser, seconds_per_run, total
+from contenders import has, start_gloo, stop_gloo
+from train_step import WARM_UP_STEPS, Trainee, batch_of, new_model
+
+import ringreduce as rr
+
+OURS, SHARDED, ZERO = "DistributedOptimizer", "ShardedOptimizer", "ZeRO gloo"
+COLUMNS = (
+    Column("who", "who", width=22, left=True),
+    Column("time_ms", "time", "ms", 10, ".2f"),
+    Column("ratio", "ratio", "", 8, ".3f"),
+    Column("state_mb", "state", "MB", 9, ".1f"),
+    Column("wrong", "#wrong", "", 8, "d"),
+)
+
+
+def trainees(model: Any) -> dict[str, Trainee]:
+    """All, from equal parameters."""
+    import torch
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    import ringreduce.torch as rrt
+
+    ours, sharded, zero = (copy.deepcopy(model) for _ in range(3))
+    start_gloo()
+    options = {"lr": 1e-3}
+    adam = lambda trained: torch.optim.AdamW(trained.parameters(), **options)  # noqa: E731
+    ddp = torch.nn.parallel.DistributedDataParallel(zero, gradient_as_bucket_view=True)
+    of_zero = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.AdamW, **options)
+    return {
+        OURS: Trainee(ours, rrt.DistributedOptimizer(adam(ours), ours.named_parameters())),
+        SHARDED: Trainee(sharded, rrt.ShardedOptimizer(adam(sharded), sharded.named_parameters())),
+        ZERO: Trainee(ddp, of_zero),
+    }
+
+
+def state_bytes(optimizer: Any) -> int:
+    """Of the moments on this rank."""
+    own = getattr(optimizer, "optim", optimizer)
+    return sum(each.nbytes for of_one in own.state.values() for each in of_one.values() if each.dim())
+
+
+def wrong_parameters(model: Any, expected: Any) -> int:
+    """On all ranks: those further apart than rounding and Adam's sign of a small gradient explain."""
+    pairs = zip(model.parameters(), expected.parameters(), strict=True)
+    return total(sum(int(((one - other).abs() > 2e-3).sum()) for one, other in pairs))
+
+
+def main() -> None:
+    """Warm up, compare, and measure in turns."""
+    options = parse(parser(__doc__, runs=9))
+    if not has("torch"):
+        sys.exit("bench/sharded.py needs torch: pip install '.[bench]'")
+    import torch
+
+    torch.set_num_threads(1)
+    rr.init()
+    model = new_model(options.quick)
+    compared, batch = trainees(model), batch_of(1, model.position.num_embeddings)
+    for trainee in compared.values():
+        for _ in range(WARM_UP_STEPS):
+            trainee.step(*batch)
+    first = compared[OURS].model
+    found = {who: (wrong_parameters(each.model, first), state_bytes(each.optimizer)) for who, each in compared.items()}
+    note = f"median of {options.runs} runs, the rows in turns, of the slowest rank"
+    report = Report("sharded", about(hosts=len(set(rr.info().hosts))), COLUMNS, is_printing(), note)
+    actions = {who: lambda trainee=trainee: trainee.step(*batch) for who, trainee in compared.items()}
+    times = in_turns(actions, options.runs, seconds_per_run(options, 1.0))
+    for who, each in times.items():
+        ratio = statistics.median(map(operator.truediv, each, times[OURS]))
+        row = {
+            "who": who,
+            "ratio": ratio,
+            "wrong": found[who][0],
+            "state_mb": found[who][1] / 1e6,
+            **microseconds(each),
+        }
+        report.add({**row, "time_ms": row["time_us"] / 1e3})
+    stop_gloo()
+    report.finish(options)
+
+
+if __name__ == "__main__":
+    main()
