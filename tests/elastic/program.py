@@ -7,7 +7,8 @@ RANK is that of the start. WHERE: `step` (before its collectives), `submitted` (
 seconds after init), `leaving`, and in the engine `control` (before a control message), `message` (before data),
 `window` (before a flag in shared memory); WHEN: the step, or how often it was there before. HOW: see plain.die.
 Variables: TRAINING_COUNT, how many parameters; TRAINING_PER_HOST, how many ranks share what passes for a host;
-TRAINING_WAY: `sharded`, with momentum by a ShardedOptimizer, or `local` (local_steps.py).
+TRAINING_WAY: `sharded`, with momentum by a ShardedOptimizer, or `local` (local_steps.py); TRAINING_WIRE: half of the sums
+are encoded.
 
 Deaths are of the job's first attempt. Each rank that survives leaves FOLDER/RANK.json: its parameters, and who took
 part in each step that counts. One that dies as wanted leaves FOLDER/RANK.died, and all FOLDER/RANK.pid, one line for
@@ -39,6 +40,7 @@ HALF = COUNT // 2
 RATE = 0.1
 WAY = os.environ.get("TRAINING_WAY", "")
 MOMENTUM = 0.5 if WAY == "sharded" else 0.0
+WIRE = {"int4": rr.Compression.int4.everywhere}.get(os.environ.get("TRAINING_WIRE", ""), rr.Compression.none)
 
 
 def gradient(parameters: np.ndarray, rank: int, step: int) -> np.ndarray:
@@ -178,7 +180,8 @@ def main() -> None:
             else:
                 state.parameters[:HALF] -= RATE * first.wait() / len(who)
                 deaths.at("between", state.step)
-                state.parameters[HALF:] -= RATE * rr.allreduce(whole[HALF:], op=rr.Sum, name="second half") / len(who)
+                second = rr.allreduce(whole[HALF:], op=rr.Sum, name="second half", compression=WIRE)
+                state.parameters[HALF:] -= RATE * second / len(who)
             state.history.append(who.tolist())
             state.step += 1
             state.commit()

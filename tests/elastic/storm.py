@@ -56,6 +56,8 @@ def draw(seed: int, spares: int = 0, way: str = "") -> Job:
     variables = {"TRAINING_COUNT": str(dice.choice([10, 1000, 60_000]))}
     if size > 2 and dice.random() < 0.3:
         variables["TRAINING_PER_HOST"] = "2"
+    if seed % 4 == 0 and not way:
+        variables["TRAINING_WIRE"] = "int4"
     victims = dice.sample(range(size), 2 if spares else min(size - 1, dice.choice([1, 1, 1, 2, 2, 3])))
     places = [*PLACES, *["message", "message"] * ("TRAINING_PER_HOST" in variables)]
     first = death(dice, victims[0], places)
@@ -133,7 +135,8 @@ def faults(job: Job, folder: Path, died: list[int], printed: str) -> list[str]:
         if len(result["history"]) != STEPS:
             found.append(f"rank {rank}: {len(result['history'])} steps")
         expected = replay(result["history"], len(result["parameters"]), result["momentum"])
-        if not np.allclose(result["parameters"], expected, rtol=1e-9, atol=1e-9):
+        error = 0.4 if "TRAINING_WIRE" in job.variables else 1e-9
+        if not np.allclose(result["parameters"], expected, rtol=1e-9, atol=error):
             found.append(f"rank {rank}: not what one process computes")
         if result["parameters"] != results[min(results)]["parameters"]:
             found.append(f"rank {rank}: not the bits of rank {min(results)}")
