@@ -7,8 +7,8 @@ RANK is that of the start. WHERE: `step` (before its collectives), `submitted` (
 seconds after init), `leaving`, and in the engine `control` (before a control message), `message` (before data),
 `window` (before a flag in shared memory); WHEN: the step, or how often it was there before. HOW: see plain.die.
 Variables: TRAINING_COUNT, how many parameters; TRAINING_PER_HOST, how many ranks share what passes for a host;
-TRAINING_WAY: `sharded`, with momentum by a ShardedOptimizer, or `local` (local_steps.py); TRAINING_WIRE: half of the sums
-are encoded.
+TRAINING_WAY: `sharded`, with momentum by a ShardedOptimizer, or `local` (local_steps.py); TRAINING_WIRE: half of the
+sums are encoded.
 
 Deaths are of the job's first attempt. Each rank that survives leaves FOLDER/RANK.json: its parameters, and who took
 part in each step that counts. One that dies as wanted leaves FOLDER/RANK.died, and all FOLDER/RANK.pid, one line for
