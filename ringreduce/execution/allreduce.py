@@ -28,7 +28,7 @@ ADASUM = ("op", Adasum.value)
 
 
 def allreduce(submissions: Sequence[Submission], context: Context) -> Steps[None]:
-    """Reduce the tensors of submissions with equal op and scales; completes each as soon as it is finished."""
+    """Reduce the tensors of submissions with equal details; completes each as soon as it is finished."""
     if submissions[0].reduced is not None:
         _finish(submissions[0], context)
         return
