@@ -1,14 +1,11 @@
 """PowerSGD: equal to a plain simulation of all ranks, whatever travels together; its state, and what it refuses."""
 
-import io
 import zlib
 
 import numpy as np
 import pytest
-import torch
 
 import ringreduce as rr
-import ringreduce.torch as hvd
 from ringreduce.testing import run_ranks
 from tests.ranks.on_threads import each_rank_of, known
 from tests.support.reference import data
@@ -87,34 +84,6 @@ def test_the_reduced_gradients_are_those_of_a_simulation(op, predivide, members)
 
     every = run_ranks(4, program, hosts=[0, 0, 0, 1], process_sets=[members] if members else ())
     assert all(every[each] == every[ranks[0]] for each in ranks), "bit-identical"
-
-
-@pytest.mark.parametrize("groups", [0, 2])
-@each_rank_of(3)
-def test_a_residual_is_its_gradients_whatever_that_travels_with(groups):
-    """The first step has each gradient alone, the next buckets; then one rank begins one alone, and all split."""
-    shapes = [name for name in SHAPES if name not in TYPES and name != "none"]
-    named = [(name, torch.nn.Parameter(torch.zeros(SHAPES[name]))) for name in shapes]
-    simulated = {name: Simulated(name, 3) for name in shapes}
-    power = hvd.PowerSGD(RANK, 0)
-    sgd = torch.optim.SGD([each for _, each in named], lr=1.0)
-    optimizer = hvd.DistributedOptimizer(sgd, named, compression=power, groups=groups)
-    for step in range(STEPS):
-        grads = {name: torch.from_numpy(gradient(name, hvd.rank(), step)) for name in shapes}
-        losses = [(parameter * grads[name]).sum() for name, parameter in named]
-        if step == 3 and hvd.rank() == 1 and not groups:
-            losses.pop().backward()
-            named[-1][1].grad.sum()
-        sum(losses).backward()
-        optimizer.step()
-        for name, parameter in named:
-            close(parameter.grad.numpy(), simulated[name].mean([gradient(name, each, step) for each in range(3)]))
-        optimizer.zero_grad()
-    torch.save(power.state_dict(), file := io.BytesIO())
-    file.seek(0)
-    power.load_state_dict(torch.load(file, weights_only=True))
-    assert isinstance(power.state_dict()["q"]["layer.w"], torch.Tensor)
-    return torch.cat([each.detach().flatten() for _, each in named]).numpy()
 
 
 def trained(power, steps, gradients, start=0):
