@@ -53,7 +53,10 @@ REFUSED = {
     "rank": (lambda: rr.PowerSGD(0), "PowerSGD: rank=0; expected a whole number of 1 or more"),
     "half a rank": (lambda: rr.PowerSGD(1.5), "PowerSGD: rank=1.5; expected a whole number"),
     "start_step": (lambda: rr.PowerSGD(4, -1), "PowerSGD: start_step=-1; expected a whole number of 0 or more"),
-    "class": (lambda: rr.DistributedOptimizer(Seen(), compression=rr.PowerSGD), r"int4, PowerSGD\(…\), or a class"),
+    "class": (
+        lambda: rr.DistributedOptimizer(Seen(), compression=rr.PowerSGD),
+        r"int4, PowerSGD\(…\) for an optimizer",
+    ),
     "op": (
         lambda: rr.DistributedOptimizer(Seen(), compression=rr.PowerSGD(), op=rr.Max),
         r"compression=PowerSGD\(rank=4, start_step=100\) with op=Max; it works with Average and Sum only",
