@@ -8,10 +8,12 @@ from typing import Any
 import torch
 
 from ringreduce import runtime, trees
+from ringreduce.errors import InputError
 from ringreduce.local.optimizer import HasLocalSteps
 from ringreduce.local.options import Options
 from ringreduce.local.steps import LocalSteps, Parameters
 from ringreduce.optim.parameters import name_parameters
+from ringreduce.torch.sharded import ShardedMixin
 from ringreduce.torch.wrapped import UnscalingMixin, wrap
 
 STATE = "local steps"
@@ -19,8 +21,11 @@ STATE = "local steps"
 
 
 def wrapped(optimizer: Any, named_parameters: Any, options: Options) -> Any:
-    """The optimizer with local steps.  Raises: InputError for wrong names."""
+    """The optimizer with local steps.  Raises: InputError for wrong names, and what is sharded."""
     runtime.current(options.function)
+    if isinstance(optimizer, ShardedMixin):
+        why = "of a ShardedOptimizer each rank has a part, which only all can step"
+        raise InputError(f"{options.function}: {why}; pass the original one")
     owned = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     given = {id(each): name for name, each in name_parameters(owned, named_parameters)} if named_parameters else {}
     made: Any = wrap(optimizer, LocalMixin)

@@ -23,6 +23,8 @@ def test_parameters_are_averaged_every_few_batches():
     """With plain SGD the mean of parameters that were averaged after every batch is that of averaged gradients."""
     together = trained(2, optimizer=hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)))
     close(numbers(trained(2, callbacks.LocalSGDCallback(1)).weights), numbers(together.weights))
+    inside = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1), process_set=hvd.host_process_set)
+    close(numbers(trained(2, callbacks.LocalSGDCallback(3), inside).weights), numbers(together.weights))
     own = numbers(trained().weights)
     expected = [np.mean(each, axis=0) for each in zip(*hvd.allgather_object(own), strict=True)]
     callback = callbacks.LocalSGDCallback(BATCHES)

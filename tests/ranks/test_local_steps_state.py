@@ -151,6 +151,9 @@ def test_what_is_no_state_of_these_parameters_is_refused_and_a_copy_is_the_user_
     saved["state"]["local steps"]["anchors"] = {"x": torch.zeros(7)}
     with pytest.raises(rr.InputError, match=r"a state of another model: 'x' is \[7\] in it, and is no parameter here"):
         optimizer.load_state_dict(saved)
+    sharded = hvd.ShardedOptimizer(torch.optim.SGD([torch.nn.Parameter(torch.zeros(4))], lr=0.1))
+    with pytest.raises(rr.InputError, match=r"DiLoCo: of a ShardedOptimizer each rank has a part, .* the original one"):
+        rr.DiLoCo(sharded, sync_every=4)
     of_numpy = trained("numpy", 5, **WAY)
     for each in (optimizer, of_numpy.optimizer):
         with pytest.raises(rr.InputError, match="LocalSGD: the optimizer takes local steps already"):

@@ -57,8 +57,8 @@ jax.xla, jax.host < jax.primitive < jax.ops, jax.compiled < jax.optimizer < jax.
 tensorflow.host < tensorflow.ops < tensorflow.training <
 keras.ops, keras.local < keras.optimizer, keras.callbacks, keras.elastic < tensorflow.keras <
 torch.ops, torch.sparse, torch.functions, torch.sync_batch_norm, torch.ps < torch.hooks, torch.pending <
-torch.gradient, torch.wrapped < torch.reducer, torch.adasum_optimizer, torch.local < torch.optimizer,
-torch.shards < torch.sharded < torch.elastic <
+torch.gradient, torch.wrapped < torch.reducer, torch.adasum_optimizer < torch.optimizer,
+torch.shards < torch.sharded < torch.local, torch.elastic <
 torch.distributed.tensors, torch.distributed.buckets, torch.distributed.uncompiled, torch.rendezvous <
 torch.distributed.work < torch.distributed.operations < torch.distributed.group < torch.bucket_hook
 """
