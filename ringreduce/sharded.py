@@ -14,7 +14,7 @@ from ringreduce.compression import Compression, Compressor
 from ringreduce.errors import InputError
 from ringreduce.ops import Average, ReduceOp
 from ringreduce.optim.exchange import Exchange
-from ringreduce.optim.shards import Shards, check_exchange
+from ringreduce.optim.shards import Shards, exchange_of
 from ringreduce.optimizer import Accumulation
 
 
@@ -49,7 +49,7 @@ def ShardedOptimizer(  # noqa: N802 - beside DistributedOptimizer
     >>> optimizer = ShardedOptimizer(lambda pieces: Momentum(pieces, lr=0.1), params)                  # doctest: +SKIP
     >>> optimizer.step(grads)                                                                          # doctest: +SKIP
     """
-    exchange = check_exchange(Exchange(op, compression, gradient_predivide_factor, process_set))
+    exchange = exchange_of(op, compression, gradient_predivide_factor, process_set)
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(optimizer, torch.optim.Optimizer):
         from ringreduce.torch import ShardedOptimizer as TorchOptimizer

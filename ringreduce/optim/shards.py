@@ -12,28 +12,29 @@ from typing import Any
 
 from ringreduce import runtime
 from ringreduce.api.arguments import arguments_of
-from ringreduce.api.process_sets import number_of
+from ringreduce.api.process_sets import ProcessSet, number_of
 from ringreduce.arrays.buffer import Buffer
 from ringreduce.arrays.view import as_buffer
 from ringreduce.compression import Compression
 from ringreduce.errors import InputError
 from ringreduce.execution.signature import calling_line
+from ringreduce.ops import Adasum, ReduceOp
 from ringreduce.optim.exchange import Exchange, Finish
 from ringreduce.partition import bounds_of, cut_together
 
 IN_16_BITS = Compression.none, Compression.fp16, Compression.bf16
 
 
-def check_exchange(exchange: Exchange) -> Exchange:
-    """Raise InputError for what cannot be reduced in shards."""
-    if exchange.op.name == "ADASUM":
+def exchange_of(op: ReduceOp, compression: Any, predivide: float, process_set: ProcessSet) -> Exchange:
+    """The exchange of these options; raises InputError for what cannot be reduced in shards."""
+    if op is Adasum:
         raise InputError("ShardedOptimizer: op=Adasum compares whole gradients; expected Average or Sum")
-    if exchange.compression not in IN_16_BITS:
+    if compression not in IN_16_BITS:
         raise InputError(
-            f"ShardedOptimizer: compression={exchange.compression!r}; expected Compression.none, .fp16 or .bf16: fewer "
-            "bits need whole gradients, so take a DistributedOptimizer for them"
+            f"ShardedOptimizer: compression={compression!r}; expected Compression.none, .fp16 or .bf16: for fewer bits "
+            "take a DistributedOptimizer, which reduces whole gradients"
         )
-    return exchange
+    return Exchange(op, compression, predivide, process_set)
 
 
 class Shards:

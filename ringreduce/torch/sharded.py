@@ -14,8 +14,8 @@ from ringreduce.api.reduce import allreduce
 from ringreduce.compression import Compression, Compressor
 from ringreduce.errors import InputError
 from ringreduce.ops import Average, Max, ReduceOp, Sum
-from ringreduce.optim.exchange import Exchange, check_passes
-from ringreduce.optim.shards import check_exchange
+from ringreduce.optim.exchange import check_passes
+from ringreduce.optim.shards import exchange_of
 from ringreduce.torch.optimizer import check, named_of
 from ringreduce.torch.shards import Shard, ShardBucket, ShardReducer, flat, laid_out_as
 from ringreduce.torch.wrapped import WrappedMixin, wrap
@@ -61,7 +61,7 @@ def ShardedOptimizer(  # noqa: N802 - beside DistributedOptimizer
             need whole parameters; else as DistributedOptimizer.
     Source: ZeRO's stage 1 (Rajbhandari et al., 2020); torch's ZeroRedundancyOptimizer.
     """
-    exchange = check_exchange(Exchange(op, compression, gradient_predivide_factor, process_set))
+    exchange = exchange_of(op, compression, gradient_predivide_factor, process_set)
     check(optimizer, op, process_set)
     if kind := next((each.__name__ for each in type(optimizer).__mro__ if each.__name__ in NOT_ELEMENTWISE), ""):
         raise InputError(

@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 
-import ringreduce.compression
+import ringreduce
 import ringreduce.torch as hvd
 from ringreduce.testing import run_ranks
 from tests.ranks.on_threads import each_rank_of
@@ -104,7 +104,12 @@ def test_after_the_ranks_have_changed_the_state_must_be_given_again():
     ("options", "message"),
     [
         ({"op": hvd.Adasum}, "op=Adasum compares whole gradients"),
-        ({"compression": ringreduce.compression.Compressor}, r"expected Compression.none, .fp16 or .bf16"),
+        (
+            {"compression": hvd.Compression.int8},
+            r"compression=Compression.int8; expected Compression.none, .fp16 or .bf16",
+        ),
+        ({"compression": hvd.Compression.int4.everywhere}, r"compression=Compression.int4.everywhere; expected"),
+        ({"compression": ringreduce.PowerSGD(4)}, r"compression=PowerSGD\(.*\); expected"),
         ({"kind": torch.optim.LBFGS}, "LBFGS needs whole parameters"),
     ],
     ids=str,
