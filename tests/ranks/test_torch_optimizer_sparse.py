@@ -58,6 +58,7 @@ def test_in_8_bits_only_as_dense_ones():
             ringreduce.InputError, match=r"gradient 'table': sparse, with compression=Compression\.int8; expec"
         ):
             program(compression=hvd.Compression.int8)
+        hvd.barrier()  # else one that has left already is missed before its peer is refused
 
     run_ranks(2, refused)
     dense = run_ranks(2, lambda: program(compression=hvd.Compression.int8, sparse_as_dense=True).to_dense())
