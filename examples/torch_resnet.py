@@ -56,6 +56,7 @@ parser.add_argument("--epochs", type=int, default=5, help="(%(default)s)")
 args = parser.parse_args()
 
 hvd.init()
+torch.manual_seed(0)  # the same parameters to begin with, however many ranks
 device = torch.device("cuda" if torch.cuda.is_available() else "cpu")  # init() has selected this rank's GPU
 shares = 1 if args.synthetic else hvd.size()  # random images are each rank's own
 if args.synthetic:

@@ -30,7 +30,7 @@ def run(arguments: Sequence[str]) -> int:
         raise UsageError(f"ringrun stacks {shlex.join(arguments)}: expected at most one JOB, a process number")
     jobs = find_jobs()
     if not arguments:
-        print("\n".join(table(jobs, time.time())))
+        print("\n".join(table(jobs, time.monotonic())))
         return 0
     job = _chosen(arguments[0], jobs)
     try:
@@ -39,7 +39,7 @@ def run(arguments: Sequence[str]) -> int:
         raise LauncherError(f"job {job.pid} does not answer: {error.strerror or error}; it may have ended") from error
     if not text:
         raise LauncherError(f"job {job.pid} ended before its ranks had answered")
-    sys.stdout.write(f"{describe(job, time.time())}\n{text}")
+    sys.stdout.write(f"{describe(job, time.monotonic())}\n{text}")
     return 0
 
 
@@ -49,8 +49,16 @@ def table(jobs: Sequence[RunningJob], now_s: float) -> list[str]:
         return ["no job of yours runs on this host"]
     rows = [("JOB", "RANKS", "SINCE", "COMMAND")]
     for job in jobs:
-        since = f"{time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(job.since_s))} ({duration(now_s - job.since_s)})"
-        rows.append((str(job.pid), str(job.size), since, shortened(shlex.join(job.command), _LONGEST_COMMAND)))
+        age_s = now_s - job.since_s
+        since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(time.time() - age_s))
+        rows.append(
+            (
+                str(job.pid),
+                str(job.size),
+                f"{since} ({duration(age_s)})",
+                shortened(shlex.join(job.command), _LONGEST_COMMAND),
+            )
+        )
     return columns(rows)
 
 

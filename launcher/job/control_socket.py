@@ -26,7 +26,10 @@ _REQUEST_S = 2.0
 
 @dataclass(frozen=True)
 class RunningJob:
-    """What a ringrun says of its job; `since_s` is in seconds since the epoch, `socket` where it listens."""
+    """What a ringrun says of its job; `socket` is where it listens.
+
+    since_s: by time.monotonic(), which all processes of a host share, and which nobody sets, as the clock.
+    """
 
     pid: int
     since_s: float
@@ -41,7 +44,7 @@ class ControlSocket:
     def __init__(self, directory: str, size: int, command: Sequence[str], events: Events) -> None:
         self._events = events
         path = Path(directory)
-        job = RunningJob(os.getpid(), time.time(), size, tuple(command), str(path / _SOCKET))
+        job = RunningJob(os.getpid(), time.monotonic(), size, tuple(command), str(path / _SOCKET))
         (path / _FILE).write_text(json.dumps(asdict(job)))
         self._listener = socket.socket(socket.AF_UNIX)
         self._listener.bind(job.socket)
