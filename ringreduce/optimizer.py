@@ -213,12 +213,12 @@ class WrappingOptimizer:
 
     def state_dict(self) -> Any:
         """The wrapped optimizer's, or where it has none its attributes: an elastic state commits them."""
-        return self._optimizer.state_dict() if _has_state_dict(self._optimizer) else dict(self._attributes)
+        return self._optimizer.state_dict() if has_state_dict(self._optimizer) else dict(self._attributes)
 
     def load_state_dict(self, state_dict: Any) -> Any:
         """Go back to what `state_dict` returned, which is where a step begins."""
         self.begin_step()
-        if _has_state_dict(self._optimizer):
+        if has_state_dict(self._optimizer):
             return self._optimizer.load_state_dict(state_dict)
         self._attributes.clear()
         self._attributes.update(state_dict)
@@ -228,7 +228,7 @@ class WrappingOptimizer:
     def has_state_dict(self) -> bool:
         """True where the wrapped optimizer has one of its own."""
         wrapped = self._optimizer
-        return wrapped.has_state_dict if isinstance(wrapped, WrappingOptimizer) else _has_state_dict(wrapped)
+        return wrapped.has_state_dict if isinstance(wrapped, WrappingOptimizer) else has_state_dict(wrapped)
 
     @property
     def _attributes(self) -> dict[str, Any]:
@@ -300,7 +300,8 @@ class ReducingOptimizer(WrappingOptimizer):
         return f"DistributedOptimizer({self._optimizer!r}, op={self._exchange.op!r})"
 
 
-def _has_state_dict(optimizer: Any) -> bool:
+def has_state_dict(optimizer: Any) -> bool:
+    """True for one that can say what its state is, and take it back."""
     return hasattr(optimizer, "state_dict") and hasattr(optimizer, "load_state_dict")
 
 

@@ -15,7 +15,7 @@ from ringreduce.errors import InputError
 from ringreduce.ops import Average, ReduceOp
 from ringreduce.optim.exchange import Exchange
 from ringreduce.optim.shards import Shards, exchange_of
-from ringreduce.optimizer import Accumulation
+from ringreduce.optimizer import Accumulation, has_state_dict
 
 
 def ShardedOptimizer(  # noqa: N802 - beside DistributedOptimizer
@@ -196,17 +196,13 @@ class ShardedArrays:
             return value.reshape(-1)[low:high].copy()
 
         pieces = trees.map_leaves(state_dict, cut)
-        if _has_state_dict(self.optimizer):
+        if has_state_dict(self.optimizer):
             self.optimizer.load_state_dict(pieces)
         else:
             vars(self.optimizer).update(pieces)
         self._whole = lambda: state_dict
 
 
-def _has_state_dict(optimizer: Any) -> bool:
-    return hasattr(optimizer, "state_dict") and hasattr(optimizer, "load_state_dict")
-
-
 def _state_of(optimizer: Any) -> Any:
     """Its state_dict(), or where it has none its attributes."""
-    return optimizer.state_dict() if _has_state_dict(optimizer) else dict(vars(optimizer))
+    return optimizer.state_dict() if has_state_dict(optimizer) else dict(vars(optimizer))

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-BLOCK, SCALE_BYTES = 256, 2  # of int8 and int4
-FP16, INT8, INT4 = (bits / 32 + scale / (4 * BLOCK) for bits, scale in ((16, 0), (8, SCALE_BYTES), (4, SCALE_BYTES)))
+from ringreduce.kernels.quantized import BLOCK, block_bytes
+
+INT8, INT4 = (block_bytes(bits) / (4 * BLOCK) for bits in (8, 4))
 LOCAL_STEPS, STREAMED_STEPS = 8, 20
 
 
@@ -22,7 +23,7 @@ class Way(NamedTuple):
 
 WAYS = (
     Way("fp32", 1.0),
-    Way("fp16", FP16),
+    Way("fp16", 0.5),
     Way("int8", INT8),
     Way("int4", INT4),
     Way("PowerSGD(rank=4)", 0.02),  # of matrices of 384 x 1536; of larger ones less

@@ -98,9 +98,9 @@ def travelling(submission: Submission, most_bytes: int) -> Reduction | None:
     """
     if not is_by_elements(submission) or len(submission.inputs) != 1 or submission.inputs[0].on_gpu:
         return None
-    reduction = submission.reduction(submission.inputs[0].element).on_wire()
     if submission.signature.detail("compression") is not None:
         return None
+    reduction = submission.reduction(submission.inputs[0].element).on_wire()
     return reduction if submission.inputs[0].count * reduction.sum_type.itemsize <= most_bytes else None
 
 

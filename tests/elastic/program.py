@@ -124,6 +124,21 @@ def form(comm: object, generation: int) -> World:
     return World(own.rank, own.size, tuple(own.allgather(host)), own, own.Dup(), own.Split(host), generation)
 
 
+def new_state(deaths: Deaths) -> rr.elastic.ObjectState:
+    """Where all begin, by WAY."""
+
+    class State(rr.elastic.ObjectState):
+        def sync(self):
+            deaths.at("sync", runtime.current("a test").world.number)
+            super().sync()
+
+    if WAY == "local":
+        return local_steps.new_state(State, COUNT)
+    parameters = np.zeros(COUNT)
+    sharded = {"optimizer": rr.ShardedOptimizer(Momentum, parameters, op=rr.Sum)} if WAY == "sharded" else {}
+    return State(parameters=parameters, history=[], step=0, **sharded)
+
+
 def main() -> None:
     """See above."""
     steps, folder, rank = int(sys.argv[1]), Path(sys.argv[2]), int(os.environ["RANK"])
@@ -140,18 +155,7 @@ def main() -> None:
     deaths.before(MessageTransport, "send", "message")
     deaths.before(Flags, "publish", "window")
 
-    class State(rr.elastic.ObjectState):
-        def sync(self):
-            deaths.at("sync", runtime.current("a test").world.number)
-            super().sync()
-
-    state = State(parameters=np.zeros(COUNT), history=[], step=0)
-    if MOMENTUM:
-        optimizer = rr.ShardedOptimizer(Momentum, state.parameters, op=rr.Sum)
-        state = State(parameters=state.parameters, history=[], step=0, optimizer=optimizer)
-
-    if WAY == "local":
-        state = local_steps.new_state(State, COUNT)
+    state = new_state(deaths)
 
     def who_is_there():
         mine = np.zeros(int(os.environ["WORLD_SIZE"]))

@@ -41,6 +41,15 @@ def train(model, optimizer, steps, seed=0):
         optimizer.step()
 
 
+def trained_alone():
+    """The weights after four steps of one process."""
+    model = model_of(1.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for step in range(4):
+        train(model, optimizer, 1, seed=step)
+    return weights(model)
+
+
 def test_the_names_are_horovods_and_need_no_import_of_their_own():
     assert hvd.elastic is sys.modules["ringreduce.torch.elastic"]
     for name in ("ElasticSampler", "ObjectState", "State", "TorchState", "run"):
@@ -115,12 +124,9 @@ def test_ranks_that_change_between_commits_of_a_sharded_optimizer(elastic, is_lo
         assert begins == began
         return weights(model)
 
-    expected = model_of(1.0)
-    optimizer = torch.optim.SGD(expected.parameters(), lr=0.1, momentum=0.9)
-    for step in range(4):
-        train(expected, optimizer, 1, seed=step)
+    expected = trained_alone()
     for result in run_ranks(2, program):
-        torch.testing.assert_close(result, weights(expected))
+        torch.testing.assert_close(result, expected)
 
 
 @pytest.mark.parametrize("wrap", [hvd.DistributedOptimizer, hvd.ShardedOptimizer])
@@ -149,12 +155,9 @@ def test_what_was_being_reduced_is_given_up(elastic, wrap):
 
         return training(state)
 
-    expected = model_of(1.0)
-    optimizer = torch.optim.SGD(expected.parameters(), lr=0.1, momentum=0.9)
-    for step in range(4):
-        train(expected, optimizer, 1, seed=step)
+    expected = trained_alone()
     for result in run_ranks(2, program):
-        torch.testing.assert_close(result, weights(expected))
+        torch.testing.assert_close(result, expected)
     assert elastic == [[3, 3]]
 
 
