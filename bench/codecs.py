@@ -15,7 +15,9 @@ residual says at first.
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -177,4 +179,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    if os.environ.get("OMP_NUM_THREADS") != "1":  # NumPy's BLAS takes as many cores, and reads it when it is imported
+        os.environ["OMP_NUM_THREADS"] = "1"
+        os.execv(sys.executable, [sys.executable, *sys.argv])  # noqa: S606 - itself
     main()
