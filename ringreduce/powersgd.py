@@ -143,8 +143,8 @@ class PowerSGD:
         names: Sequence[str],
         buffers: Sequence[Buffer],
         divisor: int,
-    ) -> Callable[[], None]:
-        """Begin to reduce buffers in place; returns what waits for the end.
+    ) -> tuple[Callable[[], None], Handle]:
+        """Begin to reduce buffers in place; returns what waits for the end, and the first all-reduce.
 
         submit: begins an all-reduce of a name (or None), the tensors' names, their buffers, and what is called then.
         name, names: of the group and of its members.  divisor: makes the mean over ranks of what is reduced.
@@ -179,7 +179,7 @@ class PowerSGD:
                 q = matrices[each].finish(divisor) if each in matrices else self.shared[each].q
                 self.shared[each] = self.shared[each]._replace(steps=self.shared[each].steps + 1, q=q)
 
-        return finish
+        return finish, handle
 
     def _is_factored(self, name: str, buffer: Buffer) -> bool:
         """True for a gradient that is, from some step on; raises InputError for one that cannot be."""

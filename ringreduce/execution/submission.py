@@ -46,16 +46,23 @@ class Handle:
 
     def wait(self, timeout_s: float = -1) -> Any:
         """Wait for the operation, and return its result; raises its error, or StalledError after a timeout >= 0."""
-        if not self.ended:
-            self._on_wait(self, timeout_s)
-            if not self.ended:
-                kind, name, *_ = self.signature
-                raise StalledError(
-                    f"{kind} {name!r}: Timed out after {timeout_s:g} s; other ranks may not have called it"
-                )
+        if not self.ended_within(timeout_s):
+            kind, name, *_ = self.signature
+            raise StalledError(f"{kind} {name!r}: Timed out after {timeout_s:g} s; other ranks may not have called it")
         if self._error is not None:
             raise _copied(self._error)
         return self._result()
+
+    def ended_within(self, timeout_s: float) -> bool:
+        """Wait for its end; False when that has not come after a timeout >= 0."""
+        if not self.ended:
+            self._on_wait(self, timeout_s)
+        return self.ended
+
+    @property
+    def failed(self) -> bool:
+        """True when it has ended with an error."""
+        return self._error is not None
 
     def _result(self) -> Any:
         """The caller's result, in the thread that waits."""

@@ -131,7 +131,7 @@ class LocalSteps:
         """Begin to average how far the values are from the anchors; what: tells it from others with these names."""
         anchors = self._state()["anchors"]
         gradients = [anchors[name] - value for name, value in zip(names, values, strict=True)]
-        return exchange.begin(f"{self.options.function}{what}.{names[0]}", gradients, names)
+        return exchange.begin(f"{self.options.function}{what}.{names[0]}", gradients, names).finish
 
     def _apply(self, steps: int) -> None:
         """Wait for what is due, and have it applied."""

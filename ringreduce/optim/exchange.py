@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -22,6 +22,13 @@ from ringreduce.ops import Adasum, Average, Max, ReduceOp, Sum
 from ringreduce.powersgd import PowerSGD
 
 Finish = Callable[[], list[Any]]  # waits, and returns the reduced arrays
+
+
+class Begun(NamedTuple):
+    """Arrays that are being reduced.  handle: of what they wait for first; None: they need not be waited for."""
+
+    finish: Finish
+    handle: Handle | None = None
 
 
 def check_passes(passes: int) -> int:
@@ -97,22 +104,22 @@ class Exchange:
         buffers = [_copied(as_buffer(each)) for each in arrays]
         if self.size > 1 and arrays:
             names = names or [f"gradient {number}" for number in range(len(arrays))]
-            self._begin_factors(self.compression, name, buffers, names, None)()
+            self._begin_factors(self.compression, name, buffers, names, None)[0]()
         return [like(each, buffer) for each, buffer in zip(arrays, buffers, strict=True)]
 
     def begin(
         self, name: str, arrays: Sequence[Any], names: Sequence[str] | None = None, line: str | None = None
-    ) -> Finish:
+    ) -> Begun:
         """Begin to reduce arrays, in their own memory where they are not compressed.
 
         names: of the members of a group, which is reduced all or nothing. line: the user's, where the caller knows it.
         """
         if self.size == 1:
-            return lambda: list(arrays)
+            return Begun(lambda: list(arrays))
         if isinstance(self.compression, PowerSGD):
             buffers, written = to_write(arrays)
-            wait = self._begin_factors(self.compression, name, buffers, names or [name], line)
-            return lambda: wait() or written() or list(arrays)
+            wait, first = self._begin_factors(self.compression, name, buffers, names or [name], line)
+            return Begun(lambda: wait() or written() or list(arrays), first)
         pairs = [self.compression.compress(each) for each in arrays]
         handle = self._submit([array for array, _ in pairs], name, names, line)
 
@@ -120,15 +127,15 @@ class Exchange:
             reduced = zip(handle.wait(), pairs, strict=True)
             return [self.compression.decompress(each, context) for each, (_, context) in reduced]
 
-        return finish
+        return Begun(finish, handle)
 
     def _submit(self, arrays: list[Any], name: str, names: Sequence[str] | None, line: str | None = None) -> Handle:
         return submit(arrays, name, names, self._checked, self.process_set, in_place=True, line=line)
 
     def _begin_factors(
         self, compression: PowerSGD, name: str | None, buffers: Sequence[Buffer], names: Sequence[str], line: str | None
-    ) -> Callable[[], None]:
-        """Begin to reduce buffers in place; returns what waits for the end."""
+    ) -> tuple[Callable[[], None], Handle]:
+        """As PowerSGD.begin."""
         options: dict[str, Any] = {
             "details": (*self._checked.details, ("compressor", repr(compression))),
             "check": self._checked.check,

@@ -26,6 +26,7 @@ POSITION = operator.attrgetter("position")
 CAUTIOUS_STEPS, RECOVERY_STEPS = 8, 100
 """Steps in which every gradient must be computed once before one is submitted during backward: at first, and after a
 step in which one was not. Many, as a script that does so now and then would get a BackwardError the next time."""
+LOOK_S = 0.25  # how often a rank that waits for a bucket looks whether another one has failed
 LAST = 2**31 - 1  # the position of a gradient that some rank does not compute
 
 
@@ -215,13 +216,25 @@ class Reducer:
             self._begin([each for each in self._buckets if not each.begun and each.trained])
         while self._in_flight:
             with _noting(errors):
-                # the last one first: a thread that wakes for each takes the core from the engine
-                self._finish(next(reversed(self._in_flight)))
+                self._finish(self._last())
         if errors:
             self.reset()
             self._forget()  # only some ranks know about what failed
             if not quiet:
                 raise errors[0]
+
+    def _last(self) -> GradientBucket:
+        """The last one, when it is over: a thread that wakes for each takes the core from the engine.
+
+        Or one that has failed: where a rank has split it and waits for a gradient of it, the last one is over only when
+        this rank has split it, too.
+        """
+        last = next(reversed(self._in_flight))
+        while not all(each.ended_within(LOOK_S) for each in last.handles):
+            for bucket in self._in_flight:
+                if any(each.failed for each in bucket.handles):
+                    return bucket
+        return last
 
     def stepped(self) -> None:
         """Begin a new step after a step."""

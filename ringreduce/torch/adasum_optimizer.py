@@ -55,7 +55,7 @@ class DeltaReducer(TorchReducer):
     def reduce(self, starts: Sequence[tuple[Gradient, torch.Tensor]]) -> None:
         """Add the Adasum of all ranks' changes to where each parameter started."""
         under_way = [
-            (each.parameter, start, self.exchange.begin(each.name, [each.parameter.detach() - start]))
+            (each.parameter, start, self.exchange.begin(each.name, [each.parameter.detach() - start]).finish)
             for each, start in starts
         ]
         for parameter, start, finish in under_way:

@@ -17,7 +17,7 @@ import torch
 
 from ringreduce.errors import BackwardError, CollectiveError, InputError
 from ringreduce.optim.buckets import DENSE, GradientBucket, fill
-from ringreduce.optim.exchange import Exchange
+from ringreduce.optim.exchange import Begun, Exchange
 from ringreduce.optim.shards import Shards
 from ringreduce.torch.gradient import Gradient
 from ringreduce.torch.hooks import too_often
@@ -166,13 +166,13 @@ class ShardBucket(GradientBucket):
                 member.attach(array)
         frozen = tuple(each.name for each in self.members if each not in trained)
         flats = [each if each.is_contiguous() else flat(each) for each in arrays]
-        self.parts = [(self.members, self.shards.reduce(flats, frozen, line))]
+        self.parts = [(self.members, Begun(self.shards.reduce(flats, frozen, line)))]
 
     def finish(self) -> None:
         """Wait for this rank's pieces."""
         parts, self.parts = self.parts, []
-        for _, finish in parts:
-            for member, reduced in zip(self.members, finish(), strict=True):
+        for _, begun in parts:
+            for member, reduced in zip(self.members, begun.finish(), strict=True):
                 member.arrive(reduced)
                 member.seen = 0
 

@@ -90,7 +90,7 @@ def test_gradients_that_come_one_by_one_share_buckets(monkeypatch, passes):
 def test_gradients_that_come_at_once():
     exchange = Exchange(compression=rr.Compression.fp16, gradient_predivide_factor=4.0)
     mine = [np.full(3, rr.rank() + 1.0), np.full((2, 2), 2.0 * rr.rank())]
-    finish = exchange.begin("later", [each.copy() for each in mine], ["v", "w"])
+    finish = exchange.begin("later", [each.copy() for each in mine], ["v", "w"]).finish
     reduced = exchange.reduce(mine, names=["v", "w"])
     for one, other, expected in zip(reduced, finish(), (1.5, 1.0), strict=True):
         assert one.dtype == other.dtype == np.float64
@@ -104,5 +104,5 @@ def test_a_rank_that_takes_no_part_keeps_its_gradients():
     others = rr.add_process_set([0, 2])
     mine = [np.array([rr.rank() + 1.0])]
     (reduced,) = Exchange(process_set=others).reduce(mine)
-    (begun,) = Exchange(process_set=others).begin("w", mine)()
+    (begun,) = Exchange(process_set=others).begin("w", mine).finish()
     assert (float(reduced[0]), float(begun[0])) == (2.0, 2.0)

@@ -221,6 +221,27 @@ def test_a_look_between_two_backwards(who, monkeypatch):
     add_up(2, backward)
 
 
+@pytest.mark.parametrize("seen", ["first.wide", "first.narrow"])
+def test_a_look_between_two_backwards_at_a_gradient_of_either_type(seen):
+    """Each type has a bucket, which the one rank splits before it has sent the other one."""
+
+    def program():
+        types = {"wide": torch.float64, "narrow": torch.float32}
+        names = [f"{which}.{kind}" for which in ("first", "second") for kind in types]
+        model = {each: torch.nn.Parameter(torch.ones(3, dtype=types[each.split(".")[1]])) for each in names}
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD([*model.values()], lr=0.25), [*model.items()])
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            for which in ("first", "second"):
+                sum((hvd.rank() + 1) * model[each].sum() for each in names if which in each).backward()
+                if hvd.rank() == step == 1:
+                    assert model[seen].grad.tolist() == [1.5] * 3
+            optimizer.step()
+        return [each.tolist() for each in model.values()]
+
+    assert run_ranks(2, program) == [[[1 - STEPS * 0.25 * 1.5] * 3] * 4] * 2
+
+
 def test_a_sum_that_is_looked_at_is_not_summed_twice():
     """Rank 0's first loss is looked at by all; then a backward adds to a part of the same bucket."""
 
