@@ -7,6 +7,7 @@ The transformer of examples/train_gpt.py with 10.9 M parameters, AdamW, one sequ
 
     DistributedOptimizer      ringreduce.torch.DistributedOptimizer
     ShardedOptimizer          ringreduce.torch.ShardedOptimizer
+    shared parameters         the same with shared_parameters=True; on one host only
     ZeRO gloo                 ZeroRedundancyOptimizer, and DistributedDataParallel(model, gradient_as_bucket_view=True)
 
 Columns: time of a step (median of several runs, the rows in turns, of the slowest rank) and beside the first row's
@@ -28,7 +29,7 @@ from train_step import WARM_UP_STEPS, Trainee, batch_of, new_model
 
 import ringreduce as rr
 
-OURS, SHARDED, ZERO = "DistributedOptimizer", "ShardedOptimizer", "ZeRO gloo"
+OURS, SHARDED, SHARED, ZERO = "DistributedOptimizer", "ShardedOptimizer", "shared parameters", "ZeRO gloo"
 COLUMNS = (
     Column("who", "who", width=22, left=True),
     Column("time_ms", "time", "ms", 10, ".2f"),
@@ -45,17 +46,20 @@ def trainees(model: Any) -> dict[str, Trainee]:
 
     import ringreduce.torch as rrt
 
-    ours, sharded, zero = (copy.deepcopy(model) for _ in range(3))
+    ours, sharded, shared, zero = (copy.deepcopy(model) for _ in range(4))
     start_gloo()
     options = {"lr": 1e-3}
     adam = lambda trained: torch.optim.AdamW(trained.parameters(), **options)  # noqa: E731
     ddp = torch.nn.parallel.DistributedDataParallel(zero, gradient_as_bucket_view=True)
     of_zero = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.AdamW, **options)
-    return {
+    made = {
         OURS: Trainee(ours, rrt.DistributedOptimizer(adam(ours), ours.named_parameters())),
         SHARDED: Trainee(sharded, rrt.ShardedOptimizer(adam(sharded), sharded.named_parameters())),
-        ZERO: Trainee(ddp, of_zero),
     }
+    if len(set(rr.info().hosts)) == 1:
+        optimizer = rrt.ShardedOptimizer(adam(shared), shared.named_parameters(), shared_parameters=True)
+        made[SHARED] = Trainee(shared, optimizer)
+    return made | {ZERO: Trainee(ddp, of_zero)}
 
 
 def state_bytes(optimizer: Any) -> int:

@@ -15,6 +15,7 @@ from ringreduce.errors import InputError
 from ringreduce.ops import Average, ReduceOp
 from ringreduce.optim.exchange import Exchange
 from ringreduce.optim.shards import Shards, exchange_of
+from ringreduce.optim.shared_parameters import SharedParameters
 from ringreduce.optimizer import Accumulation, has_state_dict
 
 
@@ -26,6 +27,8 @@ def ShardedOptimizer(  # noqa: N802 - beside DistributedOptimizer
     op: ReduceOp = Average,
     gradient_predivide_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
+    *,
+    shared_parameters: bool = False,
     **options: Any,
 ) -> Any:
     """An optimizer of which each of P ranks keeps 1/P of the state, and steps 1/P of all elements.
@@ -35,6 +38,9 @@ def ShardedOptimizer(  # noqa: N802 - beside DistributedOptimizer
         dimension, in the memory of the parameters. It returns an object with step(grads), or a callable on gradients,
         which changes these in place, element by element. It is called again when the ranks have changed.
     named_parameters: the parameters: an array of NumPy or CuPy, or nested dicts, lists and tuples of arrays.
+    shared_parameters: of NumPy's arrays and ranks on one host: have the parameters in memory that all ranks share, with
+        the first rank's values; all ranks make the optimizer at once. From then on `optimizer.params` are the
+        parameters. What changes them between steps, one rank does for all.
     compression, backward_passes_per_step, op, gradient_predivide_factor, process_set: see DistributedOptimizer.
 
     What is returned has step(grads), and is callable: it takes whole gradients in the form of the parameters; when it
@@ -55,7 +61,7 @@ def ShardedOptimizer(  # noqa: N802 - beside DistributedOptimizer
         from ringreduce.torch import ShardedOptimizer as TorchOptimizer
 
         settings = compression, backward_passes_per_step, op, gradient_predivide_factor, process_set
-        return TorchOptimizer(optimizer, named_parameters, *settings, **options)
+        return TorchOptimizer(optimizer, named_parameters, *settings, shared_parameters=shared_parameters, **options)
     if options:
         raise InputError(f"ShardedOptimizer: {', '.join(options)}: only of a torch optimizer")
     if not callable(optimizer) or named_parameters is None:
@@ -63,7 +69,8 @@ def ShardedOptimizer(  # noqa: N802 - beside DistributedOptimizer
             f"ShardedOptimizer: got a {type(optimizer).__qualname__}; expected a torch optimizer, or a function that "
             "makes an optimizer of pieces, and the parameters: ShardedOptimizer(lambda pieces: Adam(pieces), params)"
         )
-    return ShardedArrays(optimizer, named_parameters, exchange, Accumulation(backward_passes_per_step, averages=False))
+    accumulation = Accumulation(backward_passes_per_step, averages=False)
+    return ShardedArrays(optimizer, named_parameters, exchange, accumulation, shared_parameters)
 
 
 class ShardedArrays:
@@ -72,8 +79,12 @@ class ShardedArrays:
     is_sharded = True  # see `elastic.state.State`
     optimizer: Any
 
-    def __init__(self, make: Callable[[Any], Any], params: Any, exchange: Exchange, accumulation: Accumulation) -> None:
-        self._make, self._tree, self._exchange, self._accumulation = make, params, exchange, accumulation
+    def __init__(
+        self, make: Callable[[Any], Any], params: Any, exchange: Exchange, accumulation: Accumulation, shares: bool
+    ) -> None:
+        self._make, self.params, self._exchange, self._accumulation = make, params, exchange, accumulation
+        self.shares_parameters = shares
+        self._shared = SharedParameters(exchange) if shares and exchange.size > 1 else None
         self._params = dict(trees.named_leaves(params))
         for name, each in self._params.items():
             flags = getattr(each, "flags", None)
@@ -82,12 +93,15 @@ class ShardedArrays:
                     f"ShardedOptimizer: parameter {name!r} is a {type(each).__qualname__} that cannot be cut in place; "
                     "expected a writable, contiguous array of NumPy or CuPy"
                 )
+        if self._shared is not None:
+            self._params = self._shared.move(self._params)
+            self.params = trees.map_leaves(params, lambda name, _: self._params[name])
         self._divide()
         self._whole: Callable[[], Any] | None = self._initial
         """The whole state, from when it was loaded to the next step: till then ranks may change."""
 
     def _initial(self) -> Any:
-        return _state_of(self._make(trees.map_leaves(self._tree, lambda _, array: array.copy())))
+        return _state_of(self._make(trees.map_leaves(self.params, lambda _, array: array.copy())))
 
     def _divide(self) -> None:
         by_type: dict[Any, list[str]] = {}
@@ -100,7 +114,7 @@ class ShardedArrays:
             shards = Shards(f"params of {dtype}", names, [each.size for each in arrays], self._exchange)
             self._shards.append((names, shards))
             self._pieces |= zip(names, shards.own([each.reshape(-1) for each in arrays]), strict=True)
-        self._given = trees.map_leaves(self._tree, lambda name, _: self._pieces[name])
+        self._given = trees.map_leaves(self.params, lambda name, _: self._pieces[name])
         self.optimizer = self._make(self._given)
 
     def step(self, grads: Any) -> Any:
@@ -118,6 +132,8 @@ class ShardedArrays:
         begun = [(names, shards.reduce([whole[name] for name in names])) for names, shards in self._shards]
         pieces = {name: piece for names, wait in begun for name, piece in zip(names, wait(), strict=True)}
         self._whole = None
+        if self._shared is not None:
+            self._shared.barrier().wait()
         function = getattr(self.optimizer, "step", self.optimizer)
         result = function(trees.map_leaves(grads, lambda name, _: pieces[name]))
         for name, piece in trees.named_leaves(self._given):
@@ -125,6 +141,9 @@ class ShardedArrays:
                 raise InputError(
                     f"ShardedOptimizer: the optimizer has another array for {name!r} now; change it in place"
                 )
+        if self._shared is not None:
+            self._shared.barrier().wait()
+            return result
         for wait in [shards.gather([self._params[name] for name in names]) for names, shards in self._shards]:
             wait()
         runtime.stepped(id(self))

@@ -142,6 +142,8 @@ class ObjectState(State):
         if unknown := [name for name in self._local if name not in attributes]:
             raise InputError(f"{type(self).__name__}: local={self._local}: there is no attribute {unknown[0]!r}")
         for name, value in attributes.items():
+            if getattr(value, "shares_parameters", False):
+                raise InputError(f"{type(self).__name__}: {name} has shared_parameters=True, whose ranks cannot change")
             setattr(self, name, value)
         self._committed, self._spare = Commit(), Commit()
         self._own, self._spare_own = Commit(), Commit()  # of the local attributes

@@ -34,6 +34,7 @@ def ShardedOptimizer(  # noqa: N802 - beside DistributedOptimizer
     process_set: ProcessSet = global_process_set,
     *,
     overlap: Iterable[torch.nn.Module] = (),
+    shared_parameters: bool = False,
 ) -> Any:
     """Wrap a torch optimizer so that each of P ranks keeps 1/P of its state, and steps 1/P of all elements.
 
@@ -46,6 +47,8 @@ def ShardedOptimizer(  # noqa: N802 - beside DistributedOptimizer
     compression: `Compression.fp16` or `.bf16` send gradients in 16 bits; parameters travel as they are.
     overlap: modules, such as a model's blocks. step() does not wait for their parameters: a module's next forward does,
         or its state_dict(). Read them elsewhere only after `optimizer.wait_for_parameters()`.
+    shared_parameters: of ranks on one host: move the parameters into memory that all ranks share, with the first rank's
+        values; all ranks make the optimizer at once. What changes parameters between steps, one rank does for all.
     named_parameters, backward_passes_per_step, op, gradient_predivide_factor, process_set: see DistributedOptimizer.
 
     From the end of backward() on there are no whole gradients: reading .grad raises InputError, and after step() it is
@@ -69,7 +72,8 @@ def ShardedOptimizer(  # noqa: N802 - beside DistributedOptimizer
         )
     passes, named = check_passes(backward_passes_per_step), named_of(optimizer, named_parameters)
     whole = optimizer.state_dict()["state"]
-    wrapped = wrap(optimizer, ShardedMixin, _reducer=ShardReducer(passes, exchange))
+    reducer = ShardReducer(passes, exchange, shared_parameters)
+    wrapped = wrap(optimizer, ShardedMixin, _reducer=reducer, shares_parameters=shared_parameters)
     wrapped._reducer.add(named)
     wrapped._take_over(whole)
     wrapped._overlap(list(overlap))
@@ -134,8 +138,7 @@ class ShardedMixin(WrappedMixin):
         super().step()  # type: ignore[misc]
         stepped = [bucket for bucket in reversed(self._reducer.buckets) if bucket.begun]
         self._reducer.stepped()
-        for bucket in stepped:
-            bucket.gather()
+        self._reducer.gather(stepped, waits=not self._early)
         for bucket in reversed(stepped):  # the last one first, as in `Reducer.synchronize`
             if bucket not in self._early:
                 bucket.wait()

@@ -19,6 +19,7 @@ from ringreduce.errors import BackwardError, CollectiveError, InputError
 from ringreduce.optim.buckets import DENSE, GradientBucket, fill
 from ringreduce.optim.exchange import Begun, Exchange
 from ringreduce.optim.shards import Shards
+from ringreduce.optim.shared_parameters import OPTION, SharedParameters
 from ringreduce.torch.gradient import Gradient
 from ringreduce.torch.hooks import too_often
 from ringreduce.torch.pending import PendingGradient, make_pending
@@ -90,6 +91,23 @@ class Shard(Gradient):
         if (low, high) != self.bounds or self.parameter.data_ptr() != self._address:
             self.bounds, self._address = (low, high), self.parameter.data_ptr()
             self.piece.data = flat(self.parameter)[low:high]
+
+    def check_memory(self) -> None:
+        """Raise InputError where the parameter cannot have other memory."""
+        parameter = self.parameter
+        if parameter.device.type != "cpu" or parameter.untyped_storage().nbytes() != parameter.nbytes:
+            raise InputError(
+                f"{OPTION}: parameter {self.name!r} on {parameter.device} has no host memory of its own, as "
+                "parameter.data = parameter.data.cpu().clone() gives it"
+            )
+
+    def check_address(self) -> None:
+        """Raise InputError where the parameter has left the memory in which its piece is."""
+        if self.parameter.data_ptr() != self._address:
+            raise InputError(
+                f"{OPTION}: parameter {self.name!r} has left the memory that the ranks share, as by model.to() or "
+                "parameter.data = …; do that before the optimizer is made, or in place: parameter.data.copy_(…)"
+            )
 
     def load(self) -> tuple[int, torch.Tensor]:
         """What this rank sends; zeros where it computed none."""
@@ -176,12 +194,8 @@ class ShardBucket(GradientBucket):
                 member.arrive(reduced)
                 member.seen = 0
 
-    def gather(self) -> None:
-        """Begin to get the other ranks' pieces of the parameters."""
-        self.gathered = self.shards.gather([flat(each.parameter) for each in self.members])
-
     def wait(self) -> None:
-        """Wait for them."""
+        """Wait for the other ranks' pieces of the parameters."""
         gathered, self.gathered = self.gathered, None
         if gathered is not None:
             gathered()
@@ -191,10 +205,12 @@ class ShardReducer(GradientReducer):
     """Reduces gradients to their owners, as hooks report them ready.
 
     on_new_world: called where the ranks have changed, before anything is divided anew.
+    shares: parameters are moved into memory that all ranks have.
     """
 
-    def __init__(self, passes: int, exchange: Exchange) -> None:
+    def __init__(self, passes: int, exchange: Exchange, shares: bool = False) -> None:
         self.on_new_world: Callable[[], None] = lambda: None
+        self.shared = SharedParameters(exchange) if shares and exchange.size > 1 else None
         super().__init__(passes, exchange, sparse_as_dense=False, wait_in_backward=False)
 
     def add(self, named: Iterable[tuple[str, Any]]) -> None:
@@ -204,6 +220,13 @@ class ShardReducer(GradientReducer):
             shard.position, shard.is_loose = len(self._gradients), False
             self._gradients[id(shard.parameter)] = shard
             self._hooks.watch(shard)
+        if self.shared is not None:
+            for shard in shards:
+                shard.check_memory()
+            moved = self.shared.move({each.name: flat(each.parameter).view(torch.uint8).numpy() for each in shards})
+            for shard in shards:
+                own = torch.from_numpy(moved[shard.name]).view(shard.parameter.dtype)
+                shard.parameter.data = own.as_strided(shard.parameter.shape, shard.parameter.stride())
         for numbers in fill([each.size_and_kind for each in shards]):
             bucket = ShardBucket([shards[number] for number in numbers])
             bucket.divide(self.exchange)
@@ -248,10 +271,20 @@ class ShardReducer(GradientReducer):
 
     def hand_over(self) -> None:
         """Give the reduced pieces to the user's optimizer."""
+        if self.shared is not None:
+            for shard in self._gradients.values():
+                shard.check_address()
+            self.shared.barrier().wait()
         for bucket in self.buckets:
             bucket.take_pieces()
         for shard in self._gradients.values():
             shard.hand_over()
+
+    def gather(self, stepped: Sequence[ShardBucket], waits: bool) -> None:
+        """Begin to get the other ranks' pieces of the parameters.  waits: the caller does at once."""
+        written = None if self.shared is None else self.shared.barrier(waits).wait
+        for bucket in stepped:
+            bucket.gathered = written or bucket.shards.gather([flat(each.parameter) for each in bucket.members])
 
     def agree(self, found_inf: torch.Tensor) -> None:
         """Have a number, 0 or 1, be 1 where it is on any rank."""

@@ -54,12 +54,16 @@ def same(ones, others):
 
 
 @pytest.mark.parametrize("kind", [Momentum, Saved])
-@pytest.mark.parametrize("hosts", [[0], [0, 0, 0], [0, 1, 1, 0]], ids=str)
-def test_the_bits_are_those_of_a_distributed_optimizer_and_so_is_the_state(hosts, kind):
+@pytest.mark.parametrize(
+    ("hosts", "shared"), [([0], False), ([0, 0, 0], False), ([0, 0, 0], True), ([0, 1, 1, 0], False)], ids=str
+)
+def test_the_bits_are_those_of_a_distributed_optimizer_and_so_is_the_state(hosts, shared, kind):
     def program():
         params, whole = new_params(), new_params()
         plain = rr.DistributedOptimizer(kind(whole), backward_passes_per_step=2)
-        optimizer = rr.ShardedOptimizer(kind, params, backward_passes_per_step=2)
+        optimizer = rr.ShardedOptimizer(kind, params, backward_passes_per_step=2, shared_parameters=shared)
+        assert (optimizer.params is params) == (not shared)
+        params = optimizer.params
         same(optimizer.state_dict(), plain.state_dict())
         for step in range(8):
             plain.step(grads_of(whole, step))
@@ -101,6 +105,9 @@ def test_the_bits_are_those_of_a_distributed_optimizer_and_so_is_the_state(hosts
     ids=["an object", "transposed", "a number"],
 )
 def test_what_cannot_be_cut_is_refused(arguments, message):
+    class OnGpu:
+        flags = np.ones(1).flags
+
     def program():
         with pytest.raises(rr.InputError, match=message):
             rr.ShardedOptimizer(*arguments)
@@ -113,7 +120,12 @@ def test_what_cannot_be_cut_is_refused(arguments, message):
         with pytest.raises(rr.InputError, match="has another array for 'a' now; change it in place"):
             optimizer({"a": np.zeros(3)})
 
+    def on_two():
+        with pytest.raises(rr.InputError, match=r"shared_parameters=True\): expected arrays of NumPy"):
+            rr.ShardedOptimizer(Momentum, {"a": OnGpu()}, shared_parameters=True)
+
     run_ranks(1, program)
+    run_ranks(2, on_two)
 
 
 def test_an_elastic_state_of_ranks_that_have_changed():

@@ -1,5 +1,8 @@
 """torch's ShardedOptimizer on threads: a step has the bits of a DistributedOptimizer's."""
 
+import copy
+import time
+
 import pytest
 import torch
 
@@ -27,12 +30,19 @@ def train(wrap, name, steps=12, **options):
     return bits(model), optimizer
 
 
+SHARED = {"shared_parameters": True}
+
+
 @pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.parametrize("hosts", [[0], [0, 0], [0, 0, 0], [0, 1, 0, 1]], ids=str)
-def test_the_bits_are_those_of_a_distributed_optimizer(hosts, name):
+@pytest.mark.parametrize(
+    ("hosts", "options"),
+    [*(([0] * size, options) for size in (1, 2, 3) for options in ({}, SHARED)), ([0] * 4, SHARED), ([0, 1, 0, 1], {})],
+    ids=str,
+)
+def test_the_bits_are_those_of_a_distributed_optimizer(hosts, options, name):
     def program():
         expected, plain = train(hvd.DistributedOptimizer, name)
-        found, optimizer = train(hvd.ShardedOptimizer, name)
+        found, optimizer = train(hvd.ShardedOptimizer, name, **options)
         assert_equal(found, expected)
         kept = sum(v.numel() for each in optimizer.state.values() for v in each.values() if v is not None and v.dim())
         whole = sum(v.numel() for each in plain.state.values() for v in each.values() if v is not None and v.dim())
@@ -115,7 +125,8 @@ def test_a_step_does_what_a_distributed_optimizers_does(hosts, way):
     run_ranks(len(hosts), program, hosts=hosts, settings=DETERMINISTIC)
 
 
-def test_channels_last_two_types_and_modules_that_wait():
+@pytest.mark.parametrize("options", [{}, SHARED], ids=str)
+def test_channels_last_two_types_and_modules_that_wait(options):
     def program():
         made = []
         for wrap in (plain, sharded):
@@ -123,7 +134,7 @@ def test_channels_last_two_types_and_modules_that_wait():
             model = torch.nn.Sequential(*layers).to(memory_format=torch.channels_last)
             for parameter in model.parameters():
                 parameter.data.copy_(torch.arange(parameter.numel()).view_as(parameter).cos() / 3)
-            _, optimizer = wrap(model, **({"overlap": [model[0], model[2]]} if wrap is sharded else {}))
+            _, optimizer = wrap(model, **({"overlap": [model[0], model[2]], **options} if wrap is sharded else {}))
             for step in range(12):
                 optimizer.zero_grad()
                 x = torch.full((1, 3, 4, 4), 1.0 + hvd.rank() + step).sin()
@@ -134,6 +145,44 @@ def test_channels_last_two_types_and_modules_that_wait():
         assert model[0].weight.stride() != model[0].weight.contiguous().stride()
 
     run_ranks(3, program, settings=DETERMINISTIC)
+
+
+class Slow(torch.optim.SGD):
+    """Rank 1 steps later."""
+
+    def step(self):
+        time.sleep(0.1 * (hvd.rank() == 1))
+        super().step()
+
+
+def test_shared_parameters_change_when_all_have_read_them_and_are_read_when_all_have_changed_them():
+    def program():
+        made = []
+        for options in ({}, SHARED):
+            model = model_of()
+            if options:
+                model[0].bias.data += hvd.rank()  # of these, all get the first rank's
+            optimizer = hvd.ShardedOptimizer(Slow(model.parameters(), lr=0.1), model.named_parameters(), **options)
+            for step in range(2):
+                loss_of(model, step).backward()
+                optimizer.synchronize()
+                before = bits(model)
+                time.sleep(0.1 * hvd.rank())
+                assert_equal(bits(model), before)
+                optimizer.step()
+                made.append(bits(model))
+        assert_equal(made[0] + made[1], made[2] + made[3])
+        hvd.barrier()
+        if hvd.rank() == 0:
+            model[0].weight.data.fill_(9)
+        hvd.barrier()
+        assert (model[0].weight == 9).all()
+        with open("/proc/self/maps") as maps:
+            assert all("(deleted)" in line for line in maps if "/dev/shm/#" in line)
+        state = copy.deepcopy(model)
+        assert state[0].weight.data_ptr() != model[0].weight.data_ptr()
+
+    run_ranks(3, program)
 
 
 @pytest.mark.parametrize("way", ["norm 2", "norm 1", "norm inf"])

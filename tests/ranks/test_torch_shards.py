@@ -22,15 +22,16 @@ from tests.support.sharded import (
 )
 
 
+@pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_a_state_dict_is_the_plain_optimizers_and_can_be_loaded_at_another_number_of_ranks(name):
+def test_a_state_dict_is_the_plain_optimizers_and_can_be_loaded_at_another_number_of_ranks(name, shared):
     def saved():
-        model, optimizer = sharded(name=name)
+        model, optimizer = sharded(name=name, shared_parameters=shared)
         after(9, optimizer, model)
         return model.state_dict(), optimizer.state_dict()
 
     def resumed(states):
-        model, optimizer = sharded(name=name)
+        model, optimizer = sharded(name=name, shared_parameters=shared)
         model.load_state_dict(states[0])
         optimizer.load_state_dict(states[1])
         again = optimizer.state_dict()
@@ -156,3 +157,65 @@ def test_gradients_that_are_gone_or_unlike_are_errors():
     gaps.p = torch.nn.Parameter(torch.ones(4, 4)[:, :2])
     with pytest.raises(ringreduce.InputError, match=r"'p' of shape .* has gaps in its memory"):
         sharded(gaps)
+
+
+def tied(model):
+    model[3].weight.data = model[0].weight.data.view(-1)[: 5 * 33].view(5, 33)
+
+
+def seen_by_another(model):
+    model[0].weight.data = torch.ones(40, 7)[:33]
+
+
+@pytest.mark.parametrize(
+    ("change", "hosts", "memory", "message"),
+    [
+        (seen_by_another, [0, 0], "/dev/shm", "'0.weight' on cpu has no host memory of its own"),
+        (tied, [0, 0], "/dev/shm", "'3.weight' on cpu has no host memory of its own"),
+        (
+            lambda model: setattr(model[2].bias, "data", model[2].weight.data),
+            [0, 0],
+            "/dev/shm",
+            "have the same memory",
+        ),
+        (lambda model: model.to("meta"), [0, 0], "/dev/shm", "'3.weight' on meta has no host memory of its own"),
+        (lambda model: model, [0, 1], "/dev/shm", "the ranks are on several hosts; expected one"),
+        (lambda model: model, [0, 0], "/nowhere", r"/nowhere has no 0.0 MB \(No such file or directory\); enlarge it"),
+    ],
+    ids=["view", "tied in part", "tied", "meta", "hosts", "no memory"],
+)
+def test_parameters_that_cannot_be_shared(monkeypatch, change, hosts, memory, message):
+    def program():
+        model = model_of()
+        change(model)
+        with pytest.raises(ringreduce.InputError, match=f"shared_parameters=True.*{message}"):
+            sharded(model, shared_parameters=True)
+
+    monkeypatch.setattr("ringreduce.optim.shared_parameters.SHARED_MEMORY", memory)
+    run_ranks(2, program, hosts=hosts)
+
+
+def test_shared_parameters_that_leave_their_memory_and_ranks_that_change():
+    def program():
+        model, optimizer = sharded(shared_parameters=True)
+        after(1, optimizer, model)
+        with pytest.raises(
+            ringreduce.InputError, match="optimizer has shared_parameters=True, whose ranks cannot change"
+        ):
+            hvd.elastic.TorchState(model, optimizer)
+        model.to(torch.float64).to(torch.float32)
+        with pytest.raises(ringreduce.InputError, match=r"'3.weight' has left the memory that the ranks share"):
+            after(2, optimizer, model, first=1)
+        model, optimizer = sharded(shared_parameters=True)
+        return model, optimizer, optimizer.state_dict()
+
+    ranks = run_ranks(2, program)
+
+    def goes_on():
+        model, optimizer, _ = ranks[hvd.rank()]
+        with pytest.raises(
+            ringreduce.InputError, match="the ranks have changed; make the model and its optimizer anew"
+        ):
+            after(1, optimizer, model)
+
+    run_ranks(2, goes_on)

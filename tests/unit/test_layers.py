@@ -49,7 +49,7 @@ recovery.membership, recovery.death_notice, recovery.daemon < recovery.rendezvou
 lifecycle < api.submit, api.world, api.info, api.steps, sampler < api.process_sets, api.arguments <
 api.reduce, api.gather, api.broadcast, api.objects, api.control <
 api.ordered, api.own_channel, api.collective < api.common, powersgd, optim.parameters < optim.exchange <
-optim.buckets, optim.shards < optim.reducer, local.options < local.steps <
+optim.buckets, optim.shards, optim.shared_parameters < optim.reducer, local.options < local.steps <
 ps.layout, ps.messages, ps.consistency, ps.arrays < ps.roles < ps.server, ps.worker < sweeps.study <
 sweeps.teams < sweeps.trial < sweeps.sweep < optimizer, testing < local.optimizer <
 sharded <
