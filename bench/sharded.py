@@ -11,16 +11,18 @@ The transformer of examples/train_gpt.py with 10.9 M parameters, AdamW, one sequ
     ZeRO gloo                 ZeroRedundancyOptimizer, and DistributedDataParallel(model, gradient_as_bucket_view=True)
 
 Columns: time of a step (median of several runs, the rows in turns, of the slowest rank) and beside the first row's
-(median of the ratios of the runs); the state of rank 0's optimizer; parameters that differ from the first row's after
-the warm-up.
+(median of the ratios of the runs); the processor's time of rank 0 for it, all threads', which means something on a busy
+machine too; the state of rank 0's optimizer; parameters that differ from the first row's after the warm-up.
 """
 
 from __future__ import annotations
 
 import copy
+import functools
 import operator
 import statistics
 import sys
+import time
 from typing import Any
 
 from common import Column, Report, about, in_turns, is_printing, microseconds, parse, parser, seconds_per_run, total
@@ -34,6 +36,7 @@ COLUMNS = (
     Column("who", "who", width=22, left=True),
     Column("time_ms", "time", "ms", 10, ".2f"),
     Column("ratio", "ratio", "", 8, ".3f"),
+    Column("cpu_ms", "cpu", "ms", 10, ".2f"),
     Column("state_mb", "state", "MB", 9, ".1f"),
     Column("wrong", "#wrong", "", 8, "d"),
 )
@@ -92,13 +95,21 @@ def main() -> None:
     found = {who: (wrong_parameters(each.model, first), state_bytes(each.optimizer)) for who, each in compared.items()}
     note = f"median of {options.runs} runs, the rows in turns, of the slowest rank"
     report = Report("sharded", about(hosts=len(set(rr.info().hosts))), COLUMNS, is_printing(), note)
-    actions = {who: lambda trainee=trainee: trainee.step(*batch) for who, trainee in compared.items()}
+    used_s: dict[str, list[float]] = {who: [] for who in compared}
+
+    def step(who: str) -> None:
+        before_s = time.process_time()
+        compared[who].step(*batch)
+        used_s[who].append(time.process_time() - before_s)
+
+    actions = {who: functools.partial(step, who) for who in compared}
     times = in_turns(actions, options.runs, seconds_per_run(options, 1.0))
     for who, each in times.items():
         ratio = statistics.median(map(operator.truediv, each, times[OURS]))
         row = {
             "who": who,
             "ratio": ratio,
+            "cpu_ms": statistics.median(used_s[who]) * 1e3,
             "wrong": found[who][0],
             "state_mb": found[who][1] / 1e6,
             **microseconds(each),
