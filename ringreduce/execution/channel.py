@@ -63,6 +63,7 @@ class Channel(Running):
         self._senders: dict[int, Executor] = {}  # by peer
         self._receivers: dict[int, tuple[Executor, Receiver]] = {}  # by rank of the world
         self._count = 0
+        self.begun = 0  # collectives, of the lane, too; equal on all ranks
         self._shared = SharedArrays()
 
     def _compare_by(self, signatures: Signatures | None) -> None:
@@ -142,6 +143,10 @@ class Channel(Running):
 
     def _checked(self, submission: Submission) -> Steps[None]:
         """Run an operation, if all ranks have called the same."""
+        self.begun, timeline = self.begun + 1, self._context.timeline
+        operation = (self.number if self.name == ORDERED else self.name, self.begun, "", len(self.members))
+        if timeline.recording:
+            timeline.ready([submission], self._world.rank)
         fits = None if self.across is not None else in_slot(submission, self._context)
         if fits is not None and self.signed is None:  # else the lane has packed it
             fits.pack([each.flat for each in submission.inputs])
@@ -150,12 +155,12 @@ class Channel(Running):
         if words is None:
             yield from self._mismatch(submission)
             return
-        self._context.timeline.negotiated(submission)
+        timeline.negotiated(submission, operation)
         if submission.recorder is not None:
             submission.ready_s = submission.begun_s = time.monotonic()
             submission.algorithm = "shared" if self.across is None else ""
         if fits is not None and all(each == own for each in words):
-            with self._context.timeline.phase([submission], submission.signature.kind.upper()):
+            with timeline.phase([submission], submission.signature.kind.upper()):
                 if fits.rows is not None:
                     operations.make_outputs(submission, [fits.rows], self._context)
                 yield from fits.finish([each.flat for each in submission.outputs])
@@ -171,7 +176,7 @@ class Channel(Running):
             yield from operations.run([submission], self._context)
         else:
             reduction = submission.reduction(submission.outputs[0].element)
-            with self._context.timeline.phase([submission], "ALLREDUCE"):
+            with timeline.phase([submission], "ALLREDUCE"):
                 yield from shared_in_place.allreduce(arrays, region, reduction)
             submission.complete()
 

@@ -101,10 +101,11 @@ class Lane:
             if in_python and self._handles_signals():
                 return False
             if signatures is None or region is None:
-                is_done = run(source, target, 0, 0, PATIENCE_US) == 0
+                done = run(source, target, 0, 0, PATIENCE_US) == 0
+                channel.begun += done
                 if since_s is not None:
-                    self._recorder.passed(*what, since_s, "" if is_done else None)
-                return is_done
+                    self._recorder.passed(*what, since_s, "" if done else None)
+                return done
             number = signatures.sequence
             state = run(source, target, number, region.sequence, PATIENCE_US)
             signatures.sequence = number + 1
@@ -114,6 +115,7 @@ class Lane:
                 channel.signed = number
                 return False
             region.sequence += slots
+            channel.begun += 1
             return True
         except (BufferError, ValueError):  # not contiguous, or read-only; nothing was signed
             return False

@@ -46,7 +46,7 @@ def send(submission: Submission, context: Context, transport: Transport, destina
     header[16 : 16 + len(text)] = np.frombuffer(text, np.uint8)
     works = [transport.send(header, destination, HEADER_TAG), transport.send(elements, destination, DATA_TAG)]
     yield from works
-    context.timeline.span(submission, "SEND")
+    context.timeline.message(submission, "SEND")
     submission.complete()
 
 
@@ -140,5 +140,5 @@ class Receiver:
         if submission.ready:
             self._context.gpu.begin(submission)
         self._context.gpu.up(elements, target)
-        self._context.timeline.span(submission, "RECV")
+        self._context.timeline.message(submission, "RECV")
         submission.complete()

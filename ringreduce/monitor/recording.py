@@ -5,12 +5,13 @@ A file that cannot be written ends the recording, not the job.
 
 from __future__ import annotations
 
+import socket
 import time
 from collections.abc import Callable, Sequence
 
 from ringreduce.log import LOGGER
 from ringreduce.monitor.side_job import SideJob
-from ringreduce.monitor.timeline import SENT_AT_ONCE, Event, Timeline, TimelineFile
+from ringreduce.monitor.timeline import PROCESS, SENT_AT_ONCE, Event, Timeline, TimelineFile, now_us
 from ringreduce.negotiation.mailbox import Mailbox
 from ringreduce.negotiation.protocol import TimelineEvents, TimelineStart, TimelineStop
 from ringreduce.transport.waiting import WaitsFor
@@ -71,7 +72,7 @@ class Recording:
     def start(self, file: TimelineFile, mark_cycles: bool, done: Callable[[], None]) -> None:
         """On rank 0, after the previous recording was stopped: record to `file`, and call `done` when all ranks do."""
         self._file = file
-        self._timeline.start(mark_cycles)
+        self._begin(mark_cycles)
         self._ask(TimelineStart(mark_cycles), done)
 
     def stop(self, done: Callable[[], None]) -> None:
@@ -87,6 +88,11 @@ class Recording:
         self._timeline.stop()
         self._ask(TimelineStop(self._followed()), end)
 
+    def _begin(self, mark_cycles: bool) -> None:
+        self._timeline.start(mark_cycles)
+        name = f"rank {self._mailbox.rank} on {socket.gethostname()}"
+        self._timeline.events.append(Event(PROCESS, name, now_us()))
+
     def _ask(self, request: TimelineStart | TimelineStop, done: Callable[[], object]) -> None:
         self._done, self._missing = done, set(range(1, self._mailbox.size))
         self._mailbox.send_others(request)
@@ -97,7 +103,7 @@ class Recording:
         """Handle another rank's message."""
         if isinstance(message, TimelineStart):
             self._until = None
-            self._timeline.start(message.mark_cycles)
+            self._begin(message.mark_cycles)
             self._send(answers=True)
         elif isinstance(message, TimelineStop):
             self._until = message.followed

@@ -122,8 +122,7 @@ class Negotiation:
             joins = [each for each in submissions if each.signature.kind == JOIN]
             others = [each for each in submissions if each.signature.kind != JOIN]
         if self._timeline.recording:
-            for each in others:
-                self._timeline.ready(each.signature, self._world.rank)
+            self._timeline.ready(others, self._world.rank)
         self.known_submissions += state.negotiator.announce(others, joins[0] if joins else None)
 
     def announce_leaving(self) -> None:
@@ -193,7 +192,7 @@ class Negotiation:
             what = f"rank {self._world.rank}, process set {state.number}, response {state.negotiator.applied}"
             LOGGER.debug(f"{what}: {_named([each.signature for each in submissions])}")
         for submission in submissions if self._timeline.recording else ():
-            self._timeline.negotiated(submission)
+            self._timeline.negotiated(submission, (state.number, state.followed, submission.key, len(state.members)))
         for submission in submissions:
             if submission.recorder is not None:
                 submission.ready_s = time.monotonic()

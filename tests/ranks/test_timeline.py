@@ -1,6 +1,8 @@
 """The timeline: what Horovod's shows, of every rank, in a file that is complete at every moment."""
 
+import itertools
 import json
+import random
 import subprocess
 import sys
 import time
@@ -15,15 +17,17 @@ from ringreduce.engine.engine import Engine
 from ringreduce.execution.executor import Executor
 from ringreduce.execution.host import Host
 from ringreduce.execution.signature import Signature
-from ringreduce.monitor.timeline import Event, Timeline, TimelineFile
+from ringreduce.monitor.timeline import BYTES_A_MINUTE, Event, Timeline, TimelineFile
 from ringreduce.negotiation.neutral import neutral_submission
 from ringreduce.settings import Settings
 from ringreduce.testing import run_ranks
 from ringreduce.transport.threads import ThreadNetwork
 from ringreduce.world import World
 from tests.ranks.on_threads import each_rank_of
+from tests.support import trace
 from tests.support.patience import wait_until
 
+OPERATION = (0, 1, "allreduce.w", 1)
 SMALL = Settings(fusion_slot_bytes=1024, shared_slot_bytes=1024, fusion_buffer_bytes=8192)
 
 
@@ -32,17 +36,6 @@ def steps(count):
         handles = [rr.allreduce_async(np.ones(10 * (k + 1)), name=f"g{k}", op=rr.Sum) for k in range(3)]
         rr.allgather(np.ones((rr.rank(), 2)), name="metric")
         assert [rr.synchronize(handle)[0] for handle in handles] == [rr.size()] * 3
-
-
-def events_of(path):
-    with open(path, "rb", buffering=0) as file:
-        records = json.loads(file.read(1 << 24))  # at once: between two reads the file may grow
-    names = {(r["pid"], r["tid"]): r["args"]["name"] for r in records if r["name"] == "thread_name"}
-    assert any(r["name"] == "start_time_since_epoch_in_micros" for r in records)
-    found = [r for r in records if r["ph"] != "M"]
-    for record in found:
-        record["tensor"] = names[record["pid"], record["tid"]]
-    return found
 
 
 def phases(events, rank, tensor):
@@ -62,7 +55,7 @@ def test_every_rank_and_tensor_with_all_phases_in_order(tmp_path):
         steps(1)
 
     run_ranks(3, program, settings=SMALL)
-    events = events_of(path)
+    events = trace.read(path)
     one_step = ["NEGOTIATE_ALLREDUCE", "QUEUE", "MEMCPY_IN_FUSION_BUFFER", "ALLREDUCE", "MEMCPY_OUT_FUSION_BUFFER"]
     for rank in range(3):
         seen = phases(events, rank, "allreduce.g1")
@@ -71,9 +64,10 @@ def test_every_rank_and_tensor_with_all_phases_in_order(tmp_path):
         assert seen.count("ALLREDUCE") == 2, "nothing after stop_timeline()"
         assert phases(events, rank, "allgather.metric").count("ALLGATHER") == 2
         assert any(e["name"] == "CYCLE_START" for e in events if e["pid"] == rank)
-    ready = [e["name"] for e in events if e["tensor"] == "allreduce.g2" and e["ph"] == "i"]
-    assert sorted(ready) == ["0", "0", "1", "1", "2", "2"], "an instant for each rank that is ready"
-    assert all(e["ph"] == "i" or e["dur"] >= 0 for e in events)
+    ready = [
+        (e["name"], e["args"]["rank"], e["pid"]) for e in events if e["tensor"] == "allreduce.g2" and e["ph"] == "i"
+    ]
+    assert sorted(ready) == [(f"rank {rank} is ready", rank, rank) for rank in (0, 0, 1, 1, 2, 2)]
 
 
 def test_it_can_be_started_and_stopped_again_and_is_whole_at_every_moment(tmp_path):
@@ -93,7 +87,7 @@ def test_it_can_be_started_and_stopped_again_and_is_whole_at_every_moment(tmp_pa
 
     run_ranks(2, program)
     for path in paths:
-        events = events_of(path)
+        events = trace.read(path)
         for rank in range(2):
             assert phases(events, rank, "allreduce.g0").count("ALLREDUCE") == 1
     assert not any(e["name"] == "CYCLE_START" for e in events)
@@ -123,7 +117,7 @@ def test_what_rank_0_did_between_start_and_stop_is_there_of_every_rank(tmp_path,
 
     run_ranks(3, program)
     for path in paths:
-        events = events_of(path)
+        events = trace.read(path)
         for rank in range(3):
             assert [phases(events, rank, f"allreduce.g{k}").count("ALLREDUCE") for k in range(3)] == [1, 1, 1]
             assert phases(events, rank, "allgather.metric").count("ALLGATHER") == 1
@@ -143,21 +137,22 @@ def test_other_clocks_are_brought_to_rank_0s(tmp_path):
     file.add(0, [Event("ALLREDUCE", "allreduce.w", start + 100, 50)])
     file.add(1, [Event("ALLREDUCE", "allreduce.w", start + 5e6 + 100, 50)])
     file.close()
-    assert {e["ts"] for e in events_of(tmp_path / "t.json")} == {100.0}
+    assert {e["ts"] for e in trace.read(tmp_path / "t.json")} == {100.0}
 
 
 def test_a_phase_that_an_earlier_recording_left_open_is_not_told_by_a_later_one():
     timeline = Timeline()
     request = neutral_submission(Signature("allreduce", "w", details=(("op", "Sum"),)), 0, None)
     timeline.start(mark_cycles=False)
-    timeline.negotiated(request)
+    timeline.ready([request], 0)
+    timeline.negotiated(request, OPERATION)
     timeline.switch_phase([request], "ALLREDUCE")
     timeline.stop()
-    assert [event.name for event in timeline.take()] == ["NEGOTIATE_ALLREDUCE", "QUEUE"]
+    assert [event.name for event in timeline.take() if event.duration_us >= 0] == ["NEGOTIATE_ALLREDUCE", "QUEUE"]
     timeline.start(mark_cycles=False)
     timeline.switch_phase([request], "ALLREDUCE")
     timeline.switch_phase([request], None)
-    assert [event.name for event in timeline.take()] == ["ALLREDUCE"]
+    assert [event.name for event in timeline.take() if event.duration_us >= 0] == ["ALLREDUCE"]
 
 
 def test_events_are_in_the_file_while_the_job_runs(tmp_path):
@@ -168,25 +163,132 @@ def test_events_are_in_the_file_while_the_job_runs(tmp_path):
         rr.barrier()
         rr.allreduce(np.ones(3), name="w")
         if rr.rank() == 0:
-            wait_until(lambda: {e["pid"] for e in events_of(path) if e["tensor"] == "allreduce.w"} == {0, 1, 2})
+            wait_until(lambda: {e["pid"] for e in trace.read(path) if e["tensor"] == "allreduce.w"} == {0, 1, 2})
         rr.barrier()
 
     run_ranks(3, program)
 
 
-def test_tensors_without_a_name_share_rows(tmp_path):
+@pytest.mark.parametrize(("at_once", "rows"), [(1, 16), (100, 100)])
+def test_tensors_without_a_name_share_rows_unless_they_are_in_flight_together(tmp_path, at_once, rows):
     path = tmp_path / "t.json"
 
     def program():
         rr.start_timeline(str(path))
-        for handle in [rr.allreduce_async(np.ones(3), op=rr.Sum) for _ in range(100)]:
-            assert rr.synchronize(handle)[0] == 2
+        for _ in range(100 // at_once):
+            for handle in [rr.allreduce_async(np.ones(3), op=rr.Sum) for _ in range(at_once)]:
+                assert rr.synchronize(handle)[0] == 2
         rr.stop_timeline()
 
     run_ranks(2, program)
-    events = events_of(path)
-    assert len({e["tensor"] for e in events}) == 16
+    events = trace.read(path)
+    assert len({e["tensor"] for e in events if e["ph"] == "X" and e["pid"] == 0}) == rows
     assert sum(e["name"] == "NEGOTIATE_ALLREDUCE" for e in events if e["pid"] == 0) == 100
+
+
+WORDS = {
+    "NEGOTIATE_BARRIER": "wait for ranks",
+    "NEGOTIATE_ALLREDUCE": "wait for ranks",
+    "QUEUE": "queue",
+    "MEMCPY_IN_FUSION_BUFFER": "copy in",
+    "ALLREDUCE": "reduce",
+    "MEMCPY_OUT_FUSION_BUFFER": "copy out",
+    "SEND": "send",
+    "RECV": "send",
+}
+
+
+@pytest.mark.parametrize("how", ["named", "ordered"])
+def test_what_a_reader_sees_of_a_late_rank(tmp_path, how):
+    """Rank 1 of 3: the others' waits name it, and their flows lead through its row; what fails is in flight no more."""
+    path = tmp_path / "t.json"
+
+    def others_are_ready():
+        ready = {e["pid"] for e in trace.read(path) if e["ph"] == "i" and e["tensor"].startswith("allreduce.")}
+        return ready == {0, 2}
+
+    def program():
+        rank, channel = rr.rank(), rr.ordered()
+        rr.start_timeline(str(path))
+        rr.barrier()
+        wait_until(lambda: rank != 1 or others_are_ready())
+        if how == "named":
+            handles = [rr.allreduce_async(np.ones(1000), name=f"w{k}", op=rr.Sum) for k in range(2)]
+        else:
+            handles = [channel.allreduce_async_(np.ones(1000), op=rr.Sum) for _ in range(2)]
+            handles += [channel.send_async(np.ones(5), (rank + 1) % 3) for _ in range(2)]
+            handles += [channel.recv_async(np.ones(5), (rank - 1) % 3) for _ in range(2)]
+        for handle in handles:
+            handle.wait()
+        with pytest.raises(rr.MismatchError):
+            channel.broadcast(np.ones(5), rank) if how == "ordered" else rr.allreduce(np.ones(5 + rank), name="odd")
+        if rank != 2:
+            assert rr.allreduce(np.ones(10), name="joined", op=rr.Sum)[0] == 2
+        rr.join()
+        rr.stop_timeline()
+
+    run_ranks(3, program, settings=SMALL)
+    events = trace.read(path)
+    spans = [e for e in events if e["ph"] == "X"]
+    assert {e["name"]: e["cat"] for e in spans}.items() <= WORDS.items()
+    waits = {(e["pid"], e["tensor"]): e for e in spans if e["cat"] == "wait for ranks" and e["args"]["bytes"] == 8000}
+    for (rank, _), wait in waits.items():
+        assert wait["args"].get("waited for") == (None if rank == 1 else "rank 1")
+        flow = next(e["id"] for e in events if e["ph"] == "s" and (e["tid"], e["ts"]) == (wait["tid"], wait["ts"]))
+        assert [e["pid"] for e in events if e.get("id") == flow] == [rank, *[1] * (rank != 1), rank]
+    assert len(waits) == 6
+    joined = [e for e in spans if e["tensor"] == "allreduce.joined"]
+    assert {e["pid"] for e in joined} == {0, 1, 2}
+    assert {e["args"].get("waited for", "rank 0") for e in joined if e["cat"] == "wait for ranks"} <= {
+        "rank 0",
+        "rank 1",
+    }
+    assert [e["args"]["bytes"] for e in events if e["ph"] == "C"][-1] == 0
+    assert {e["args"].get("algorithm") for e in joined if e["name"] == "ALLREDUCE"} == {"shared"}
+
+
+RANKS, PERIOD_US = 64, 250e3
+PHASES = ["QUEUE", "MEMCPY_IN_FUSION_BUFFER", "ALLREDUCE", "MEMCPY_OUT_FUSION_BUFFER"]
+
+
+def recorded(rank, number, start_us):
+    """What rank `rank` of 64 records of one all-reduce; the last rank is late."""
+    row, args, operation = f"allreduce.layer{number % 50}.weight", {"bytes": 4096}, (0, number, "w", RANKS)
+    at, ready = start_us + number * PERIOD_US + 7 * rank, start_us + (number + 0.5) * PERIOD_US
+    yield Event(f"rank {rank} is ready", row, at, args={"rank": rank})
+    yield Event("bytes in flight", "", at, args=args)
+    yield Event("NEGOTIATE_ALLREDUCE", row, at, ready - at, operation, args)
+    yield from (Event(name, row, ready + 100 * k, 100, operation, args) for k, name in enumerate(PHASES))
+    yield Event("bytes in flight", "", ready + 400, args={"bytes": 0})
+    yield Event("end", row, ready + 400, operation=operation)
+
+
+def test_a_minute_of_64_ranks_stays_short_and_has_the_same_operations_of_all(tmp_path, monkeypatch, caplog):
+    """All-reduces from ranks whose events come in any order, late by up to 3 of 4 operations."""
+    path, draw, behind, most = tmp_path / "t.json", random.Random(32), [0] * RANKS, 2e6
+    assert 2 * BYTES_A_MINUTE + 10e6 <= 100e6, "in any 60 s there are at most two minutes' bytes"
+    monkeypatch.setattr("ringreduce.monitor.timeline.BYTES_A_MINUTE", most)
+    file, sizes = TimelineFile(str(path), [0.0] * RANKS), []
+    for number in range(int(115e6 / PERIOD_US)):
+        for rank in draw.sample(range(RANKS), RANKS):
+            if number - behind[rank] > draw.randrange(4):
+                events = [each for n in range(behind[rank], number) for each in recorded(rank, n, file._start_us)]
+                file.add(rank, events)
+                behind[rank] = number
+        if number % int(55e6 / PERIOD_US) == 0:
+            sizes.append(path.stat().st_size)
+    file.close()
+    assert max(after - before for before, after in itertools.pairwise(sizes)) < most + 4 * RANKS * 1500
+    assert caplog.text.count("grows too fast") == 1
+    events = trace.read(path)
+    seen = {rank: set() for rank in range(RANKS)}
+    for each in events:
+        if each["name"] in ("NEGOTIATE_ALLREDUCE", PHASES[-1]):
+            seen[each["pid"]].add((int(each["ts"] // PERIOD_US), each["name"]))
+    assert all(each == seen[0] for each in seen.values()), "some operation is there of some ranks only"
+    assert {int(n * PERIOD_US // 60e6) for n, _ in seen[0]} == {0, 1}
+    assert sum(each["ph"] == "f" for each in events) == RANKS * len({n for n, _ in seen[0]}) == RANKS * len(seen[0]) / 2
+    assert [each["name"].partition(" ")[0] for each in events if each.get("s") == "g"] == ["left", "all", "left"]
 
 
 FULL = """
@@ -210,7 +312,7 @@ def test_a_full_disk_ends_the_timeline_and_neither_the_job_nor_its_exit(tmp_path
     assert (run.returncode, run.stdout) == (0, "trained\n"), run.stderr
     told = f"ringreduce: the timeline ends here, since {path} cannot be written: File too large; the job goes on\n"
     assert run.stderr.count("timeline") == run.stderr.count(told) == 1, run.stderr
-    assert len(events_of(path)) > 20, "what was written before is whole"
+    assert len(trace.read(path)) > 20, "what was written before is whole"
 
 
 def fails(*_):
