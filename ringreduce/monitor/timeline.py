@@ -3,8 +3,8 @@
 The file is a complete JSON array after every write, so chrome://tracing or Perfetto can open it while the job runs, and
 after a crash. A rank is shown as a process, a tensor as a thread; a phase has a category, too:
 
-    rank 1    allreduce.w    | NEGOTIATE_ALLREDUCE | QUEUE | MEMCPY_IN_FUSION_BUFFER | ALLREDUCE | MEMCPY_OUT_… |
-                             | wait for ranks      | queue | copy in                 | reduce    | copy out     |
+    rank 1    allreduce.w  | SUBMIT | NEGOTIATE_ALLREDUCE | QUEUE | MEMCPY_IN_FUSION_BUFFER | ALLREDUCE | MEMCPY_OUT_… |
+                           | submit | wait for ranks      | queue | copy in                 | reduce    | copy out     |
 
 A flow leads from a rank's submission by that of the last rank to the phase with which it ended on the first.
 
@@ -35,7 +35,7 @@ UNRECORDED = contextlib.nullcontext()
 WAIT, PROCESS, IN_FLIGHT, END = "NEGOTIATE_", "process_name", "bytes in flight", "end"  # the last 3: no spans
 BYTES_A_MINUTE = 45e6  # of the job; so under 100 MB in any 60 s
 CATEGORIES = {"NEGOTIATE_.*": "wait for ranks", "QUEUE": "queue", ".*_IN_.*": "copy in", ".*_OUT_.*": "copy out"}
-CATEGORIES |= {"(ALL)?REDUCE(SCATTER)?|ADASUM": "reduce", "CYCLE_START|rank .*": "submit", "[A-Z_]+": "send"}
+CATEGORIES |= {"(ALL)?REDUCE(SCATTER)?|ADASUM": "reduce", "SUBMIT|CYCLE_START|rank .*": "submit", "[A-Z_]+": "send"}
 """What a reader calls an event, by its name."""
 Record = dict[str, Any]
 Operation = tuple[int | str, int, str, int]
@@ -62,6 +62,7 @@ def now_us() -> float:
 class _Submitted:
     row: str
     args: dict[str, Any]
+    announced_us: float = 0.0
     operation: Operation | None = None
     phase: tuple[str, float] | None = None  # the current one, and when it began
 
@@ -94,17 +95,20 @@ class Timeline:
     def ready(self, submissions: Sequence[Submission], rank: int) -> None:
         """This rank has announced them. Only while recording."""
         for each in submissions:
-            self.events.append(Event(f"rank {rank} is ready", self._of(each).row, now_us(), args={"rank": rank}))
+            found = self._of(each)
+            found.announced_us = now = now_us()
+            self.events.append(Event(f"rank {rank} is ready", found.row, now, args={"rank": rank}))
         self._count()
 
     def negotiated(self, submission: Submission, operation: Operation) -> None:
         """All ranks are ready: the negotiation is over, and the submission is queued."""
         if self.recording:
-            announced, found, now = submission in self._submitted, self._of(submission), now_us()
-            found.operation, found.phase = operation, ("QUEUE", now)
+            found, since, now = self._of(submission), 1e6 * submission.submitted_s, now_us()
+            found.operation, found.phase, announced = operation, ("QUEUE", now), found.announced_us
             if announced:  # else this rank has joined
-                name, since = f"NEGOTIATE_{submission.signature.kind.upper()}", 1e6 * submission.submitted_s
-                self.events.append(Event(name, found.row, since, now - since, operation, found.args))
+                name = WAIT + submission.signature.kind.upper()
+                self.events.append(Event("SUBMIT", found.row, since, announced - since, operation))
+                self.events.append(Event(name, found.row, announced, now - announced, operation, found.args))
 
     def message(self, submission: Submission, name: str) -> None:
         """It was sent or received: the time from when it was submitted until now."""
@@ -285,22 +289,23 @@ class TimelineFile:
 
     def close(self) -> None:
         """Close the file; waits for what has not ended on all ranks are in it, too."""
-        firsts = [own[0] for phases in self._open.values() for own in phases.values()]
+        open_ = [each for phases in self._open.values() for own in phases.values() for each in own]
         with contextlib.suppress(OSError):  # a full disk ends it, too
-            self._write([each for each in firsts if each["name"].startswith(WAIT)])
+            self._write([each for each in open_ if each["name"].startswith(WAIT)])
         self._file.close()
 
 
 def _ended(phases: dict[int, list[Record]], flows: Iterator[int]) -> Iterator[Record]:
     """Each rank's wait for an operation that has ended, and for which rank; and its flow."""
-    waits = {rank: own[0] for rank, own in phases.items() if own[0]["name"].startswith(WAIT)}
-    late = max(waits, key=lambda rank: waits[rank]["ts"], default=0)
-    for rank, wait in waits.items():
+    calls = {rank: own[0]["ts"] for rank, own in phases.items() if own[0]["name"] == "SUBMIT"}
+    late = max(calls, key=lambda rank: calls[rank], default=0)
+    for rank in calls:
+        first, wait, *_ = phases[rank]
         last, flow = phases[rank][-2], {"name": "from submission to end", "cat": "flow", "bp": "e", "id": next(flows)}
         yield wait if rank == late else wait | {"args": wait["args"] | {"waited for": f"rank {late}"}}
-        points = {"s": wait, "t": waits[late], "f": last} if last is not wait else {}  # as for a barrier
+        points = {"s": first, "t": phases[late][0], "f": last} if last is not wait else {}  # as for a barrier
         for kind, at in points.items():
-            if kind != "t" or wait["ts"] < at["ts"] <= last["ts"]:
+            if kind != "t" or first["ts"] < at["ts"] <= last["ts"]:
                 yield flow | {"ph": kind, "pid": at["pid"], "tid": at["tid"], "ts": at["ts"]}
 
 

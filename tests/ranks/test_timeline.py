@@ -56,11 +56,12 @@ def test_every_rank_and_tensor_with_all_phases_in_order(tmp_path):
 
     run_ranks(3, program, settings=SMALL)
     events = trace.read(path)
-    one_step = ["NEGOTIATE_ALLREDUCE", "QUEUE", "MEMCPY_IN_FUSION_BUFFER", "ALLREDUCE", "MEMCPY_OUT_FUSION_BUFFER"]
+    moving = ["MEMCPY_IN_FUSION_BUFFER", "ALLREDUCE", "MEMCPY_OUT_FUSION_BUFFER"]
+    one_step = ["SUBMIT", "NEGOTIATE_ALLREDUCE", "QUEUE", *moving]
     for rank in range(3):
         seen = phases(events, rank, "allreduce.g1")
-        alone = ["NEGOTIATE_ALLREDUCE", "QUEUE", "ALLREDUCE"]  # a tensor that travels alone is not copied
-        assert seen[:5] in (one_step, alone + seen[3:5]), seen
+        alone = [*one_step[:3], "ALLREDUCE"]  # a tensor that travels alone is not copied
+        assert seen[:6] in (one_step, alone + seen[4:6]), seen
         assert seen.count("ALLREDUCE") == 2, "nothing after stop_timeline()"
         assert phases(events, rank, "allgather.metric").count("ALLGATHER") == 2
         assert any(e["name"] == "CYCLE_START" for e in events if e["pid"] == rank)
@@ -148,7 +149,11 @@ def test_a_phase_that_an_earlier_recording_left_open_is_not_told_by_a_later_one(
     timeline.negotiated(request, OPERATION)
     timeline.switch_phase([request], "ALLREDUCE")
     timeline.stop()
-    assert [event.name for event in timeline.take() if event.duration_us >= 0] == ["NEGOTIATE_ALLREDUCE", "QUEUE"]
+    assert [event.name for event in timeline.take() if event.duration_us >= 0] == [
+        "SUBMIT",
+        "NEGOTIATE_ALLREDUCE",
+        "QUEUE",
+    ]
     timeline.start(mark_cycles=False)
     timeline.switch_phase([request], "ALLREDUCE")
     timeline.switch_phase([request], None)
@@ -187,6 +192,7 @@ def test_tensors_without_a_name_share_rows_unless_they_are_in_flight_together(tm
 
 
 WORDS = {
+    "SUBMIT": "submit",
     "NEGOTIATE_BARRIER": "wait for ranks",
     "NEGOTIATE_ALLREDUCE": "wait for ranks",
     "QUEUE": "queue",
@@ -234,7 +240,8 @@ def test_what_a_reader_sees_of_a_late_rank(tmp_path, how):
     waits = {(e["pid"], e["tensor"]): e for e in spans if e["cat"] == "wait for ranks" and e["args"]["bytes"] == 8000}
     for (rank, _), wait in waits.items():
         assert wait["args"].get("waited for") == (None if rank == 1 else "rank 1")
-        flow = next(e["id"] for e in events if e["ph"] == "s" and (e["tid"], e["ts"]) == (wait["tid"], wait["ts"]))
+        (call,) = [e for e in spans if e["name"] == "SUBMIT" and e["tid"] == wait["tid"]]
+        flow = next(e["id"] for e in events if e["ph"] == "s" and (e["tid"], e["ts"]) == (call["tid"], call["ts"]))
         assert [e["pid"] for e in events if e.get("id") == flow] == [rank, *[1] * (rank != 1), rank]
     assert len(waits) == 6
     joined = [e for e in spans if e["tensor"] == "allreduce.joined"]
@@ -257,7 +264,8 @@ def recorded(rank, number, start_us):
     at, ready = start_us + number * PERIOD_US + 7 * rank, start_us + (number + 0.5) * PERIOD_US
     yield Event(f"rank {rank} is ready", row, at, args={"rank": rank})
     yield Event("bytes in flight", "", at, args=args)
-    yield Event("NEGOTIATE_ALLREDUCE", row, at, ready - at, operation, args)
+    yield Event("SUBMIT", row, at, 50, operation)
+    yield Event("NEGOTIATE_ALLREDUCE", row, at + 50, ready - at - 50, operation, args)
     yield from (Event(name, row, ready + 100 * k, 100, operation, args) for k, name in enumerate(PHASES))
     yield Event("bytes in flight", "", ready + 400, args={"bytes": 0})
     yield Event("end", row, ready + 400, operation=operation)
