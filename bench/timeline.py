@@ -40,8 +40,9 @@ Spans = list[dict[str, Any]]
 NOTES = {
     "healthy": (
         "A healthy step",
-        ("layer4", 0, "reduce", "a gradient is reduced while the ranks compute the next one"),
+        ("layer4", 0, "submit", "a rank tells the others of several gradients at once"),
         ("layer2", 1, "wait for ranks", "waits are short: both ranks submit at about the same time"),
+        ("layer3", 0, "reduce", "gradients are reduced while the ranks compute the next ones"),
         ("layer1", 0, "reduce", "only the last reduction has nothing to hide behind: the step waits for it"),
     ),
     "late": (

@@ -3,6 +3,7 @@
 import itertools
 import json
 import random
+import socket
 import subprocess
 import sys
 import time
@@ -135,10 +136,14 @@ def test_stop_without_start_and_a_path_that_cannot_be_written(tmp_path):
 def test_other_clocks_are_brought_to_rank_0s(tmp_path):
     file = TimelineFile(str(tmp_path / "t.json"), offsets_us=[0.0, 5e6])
     start = file._start_us
-    file.add(0, [Event("ALLREDUCE", "allreduce.w", start + 100, 50)])
+    file.add(0, [Event("ALLREDUCE", "allreduce.w", start - 50, 60), Event("ALLREDUCE", "allreduce.w", start + 100, 50)])
     file.add(1, [Event("ALLREDUCE", "allreduce.w", start + 5e6 + 100, 50)])
+    file.add(1, [Event("NEGOTIATE_ALLREDUCE", "allreduce.v", start + 5e6 + 200, 3, (0, 1, "v", 2))])
     file.close()
-    assert {e["ts"] for e in trace.read(tmp_path / "t.json")} == {100.0}
+    seen = [(e["ts"], e["dur"]) for e in trace.read(tmp_path / "t.json")]
+    assert seen == [(0, 10), (100, 50), (100, 50), (200, 3)], (
+        "cut where it began before, and there though rank 0 is not"
+    )
 
 
 def test_a_phase_that_an_earlier_recording_left_open_is_not_told_by_a_later_one():
@@ -204,8 +209,8 @@ WORDS = {
 }
 
 
-@pytest.mark.parametrize("how", ["named", "ordered"])
-def test_what_a_reader_sees_of_a_late_rank(tmp_path, how):
+@pytest.mark.parametrize(("how", "hosts"), [("named", (0, 0, 0)), ("ordered", (0, 0, 0)), ("ordered", (0, 0, 1))])
+def test_what_a_reader_sees_of_a_late_rank(tmp_path, how, hosts):
     """Rank 1 of 3: the others' waits name it, and their flows lead through its row; what fails is in flight no more."""
     path = tmp_path / "t.json"
 
@@ -215,6 +220,9 @@ def test_what_a_reader_sees_of_a_late_rank(tmp_path, how):
 
     def program():
         rank, channel = rr.rank(), rr.ordered()
+        for late in range(-1, 6):  # it takes the lane, the others submit
+            time.sleep(0.01 * (rank == late % 3))
+            channel.allreduce_(np.ones(3), op=rr.Sum)
         rr.start_timeline(str(path))
         rr.barrier()
         wait_until(lambda: rank != 1 or others_are_ready())
@@ -233,8 +241,10 @@ def test_what_a_reader_sees_of_a_late_rank(tmp_path, how):
         rr.join()
         rr.stop_timeline()
 
-    run_ranks(3, program, settings=SMALL)
+    run_ranks(3, program, settings=SMALL, hosts=hosts)
     events = trace.read(path)
+    processes = {e["args"]["name"] for e in json.loads(path.read_text()) if e["name"] == "process_name"}
+    assert processes == {f"rank {rank} on {socket.gethostname()}" for rank in range(3)}
     spans = [e for e in events if e["ph"] == "X"]
     assert {e["name"]: e["cat"] for e in spans}.items() <= WORDS.items()
     waits = {(e["pid"], e["tensor"]): e for e in spans if e["cat"] == "wait for ranks" and e["args"]["bytes"] == 8000}
@@ -251,7 +261,9 @@ def test_what_a_reader_sees_of_a_late_rank(tmp_path, how):
         "rank 1",
     }
     assert [e["args"]["bytes"] for e in events if e["ph"] == "C"][-1] == 0
-    assert {e["args"].get("algorithm") for e in joined if e["name"] == "ALLREDUCE"} == {"shared"}
+    assert {e["args"].get("algorithm") for e in joined if e["name"] == "ALLREDUCE"} == {
+        "hierarchical" if any(hosts) else "shared"
+    }
 
 
 RANKS, PERIOD_US = 64, 250e3
