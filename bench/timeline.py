@@ -19,7 +19,7 @@ from network import Network, why_not
 
 DOCS = Path(__file__).parents[1] / "docs"
 LAYERS = ("layer4", "layer3", "layer2", "layer1")  # in the order of backward
-LAYER_S, LATE_S, STEPS, SHOWN = 50e-3, 100e-3, 6, 4
+LAYER_S, LATE_S, STEPS = 50e-3, 100e-3, 16
 WIDTH, LABELS, ROW, TEXT = 860, 150, 22, 'font-family="sans-serif" font-size="12"'
 COLOURS = {
     "submit": "#7f7f7f",
@@ -87,7 +87,7 @@ def work(how: str, path: str) -> None:
 
 
 def step_of(records: Spans) -> tuple[dict[tuple[int, str], Spans], Spans]:
-    """The spans of one step, by rank and tensor, and the points of its flows."""
+    """The spans of the shortest step but the first, by rank and tensor, and the points of its flows."""
     rows = {(each["pid"], each["tid"]): each["args"]["name"] for each in records if each["name"] == "thread_name"}
     found: dict[tuple[int, str], list[Spans]] = defaultdict(list)
     for each in sorted((each for each in records if each["ph"] == "X"), key=lambda each: each["ts"]):  # type: ignore[no-any-return]
@@ -96,10 +96,16 @@ def step_of(records: Spans) -> tuple[dict[tuple[int, str], Spans], Spans]:
             if each["cat"] == "submit":
                 found[each["pid"], tensor].append([])
             found[each["pid"], tensor][-1].append(each)
-    step = {row: steps[SHOWN] for row, steps in found.items()}
+    step = min(({row: steps[k] for row, steps in found.items()} for k in range(1, STEPS)), key=lasted)
     begun = {(own[0]["pid"], own[0]["tid"], own[0]["ts"]) for own in step.values()}
     flows = {each["id"] for each in records if each["ph"] == "s" and (each["pid"], each["tid"], each["ts"]) in begun}
     return step, [each for each in records if each.get("id") in flows]
+
+
+def lasted(step: dict[tuple[int, str], Spans]) -> float:
+    """From the first submission to the last end, in microseconds."""
+    ends = [each["ts"] + each["dur"] for own in step.values() for each in own]
+    return max(ends) - min(own[0]["ts"] for own in step.values())  # type: ignore[no-any-return]
 
 
 def drawing(how: str, records: Spans) -> str:
