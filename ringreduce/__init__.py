@@ -28,6 +28,7 @@ if _TYPE_CHECKING:
     from ringreduce.api.info import Info as Info
     from ringreduce.api.ordered import *
     from ringreduce.api.reduce import *
+    from ringreduce.checks.switch import check as check
     from ringreduce.execution.submission import Handle as Handle
     from ringreduce.local.optimizer import DiLoCo as DiLoCo
     from ringreduce.local.optimizer import LocalSGD as LocalSGD
@@ -59,6 +60,7 @@ _API = {
         "ccl_built cross_rank cross_size cuda_built ddl_built gloo_built gloo_enabled is_homogeneous local_rank "
         "local_size mpi_built mpi_enabled mpi_threads_supported nccl_built rank rocm_built size"
     ),
+    "checks.switch": "check",
     "compression": "Compression",
     "errors": (
         "CollectiveError HorovodInternalError HostsUpdatedInterrupt InputError JobFailedError "

@@ -13,6 +13,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from ringreduce.checks.setting import Checks
 from ringreduce.errors import SettingsError
 from ringreduce.log import LEVELS
 
@@ -79,6 +80,7 @@ class Settings:
     timeline: str = ""  # the file that rank 0 writes, from init() on; DYNAMIC: wait for start_timeline()
     timeline_mark_cycles: bool = False  # mark each announcement in the timeline
     report: bool = False  # record what each step waits for; set by ringrun --report, to which ranks then send it
+    check: str = ""  # what is looked for while the job trains, such as nan,divergence:100; see checks/setting.py
     log_level: str = "warning"  # least severe level logged to stderr: trace, debug, info, warning, error or fatal
     log_timestamp: bool = False  # begin log lines with the local time
     torch_backend: str = ""  # ring: torch.distributed's "gloo" and "mpi" mean it, too; see launcher/torch_backend.py
@@ -101,6 +103,7 @@ class Settings:
                 )
         if self.log_level not in LEVELS:
             raise SettingsError(f"log_level={self.log_level!r}: {_EXPECTED_LEVEL}")
+        Checks.parse(self.check)
         if self.torch_backend not in ("", "ring"):
             raise SettingsError(f"torch_backend={self.torch_backend!r}: expected ring, or nothing")
         for name, unit in (("shared_slot_bytes", 64), ("cuda_slot_bytes", 256)):

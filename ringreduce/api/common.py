@@ -12,6 +12,7 @@ from ringreduce.api.process_sets import *
 from ringreduce.api.steps import mark_step as mark_step
 from ringreduce.api.steps import stats as stats
 from ringreduce.api.world import *
+from ringreduce.checks.switch import check as check
 from ringreduce.compression import Compression as Compression
 from ringreduce.errors import *
 from ringreduce.lifecycle import shutdown as shutdown

@@ -23,6 +23,7 @@ FIELDS = [field for field in dataclasses.fields(Settings) if field.name in confi
 OTHER = {
     "servers": "1",
     "algorithm": "ring",
+    "check": "nan,divergence:7",
     "costs": "wire_us=5",
     "fusion_buffer_bytes": str(64 << 20),
     "shared_slot_bytes": str(2 << 20),
@@ -271,6 +272,10 @@ def test_horovods_file_is_understood(file):
             ["--cache-capacity", "x"],
             "--cache-capacity: RINGREDUCE_CACHE_CAPACITY='x': expected a whole number of tensors of 0 or more, "
             "such as 16384",
+        ),
+        (
+            ["--check", "nan,inf"],
+            "--check: check='nan,inf': 'inf'; expected nan, nan:raise, nan:zero, divergence[:N], sdc[:N], with commas",
         ),
         (
             ["--algorithm", "rong"],

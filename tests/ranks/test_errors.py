@@ -160,6 +160,10 @@ DIFFERENT = {
         lambda r: rr.barrier() if r else rr.allreduce(zeros(4)),
         "barrier 'noname.1', but rank 0 has allreduce 'noname.1'",
     ),
+    "checks": (
+        lambda r: rr.check("nan" if r else "sdc,nan:zero"),
+        r"rank 1 of 2, barrier 'check' .*: check=nan:report, but rank 0 has check=nan:zero,sdc:1000 ",
+    ),
     "an object": (
         lambda r: rr.broadcast_object(r, r),
         "broadcast_object 'noname.1' .*root_rank=1, but rank 0 has root_rank=0",
@@ -347,6 +351,7 @@ BEFORE_INIT = {
     "allgather_object": lambda: rr.allgather_object(3),
     "start_timeline": lambda: rr.start_timeline("t.json"),
     "stop_timeline": rr.stop_timeline,
+    "check": lambda: rr.check("nan"),
     "add_process_set": lambda: rr.add_process_set([0]),
     "remove_process_set": lambda: rr.remove_process_set(rr.global_process_set),
     "included": lambda: rr.ProcessSet([0]).included(),

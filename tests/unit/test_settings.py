@@ -2,6 +2,7 @@ import collections
 
 import pytest
 
+from ringreduce.checks.setting import Checks
 from ringreduce.errors import SettingsError
 from ringreduce.settings import LEAST_FUSION_BYTES, Settings, horovod_notice
 
@@ -107,6 +108,30 @@ def test_a_gpu_setting_that_makes_no_sense_is_refused(changes, message):
     with pytest.raises(SettingsError) as caught:
         Settings(**changes)
     assert str(caught.value) == f"{name}={value!r}: {message}"
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("", Checks()),
+        ("nan", Checks(nan="report")),
+        ("nan:zero, sdc:7", Checks(nan="zero", sdc=7)),
+        ("divergence,nan:raise,sdc", Checks("raise", 100, 1000)),
+        ("nan:none", "'nan:none'; expected nan, nan:raise, nan:zero, divergence[:N], sdc[:N], with commas between"),
+        ("nan,inf", "'inf'; expected nan, "),
+        ("divergence:0", "'divergence:0'; expected nan, "),
+        ("sdc:-1", "'sdc:-1'; expected nan, "),
+        ("nan,nan:raise", "nan is named twice"),
+    ],
+)
+def test_what_is_checked(text, expected):
+    if isinstance(expected, Checks):
+        assert Checks.parse(text) == Checks.parse(str(expected)) == expected
+        assert Settings.from_environment({"RINGREDUCE_CHECK": text}).check == text
+    else:
+        with pytest.raises(SettingsError) as caught:
+            Settings.from_environment({"RINGREDUCE_CHECK": text})
+        assert str(caught.value).startswith(f"check={text!r}: {expected}")
 
 
 @pytest.mark.parametrize(("text", "told"), [("1", True), ("true", True), ("0", False), ("", False), (None, False)])
