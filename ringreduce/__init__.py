@@ -64,8 +64,8 @@ _API = {
     "compression": "Compression",
     "errors": (
         "CollectiveError HorovodInternalError HostsUpdatedInterrupt InputError JobFailedError "
-        "LauncherMismatchError MismatchError MissingExtraError MpiMissingError NotInitializedError PeerLostError "
-        "RingreduceError SettingsError StalledError StartupError UnsupportedArrayError"
+        "LauncherMismatchError MismatchError MissingExtraError MpiMissingError NanError NotInitializedError "
+        "PeerLostError RingreduceError SettingsError StalledError StartupError UnsupportedArrayError"
     ),
     "execution.submission": "Handle",
     "lifecycle": "shutdown",

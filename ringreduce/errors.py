@@ -10,6 +10,7 @@
     │   └── LauncherMismatchError            started by another MPI's launcher: every rank would be 0 of 1
     ├── JobFailedError (RuntimeError)         run(): a rank of the job failed; the text is ringrun's report
     ├── MissingExtraError (ImportError)      an optional package is needed; the message names the extra
+    ├── NanError (FloatingPointError)        check=nan:raise: a NaN or an infinity; on all ranks, in the same step
     ├── BackwardError (AssertionError, RuntimeError)  backward() or zero_grad() while a gradient is being reduced
     └── CollectiveError (RuntimeError)       a collective failed; Horovod's name is HorovodInternalError
         ├── MismatchError                    ranks called with different shapes, dtypes, ops …; the job can go on
@@ -31,6 +32,7 @@ __all__ += [
     "MismatchError",
     "MissingExtraError",
     "MpiMissingError",
+    "NanError",
     "NotInitializedError",
     "PeerLostError",
     "RingreduceError",
@@ -76,6 +78,10 @@ class JobFailedError(RingreduceError, RuntimeError):
 
 class MissingExtraError(RingreduceError, ImportError):
     """An optional package is missing; the message names the extra that installs it."""
+
+
+class NanError(RingreduceError, FloatingPointError):
+    """With `check("nan:raise")`, on all ranks in the same step: which rank has a NaN or an infinity, and in what."""
 
 
 class BackwardError(RingreduceError, AssertionError, RuntimeError):

@@ -7,8 +7,9 @@ import contextvars
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from ringreduce.checks.setting import Checks
 from ringreduce.engine.engine import Engine
 from ringreduce.errors import CollectiveError, NotInitializedError, StalledError
 from ringreduce.execution.host import Host
@@ -57,6 +58,8 @@ class Runtime:
         status_server: StatusServer | None = None,
     ) -> None:
         self.gpu, self.settings = gpu, settings
+        self.checks = Checks.parse(settings.check)  # `check` replaces them, on all ranks
+        self.watch: Any = None  # what they look at submissions with: a checks.nan.Nan
         self._has_warned = False  # that ranks hang in shutdown()
         self.enter(setup)
         self._status_server = status_server or StatusServer(settings.error_file, str)
@@ -66,7 +69,9 @@ class Runtime:
     def enter(self, setup: Setup) -> None:
         """Start the engine of a world."""
         self.world, self.transport, host, offsets_us, sets = setup
+        self.clock_ahead_s = offsets_us[self.world.rank] / 1e6 if offsets_us else 0.0  # of rank 0's
         self.engine = Engine(self.world, self.transport, self.settings, host, offsets_us, sets)
+        self.engine.submitting.watch = self.watch
         self.engine.gpu.default_index = self.gpu.index or 0
 
     def membership_changed(self) -> bool:

@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from ringreduce import lifecycle, log, runtime
+from ringreduce.checks.switch import start
 from ringreduce.errors import InputError, PeerLostError
 from ringreduce.execution.host import Host, window_bytes
 from ringreduce.settings import Settings
@@ -97,6 +98,7 @@ class _Job:
         own = runtime.Runtime(runtime.Setup(world, transport, host, process_sets=sets), self.settings)
         why = "its function returned"
         try:
+            start(own)
             with runtime.bound(own):
                 self.results[rank] = program()
         except BaseException as exc:  # the calling thread raises it again

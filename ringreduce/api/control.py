@@ -8,6 +8,7 @@ from typing import Any
 from ringreduce import lifecycle, runtime
 from ringreduce.api.process_sets import ProcessSet, global_process_set, number_of
 from ringreduce.api.submit import submit_and_wait
+from ringreduce.checks.switch import start
 from ringreduce.errors import InputError
 from ringreduce.execution.submission import Handle
 from ringreduce.monitor.timeline import BY_HAND
@@ -45,6 +46,7 @@ def init(comm: Any = None, process_sets: str | Sequence[ProcessSet | Sequence[in
     current = runtime.current("init")
     for each, (number, members) in zip(given, own, strict=True):
         each.process_set_id, each.ranks = number, list(members)
+    start(current)
     timeline = current.settings.timeline
     if timeline and timeline.upper() != BY_HAND:
         start_timeline(timeline, current.settings.timeline_mark_cycles)

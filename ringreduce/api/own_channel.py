@@ -80,7 +80,7 @@ class OwnChannel:
                 return _ended(options)
         arrays = inputs if signed is None else signed
         signed = [each.part(0, each.count) for each in arrays] if counted else arrays
-        options = {"timeout_s": self.timeout_s, **options}
+        options = {"timeout_s": self.timeout_s, "of_step": True, **options}
         handle = self.engine.submit(
             kind, None, self._number, details=details, signed=signed, inputs=inputs, outputs=outputs, **options
         )

@@ -276,10 +276,11 @@ def submit(
     in_place: bool = False,
     waits: bool = False,
     line: str | None = None,
+    of_step: bool = False,
 ) -> Handle:
     """Submit the tensors; the handle returns what `whole` makes of the reduced arrays.
 
-    line: the line of the user's script, where the caller knows it.
+    line: the line of the user's script, where the caller knows it.  of_step: as of the engine's submit().
     """
     function = arguments.function
     engine, number = runtime.current(function).engine, number_of(process_set, function)
@@ -303,6 +304,7 @@ def submit(
         payload=(tensors, written, whole),
         waits=waits,
         line=line or calling_line(3),
+        of_step=of_step,
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ringreduce import runtime
 from ringreduce.api.submit import submit_and_wait
+from ringreduce.checks.nan import Nan
 from ringreduce.checks.setting import Checks
 
 __all__ = ["check"]
@@ -20,5 +21,13 @@ def check(text: str) -> None:
     >>> check("nan:raise")                                                                             # doctest: +SKIP
     """
     checks = Checks.parse(text)
-    runtime.current("check")
+    current = runtime.current("check")
     submit_and_wait("barrier", "check", details=(("check", str(checks)),))
+    current.checks = checks
+    start(current)
+
+
+def start(current: runtime.Runtime) -> None:
+    """Begin with the checks of a rank, or with others."""
+    current.watch = Nan(current, current.checks.nan) if current.checks.nan else None
+    current.engine.submitting.watch = current.watch

@@ -117,7 +117,7 @@ class Engine:
         channel = self.channels.by_number.get(number)
         if channel is None:
             return None
-        return Lane(channel, self._polling.lock, self._break, has_signal_handlers, self.recorder)
+        return Lane(channel, self._polling.lock, self._break, has_signal_handlers, self.recorder, self.submitting)
 
     def record(self, always: bool = True) -> None:
         """Record steps from now on; always: also when nobody looks at them any more. Again it does nothing."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from ringreduce.arrays.buffer import Buffer
 from ringreduce.arrays.gpu_buffer import any_on_gpu, ready
@@ -20,6 +20,16 @@ from ringreduce.negotiation import errors_for
 from ringreduce.negotiation.negotiation import GLOBAL, JOIN
 from ringreduce.negotiation.process_set import ProcessSetState
 from ringreduce.world import World
+
+
+class Watch(Protocol):
+    """What looks at what is submitted, before it can change: checks/nan.py."""
+
+    def look(self, details: Sequence[tuple[str, Any]], inputs: Sequence[Buffer]) -> Any:
+        """What is in the arrays; None: they are none to look at."""
+
+    def begin(self, made: Submission, seen: Any, of_step: bool) -> None:
+        """The engine is about to get the submission."""
 
 
 def _is_fine(_: Buffer) -> None:
@@ -40,6 +50,7 @@ class Submitting:
     ) -> None:
         """check_gpu: raises InputError for arrays on another GPU than this rank's."""
         self.count = 0  # of all submissions
+        self.watch: Watch | None = None
         self._world, self._inbox, self._ending, self._check_gpu = world, inbox, ending, check_gpu
         self._process_sets, self._states, self._channels = process_sets, process_sets.states, process_sets.channels
         self._wait, self._poll = inbox.wait, inbox.on_poll
@@ -65,6 +76,7 @@ class Submitting:
         line: str | None = None,
         then: Callable[[Exception | None], object] | None = None,
         timeout_s: float = math.inf,
+        of_step: bool = False,
     ) -> Handle:
         """Submit an operation; returns at once.
 
@@ -77,12 +89,14 @@ class Submitting:
         waits:   True: the caller will wait for it before it does anything else.
         line:    the user's calling line, where the caller knows it; then: see Submission.
         timeout_s: of an operation in a channel, which is closed when that takes longer.
+        of_step: a torch optimizer steps with what it makes; so a check may wait for that.
 
         Raises: InputError when the name is pending already, or this rank is not in the process set; PeerLostError when
                 a rank has left.
         """
         line = calling_line(3) if line is None else line
         tensors = inputs if signed is None else signed
+        seen = None if self.watch is None else self.watch.look(details, inputs)
         with self._inbox.lock:
             state = self._states.get(process_set) or self._channel(kind, process_set)
             known_as = state.name if name is None or process_set < GLOBAL else name
@@ -95,6 +109,8 @@ class Submitting:
             made.deadline_s = made.submitted_s + timeout_s
             if self._recorder.recording:
                 made.recorder = self._recorder
+            if seen is not None and self.watch is not None:
+                self.watch.begin(made, seen, of_step)
             self._hand_over(state, made)
         self._inbox.announce_soon(waits)
         return made

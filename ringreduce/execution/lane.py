@@ -40,7 +40,7 @@ class Lane:
     """One channel's, on one rank.
 
     polling:  the lock of the thread that may run operations; on_error: called with what has interrupted one.
-    handles_signals: see inbox.has_signal_handlers.
+    handles_signals: see inbox.has_signal_handlers.  submitting: while it has a `watch`, nothing is run here.
     """
 
     def __init__(
@@ -50,8 +50,9 @@ class Lane:
         on_error: Callable[[BaseException], object],
         handles_signals: Callable[[], bool],
         recorder: StepRecorder,
+        submitting: Any,
     ) -> None:
-        self._recorder = recorder
+        self._recorder, self._submitting = recorder, submitting
         self._handles_signals = handles_signals
         self._channel, self._polling, self._on_error = channel, polling, on_error
         self._executor, self._timeline = channel.executor, channel.executor.context.timeline
@@ -95,7 +96,7 @@ class Lane:
             return False
         try:
             begun = channel.signed is not None or channel.crossing is not None
-            if begun or self._executor.busy or channel.closed or self._timeline.recording:
+            if begun or self._executor.busy or channel.closed or self._timeline.recording or self._submitting.watch:
                 return False
             run, signatures, region, slots, in_python, _, what = known
             if in_python and self._handles_signals():

@@ -149,7 +149,7 @@ class GradientBucket:
         names = [each.name for each in gradients] if len(self.members) > 1 else None
         of_backward = line if any(each.seen for each in gradients) else None
         try:
-            return exchange.begin(self.name, arrays, names, of_backward)
+            return exchange.begin(self.name, arrays, names, of_backward, of_step=True)
         except InputError as exc:
             if "pending already" not in str(exc):
                 raise

@@ -108,20 +108,26 @@ class Exchange:
         return [like(each, buffer) for each, buffer in zip(arrays, buffers, strict=True)]
 
     def begin(
-        self, name: str, arrays: Sequence[Any], names: Sequence[str] | None = None, line: str | None = None
+        self,
+        name: str,
+        arrays: Sequence[Any],
+        names: Sequence[str] | None = None,
+        line: str | None = None,
+        of_step: bool = False,
     ) -> Begun:
         """Begin to reduce arrays, in their own memory where they are not compressed.
 
         names: of the members of a group, which is reduced all or nothing. line: the user's, where the caller knows it.
+        of_step: as of the engine's submit().
         """
         if self.size == 1:
             return Begun(lambda: list(arrays))
         if isinstance(self.compression, PowerSGD):
             buffers, written = to_write(arrays)
-            wait, first = self._begin_factors(self.compression, name, buffers, names or [name], line)
+            wait, first = self._begin_factors(self.compression, name, buffers, names or [name], line, of_step)
             return Begun(lambda: wait() or written() or list(arrays), first)
         pairs = [self.compression.compress(each) for each in arrays]
-        handle = self._submit([array for array, _ in pairs], name, names, line)
+        handle = self._submit([array for array, _ in pairs], name, names, line, of_step)
 
         def finish() -> list[Any]:
             reduced = zip(handle.wait(), pairs, strict=True)
@@ -129,17 +135,26 @@ class Exchange:
 
         return Begun(finish, handle)
 
-    def _submit(self, arrays: list[Any], name: str, names: Sequence[str] | None, line: str | None = None) -> Handle:
-        return submit(arrays, name, names, self._checked, self.process_set, in_place=True, line=line)
+    def _submit(
+        self, arrays: list[Any], name: str, names: Sequence[str] | None, line: str | None = None, of_step: bool = False
+    ) -> Handle:
+        return submit(arrays, name, names, self._checked, self.process_set, in_place=True, line=line, of_step=of_step)
 
     def _begin_factors(
-        self, compression: PowerSGD, name: str | None, buffers: Sequence[Buffer], names: Sequence[str], line: str | None
+        self,
+        compression: PowerSGD,
+        name: str | None,
+        buffers: Sequence[Buffer],
+        names: Sequence[str],
+        line: str | None,
+        of_step: bool = False,
     ) -> tuple[Callable[[], None], Handle]:
         """As PowerSGD.begin."""
         options: dict[str, Any] = {
             "details": (*self._checked.details, ("compressor", repr(compression))),
             "check": self._checked.check,
             "line": line or calling_line(3),
+            "of_step": of_step,
         }
         engine, number = runtime.current("DistributedOptimizer").engine, number_of(self.process_set, "allreduce")
         joins = engine.world.number, engine.negotiation.joins

@@ -57,10 +57,12 @@ class Shards:
         """This rank's pieces of these 1-D arrays, in their memory."""
         return [array[low:high] for array, (low, high) in zip(flat, self.bounds, strict=True)]
 
-    def reduce(self, arrays: Sequence[Any], frozen: tuple[str, ...] = (), line: str | None = None) -> Finish:
+    def reduce(
+        self, arrays: Sequence[Any], frozen: tuple[str, ...] = (), line: str | None = None, of_step: bool = False
+    ) -> Finish:
         """Begin to reduce arrays; the result is this rank's pieces, in memory that is used again the next time.
 
-        frozen: those that no rank may train.  line: of the user's script, where the caller knows it.
+        frozen: those that no rank may train.  line, of_step: as of the engine's submit().
         """
         if self.size == 1:
             return lambda: [each.reshape(-1) for each in arrays]
@@ -72,7 +74,7 @@ class Shards:
         whole = self._reduced.array()
         arguments = arguments_of("reducescatter", None, self.exchange.op, *self.exchange.scales)
         details = (*arguments.details, ("frozen", frozen))
-        wait = self._submit("reduce_shards", "", inputs, [self._reduced], line, details, arguments.check)
+        wait = self._submit("reduce_shards", "", inputs, [self._reduced], line, details, arguments.check, of_step)
 
         def finish() -> list[Any]:
             wait()
@@ -98,6 +100,7 @@ class Shards:
         line: str | None = None,
         details: tuple[tuple[str, Any], ...] = (),
         check: Callable[[Buffer], object] = lambda _: None,
+        of_step: bool = False,
     ) -> Callable[[], object]:
         number = number_of(self.exchange.process_set, "ShardedOptimizer")
         return (
@@ -112,6 +115,7 @@ class Shards:
                 inputs=inputs,
                 outputs=outputs,
                 line=line or calling_line(),
+                of_step=of_step,
             )
             .wait
         )

@@ -184,7 +184,7 @@ class ShardBucket(GradientBucket):
                 member.attach(array)
         frozen = tuple(each.name for each in self.members if each not in trained)
         flats = [each if each.is_contiguous() else flat(each) for each in arrays]
-        self.parts = [(self.members, Begun(self.shards.reduce(flats, frozen, line)))]
+        self.parts = [(self.members, Begun(self.shards.reduce(flats, frozen, line, of_step=True)))]
 
     def finish(self) -> None:
         """Wait for this rank's pieces."""

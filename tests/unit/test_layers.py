@@ -20,7 +20,7 @@ ORDER = """
 _version, errors, log, not_there, pickling < mxnet, run_function, checks.setting <
 kernels.native < kernels.half < kernels.quantized <
 settings, arrays.dtypes, partition, trees < gpu.runtime < gpu.device_selection < arrays.buffer < arrays.gpu_buffer <
-arrays.torch_tensor, arrays.dlpack < compression < ops, arrays.view, fusion < mpi < world <
+arrays.torch_tensor, arrays.dlpack, checks.scan < compression < ops, arrays.view, fusion < mpi < world <
 transport.waiting, transport.futex, transport.counters, transport.traffic < transport.in_flight < transport.base <
 transport.window, transport.blocks <
 transport.message, transport.threads, transport.subset, monitor.excepthook, monitor.launcher_link, monitor.steps <
@@ -48,8 +48,8 @@ engine.submitting, engine.timeline_control, engine.activity, engine.leaving, eng
 engine.engine < startup.shared_memory < runtime <
 recovery.membership, recovery.death_notice, recovery.daemon < recovery.rendezvous < recovery.elastic_runtime <
 lifecycle < api.submit, api.world, api.info, api.steps, sampler < api.process_sets, api.arguments <
-api.reduce, api.gather, api.broadcast, api.objects, api.control <
-api.ordered, api.own_channel, api.collective, checks.switch < api.common, powersgd, optim.parameters < optim.exchange <
+api.reduce, api.gather, api.broadcast, api.objects < checks.nan < checks.switch < api.control <
+api.ordered, api.own_channel, api.collective < api.common, powersgd, optim.parameters < optim.exchange <
 optim.buckets, optim.shards, optim.shared_parameters < optim.reducer, local.options < local.steps <
 ps.layout, ps.messages, ps.consistency, ps.arrays < ps.roles < ps.server, ps.worker < sweeps.study <
 sweeps.teams < sweeps.trial < sweeps.sweep < optimizer, testing < local.optimizer <

@@ -1,0 +1,254 @@
+"""Who began with NaN is named, by rank, tensor and step, and all ranks act alike; clean steps raise no alarm."""
+
+import contextlib
+import re
+
+import numpy as np
+import pytest
+
+import ringreduce as rr
+from ringreduce import runtime
+from ringreduce.testing import run_ranks
+from tests.support.tiers import extended
+from tests.support.world import on_every_world_with_torch
+
+STEP, BAD = 37, 1  # where one rank's gradients go bad
+
+
+@contextlib.contextmanager
+def checked(text):
+    """A pool's ranks go on after a test."""
+    rr.check(text)
+    try:
+        yield runtime.current("test").watch
+    finally:
+        rr.check("")
+
+
+def gradients(step, value=np.nan):
+    """Of a rank; those of the bad one have one bad element, in one step."""
+    made = {"a": np.full(3000, rr.rank() + step, np.float32), "e": np.ones(0, np.float32)}
+    made["b"] = np.full((3, 4), rr.rank() - step, np.float32)
+    if step == STEP and rr.rank() == BAD:
+        made["b"][1, 2] = value
+    return made | {"n": np.arange(3)}
+
+
+def by_numpy(step, value):
+    return rr.allreduce(gradients(step, value), op=rr.Sum)["b"]
+
+
+def by_name(step, value):
+    handles = [rr.allreduce_async(each, name=name, op=rr.Sum) for name, each in gradients(step, value).items()]
+    order = handles if rr.rank() else handles[::-1]  # ranks may wait in any
+    done = {id(handle): handle.wait() for handle in order if handle is not handles[2]}
+    assert len(done) == 3
+    return handles[2].wait()
+
+
+class Torch:
+    """A model of a DistributedOptimizer, whose gradients are those of `gradients`."""
+
+    def __init__(self, wrap=None, fused=False, **options):
+        import torch
+
+        import ringreduce.torch as hvd
+
+        named = [(name, torch.nn.Parameter(torch.zeros(each.shape))) for name, each in gradients(0).items()][:3]
+        self.parameters, self.torch = dict(named), torch
+        sgd = torch.optim.SGD(self.parameters.values(), lr=1.0, fused=fused)
+        self.optimizer = (wrap or hvd.DistributedOptimizer)(sgd, named, op=hvd.Sum, **options)
+
+    def backward(self, step, value=np.nan, scale=lambda loss: loss):
+        made = gradients(step, value)
+        self.optimizer.zero_grad()
+        scale(sum((p * self.torch.tensor(made[name])).sum() for name, p in self.parameters.items())).backward()
+
+    def __call__(self, step, value):
+        self.backward(step, value)
+        before = self.parameters["b"].detach().clone()
+        self.optimizer.step()
+        return (before - self.parameters["b"].detach()).numpy()
+
+
+def sharded():
+    import ringreduce.torch as hvd
+
+    return Torch(hvd.ShardedOptimizer)
+
+
+def powered():
+    return Torch(compression=rr.PowerSGD(1, start_step=0))
+
+
+def in_8_bits():
+    return Torch(compression=rr.Compression.int8)
+
+
+def in_16_bits():
+    return Torch(compression=rr.Compression.fp16)
+
+
+MADE = [lambda: by_numpy, lambda: by_name, Torch, in_16_bits, in_8_bits, sharded, powered]
+NAMES = ["numpy", "names", "torch", "16 bits", "8 bits", "sharded", "PowerSGD"]
+programs = pytest.mark.parametrize("make", MADE, ids=NAMES)
+
+
+@programs
+@on_every_world_with_torch
+def test_all_ranks_raise_in_the_step_and_name_the_one_with_the_nan(world, size, make):
+    def program():
+        with checked("nan:raise"):
+            take = make()
+            for step in range(STEP + 3):
+                try:
+                    take(step, np.nan)
+                except rr.NanError as error:
+                    assert step == STEP
+                    found = str(error)
+            return found
+
+    texts = set(world(size).run(program))
+    assert len(texts) == 1, texts
+    where = r"^rank 1 of \d, (allreduce|reduce_shards) 'b' \(test_nan.py:\d+\), step 37: NaN "
+    assert re.match(where + r"in this rank's own values, before the sum \(float(32|16)\)$", texts.pop())
+
+
+@programs
+@on_every_world_with_torch
+def test_the_step_is_zeroed_on_all_ranks_and_training_goes_on(world, size, make):
+    def program():
+        with checked("nan:zero"):
+            take = make()
+            return [np.array(take(step, -np.inf)) for step in range(STEP + 3)]
+
+    for results in world(size).run(program):
+        for step, result in enumerate(results):
+            expected = 0 if step == STEP else sum(rank - step for rank in range(size))
+            assert np.ravel(result) == pytest.approx(expected, abs=0.5)
+
+
+@programs
+def test_it_is_reported_once_and_counted(make, capfd):
+    """By the rank that has it; the others' next gradients may well be NaN because of it."""
+
+    def program():
+        with checked("nan"):
+            take = make()
+            for step in [0, 1, STEP, 3, STEP, STEP]:
+                take(step, np.nan)
+
+    run_ranks(3, program)
+    [line] = [line for line in capfd.readouterr().err.splitlines() if "check:" in line]
+    assert re.match(r"ringreduce: check: rank 1 of 3, .* 'b' .*, step 2: NaN in .*; 1 so far", line)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_infinities_that_a_grad_scaler_skips_are_only_counted(fused):
+    import torch
+
+    def program():
+        with checked("nan:raise") as watch:
+            take = Torch(fused=fused)
+            scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+            for step in [*range(3), STEP, *range(4, 7)]:
+                take.backward(step, np.inf, scaler.scale)
+                scaler.step(take.optimizer)
+                scaler.update()
+            assert scaler.get_scale() == 4
+            assert watch._skipped == (fused or rr.rank() == BAD)
+            with pytest.raises(rr.NanError, match="step 6: NaN" if not fused else "step 7: NaN"):
+                take(STEP, np.nan)
+
+    run_ranks(2, program)
+
+
+def arrays(value, dtype="float32", rank=None):
+    """Of `value` on this rank, or all."""
+    return np.full(5, value if rank in (None, rr.rank()) else 0).astype(dtype)
+
+
+LARGEST = np.finfo(np.float32).max
+FINE = {
+    "the largest number": lambda: rr.allreduce(arrays(LARGEST, rank=0)),
+    "sums of large numbers": lambda: rr.allreduce(arrays(LARGEST / 2), op=rr.Sum),
+    "averages of large halves": lambda: rr.allreduce(arrays(3e4, "float16", 1)),
+    "small ones": lambda: rr.allreduce(arrays(-1e-45)),
+    "integers": lambda: rr.allreduce(arrays(2**31 - 1, "int32"), op=rr.Max),
+    "NaN's bits": lambda: rr.allreduce(arrays(-1, "int32"), op=rr.Sum),
+    "nothing": lambda: rr.allreduce(np.empty(0, np.float32)),
+    "a number": lambda: rr.allreduce(3),
+    "a minimum": lambda: rr.allreduce(arrays(np.inf), op=rr.Min),
+    "rows": lambda: rr.reducescatter(arrays(1.5)),
+    "what is gathered": lambda: rr.allgather(arrays(np.nan)),
+}
+WRONG = {
+    "halves overflow": (lambda: rr.allreduce(arrays(4e4, "float16"), op=rr.Sum), "infinity in the sum .*float16"),
+    "floats overflow": (lambda: rr.allreduce(arrays(-LARGEST), op=rr.Sum), "infinity in the sum of finite values"),
+    "one large": (lambda: rr.allreduce(arrays([-np.inf, 4e4][rr.rank()], "float16"), op=rr.Sum), "rank 0 .* own"),
+    "complex": (lambda: rr.allreduce(arrays(complex(1, np.nan), "complex64", 1)), "rank 1 of 2, .*NaN .*complex64"),
+    "a number": (lambda: rr.allreduce([1.0, -np.inf][rr.rank()]), "rank 1 of 2, .* infinity in this .*float64"),
+    "rows": (lambda: rr.reducescatter(arrays(np.nan, rank=0)), "rank 0 of 2, reducescatter 'noname.*NaN in this"),
+    "hosts": (lambda: rr.allreduce(arrays(4e4, "float16"), op=rr.Sum, name="w"), "rank [01] of 2, allreduce 'w'"),
+}
+
+
+@pytest.mark.parametrize("case", FINE)
+def test_what_is_finite_or_no_sum_raises_no_alarm(case):
+    def program():
+        rr.check("nan:raise")
+        for _ in range(3):
+            FINE[case]()
+
+    run_ranks(2, program)
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_what_is_not_finite_is_named_each_time(case):
+    make, message = WRONG[case]
+
+    def program():
+        rr.check("nan:raise")
+        for step in range(3):
+            with pytest.raises(rr.NanError, match=rf"{message}.*") as caught:
+                make()
+            assert f"step {step}: " in str(caught.value)
+        rr.check("")
+        make()
+        return str(caught.value)
+
+    assert len(set(run_ranks(2, program, hosts=(0, 1) if case == "hosts" else None))) == 1
+
+
+@extended
+def test_ten_thousand_clean_steps_raise_no_alarm():
+    def program():
+        random = np.random.default_rng(rr.rank())
+        rr.check("nan:raise")
+        for _ in range(10_000):
+            scales = 10.0 ** random.uniform([-45, -8], [37, 4])
+            grads = [random.standard_normal(64) * scale for scale in scales]
+            rr.grouped_allreduce([each.astype(kind) for each, kind in zip(grads, ("f4", "f2"), strict=True)])
+
+    run_ranks(2, program, timeout_s=600)
+
+
+def test_a_program_in_order_is_checked_by_each_rank_alone(capfd):
+    def program():
+        channel = rr.ordered()
+        rr.check("nan:raise")
+        for step in range(4):
+            bad = step == 3 and rr.rank() == BAD
+            with pytest.raises(rr.NanError, match="rank 1 of 2") if bad else contextlib.nullcontext():
+                channel.allreduce(arrays(np.nan if bad else 1.0))
+
+    run_ranks(2, program)
+
+
+def test_an_array_on_a_gpu_is_refused(gpu):
+    def program():
+        rr.check("nan")
+        with pytest.raises(rr.InputError, match=r"check=nan looks at host memory only, but an array is on cuda:0"):
+            rr.allreduce(gpu.ones(3))
+
+    run_ranks(1, program)
