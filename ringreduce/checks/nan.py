@@ -179,7 +179,9 @@ class Nan:
         ):  # GradScaler leaves it to fused ones to skip it
             self._skip()
         elif agreed is not None:
-            parameters = (each for group in optimizer.param_groups for each in group["params"])
+            parameters = [each for group in optimizer.param_groups for each in group["params"]]
+            if min(sets) < GLOBAL:  # of a bucket of DDP, which names no parameters
+                agreed = (*agreed[:3], agreed[3] + _first_bad(parameters))
             self._act(agreed, [each.grad for each in parameters if each.grad is not None])
 
     # What is done
@@ -207,6 +209,14 @@ class Nan:
 
 def _first(findings: Sequence[Finding | None]) -> Finding | None:
     return min((each for each in findings if each is not None), default=None)
+
+
+def _first_bad(parameters: Sequence[Any]) -> str:
+    """Which of torch's parameters has a gradient that is not finite, after the sum."""
+    for number, each in enumerate(parameters):
+        if each.grad is not None and not each.grad.isfinite().all():
+            return f"; it is in the gradient of the optimizer's parameter {number}, of shape {list(each.shape)}"
+    return ""
 
 
 def _level(count: int) -> int:

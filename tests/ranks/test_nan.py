@@ -143,6 +143,19 @@ def test_it_is_reported_once_and_counted(make, capfd):
     assert re.match(r"ringreduce: check: rank 1 of 3, .* 'b' .*, step 2: NaN in .*; 1 so far", line)
 
 
+def test_a_gradient_that_overflows_in_16_bits_is_named_too():
+    def program():
+        rr.check("nan:raise")
+        take = in_16_bits()
+        take(1, 0)
+        take.backward(1, scale=lambda loss: loss * 3e4)
+        with pytest.raises(rr.NanError, match="'a' .*, step 1: infinity in the sum of finite values .float16"):
+            take.optimizer.step()
+        take(1, 0)
+
+    run_ranks(2, program)
+
+
 @pytest.mark.parametrize("fused", [False, True])
 def test_infinities_that_a_grad_scaler_skips_are_only_counted(fused):
     import torch
