@@ -16,6 +16,7 @@ from typing import Any
 from ringreduce import runtime, trees
 from ringreduce.api.process_sets import ProcessSet, global_process_set
 from ringreduce.api.submit import taken_apart
+from ringreduce.checks import divergence
 from ringreduce.compression import AnyCompressor, Compression
 from ringreduce.errors import InputError
 from ringreduce.not_there import check_adapter
@@ -276,7 +277,7 @@ class ReducingOptimizer(WrappingOptimizer):
         grads = kwargs[name] if name in kwargs else args[place]
         if not self._accumulation.add(grads):
             return others[0] if others else None
-        reduced = self._reduce(grads)
+        reduced = self._reduce(grads, others)
         if name in kwargs:
             return self._step(function, *args, **{**kwargs, name: reduced})
         return self._step(function, *args[:place], reduced, *args[place + 1 :], **kwargs)
@@ -288,7 +289,7 @@ class ReducingOptimizer(WrappingOptimizer):
         grads = [grad for grad, _ in pairs]
         if not self._accumulation.add(grads):
             return None
-        reduced = self._reduce(grads)
+        reduced = self._reduce(grads, [param for _, param in pairs])
         pairs = [(grad, param) for grad, (_, param) in zip(reduced, pairs, strict=True)]
         return self._step(function, pairs, *args[1:], **kwargs)
 
@@ -297,8 +298,15 @@ class ReducingOptimizer(WrappingOptimizer):
         runtime.stepped(id(self))
         return result
 
-    def _reduce(self, grads: Any) -> Any:
-        """A tree of the form of `grads` with every array reduced over all ranks, in few messages."""
+    def _reduce(self, grads: Any, others: Sequence[Any]) -> Any:
+        """A tree of the form of `grads` with every array reduced over all ranks, in few messages.
+
+        others: what is passed besides: the parameters.
+        """
+        if self._exchange.size > 1:
+            divergence.compare(
+                self, self._exchange.process_set, lambda: others or getattr(self._optimizer, "__dict__", {})
+            )
         arrays, names, whole = taken_apart(self._accumulation.take(grads))
         return whole(self._exchange.reduce(arrays, names=names))
 

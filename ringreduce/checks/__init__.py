@@ -4,4 +4,5 @@ setting       what `check=` asks for
 switch        the function `check`, which switches checks on and off
 nan           which rank began with NaN or infinity, in which tensor and step, and what all ranks do then
 scan          whether an array has any
+divergence    have all ranks the same parameters? blame: who has not, and why; fingerprint
 """

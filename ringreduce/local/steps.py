@@ -13,6 +13,7 @@ from ringreduce import runtime
 from ringreduce.api.submit import submit_and_wait
 from ringreduce.errors import CollectiveError, InputError, MismatchError
 from ringreduce.local.options import Options, Outer, fragments_of, mean
+from ringreduce.log import LOGGER
 from ringreduce.optim.exchange import Exchange, Finish
 
 Parameters = dict[str, Any]
@@ -85,10 +86,15 @@ class LocalSteps:
             sizes = [anchors[name].nbytes for name in trained]
             numbers = fragments_of(sizes, self.options.fragments, self.options.function)
             self._fragments = [[list(trained)[each] for each in members] for members in numbers]
-        world = runtime.current(self.options.function).world
-        if self._agreed is not world:
+        current = runtime.current(self.options.function)
+        if self._agreed is not current.world:
             self._agree(state)
-            self._agreed = world
+            self._agreed = current.world
+            if current.checks.divergence and current.world.rank == 0:
+                LOGGER.warning(
+                    f"check=divergence: parameters of a {self.options.function} differ between two averages, as they "
+                    "should; they are not compared"
+                )
 
     def _agree(self, state: dict[str, Any]) -> None:
         checksum = 0

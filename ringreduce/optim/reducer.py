@@ -17,6 +17,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from ringreduce import runtime
+from ringreduce.checks.divergence import Divergence, Part
 from ringreduce.errors import MismatchError
 from ringreduce.log import LOGGER
 from ringreduce.optim.buckets import DENSE, UNKNOWN, Gradient, GradientBucket, fill
@@ -49,6 +50,7 @@ class Reducer:
         self._clean_steps = 0  # since one in which a gradient was computed twice, or cleared
         self._unclean = ""  # why the last of those was none
         self._lock = threading.RLock()  # several threads may report gradients
+        self._divergence: Divergence | None = None
         self._look_at_the_world()
 
     def join(self, parameters: Sequence[Any]) -> None:
@@ -149,6 +151,8 @@ class Reducer:
         self._in_flight.pop(bucket, None)
         try:
             bucket.finish()
+            if self._divergence is not None:
+                self._divergence.reduced(each.name for each in bucket.trained)
         except MismatchError:
             if not bucket.splits:
                 raise
@@ -158,6 +162,8 @@ class Reducer:
 
     def _begin(self, taken: list[GradientBucket]) -> None:
         """Begin to reduce buckets; waits only for layouts that this rank does not know."""
+        if self._divergence is not None:
+            self._divergence.begin()
         unknown = [each for bucket in taken for each in bucket.trained if each.layout == UNKNOWN]
         for gradient in unknown:
             gradient.ask_layout(self.exchange)
@@ -171,16 +177,23 @@ class Reducer:
         if errors:
             raise errors[0]
 
+    def parts(self) -> list[Part]:
+        """What all ranks should have alike: the parameters, and what else is known of their model."""
+        raise NotImplementedError
+
     def _look_at_the_world(self) -> None:
         """The world may have changed. After a join() all ranks ask again: one that joined early knows less."""
-        engine = runtime.current("DistributedOptimizer").engine
-        now = (engine.world, engine.negotiation.joins)
+        current = runtime.current("DistributedOptimizer")
+        engine, every = current.engine, current.checks.divergence
+        now = (engine.world, engine.negotiation.joins, every)
         if now != self._known_since:
             self._known_since = now
             for bucket in list(self._in_flight):  # begun before
                 self._finish(bucket)
             self.exchange.check_world()
             engine.host.reducers.add(self)
+            is_checked = every and self.exchange.size > 1
+            self._divergence = Divergence(every, self.exchange.process_set, self.parts) if is_checked else None
             self._forget()
 
     def _forget(self) -> None:
@@ -238,6 +251,8 @@ class Reducer:
 
     def stepped(self) -> None:
         """Begin a new step after a step."""
+        if self._divergence is not None:
+            self._divergence.stepped()
         self._clean_steps += 1
         self._fill_buckets()
         self.reset()

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from ringreduce.checks.divergence import Part
 from ringreduce.compression import wire_of
 from ringreduce.errors import InputError
 from ringreduce.optim import buckets
@@ -15,6 +16,7 @@ from ringreduce.optim.buckets import DENSE, UNKNOWN
 from ringreduce.optim.exchange import Exchange, Finish
 from ringreduce.optim.reducer import Reducer
 from ringreduce.torch.hooks import GradientHooks
+from ringreduce.torch.parts import Parts
 from ringreduce.torch.pending import PendingGradient, make_pending, plain
 from ringreduce.torch.sparse import empty_sparse, layout_of, sparse_allreduce_async
 
@@ -172,6 +174,7 @@ class TorchReducer(Reducer):
         super().__init__(passes, exchange)
         self.sparse_as_dense = sparse_as_dense
         self._hooks = GradientHooks(self)
+        self._parts = Parts()
 
     def add(self, named: Iterable[tuple[str, Any]]) -> None:
         """Reduce what belongs to these parameters too."""
@@ -179,6 +182,10 @@ class TorchReducer(Reducer):
             gradient = self._gradients[id(parameter)] = Gradient(name, parameter, self)
             self._hooks.watch(gradient)
             gradient.show_zeros()
+
+    def parts(self) -> list[Part]:
+        """See `optim.reducer`."""
+        return self._parts.of(self.names)
 
     @property
     def names(self) -> dict[Any, str]:

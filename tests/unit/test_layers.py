@@ -17,7 +17,7 @@ LAUNCHER = Path(ringrun.__file__).parent
 
 # from the bottom to the top; modules between two < import none of each other
 ORDER = """
-_version, errors, log, not_there, pickling < mxnet, run_function, checks.setting <
+_version, errors, log, not_there, pickling < mxnet, run_function, checks.setting, checks.fingerprint <
 kernels.native < kernels.half < kernels.quantized <
 settings, arrays.dtypes, partition, trees < gpu.runtime < gpu.device_selection < arrays.buffer < arrays.gpu_buffer <
 arrays.torch_tensor, arrays.dlpack, checks.scan < compression < ops, arrays.view, fusion < mpi < world <
@@ -31,7 +31,7 @@ collectives.adasum, startup.clock, collectives.overlap, cost_model, wire_cost <
 collectives.shared, collectives.hashed, startup.measure, startup.links <
 collectives.compiled, collectives.shared_halves, collectives.shared_in_place, collectives.quantized <
 collectives.hierarchical <
-execution.signature < execution.submission < monitor.timeline, execution.algorithms <
+execution.signature < execution.submission, checks.blame < monitor.timeline, execution.algorithms <
 execution.host, execution.batch < execution.gpu_backend < execution.context < execution.packing <
 execution.point_to_point <
 execution.halves, execution.allreduce < execution.operations, execution.into_outputs <
@@ -48,7 +48,7 @@ engine.submitting, engine.timeline_control, engine.activity, engine.leaving, eng
 engine.engine < startup.shared_memory < runtime <
 recovery.membership, recovery.death_notice, recovery.daemon < recovery.rendezvous < recovery.elastic_runtime <
 lifecycle < api.submit, api.world, api.info, api.steps, sampler < api.process_sets, api.arguments <
-api.reduce, api.gather, api.broadcast, api.objects < checks.nan < checks.switch < api.control <
+api.reduce, api.gather, api.broadcast, api.objects < checks.nan < checks.switch, checks.divergence < api.control <
 api.ordered, api.own_channel, api.collective < api.common, powersgd, optim.parameters < optim.exchange <
 optim.buckets, optim.shards, optim.shared_parameters < optim.reducer, local.options < local.steps <
 ps.layout, ps.messages, ps.consistency, ps.arrays < ps.roles < ps.server, ps.worker < sweeps.study <
@@ -58,7 +58,7 @@ elastic.kept, elastic.libraries < elastic.commit, elastic.sampler < elastic.stat
 jax.xla, jax.host < jax.primitive < jax.ops, jax.compiled < jax.optimizer < jax.local, jax.elastic <
 tensorflow.host < tensorflow.ops < tensorflow.training <
 keras.ops, keras.local < keras.optimizer, keras.callbacks, keras.elastic < tensorflow.keras <
-torch.ops, torch.sparse, torch.functions, torch.sync_batch_norm, torch.ps < torch.hooks, torch.pending <
+torch.ops, torch.sparse, torch.functions, torch.sync_batch_norm, torch.ps, torch.parts < torch.hooks, torch.pending <
 torch.gradient, torch.wrapped < torch.reducer, torch.adasum_optimizer < torch.optimizer,
 torch.shards < torch.sharded < torch.local, torch.elastic <
 torch.distributed.tensors, torch.distributed.buckets, torch.distributed.uncompiled, torch.rendezvous <
