@@ -19,8 +19,7 @@ Exit code
   n    that of the rank that failed first; 128 + n if signal n ended it
   2    the command line is wrong, or the command cannot be run
   3    this machine, or another host, lacks something: mpi4py, the MPI library, or its mpirun
-  124  the job took longer than --timeout
-  130  Ctrl-C (143: SIGTERM; 129: SIGHUP; 141: nobody reads the output)
+  124  the job took longer than --timeout; 130: Ctrl-C; 143: SIGTERM; 129: SIGHUP; 141: no reader
 """
 
 import contextlib
@@ -33,8 +32,9 @@ import sys
 from argparse import SUPPRESS
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
+from functools import partial
 
-from . import elastic
+from . import elastic, twice
 from .arguments import (
     Parser,
     add_host_flags,
@@ -110,6 +110,7 @@ def parser(prog: str, usage: str, introduction: str) -> Parser:
     add("--metrics-port", metavar="PORT", help="serve metrics to Prometheus at 127.0.0.1:PORT, or at ADDRESS:PORT")
     add("--stdin", metavar="RANK", help="let this rank read stdin, also from a terminal (for a debugger)")
     add("--timeout", metavar="SECONDS", help="end the job when it takes longer, restarts included")
+    add("--twice", metavar="N", help="run the first N steps twice, and say whose bits differ")
     add("--forward-signals", metavar="LIST", help="hand these to the ranks, as in USR1,USR2, so that they can save")
     add = parser.group("When it fails", _FAILS)
     add("--grace", metavar="SECONDS", help="time from the first signal to SIGKILL (3; 2 after a failure)")
@@ -261,6 +262,8 @@ def run_job(request: Request) -> int:
     from .job.run import run_job as run_found  # not needed to say what is wrong with a command line
 
     growth = _growth(request)
+    if steps := twice.parse_steps(request.options.twice, request.config.flag("twice"), job):
+        return twice.run(job, steps, partial(run_found, detected))
     return run_found(detected, job, _reallocation(request, command, growth), growth)
 
 

@@ -14,7 +14,7 @@ from .errors import UsageError
 _ERROR_FILE = "RINGREDUCE_ERROR_FILE"
 SET_BY_RINGRUN = (
     *(_ERROR_FILE, "RINGREDUCE_PLACED_GPU", "RINGREDUCE_RESTART_COUNT", "RINGREDUCE_STATE_DIR"),
-    *("RINGREDUCE_ELASTIC", "RINGREDUCE_MIN_NP", "RINGREDUCE_SPARES"),
+    *("RINGREDUCE_ELASTIC", "RINGREDUCE_MIN_NP", "RINGREDUCE_SPARES", "RINGREDUCE_TWICE"),
 )
 """Settings of ringreduce that are nobody's wish: ringrun sets them itself, for each rank."""
 

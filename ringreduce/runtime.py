@@ -59,7 +59,8 @@ class Runtime:
     ) -> None:
         self.gpu, self.settings = gpu, settings
         self.checks = Checks.parse(settings.check)  # `check` replaces them, on all ranks
-        self.watch: Any = None  # what they look at submissions with: a checks.nan.Nan
+        self.watch: Any = None  # of them a checks.nan.Nan
+        self.watches: Any = None  # what they look at submissions with; see engine.submitting
         self._has_warned = False  # that ranks hang in shutdown()
         self.enter(setup)
         self._status_server = status_server or StatusServer(settings.error_file, str)
@@ -71,7 +72,7 @@ class Runtime:
         self.world, self.transport, host, offsets_us, sets = setup
         self.clock_ahead_s = offsets_us[self.world.rank] / 1e6 if offsets_us else 0.0  # of rank 0's
         self.engine = Engine(self.world, self.transport, self.settings, host, offsets_us, sets)
-        self.engine.submitting.watch = self.watch
+        self.engine.submitting.watch = self.watches
         self.engine.gpu.default_index = self.gpu.index or 0
 
     def membership_changed(self) -> bool:

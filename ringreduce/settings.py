@@ -84,6 +84,7 @@ class Settings:
     log_level: str = "warning"  # least severe level logged to stderr: trace, debug, info, warning, error or fatal
     log_timestamp: bool = False  # begin log lines with the local time
     torch_backend: str = ""  # ring: torch.distributed's "gloo" and "mpi" mean it, too; see launcher/torch_backend.py
+    twice: str = ""  # RUN:STEPS:FOLDER, of two runs whose bits are compared; set by ringrun --twice
     restart_count: int = 0  # how often ringrun has restarted this job after a failure; set by ringrun
     elastic: bool = False  # ranks go on without those that fail; set by ringrun --elastic, as are the next two
     min_np: int = 1  # the fewest ranks with which an elastic job goes on
@@ -103,7 +104,7 @@ class Settings:
                 )
         if self.log_level not in LEVELS:
             raise SettingsError(f"log_level={self.log_level!r}: {_EXPECTED_LEVEL}")
-        Checks.parse(self.check)
+        Checks.parse(self.check).require(self.deterministic)
         if self.torch_backend not in ("", "ring"):
             raise SettingsError(f"torch_backend={self.torch_backend!r}: expected ring, or nothing")
         for name, unit in (("shared_slot_bytes", 64), ("cuda_slot_bytes", 256)):

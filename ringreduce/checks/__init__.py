@@ -5,4 +5,6 @@ switch        the function `check`, which switches checks on and off
 nan           which rank began with NaN or infinity, in which tensor and step, and what all ranks do then
 scan          whether an array has any
 divergence    have all ranks the same parameters? blame: who has not, and why; fingerprint
+resum         does another algorithm give the same sums?
+twice         are the bits of two runs of `ringrun --twice` the same?
 """

@@ -71,7 +71,7 @@ class Nan:
         )
         self._reported = self._skipped = 0
 
-    def look(self, details: Sequence[tuple[str, Any]], inputs: Sequence[Buffer]) -> Seen | None:
+    def look(self, _: object, __: object, details: Sequence[tuple[str, Any]], inputs: Sequence[Buffer]) -> Seen | None:
         """What is in arrays that are about to be sent; None: they are not to be added up."""
         known, seen = dict(details), Seen()
         if known.get("op") not in ADDED:

@@ -46,6 +46,11 @@ class Checks:
                 raise SettingsError(f"check={text!r}: {item!r}; expected {EXPECTED}")
         return cls(**found)  # type: ignore[arg-type]
 
+    def require(self, deterministic: bool) -> None:
+        """Raise SettingsError for what needs sums in the order of the ranks, where they are not."""
+        if self.sdc and not deterministic:
+            raise SettingsError(f"check='sdc:{self.sdc}' compares bits; it needs RINGREDUCE_DETERMINISTIC=1")
+
     def __str__(self) -> str:
         """The text that `parse` makes this of, with all options; equal for equal checks."""
         return ",".join(f"{name}:{option}" for name, option in vars(self).items() if option)

@@ -23,13 +23,19 @@ from ringreduce.world import World
 
 
 class Watch(Protocol):
-    """What looks at what is submitted, before it can change: checks/nan.py."""
+    """What looks at what is submitted, before it can change: checks/nan.py, resum.py, twice.py."""
 
-    def look(self, details: Sequence[tuple[str, Any]], inputs: Sequence[Buffer]) -> Any:
-        """What is in the arrays; None: they are none to look at."""
+    def look(
+        self,
+        name: str | None,
+        names: Sequence[str] | None,
+        details: Sequence[tuple[str, Any]],
+        inputs: Sequence[Buffer],
+    ) -> Any:
+        """What is in the arrays; None: they are none to look at. It may wait for other operations."""
 
     def begin(self, made: Submission, seen: Any, of_step: bool) -> None:
-        """The engine is about to get the submission."""
+        """The engine is about to get the submission; with the inbox's lock held."""
 
 
 def _is_fine(_: Buffer) -> None:
@@ -96,7 +102,7 @@ class Submitting:
         """
         line = calling_line(3) if line is None else line
         tensors = inputs if signed is None else signed
-        seen = None if self.watch is None else self.watch.look(details, inputs)
+        seen = None if self.watch is None else self.watch.look(name, names, details, inputs)
         with self._inbox.lock:
             state = self._states.get(process_set) or self._channel(kind, process_set)
             known_as = state.name if name is None or process_set < GLOBAL else name

@@ -1,7 +1,6 @@
 """check=divergence: each cause is named, with rank, parameter and step; and ranks that are alike are left alone."""
 
 import copy
-import logging
 import re
 
 import numpy as np
@@ -104,22 +103,21 @@ CASES = {
 }
 
 
-def found(caplog, program, size=4, timeout_s=20.0, settings=SETTINGS):
+def found(capsys, program, size=4, timeout_s=20.0, settings=SETTINGS):
     """What the check says while this program runs."""
-    with caplog.at_level(logging.WARNING, "ringreduce"):
-        run_ranks(size, program, settings=settings, timeout_s=timeout_s)
-    return [each.getMessage() for each in caplog.records if "check=" in each.getMessage()]
+    run_ranks(size, program, settings=settings, timeout_s=timeout_s)
+    return [each.removeprefix("ringreduce: ") for each in capsys.readouterr().err.splitlines() if "check=" in each]
 
 
 @pytest.mark.parametrize(("change", "begin", "expected"), CASES.values(), ids=CASES)
-def test_who_differs_and_why_is_named(caplog, change, begin, expected):
+def test_who_differs_and_why_is_named(capsys, change, begin, expected):
     def program():
         try:
             trained(change, begin)
         except rr.CollectiveError:  # that rank takes no part in the reduction, as without the check
             assert begin is frozen
 
-    said = found(caplog, program, timeout_s=2 if begin is frozen else 20)
+    said = found(capsys, program, timeout_s=2 if begin is frozen else 20)
     assert len(said) == (expected is not None), said
     assert expected is None or re.search(expected, said[0]), said
 
@@ -140,7 +138,7 @@ class Sgd:
 @pytest.mark.parametrize(
     ("wrong_at", "expected"), [(None, 0), (217, r"after 218 steps \(equal after 217\).* 'p?a?r?a?m?s?0?.w'")]
 )
-def test_an_optimizer_of_no_framework(caplog, passes_params, wrong_at, expected):
+def test_an_optimizer_of_no_framework(capsys, passes_params, wrong_at, expected):
     def program():
         params = {"b": np.zeros(3), "w": np.arange(1300.0)}
         optimizer = rr.DistributedOptimizer(Sgd(params))
@@ -153,12 +151,12 @@ def test_an_optimizer_of_no_framework(caplog, passes_params, wrong_at, expected)
             if step == wrong_at and rr.rank() == 0:
                 params["w"].view(np.uint8)[-1] ^= 64
 
-    said = found(caplog, program, 2, settings=Settings(check="divergence:1"))
+    said = found(capsys, program, 2, settings=Settings(check="divergence:1"))
     assert len(said) == bool(expected), said
     assert not expected or re.search(expected + " differs: each of ranks 0-1 has its own", said[0]), said
 
 
-def test_it_is_switched_on_and_off_at_run_time_and_local_steps_are_left_alone(caplog):
+def test_it_is_switched_on_and_off_at_run_time_and_local_steps_are_left_alone(capsys):
     def program():
         for text, wrong in [("divergence:1", False), ("", True), ("divergence:1", True)]:
             rr.check(text)
@@ -168,7 +166,7 @@ def test_it_is_switched_on_and_off_at_run_time_and_local_steps_are_left_alone(ca
         model(torch.ones(3, 4) * rr.rank()).sum().backward()
         optimizer.step()
 
-    said = found(caplog, program, 2, settings=Settings())
+    said = found(capsys, program, 2, settings=Settings())
     assert len(said) == 2, said
     assert re.search("parameter '2.weight' differs", said[0]), said
     assert said[1] == (

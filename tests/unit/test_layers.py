@@ -48,7 +48,8 @@ engine.submitting, engine.timeline_control, engine.activity, engine.leaving, eng
 engine.engine < startup.shared_memory < runtime <
 recovery.membership, recovery.death_notice, recovery.daemon < recovery.rendezvous < recovery.elastic_runtime <
 lifecycle < api.submit, api.world, api.info, api.steps, sampler < api.process_sets, api.arguments <
-api.reduce, api.gather, api.broadcast, api.objects < checks.nan < checks.switch, checks.divergence < api.control <
+api.reduce, api.gather, api.broadcast, api.objects < checks.nan, checks.resum, checks.twice <
+checks.switch, checks.divergence < api.control <
 api.ordered, api.own_channel, api.collective < api.common, powersgd, optim.parameters < optim.exchange <
 optim.buckets, optim.shards, optim.shared_parameters < optim.reducer, local.options < local.steps <
 ps.layout, ps.messages, ps.consistency, ps.arrays < ps.roles < ps.server, ps.worker < sweeps.study <
@@ -158,7 +159,7 @@ LAUNCHER_LAYERS = layers("""
 errors, text, hook, torch_backend < network < arguments, folders, processes, machine, forward <
 hosts, ssh, connection.frames, connection.wire, config, elastic < environment <
 engines, report, output, connection.link < run_report < connection.listener < remote < agent, preflight < job <
-doctor, stacks, build, request < top < cli < join < __main__
+doctor, stacks, build, request, twice < top < cli < join < __main__
 """)
 
 

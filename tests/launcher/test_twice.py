@@ -1,0 +1,97 @@
+"""ringrun --twice: two runs of some steps, whose bits are compared; its exit code says whether they are the same."""
+
+import re
+
+import pytest
+
+from ringrun.cli import parse
+from ringrun.errors import UsageError
+from ringrun.job.plan import Job
+from ringrun.twice import parse_steps, run
+
+
+@pytest.mark.parametrize(("codes", "expected"), [((0, 0), 0), ((0, 1), 1), ((7,), 7)])
+def test_the_second_run_follows_one_that_ended_well(codes, expected):
+    told, codes = [], list(codes)
+
+    def run_once(job):
+        told.append(job.variables["RINGREDUCE_TWICE"])
+        return codes.pop(0)
+
+    assert run(Job(2, ["train"]), 30, run_once) == expected
+    assert not codes
+    numbers = [re.fullmatch("([12]):30:(/.*)", each).groups() for each in told]
+    assert [number for number, _ in numbers] == ["1", "2"][: len(told)]
+    assert len({folder for _, folder in numbers}) == 1
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        (["--twice", "0"], r"^--twice: expected a whole number from 1 to 1000000, got '0'$"),
+        (
+            ["--twice", "5", "--restarts", "2"],
+            r"^--twice: a job that goes on after failures is not the same twice; leave",
+        ),
+        (
+            ["--twice", "5", "--elastic"],
+            r"^--twice: a job that goes on after failures is not the same twice; leave out",
+        ),
+    ],
+)
+def test_what_cannot_run_twice_is_refused(flags, expected):
+    request = parse([*flags, "-np", "2", "train"])
+    with pytest.raises(UsageError, match=expected):
+        parse_steps(request.options.twice, request.config.flag("twice"), request.job)
+
+
+@pytest.mark.parametrize("differs", [True, pytest.param(False, marks=pytest.mark.extended)])
+def test_a_job_runs_twice(ringrun, script, differs):
+    command = script(
+        f"""
+        import os
+        import numpy as np
+        import ringreduce as rr
+
+        rr.init()
+        for step in range(1000):
+            gradient = np.arange(1000.0) * (rr.rank() + step)
+            if {differs} and (step, rr.rank()) == (7, 1):
+                gradient += int.from_bytes(os.urandom(7), "little")
+            rr.allreduce(gradient, name="w")
+        raise SystemExit("it ends by itself")
+        """
+    )
+    result = ringrun("-np", 2, "--twice", 10, *command, returncode=int(differs))
+    expected = (
+        "'w' differs in step 7, on rank 1 before"
+        if differs
+        else r"the same bits in 10 steps, of all arrays \(1\), on ranks 0-1"
+    )
+    assert re.search(f"ringreduce: --twice: {expected}", result.stderr), result.stderr
+
+
+@pytest.mark.extended
+def test_a_real_job_whose_parameters_diverge(ringrun, script):
+    command = script(
+        """
+        import torch
+        import ringreduce.torch as hvd
+
+        hvd.init()
+        model = torch.nn.Linear(4, 2)
+        hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.01), model.named_parameters())
+        for step in range(60):
+            optimizer.zero_grad()
+            model(torch.arange(20.0).reshape(5, 4).sin() + hvd.rank()).square().mean().backward()
+            optimizer.step()
+            if (step, hvd.rank()) == (37, 1):
+                model.bias.data.view(torch.int32)[1] ^= 1
+        """
+    )
+    result = ringrun("-np", 3, "--check", "divergence:10", *command)
+    expected = (
+        r"check=divergence: after 40 steps \(equal after 30\) parameter 'bias' differs: rank 1 from ranks 0,2; the "
+    )
+    assert re.search(expected, result.stderr), result.stderr
