@@ -109,7 +109,8 @@ def test_one_step_of_each_optimizer_is_one(train):
 def sent(tmp_path, monkeypatch):
     """Settings by which all ranks report to one socket, and what each has sent to it, by rank's thread."""
     path, found = str(tmp_path / "rank.json"), []
-    monkeypatch.setattr(reporting, "TOTALS_S", 0.05)
+    for name in ("TOTALS_S", "FIRST_STEPS_S", "STEPS_S"):
+        monkeypatch.setattr(reporting, name, 0.05)
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as agent:
         agent.bind(f"{path}.agent")
 
@@ -142,6 +143,7 @@ def test_an_operation_is_ready_when_the_last_rank_has_submitted_it_and_is_told(s
                 assert waits[number].wait(10)
                 rr.allreduce(np.ones(5000), name="gradient")
             rr.mark_step()
+        wait_until(lambda: [each for each in found if each.get("step", {}).get("number") == STEPS - 1])
         return [each.operations for each in engine.recorder.steps], [each.waits for each in engine.recorder.steps]
 
     (early, blocked), (late, _) = run_ranks(2, program, hosts=hosts, settings=settings)
