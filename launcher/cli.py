@@ -102,6 +102,9 @@ def parser(prog: str, usage: str, introduction: str) -> Parser:
     timestamps = ("--timestamps", "-prefix-timestamp", "--prefix-output-with-timestamp")
     add(*timestamps, action="store_true", help="print the local time before each line")
     add("--output-filename", metavar="DIR", help="also keep all output, in DIR/rank.N/stdout and stderr")
+    add(
+        "--report", metavar="DIR", help="write what each step waited for to DIR/report.html, each minute and at the end"
+    )
     add("--stdin", metavar="RANK", help="let this rank read stdin, also from a terminal (for a debugger)")
     add("--timeout", metavar="SECONDS", help="end the job when it takes longer, restarts included")
     add("--forward-signals", metavar="LIST", help="hand these to the ranks, as in USR1,USR2, so that they can save")

@@ -1,9 +1,9 @@
 """The agent's end of the datagrams between it and ringreduce in its rank (ringreduce/monitor/launcher_link.py).
 
 asked    the rank answers what it waits for
-unasked  it calls init(), has started MPI, is in a group of torch's, has joined no other rank, is stalled; in an elastic
-         job it suspects ranks, meets others to form a world without those that are lost, has formed it, has left it,
-         or awaits a restart with more hosts
+unasked  it calls init(), has started MPI, is in a group of torch's, has joined no other rank, is stalled; what it has
+         measured of its steps, and found in its gradients; in an elastic job it suspects ranks, meets others to form a
+         world without those that are lost, has formed it, has left it, or awaits a restart with more hosts
 told     in an elastic job: which ranks the world is to have, which hosts have come
 """
 
@@ -31,6 +31,8 @@ _REPORTS: dict[str, Callable[[dict[str, Any]], wire.Report]] = {
     "meeting": lambda said: wire.Meeting(int(said["meeting"])),
     "left": lambda said: wire.Left(str(said["left"])),
     "ready": lambda said: wire.Ready(str(said["ready"])),
+    "measured": lambda said: wire.Measured(json.dumps(said["measured"])),
+    "finding": lambda said: wire.Finding(str(said["finding"])),
 }
 """What ringrun is to hear of what the rank says unasked, by the key that it has."""
 

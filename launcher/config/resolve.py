@@ -25,6 +25,9 @@ from .file import Entry, read
 _NOT_IN_FILE = ("help", "version", "config_file", "show_config", "check_build", "dry_run")
 """What ringrun itself is to do now; no setting of a job."""
 
+_BY_OWN_FLAGS = ("report",)
+"""Settings that flags of ringrun's own set, of the same name and with another value."""
+
 _MB, _MOST_MB = "a whole number of MB (2^20 bytes)", 1 << 20
 
 _Level = dict[str, tuple[Any, str]]
@@ -89,7 +92,8 @@ def public_settings() -> dict[str, Any]:
     from ringreduce.settings import Settings
 
     fields = dataclasses.fields(Settings)
-    return {field.name: field.default for field in fields if variable(field.name) not in SET_BY_RINGRUN}
+    hidden = {*map(variable, _BY_OWN_FLAGS), *SET_BY_RINGRUN}
+    return {field.name: field.default for field in fields if variable(field.name) not in hidden}
 
 
 def add_own_flags(add: Add) -> None:

@@ -293,9 +293,21 @@ class Release(NamedTuple):
     why: str
 
 
+class Measured(NamedTuple):
+    """What the rank has measured of its steps: a JSON object, see run_report/collect.py."""
+
+    text: str
+
+
+class Finding(NamedTuple):
+    """What --check has found in the rank."""
+
+    text: str
+
+
 Report: TypeAlias = (
     Answer | Stalled | InInit | Initialized | Grouped | Alone | Suspects | Reformed | Meeting | Left | Ready
-)
+) | (Measured | Finding)
 """What the agent passes on of its rank, at any time."""
 
 Message: TypeAlias = (

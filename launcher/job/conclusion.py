@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from ..errors import LauncherError, MachineError, NotStartedError
 from ..output.display import Output
@@ -9,6 +10,7 @@ from ..report import outcome
 from ..report.answers import stacks_report, waiting
 from ..report.card import card
 from ..report.outcome import RankEnd
+from ..run_report.collect import Collector
 from ..text import listed, numbered
 from .mpirun import MpiLauncher
 from .plan import Job
@@ -49,7 +51,8 @@ class Ranks:
 class Conclusions:
     """Those of one job; each method is one, for its own reason why the job has ended."""
 
-    def __init__(self, ranks: Ranks, launcher: MpiLauncher, output: Output) -> None:
+    def __init__(self, ranks: Ranks, launcher: MpiLauncher, output: Output, collector: Collector) -> None:
+        self._collector = collector
         self._ranks = ranks
         self._launcher = launcher
         self._output = output
@@ -60,16 +63,17 @@ class Conclusions:
         """A rank failed, and is the cause; `ends` are those of all ranks that count."""
         job, asked, answers = self._ranks.job, self.at_end.asked, self.at_end.answers
         left = {} if job.elastic else self._ranks.left  # in an elastic job the others go on without those
-        said, colour = self.launcher_said, self._output.colours
-        report = card(cause, ends, job.size, asked=asked, answers=answers, left=left, launcher_tail=said, colour=colour)
-        self._output.message([*_advice(cause, job.size), *report])
+        said = self.launcher_said
+        shown = partial(card, cause, ends, job.size, asked=asked, answers=answers, left=left, launcher_tail=said)
+        self._collector.card = shown()
+        self._output.message([*_advice(cause, job.size), *shown(colour=self._output.colours)])
         return outcome.exit_code(cause)
 
     def took_too_long(self, running: set[int], missing: set[int]) -> int:
         """The time was over when the ranks `running` ran and the ranks `missing` had not arrived."""
         job = self._ranks.job
         stacks = self._ranks.stacks(self.at_end)
-        self._output.message([*stacks, outcome.timeout_report(job.timeout_s or 0.0, running, missing, job.size)])
+        self._say([*stacks, outcome.timeout_report(job.timeout_s or 0.0, running, missing, job.size)])
         return _TIMEOUT_EXIT_CODE
 
     def started_too_slowly(self) -> int:
@@ -86,7 +90,7 @@ class Conclusions:
         lines += waiting(waited, self.at_end.answers)
         if "-" in job.command[1:]:
             lines.append(f"only rank {job.stdin_rank} reads ringrun's stdin; a script for all ranks must be in a file")
-        self._output.message(lines)
+        self._say(lines)
         return 1
 
     def launcher_ended(self) -> int:
@@ -95,8 +99,12 @@ class Conclusions:
         if self._ranks.missing:
             raise NotStartedError(self._not_started(f"{name} ended with exit code {code}"))
         what = f"ringrun: {name} ended with exit code {code} before the ranks did; it wrote:"
-        self._output.message([what, "\n".join(self._launcher.tail)])
+        self._say([what, "\n".join(self._launcher.tail)])
         return code if code and code > 0 else 1
+
+    def _say(self, lines: list[str]) -> None:
+        self._collector.card = lines
+        self._output.message(lines)
 
     def _not_started(self, what: str) -> str:
         """Return which ranks had not come to life, and on which hosts; none had begun the command."""

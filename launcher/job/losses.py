@@ -6,14 +6,14 @@ membership.py decides; here events go in, and messages to the agents and lines f
 import math
 import signal
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 
 from ..connection.wire import Hosts, Initialized, Left, Meeting, Membership, Reformed, Signal, Suspects, WakeUp
 from ..elastic import Elastic
 from ..output.display import Output
 from ..report.card import card
-from ..report.outcome import RankEnd
+from ..report.outcome import RankEnd, in_words
 from ..text import listed, numbered
 from .events import Aborted, Event, HostsCame, RankDied, RankEnded, Reported
 from .membership import CannotGoOn, Kill, Members, Wake
@@ -27,7 +27,16 @@ _WAITED = "it kept others waiting"
 class Losses:
     """Those of one job of `size` ranks, spares included."""
 
-    def __init__(self, size: int, elastic: Elastic, channel: Channel, output: Output) -> None:
+    def __init__(
+        self,
+        size: int,
+        elastic: Elastic,
+        channel: Channel,
+        output: Output,
+        note: Callable[[str], None] = lambda _: None,
+    ) -> None:
+        """note: takes what is said, for the run report."""
+        self._note = note
         self._size = size
         self._elastic = elastic
         self._channel = channel
@@ -87,8 +96,9 @@ class Losses:
                 continue
             if isinstance(decision, Membership) and event.end.code == 0:
                 gone = f"rank {event.end.rank} ended with exit code 0 before others did"
-                self._output.message([f"ringrun: {gone}; going on {self._with_whom()}"])
+                self._say(f"{gone}; going on {self._with_whom()}")
             if (end := self.explained(event.end)).failed:
+                self._note(f"rank {end.rank} was lost ({in_words(end)}); going on {self._with_whom()}")
                 self._output.message(self._card(end, self._with_whom()))
         return ""
 
@@ -105,7 +115,7 @@ class Losses:
         hosts = listed(came.hosts)
         self._channel.broadcast(Hosts(hosts))
         again = f"after its next commit the job is started again, with {came.size} ranks instead of {ranks}"
-        self._output.message([f"ringrun: {hosts} came; {again}"])
+        self._say(f"{hosts} came; {again}")
 
     def too_late(self, now_s: float) -> str:
         """Return why the job cannot go on if ranks have not gone on in time after a loss, else nothing.
@@ -172,8 +182,12 @@ class Losses:
     def _report_recovery(self, now_s: float) -> None:
         if self._lost_at_s is not None:
             took_ms = (now_s - self._lost_at_s) * 1000
-            self._output.message([f"ringrun: {numbered('rank', self._members.ranks)} went on after {took_ms:.0f} ms"])
+            self._say(f"{numbered('rank', self._members.ranks)} went on after {took_ms:.0f} ms")
         self._lost_at_s = None
+
+    def _say(self, text: str) -> None:
+        self._output.message([f"ringrun: {text}"])
+        self._note(text)
 
     def _card(self, end: RankEnd, going_on: str) -> list[str]:
         return card(end, (), self._size, going_on=going_on, colour=self._output.colours)

@@ -102,6 +102,8 @@ class Job:
     timestamps: bool = False
     output_directory: str | None = None
     """Where files keep what the ranks write."""
+    report_directory: str | None = None
+    """Where the run report is written."""
     folder: str | None = None
     """Where the ranks start, an absolute path; None: in ringrun's current folder."""
     timeout_s: float | None = None

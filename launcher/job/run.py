@@ -20,6 +20,7 @@ from ..network import own_addresses
 from ..output.display import Display, Output
 from ..output.files import OutputFiles
 from ..processes import raise_open_files
+from ..run_report.collect import Collector
 from . import plan, restarts
 from .control_socket import ControlSocket
 from .events import Events
@@ -63,6 +64,12 @@ def run_job(
         def say(text: str) -> None:
             output.message([text])
 
+        collector = Collector(job.command)
+
+        def say_of_restarts(text: str) -> None:
+            say(text)
+            collector.note("elastic", text.removeprefix("ringrun: "))
+
         growth = growth or Growth(tuple, Blacklist(None), job.size)
         hosts = _Hosts(growth, lambda in_use: reallocate(asked, in_use), say)
 
@@ -70,16 +77,17 @@ def run_job(
             names = {host.name for host, _ in job.hosts}
             kept_on.update(names)
             output.begin(job.size)
-            start = partial(_start_and_supervise, detected, job, deadline_s, output, signals, hosts)
+            start = partial(_start_and_supervise, detected, job, deadline_s, output, signals, hosts, collector)
             ending = _run_once(start, job, say)
             if not ending.keeps_commits:
                 kept_on.difference_update(names)
             return ending
 
         try:
-            code = restarts.run(job, attempt, reallocate, signals.wait, say, growth.blacklist)
+            code = restarts.run(job, attempt, reallocate, signals.wait, say_of_restarts, growth.blacklist)
         except LauncherError as error:
             say(f"ringrun: error: {error}")
+            collector.card = str(error).splitlines()
             code = error.exit_code
         return _finish(output, signals, code)
 
@@ -131,7 +139,13 @@ def _run_once(start: Callable[[], Ending], job: Job, say: restarts.Say) -> Endin
 
 
 def _start_and_supervise(
-    detected: Detected, job: Job, deadline_s: float | None, output: Output, signals: SignalRelay, hosts: _Hosts
+    detected: Detected,
+    job: Job,
+    deadline_s: float | None,
+    output: Output,
+    signals: SignalRelay,
+    hosts: _Hosts,
+    collector: Collector,
 ) -> Ending:
     events: Events = queue.SimpleQueue()
     with private_folder() as directory:
@@ -173,7 +187,8 @@ def _start_and_supervise(
         signals.start()
         launcher.start(output if job.verbose else None)
         blacklist, lost_peer_code = hosts.growth.blacklist, detected.engine.lost_peer_code
-        supervisor = Supervisor(job, launcher, channel, output, events, deadline_s, lost_peer_code, blacklist)
+        given = (deadline_s, lost_peer_code, blacklist, collector)
+        supervisor = Supervisor(job, launcher, channel, output, events, *given)
         watch = hosts.watch(job, supervisor.in_use, events)
         try:
             return Ending(supervisor.run(), supervisor.failed, supervisor.scales_up, supervisor.keeps_commits)

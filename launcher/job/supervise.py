@@ -19,6 +19,7 @@ from ..output.display import Output
 from ..report import outcome
 from ..report.answers import waiting
 from ..report.outcome import RankEnd
+from ..run_report.collect import Collector
 from ..text import counted, listed, numbered
 from . import events, shutdown
 from .conclusion import WITHOUT_INIT, WITHOUT_LEAVING, Conclusion, Conclusions, Ranks, raising
@@ -50,11 +51,13 @@ class Supervisor:
         deadline_s: float | None = None,
         lost_peer_code: int | None = None,
         blacklist: Blacklist | None = None,
+        collector: Collector | None = None,
     ) -> None:
         """deadline_s: when the job's time is over, if not `timeout_s` from now: there were attempts before.
 
         lost_peer_code: the engine's.
         blacklist: of the hosts that restarts leave out.
+        collector: of what ranks measure, for all attempts.
         """
         self._job = job
         self._launcher = launcher
@@ -69,7 +72,9 @@ class Supervisor:
         self._start_deadline_s = now_s + job.start_timeout_s  # infinite once all have arrived
         self._progress_s = now_s + _PROGRESS_S if job.hosts else math.inf
         self._ranks = Ranks(job)
-        self._conclusions = Conclusions(self._ranks, launcher, output)
+        self._collector = collector or Collector(job.command)
+        self._collector.begin(job.size)
+        self._conclusions = Conclusions(self._ranks, launcher, output, self._collector)
         self._shutdown: shutdown.Shutdown | None = None
         self._conclusion: Conclusion | None = None  # if the job ends for another reason than a rank's failure
         self._was_signalled = False  # by a signal to end the job
@@ -81,7 +86,8 @@ class Supervisor:
         self._init = InitWatch(job.size)
         self._joining = Joining(job.size)
         self._last_words: list[str] = []
-        self._losses = Losses(job.size, job.elastic, channel, output) if job.elastic else None
+        note = partial(self._collector.note, "elastic")
+        self._losses = Losses(job.size, job.elastic, channel, output, note) if job.elastic else None
         self._questions = Questions()
         self._stacks_again_s = 0.0  # not before then does a stall print all stacks again
 
@@ -217,6 +223,10 @@ class Supervisor:
                     self._last_words = [f"ringrun: {text}"]  # below what the ranks write
                 if not report.ends:
                     self._say_last_words()
+            case wire.Measured(text):
+                self._collector.measured(rank, text)
+            case wire.Finding(text):
+                self._collector.note("findings", text, rank)
             case wire.Left(why):
                 self._init.inside.discard(rank)
                 self._ranks.left[rank] = why
@@ -242,6 +252,7 @@ class Supervisor:
     def _on_end(self, end: RankEnd) -> None:
         """A failure ends a job that is not elastic."""
         self._ranks.ends[end.rank] = end
+        self._collector.ended(end)
         if self._shutdown is None and end.failed and not end.blames:
             self._leave_out_host(end.rank)
         self._ranks.running.discard(end.rank)
@@ -277,6 +288,7 @@ class Supervisor:
 
         Where a rank has ended in the middle, none of the others can go on.
         """
+        self._collector.note("stalls", f"says rank {rank}: {report}")
         if self._init.vanished and self._losses is None:
             self._end_without_vanished({rank})
             return

@@ -1,0 +1,4 @@
+"""The run report: why a job is slow, and who keeps it waiting. Built from what ringreduce in each rank has measured.
+
+collect   what ranks have measured and what has happened, in bounded memory
+"""

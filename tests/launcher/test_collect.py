@@ -1,0 +1,86 @@
+"""What the run report is made of: kept in bounded memory, however long the job."""
+
+import json
+
+import pytest
+
+from ringrun.report.outcome import RankEnd
+from ringrun.run_report import collect
+from ringrun.run_report.collect import Collector, seconds_of
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """A job's age in seconds, to be set."""
+    ages = [0.0]
+    monkeypatch.setattr(Collector, "age_s", property(lambda _: ages[0]))
+    return ages
+
+
+def totals(rank, second, steps=3):
+    """What rank says after so many seconds with `steps` steps in each."""
+    n = steps * second
+    return {"at_s": second, "step": n, "histogram": {str(-40 - rank): n}, "rss": 1000 * rank + second % 7, "shm": 5}
+
+
+def say(collector, rank, **message):
+    collector.measured(rank, json.dumps(message))
+
+
+def test_a_week_fits_in_a_few_bins_and_no_step_is_lost(clock):
+    collector = Collector(["train"])
+    collector.begin(2)
+    seconds = range(1, 4000)
+    for rank in range(2):
+        say(collector, rank, about={"rank": rank})
+    for clock[0] in seconds:
+        for rank in range(2):
+            say(collector, rank, totals=totals(rank, clock[0]))
+    bins = collector.bins
+    assert collect.MOST_BINS / 2 <= len(bins.by_number) <= collect.MOST_BINS
+    assert bins.width_s == 8
+    steps = [each.steps for each in bins.by_number.values()]
+    assert set().union(*steps) == {-40}, "rank 0's, as all step alike"
+    assert sum(each[-40] for each in steps) == 3 * 3999
+    assert {each[-40] for each in steps[1:-1]} == {3 * 8}
+    assert max(each.rss for each in bins.by_number.values()) == 1006
+    assert collector.ranks[1].recent("step") == pytest.approx(3 * 90, abs=3 * 31), "of one to two minutes"
+    assert seconds_of(-40) == pytest.approx(1.05**-40, rel=0.03)
+
+
+def test_of_steps_the_last_are_kept_and_those_of_another_world_are_dropped():
+    collector = Collector()
+    collector.begin(100)
+    for number in range(99):
+        say(collector, 7, step={"number": number})
+    assert [each["number"] for each in collector.ranks[7].steps] == list(range(89, 99))
+    say(collector, 7, about={"rank": 3})
+    assert not collector.ranks[7].steps
+
+
+def test_a_restart_counts_on(clock):
+    collector = Collector()
+    for _ in range(2):
+        collector.begin(1)
+        say(collector, 0, about={"rank": 0})
+        say(collector, 0, totals=totals(0, 4))
+    assert collector.bins.by_number[0].steps == {-40: 24}
+
+
+@pytest.mark.parametrize("text", ["", "[", "7", "{}", '{"totals": 7}', '{"totals": {"step": 1}}', '{"a": 1, "b": 2}'])
+def test_what_makes_no_sense_is_dropped(text):
+    collector = Collector()
+    collector.begin(1)
+    collector.measured(0, text)
+    assert not collector.bins.by_number
+
+
+def test_of_what_happens_the_newest_is_kept(clock):
+    collector = Collector()
+    collector.begin(2)
+    for clock[0] in range(1000):
+        collector.note("stalls", f"stall {clock[0]}")
+    collector.ended(RankEnd(1, "h", 12, 3, 0.0))
+    collector.ended(RankEnd(0, "h", 11, 0, 0.0))
+    assert [each.text for each in collector.events["stalls"]] == [f"stall {at}" for at in range(800, 1000)]
+    assert [(each.rank, each.text) for each in collector.events["failures"]] == [(1, "exit code 3")]
