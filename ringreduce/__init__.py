@@ -54,6 +54,7 @@ _API = {
         "grouped_allreduce_async grouped_allreduce_async_ grouped_reducescatter grouped_reducescatter_async "
         "reducescatter reducescatter_async"
     ),
+    "api.steps": "mark_step stats",
     "api.world": (
         "ccl_built cross_rank cross_size cuda_built ddl_built gloo_built gloo_enabled is_homogeneous local_rank "
         "local_size mpi_built mpi_enabled mpi_threads_supported nccl_built rank rocm_built size"

@@ -278,8 +278,8 @@ class ReducingOptimizer(WrappingOptimizer):
             return others[0] if others else None
         reduced = self._reduce(grads)
         if name in kwargs:
-            return function(*args, **{**kwargs, name: reduced})
-        return function(*args[:place], reduced, *args[place + 1 :], **kwargs)
+            return self._step(function, *args, **{**kwargs, name: reduced})
+        return self._step(function, *args[:place], reduced, *args[place + 1 :], **kwargs)
 
     def _apply_gradients(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if not args:
@@ -289,7 +289,13 @@ class ReducingOptimizer(WrappingOptimizer):
         if not self._accumulation.add(grads):
             return None
         reduced = self._reduce(grads)
-        return function([(grad, param) for grad, (_, param) in zip(reduced, pairs, strict=True)], *args[1:], **kwargs)
+        pairs = [(grad, param) for grad, (_, param) in zip(reduced, pairs, strict=True)]
+        return self._step(function, pairs, *args[1:], **kwargs)
+
+    def _step(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        result = function(*args, **kwargs)
+        runtime.stepped(id(self))
+        return result
 
     def _reduce(self, grads: Any) -> Any:
         """A tree of the form of `grads` with every array reduced over all ranks, in few messages."""

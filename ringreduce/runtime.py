@@ -178,6 +178,13 @@ def current(function: str) -> Runtime:
     return runtime
 
 
+def stepped(who: object) -> None:
+    """An optimizer has stepped; see `StepRecorder.stepped`."""
+    runtime = _bound_runtime.get() or process.runtime
+    if runtime is not None and runtime.engine.recorder.recording:
+        runtime.engine.recorder.stepped(who)
+
+
 def current_world(function: str) -> World:
     """The world of `current`; in a forked child, such as a data loader's worker, the parent's, for reading only."""
     forked = None if is_initialized() else process.parents_world

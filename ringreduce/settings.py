@@ -78,6 +78,7 @@ class Settings:
     """Pass GPU memory to MPI: auto (if MPI claims support and a trial in a child process works), 1 (no trial) or 0."""
     timeline: str = ""  # the file that rank 0 writes, from init() on; DYNAMIC: wait for start_timeline()
     timeline_mark_cycles: bool = False  # mark each announcement in the timeline
+    report: bool = False  # record what each step waits for; set by ringrun --report, to which ranks then send it
     log_level: str = "warning"  # least severe level logged to stderr: trace, debug, info, warning, error or fatal
     log_timestamp: bool = False  # begin log lines with the local time
     torch_backend: str = ""  # ring: torch.distributed's "gloo" and "mpi" mean it, too; see launcher/torch_backend.py

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from ringreduce import trees
+from ringreduce import runtime, trees
 from ringreduce.api.process_sets import ProcessSet, global_process_set
 from ringreduce.compression import Compression, Compressor
 from ringreduce.errors import InputError
@@ -127,6 +127,7 @@ class ShardedArrays:
                 )
         for wait in [shards.gather([self._params[name] for name in names]) for names, shards in self._shards]:
             wait()
+        runtime.stepped(id(self))
         return result
 
     __call__ = step

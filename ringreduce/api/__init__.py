@@ -10,6 +10,7 @@ objects       broadcast_object, allgather_object
 ordered       the same in program order, without negotiation; reduce, gather, scatter, send, recv
 control       init, shutdown, poll, synchronize, join, barrier, the timeline
 info          this installation and this job
+steps         stats of the last step, mark_step
 
 Arrays may be NumPy, CuPy or torch arrays, or support DLPack or the CUDA array interface. Results are of the same kind,
 on the same device, and C-contiguous.

@@ -13,14 +13,17 @@ reduction again. All ranks must run backward through the same functions, since w
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import inspect
 import math
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
+from ringreduce import runtime
 from ringreduce.api.process_sets import ProcessSet, global_process_set
 from ringreduce.api.submit import which_op, whole
 from ringreduce.api.world import rank
@@ -54,6 +57,7 @@ class Collective:
     op: ReduceOp = Average
     scales: tuple[float, float] = (1.0, 1.0)
     root_rank: int = 0
+    ends_step: bool = False  # of training: it reduces an optimizer's gradients
 
     @classmethod
     def of(cls: type[Self], kind: str, arguments: Mapping[str, Any]) -> Self:
@@ -65,7 +69,12 @@ class Collective:
         if "root_rank" in own:
             own["root_rank"] = whole(own["root_rank"])
         scales = [float(arguments.get(name, 1.0)) for name in ("prescale_factor", "postscale_factor")]
-        return cls(kind, scales=(scales[0], scales[1]), **own)
+        return cls(kind, scales=(scales[0], scales[1]), ends_step=_ends_step.get(), **own)
+
+    def ended(self) -> None:
+        """It has run: also inside compiled code, where no optimizer is called, this shows where a step ends."""
+        if self.ends_step:
+            runtime.stepped((self.place, self.name, self.names))
 
     @property
     def by_rows(self) -> bool:
@@ -85,7 +94,7 @@ class Collective:
         Raises: InputError for an op that has none.
         """
         place, name = self.place and f"{self.place}.gradient", self.name and f"{self.name}.gradient"
-        back = functools.partial(dataclasses.replace, self, place=place, name=name)
+        back = functools.partial(dataclasses.replace, self, place=place, name=name, ends_step=False)
         match self.kind:
             case "allreduce" if self.op not in (Average, Sum):
                 where = f"allreduce ({self.place})" if self.place else "allreduce"
@@ -100,6 +109,19 @@ class Collective:
                 size, (before, after) = self.process_set.size() or 1, self.scales
                 return back(kind="allgather", scales=(before, after * size if self.op is Sum else after))
         return back()
+
+
+_ends_step: ContextVar[bool] = ContextVar("ends_step", default=False)
+
+
+@contextlib.contextmanager
+def ending_step() -> Iterator[None]:
+    """Collectives that are called, or traced, inside end a step of training."""
+    token = _ends_step.set(True)
+    try:
+        yield
+    finally:
+        _ends_step.reset(token)
 
 
 class Framework(NamedTuple):

@@ -9,6 +9,8 @@ from ringreduce.api.info import info as info
 from ringreduce.api.objects import *
 from ringreduce.api.ordered import ordered as ordered
 from ringreduce.api.process_sets import *
+from ringreduce.api.steps import mark_step as mark_step
+from ringreduce.api.steps import stats as stats
 from ringreduce.api.world import *
 from ringreduce.compression import Compression as Compression
 from ringreduce.errors import *

@@ -84,7 +84,6 @@ def info() -> Info:
     engine = current.engine
     window, context = engine.host.window, engine.states[GLOBAL].executor.context
     algorithms = context.algorithms
-    no_overlap = next(filter(None, (each.no_overlap for each in list(engine.host.reducers))), "")
     library, threads = ("threads of one process", "") if current.world.comm is None else mpi.mpi_library()
     return Info(
         version=__version__,
@@ -99,8 +98,8 @@ def info() -> Info:
         gpu=str(current.gpu),
         algorithm=algorithms.text() + algorithms.across,
         gpu_algorithm=context.gpu.text(),
-        overlap=engine.host.overlaps and not no_overlap,
-        no_overlap=no_overlap,
+        overlap=engine.host.overlaps and not engine.host.no_overlap,
+        no_overlap=engine.host.no_overlap,
         usable_algorithms=tuple(algorithms.usable),
         constants=engine.host.constants,
         links=str(engine.host.links),

@@ -17,6 +17,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from ringreduce import errors, fusion
 from ringreduce.engine.activity import Activity
@@ -36,8 +37,11 @@ from ringreduce.gpu.backend import CudaBackend
 from ringreduce.gpu.stream import Gpu
 from ringreduce.log import LOGGER
 from ringreduce.monitor import launcher_link
+from ringreduce.monitor.about import about
 from ringreduce.monitor.recording import Recording
+from ringreduce.monitor.reporting import Reporting
 from ringreduce.monitor.stalls import StallWatch
+from ringreduce.monitor.steps import StepRecorder
 from ringreduce.monitor.timeline import Timeline
 from ringreduce.negotiation.mailbox import Mailbox
 from ringreduce.negotiation.negotiation import JOIN, Negotiation
@@ -45,6 +49,7 @@ from ringreduce.negotiation.neutral import neutral_submission
 from ringreduce.negotiation.protocol import Broken
 from ringreduce.settings import Settings
 from ringreduce.transport.base import EngineTransport
+from ringreduce.transport.traffic import Traffic
 from ringreduce.transport.waiting import WaitsFor
 from ringreduce.world import World
 
@@ -73,6 +78,7 @@ class Engine:
         one_host = len(set(world.hosts)) == 1
         self._inbox = inbox = Inbox(transport, settings, one_host, not host.overlaps)
         timeline = Timeline()
+        self.recorder = recorder = StepRecorder()
         self.ending = ending = Ending(world, inbox.lock)
         neutral = functools.partial(neutral_submission, on_gpu=self.gpu.filled)
         self.negotiation = negotiation = Negotiation(world, settings, mailbox, inbox, ending, timeline, neutral)
@@ -83,7 +89,7 @@ class Engine:
         )
         self.channels = Channels(world, host, inbox, ending, self.states, make, transport.in_flight.sweep)
         self.process_sets = ProcessSets(world, host, inbox, mailbox, negotiation, ending, self.channels, make)
-        self.submitting = Submitting(world, inbox, ending, self.process_sets, self.gpu.check)
+        self.submitting = Submitting(world, inbox, ending, self.process_sets, self.gpu.check, recorder)
         self.submit = self.submitting.submit
         self.activity = Activity(inbox, ending, self.process_sets)
         self._leaving = Leaving(mailbox, ending, self.process_sets)
@@ -100,13 +106,37 @@ class Engine:
         self._polling = Polling(news, work, others, inbox, self._break, self.channels.by_number)
         inbox.drive = self._drive
         self.process_sets.begin(process_sets)
+        self.reporting: Reporting | None = None
+        if settings.report:
+            self.record()
+            about_us = functools.partial(about, world, settings, host, self.states[0].algorithms, offsets[world.rank])
+            self.reporting = Reporting(recorder, world.rank, world.size, settings.error_file, about_us, self._now)
+            self.reporting.start()
         self._thread = threading.Thread(target=self._run, name=f"ringreduce engine {world.rank}", daemon=True)
         self._thread.start()
 
     def lane(self, number: int) -> Lane | None:
         """The lane of a channel; None where it has none."""
         channel = self.channels.by_number.get(number)
-        return None if channel is None else Lane(channel, self._polling.lock, self._break, has_signal_handlers)
+        if channel is None:
+            return None
+        return Lane(channel, self._polling.lock, self._break, has_signal_handlers, self.recorder)
+
+    def record(self) -> None:
+        """Record steps from now on; again it does nothing."""
+        if not self.recorder.recording:
+            self.transport.traffic = Traffic()
+            self.recorder.start()
+
+    def _now(self) -> dict[str, Any]:
+        """What `Reporting` says beside the recorder's sums."""
+        traffic = self.transport.traffic or Traffic()
+        return {
+            "sent": dict(traffic.nbytes),
+            "send_s": dict(traffic.seconds),
+            "fusion": self.fusion_buffer.total_bytes,
+            "no_overlap": self.host.no_overlap,
+        }
 
     def leave(self, why: str, interrupted: Callable[[], bool] = lambda: False) -> bool:
         """Announce that this rank leaves, and wait until all ranks do; operations that are not ready fail.
@@ -163,6 +193,8 @@ class Engine:
             with contextlib.suppress(Exception), self._polling.lock:  # whatever it is, see above
                 self.transport.in_flight.abandon()
             self._recording.close()
+            if self.reporting is not None:
+                self.reporting.close()
             self._ended.set()
 
     def _drive(self, handle: Handle) -> bool:

@@ -111,6 +111,7 @@ class Inbox:
         """Block until the handle is done; the engine does not batch meanwhile. One of the threads that wait polls."""
         with self.lock:
             self._waiting.append(handle)
+        since_s = time.monotonic() if handle.recorder is not None else 0.0
         try:
             if has_signal_handlers() or not self.drive(handle):
                 self.call_soon(lambda: None)  # a mere wake could come just before the engine's thread sleeps
@@ -118,6 +119,8 @@ class Inbox:
         finally:
             with self.lock:
                 self._waiting.remove(handle)
+            if handle.recorder is not None:
+                handle.recorder.waited(handle.signature.unnumbered.name, since_s)
 
     def waited_for(self) -> list[Handle]:
         """The handles that threads wait for, the longest first; with `lock` held."""

@@ -15,6 +15,7 @@ from ringreduce.errors import CollectiveError
 from ringreduce.execution.channel import Channel
 from ringreduce.execution.signature import KnownSignatures, calling_line
 from ringreduce.execution.submission import Handle, Submission
+from ringreduce.monitor.steps import StepRecorder
 from ringreduce.negotiation import errors_for
 from ringreduce.negotiation.negotiation import GLOBAL, JOIN
 from ringreduce.negotiation.process_set import ProcessSetState
@@ -35,6 +36,7 @@ class Submitting:
         ending: Ending,
         process_sets: ProcessSets,
         check_gpu: Callable[[Sequence[Buffer]], object],
+        recorder: StepRecorder,
     ) -> None:
         """check_gpu: raises InputError for arrays on another GPU than this rank's."""
         self.count = 0  # of all submissions
@@ -42,6 +44,7 @@ class Submitting:
         self._process_sets, self._states, self._channels = process_sets, process_sets.states, process_sets.channels
         self._wait, self._poll = inbox.wait, inbox.on_poll
         self._known = KnownSignatures()
+        self._recorder = recorder
 
     def submit(
         self,
@@ -90,6 +93,8 @@ class Submitting:
                 signature, process_set, inputs, outputs, finish, payload, line, waits, key, self._wait, self._poll, then
             )
             made.deadline_s = made.submitted_s + timeout_s
+            if self._recorder.recording:
+                made.recorder = self._recorder
             self._hand_over(state, made)
         self._inbox.announce_soon(waits)
         return made

@@ -99,6 +99,7 @@ class Algorithms:
         through_window = chosen_from == ["shared"] and region is not None and region.holds_a_piece_of_each
         self.shared_region = region if through_window else None
         """The region, where all data goes through it: all-reduces, reduce-scatters, allgathers and broadcasts."""
+        self._why = _why(settings, self.usable)
         self._narrow = _table(hosts, chosen_from, constants, 1)
         self._wide = _table(hosts, chosen_from, constants, 2)
 
@@ -135,11 +136,22 @@ class Algorithms:
 
     def text(self) -> str:
         """Such as `doubling below 32768 B, then ring`."""
-        parts = []
-        for power, algorithm in enumerate(self._narrow):
-            if power == LONGEST or self._narrow[power + 1] != algorithm:
-                parts.append(algorithm if power == LONGEST else f"{algorithm} below {1 << power} B")
-        return ", then ".join(parts)
+        below = [f"{algorithm} below {nbytes} B" for nbytes, algorithm, _ in self.table()[:-1]]
+        return ", then ".join([*below, self._narrow[LONGEST]])
+
+    def table(self) -> list[tuple[int, str, str]]:
+        """Below how many bytes each algorithm is chosen, and why."""
+        last = [at for at in range(LONGEST + 1) if at == LONGEST or self._narrow[at + 1] != self._narrow[at]]
+        return [(1 << at, self._narrow[at], self._why) for at in last]
+
+
+def _why(settings: Settings, usable: Sequence[str]) -> str:
+    """Why these are the candidates."""
+    if settings.algorithm in usable:
+        return f"RINGREDUCE_ALGORITHM={settings.algorithm}"
+    if settings.deterministic:
+        return "RINGREDUCE_DETERMINISTIC=1"
+    return "all ranks share memory" if "shared" in usable else "the cost model's choice"
 
 
 def _table(hosts: Sequence[int], candidates: Sequence[str], constants: Constants, wider: int) -> list[str]:

@@ -29,6 +29,7 @@ ADASUM = ("op", Adasum.value)
 
 def allreduce(submissions: Sequence[Submission], context: Context) -> Steps[None]:
     """Reduce the tensors of submissions with equal details; completes each as soon as it is finished."""
+    recorded = submissions[0].recorder is not None
     if submissions[0].reduced is not None:
         _finish(submissions[0], context)
         return
@@ -36,6 +37,7 @@ def allreduce(submissions: Sequence[Submission], context: Context) -> Steps[None
     alone = len(submissions) == 1 and not context.timeline.recording and wire is None
     if alone and region is not None and is_short(submissions[0], region):
         (source,), (target,) = submissions[0].inputs, submissions[0].outputs
+        submissions[0].algorithm = "shared"
         yield from shared.one_shot(source.flat, target.flat, region, submissions[0].reduction(source.element))
         submissions[0].complete()
         return
@@ -58,6 +60,8 @@ def allreduce(submissions: Sequence[Submission], context: Context) -> Steps[None
             what = f"allreduce of {len(batch.inputs)} tensors, {batch.nbytes} B of {reduction.element.name}"
             how = algorithm if wire is None else f"{algorithm}, {wire}"
             LOGGER.debug(f"{what}: {how}" + (f", in {len(buckets)} buckets" if buckets else ""))
+        for submission in batch.owners if recorded else ():
+            submission.algorithm = "shared" if algorithm == "compiled" else algorithm
         work.append((batch, reduction, algorithm, buckets))
     context.completions.settle(submissions)
     for each in on_gpu:

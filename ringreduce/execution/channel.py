@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -150,6 +151,9 @@ class Channel(Running):
             yield from self._mismatch(submission)
             return
         self._context.timeline.negotiated(submission)
+        if submission.recorder is not None:
+            submission.ready_s = submission.begun_s = time.monotonic()
+            submission.algorithm = "shared" if self.across is None else ""
         if fits is not None and all(each == own for each in words):
             with self._context.timeline.phase([submission], submission.signature.kind.upper()):
                 if fits.rows is not None:

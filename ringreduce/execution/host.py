@@ -86,6 +86,11 @@ class Host:
         """True where data moves faster while backward computes than after it: a core or a wire is free for it."""
         return len(set(self.world.hosts)) > 1 or self.world.local_size < self.cores
 
+    @property
+    def no_overlap(self) -> str:
+        """Why gradients are not reduced during backward, as one of the rank's optimizers says; empty: none does."""
+        return next(filter(None, (each.no_overlap for each in list(self.reducers))), "")
+
     def algorithms(self, resources: Resources, members: Sequence[int]) -> Algorithms:
         """The algorithms of a process set with these resources that this rank is in."""
         tags, region, gpu_flags = resources

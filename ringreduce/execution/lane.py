@@ -8,6 +8,7 @@ what it has signed: so errors, stalls and losses are those of submissions.
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple
 
@@ -15,6 +16,7 @@ from ringreduce.collectives.compiled import PATIENCE_US
 from ringreduce.execution.allreduce import travelling
 from ringreduce.execution.channel import Channel, hash_of
 from ringreduce.execution.in_slot import Gets, in_slot
+from ringreduce.monitor.steps import StepRecorder
 from ringreduce.transport.base import Task
 from ringreduce.transport.window import Region, Signatures
 
@@ -31,6 +33,7 @@ class Known(NamedTuple):
     slots: int  # that it uses
     in_python: bool  # it waits in Python: where the user's own code may run meanwhile, for a signal, it must not
     shape: tuple[int, ...]  # of its result
+    what: tuple[str, str, int]  # its name, kind and bytes
 
 
 class Lane:
@@ -46,7 +49,9 @@ class Lane:
         polling: threading.Lock,
         on_error: Callable[[BaseException], object],
         handles_signals: Callable[[], bool],
+        recorder: StepRecorder,
     ) -> None:
+        self._recorder = recorder
         self._handles_signals = handles_signals
         self._channel, self._polling, self._on_error = channel, polling, on_error
         self._executor, self._timeline = channel.executor, channel.executor.context.timeline
@@ -62,6 +67,8 @@ class Lane:
     def learn(self, key: Hashable, submission: Any) -> None:
         """Operations of this key are as this one, which is over."""
         channel, mine = self._channel, hash_of(submission.signature)
+        kind, name, *_ = submission.signature.unnumbered
+        what = name, kind, sum(each.nbytes for each in submission.inputs)
         if len(self._known) >= MOST_KNOWN:
             return
         shape = submission.outputs[0].shape if submission.outputs else ()
@@ -70,12 +77,12 @@ class Lane:
             run = across.lane(mine, reduction, self._keep) if reduction and submission.inputs[0].count else None
             if run is not None:
                 is_first, signatures = across.transport is not None, channel.signatures if across.region else None
-                self._known[key] = Known(run, signatures, across.region, not is_first, is_first, shape)
+                self._known[key] = Known(run, signatures, across.region, not is_first, is_first, shape, what)
         elif (fits := in_slot(submission, channel.executor.context)) and channel.signatures:
             exchange = fits.compiled(channel.signatures, mine)
             if exchange is not None:
                 slots = fits.gets is not Gets.NOTHING
-                self._known[key] = Known(exchange.run, channel.signatures, fits.region, slots, False, shape)
+                self._known[key] = Known(exchange.run, channel.signatures, fits.region, slots, False, shape, what)
 
     def _keep(self, task: Task[Any]) -> None:
         self._channel.crossing = task
@@ -83,20 +90,26 @@ class Lane:
     def run(self, known: Known, source: Any, target: Any) -> bool:
         """Run it; True when it is done; else it must be submitted."""
         polling, channel = self._polling, self._channel
+        since_s = time.monotonic() if self._recorder.recording else None
         if not (polling.acquire(False) or polling.acquire(timeout=TAKE_OVER_S)):
             return False
         try:
             begun = channel.signed is not None or channel.crossing is not None
             if begun or self._executor.busy or channel.closed or self._timeline.recording:
                 return False
-            run, signatures, region, slots, in_python, _ = known
+            run, signatures, region, slots, in_python, _, what = known
             if in_python and self._handles_signals():
                 return False
             if signatures is None or region is None:
-                return run(source, target, 0, 0, PATIENCE_US) == 0
+                is_done = run(source, target, 0, 0, PATIENCE_US) == 0
+                if since_s is not None:
+                    self._recorder.passed(*what, since_s, "" if is_done else None)
+                return is_done
             number = signatures.sequence
             state = run(source, target, number, region.sequence, PATIENCE_US)
             signatures.sequence = number + 1
+            if since_s is not None:
+                self._recorder.passed(*what, since_s, None if state else "shared")
             if state:
                 channel.signed = number
                 return False

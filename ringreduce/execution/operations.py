@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import time
 from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
@@ -45,6 +46,9 @@ def run(submissions: Sequence[Submission], context: Context) -> Steps[None]:
             batch = batches.setdefault(last or (kind, submission.key), [])
         batch.append(submission)
     for (kind, _), batch in batches.items():
+        for submission in batch:
+            if submission.recorder is not None:
+                submission.begun_s = time.monotonic()
         try:
             yield from (OPERATIONS.get(kind) or context.operations[kind])(batch, context)
         except InputError as exc:  # raised on all ranks

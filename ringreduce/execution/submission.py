@@ -14,6 +14,7 @@ from ringreduce.arrays.buffer import Buffer
 from ringreduce.arrays.dtypes import ElementType
 from ringreduce.errors import StalledError
 from ringreduce.execution.signature import Signature
+from ringreduce.monitor.steps import StepRecorder
 from ringreduce.ops import ReduceOp, Reduction
 
 _MAKING_GATES = threading.Lock()
@@ -29,6 +30,7 @@ class Handle:
     signature: Signature
     process_set = 0
     ended = False
+    recorder: StepRecorder | None = None  # while steps are recorded
     _error: Exception | None = None
     _gate: threading.Lock | None = None  # held until the end, if a thread waits: most handles are done before
     _on_wait: Callable[[Handle, float], None] = staticmethod(_nothing)
@@ -97,6 +99,8 @@ class Submission(Handle):
 
     ready: Sequence[Any] = ()  # events of the caller's streams, after which inputs on a GPU may be read; see Gpu.begin
     missing_pieces = 1  # the planning itself
+    ready_s = begun_s = 0.0  # see StepRecorder
+    algorithm = ""
     divisor = 1  # of an Average: the set's size, or the number of its live ranks
     reduced: Any = None  # the finished elements, where they came with what the ranks have agreed on
     deadline_s = math.inf  # when it must be over; for operations of channels only
@@ -170,6 +174,8 @@ class Submission(Handle):
             then, self.then = self.then, None  # which may refer to this handle
             then(error)
         self.ended = True
+        if self.recorder is not None and error is None:
+            self.recorder.ended(self)
         if self._gate is not None:
             self._gate.release()
 

@@ -70,6 +70,11 @@ class HostCollective(Collective):
 
     def run(self, arrays: Arrays, name: str | None, results: Arrays | None = None) -> Arrays:
         """Communicate, and wait for it; returns `results`, where they can be used, else new arrays."""
+        found = self._run(arrays, name, results)
+        self.ended()
+        return found
+
+    def _run(self, arrays: Arrays, name: str | None, results: Arrays | None) -> Arrays:
         if results is None and self.kind in IN_SHAPE:
             results = [_like(each) for each in arrays]
         match self.kind:

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ringreduce.api.collective import ending_step
 from ringreduce.api.objects import broadcast_object
 from ringreduce.api.process_sets import ProcessSet, global_process_set
 from ringreduce.compression import AnyCompressor, Compression
@@ -198,7 +199,8 @@ def _reduction(exchange: Exchange, name: str | None) -> Callable[[Any], Any]:
 
     def reduce(gradients: Any) -> Any:
         included = exchange.process_set.included()
-        return allreduce(gradients, name=name, **exchange.arguments) if included else gradients
+        with ending_step():
+            return allreduce(gradients, name=name, **exchange.arguments) if included else gradients
 
     return reduce
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -9,8 +10,9 @@ from typing import Any
 import keras
 import numpy as np
 
-from ringreduce import trees
+from ringreduce import runtime, trees
 from ringreduce.api.broadcast import broadcast_parameters
+from ringreduce.api.collective import ending_step
 from ringreduce.api.control import barrier
 from ringreduce.api.process_sets import ProcessSet, global_process_set
 from ringreduce.compression import AnyCompressor, Compression
@@ -28,9 +30,14 @@ def adapter() -> Any:
     return importlib.import_module(f"ringreduce.{backend}")
 
 
-def grouped_allreduce(tensors: Sequence[Any], names: Sequence[str], name: str, **options: Any) -> list[Any]:
-    """The tensors, reduced over all ranks as a group called `name`."""
-    reduced = adapter().allreduce(dict(zip(names, tensors, strict=True)), name=name, **options)
+def grouped_allreduce(
+    tensors: Sequence[Any], names: Sequence[str], name: str, ends_step: bool = False, **options: Any
+) -> list[Any]:
+    """The tensors, reduced over all ranks as a group called `name`.  ends_step: of training."""
+    with ending_step() if ends_step else contextlib.nullcontext():
+        reduced = adapter().allreduce(dict(zip(names, tensors, strict=True)), name=name, **options)
+    if ends_step and keras.backend.backend() == "torch":  # the others may run this in compiled code
+        runtime.stepped(name)
     return [reduced[each] for each in names]
 
 

@@ -180,7 +180,7 @@ class _Reduction:
         variables = self._optimizer._trainable_variables
         known = [each.name for each in variables] if len(variables) == len(gradients) else [""] * len(gradients)
         names = [f"{number}.{each}" for number, each in enumerate(known)]
-        return _allreduce(gradients, names, self._name, **self._options)
+        return _allreduce(gradients, names, self._name, ends_step=True, **self._options)
 
 
 def _agree_on_finite_gradients() -> None:

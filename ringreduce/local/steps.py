@@ -119,6 +119,7 @@ class LocalSteps:
         elif fragment is not None:
             self._send(self._fragments[fragment], options.outer or mean, steps + options.delay)
         self._apply(steps)
+        runtime.stepped(id(self))
 
     def _send(self, names: Sequence[str], outer: Outer, due: int) -> None:
         found = self.parameters()

@@ -101,6 +101,7 @@ def report(error_file: str, **message: object) -> bool:
     meeting          this rank waits for the others of the list with this number; it ends those that do not say so
     reformed         the world of the list with this number works
     ready            this rank has committed, and awaits the restart with these hosts
+    measured         what `monitor.reporting` has of this rank's steps
     left             why this rank leaves in order: its end is no loss
     """
     if not error_file:

@@ -194,6 +194,9 @@ class Negotiation:
             LOGGER.debug(f"{what}: {_named([each.signature for each in submissions])}")
         for submission in submissions if self._timeline.recording else ():
             self._timeline.negotiated(submission)
+        for submission in submissions:
+            if submission.recorder is not None:
+                submission.ready_s = time.monotonic()
         state.executor.run(submissions, divisor)
 
     def _end_join(self, state: ProcessSetState, last: int) -> None:

@@ -241,6 +241,7 @@ class Reducer:
         self._clean_steps += 1
         self._fill_buckets()
         self.reset()
+        runtime.stepped(id(self))
 
     def abandon(self) -> None:
         """Begin a new step in a world that is lost: what was being reduced has failed, or will, on all ranks."""

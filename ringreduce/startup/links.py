@@ -36,6 +36,7 @@ class Links(NamedTuple):
     names: tuple[str, ...] = ()  # theirs, where that is another order than of their ranks
     slow: tuple[tuple[str, float], ...] = ()  # hosts with a slow link, and GB/s
     typical_gbs: float = 0.0  # of most hosts
+    gbs: tuple[tuple[tuple[int, int], float], ...] = ()  # what was measured, from one host to another, by number
 
     def __str__(self) -> str:
         return "; ".join([*self.warnings(), *([f"order of hosts: {', '.join(self.names)}"] if self.names else [])])
@@ -120,6 +121,7 @@ def judged(gbs: Mapping[tuple[int, int], float], hosts: Sequence[int], names: Se
         () if order == list(range(count)) else tuple(names[each] for each in order),
         tuple((names[each], rate) for each, rate in enumerate(carries) if rate < SLOW_SHARE * typical),
         typical,
+        tuple(((hosts[source], hosts[to]), rate) for (source, to), rate in gbs.items()),
     )
 
 

@@ -179,7 +179,7 @@ def _applied(collective: Collective, tensors: Sequence[Any]) -> list[Any]:
 
     @tf.custom_gradient  # type: ignore[untyped-decorator]
     def call(*inputs: Any) -> Any:
-        results = on_host(collective.kind, lambda arrays: _run(collective, arrays), inputs, specs)
+        results = on_host(collective.kind, lambda arrays: _ran(collective, arrays), inputs, specs)
 
         def gradient(*gradients: Any) -> list[Any]:
             rows = tf.stack([tf.shape(each)[0] for each in inputs]) if collective.by_rows else None
@@ -190,6 +190,12 @@ def _applied(collective: Collective, tensors: Sequence[Any]) -> list[Any]:
         return results, gradient
 
     return list(call(*inputs))
+
+
+def _ran(it: Collective, arrays: list[Any]) -> list[Any]:
+    found = _run(it, arrays)
+    it.ended()
+    return found
 
 
 def _run(it: Collective, arrays: list[Any]) -> list[Any]:

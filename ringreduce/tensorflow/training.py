@@ -9,6 +9,7 @@ import numpy as np
 import tensorflow as tf
 
 from ringreduce.api.broadcast import submit_broadcast
+from ringreduce.api.collective import ending_step
 from ringreduce.api.process_sets import ProcessSet, global_process_set
 from ringreduce.arrays.view import as_buffer
 from ringreduce.compression import AnyCompressor, Compression
@@ -54,7 +55,9 @@ def DistributedGradientTape(  # noqa: N802 - Horovod's name
         flat = tf.nest.flatten(gradients)
         if sparse_as_dense:
             flat = [each if each is None else tf.convert_to_tensor(each) for each in flat]
-        return tf.nest.pack_sequence_as(gradients, allreduce(flat, name=name, **exchange.arguments))
+        with ending_step():
+            reduced = allreduce(flat, name=name, **exchange.arguments)
+        return tf.nest.pack_sequence_as(gradients, reduced)
 
     gradtape.gradient = gradient
     return gradtape

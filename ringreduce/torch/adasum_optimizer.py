@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from ringreduce import runtime
 from ringreduce.errors import BackwardError
 from ringreduce.torch.gradient import Gradient, TorchReducer
 from ringreduce.torch.hooks import too_often
@@ -62,6 +63,7 @@ class DeltaReducer(TorchReducer):
             (delta,) = finish()
             parameter.copy_(start + delta)
         self.clear()
+        runtime.stepped(id(self))
 
 
 class AdasumMixin(UnscalingMixin, WrappedMixin):

@@ -11,6 +11,7 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 from ringreduce.transport import waiting
 from ringreduce.transport.in_flight import InFlight
+from ringreduce.transport.traffic import Traffic
 
 Result = TypeVar("Result")
 
@@ -110,6 +111,7 @@ class EngineTransport(Transport, Protocol):
     """A transport for an engine: with control messages, and a sleep that the rank's own threads can end."""
 
     in_flight: InFlight  # owns the memory of messages until they are done
+    traffic: Traffic | None  # counts messages, while steps are recorded
 
     def send_control(self, content: bytes, destination: int) -> None:
         """Send a control message; two control messages to one rank arrive in order. Returns at once."""

@@ -19,6 +19,7 @@ from ringreduce.arrays import buffer
 from ringreduce.errors import CollectiveError
 from ringreduce.transport.base import ControlMessage, Work
 from ringreduce.transport.in_flight import CONTROL_TAG, InFlight
+from ringreduce.transport.traffic import Traffic
 from ringreduce.world import World
 
 MOST_BYTES = 1 << 30  # of one message; from 2 GiB on Open MPI fails
@@ -33,6 +34,7 @@ class MessageWork(Work):
         self._handle, self._memory, self._in_flight = handle, memory, in_flight
         self.peer, self.tag, self.receives = peer, tag, receives
         self._is_done = False
+        self.traffic: Traffic | None = None
         in_flight.add(self)
 
     def done(self) -> bool:
@@ -40,6 +42,8 @@ class MessageWork(Work):
         if not self._is_done and self._handle.Test():
             self._is_done, self._memory = True, None
             self._in_flight.discard(self)
+            if self.traffic is not None:
+                self.traffic.end(self.peer)
         return self._is_done
 
     def cancel(self) -> None:
@@ -71,6 +75,7 @@ class MessageTransport:
         if self._is_elastic and self._first_tag + TAGS_PER_WORLD > self._mpis_tags():
             raise CollectiveError(f"MPI has tags for {world.number} worlds, and all were used; start the job again")
         self.in_flight = InFlight()
+        self.traffic: Traffic | None = None  # while steps are recorded
         self._outbox: deque[MessageWork] = deque()
         self._woken = threading.Lock()  # held until `wake` releases it
         self._woken.acquire()
@@ -83,7 +88,11 @@ class MessageTransport:
         if memory.nbytes > MOST_BYTES:
             return LongMessage([self.send(each, destination, tag) for each in _cut(memory)])
         handle = self._comm.Isend(_known_to_mpi(memory), self._members[destination], self._first_tag + tag)
-        return MessageWork(handle, destination, memory, self.in_flight, tag, False)
+        work = MessageWork(handle, destination, memory, self.in_flight, tag, False)
+        if self.traffic is not None:
+            self.traffic.begin(destination, memory.nbytes)
+            work.traffic = self.traffic
+        return work
 
     def receive(self, array: Any, source: int, tag: int, at_most: bool = False) -> Work:
         """See `Transport.receive`. MPI always takes fewer."""

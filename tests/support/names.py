@@ -6,7 +6,7 @@ from ringreduce import errors
 from ringreduce.api import common
 from ringreduce.elastic import common as elastic
 
-OURS = {*errors.__all__, "DistributedSampler", "info", "ordered", "run"}
+OURS = {*errors.__all__, "DistributedSampler", "info", "mark_step", "ordered", "run", "stats"}
 ELASTIC = {"ElasticSampler", "HorovodInternalError", "HostsUpdatedInterrupt", "ObjectState", "State", "run"}
 
 

@@ -20,9 +20,10 @@ ORDER = """
 _version, errors, log, not_there, pickling < mxnet, run_function < kernels.native < kernels.half < kernels.quantized <
 settings, arrays.dtypes, partition, trees < gpu.runtime < gpu.device_selection < arrays.buffer < arrays.gpu_buffer <
 arrays.torch_tensor, arrays.dlpack < compression < ops, arrays.view, fusion < mpi < world <
-transport.waiting, transport.futex, transport.counters < transport.in_flight < transport.base < transport.window,
-transport.blocks <
-transport.message, transport.threads, transport.subset, monitor.excepthook, monitor.launcher_link <
+transport.waiting, transport.futex, transport.counters, transport.traffic < transport.in_flight < transport.base <
+transport.window, transport.blocks <
+transport.message, transport.threads, transport.subset, monitor.excepthook, monitor.launcher_link, monitor.steps <
+monitor.sampling <
 collectives.ring, collectives.tree, collectives.bruck, collectives.pairwise <
 collectives.direct, collectives.doubling, collectives.halving <
 collectives.adasum, startup.clock, collectives.overlap, cost_model, wire_cost <
@@ -30,7 +31,7 @@ collectives.shared, collectives.hashed, startup.measure, startup.links <
 collectives.compiled, collectives.shared_halves, collectives.shared_in_place, collectives.quantized <
 collectives.hierarchical <
 execution.signature < execution.submission < monitor.timeline, execution.algorithms <
-execution.host, execution.batch < execution.gpu_backend < execution.context < execution.packing <
+execution.host, execution.batch < monitor.about, execution.gpu_backend < execution.context < execution.packing <
 execution.point_to_point <
 execution.halves, execution.allreduce < execution.operations, execution.into_outputs <
 execution.executor, execution.opening <
@@ -41,11 +42,11 @@ gpu.allreduce < gpu.backend <
 engine.inbox, negotiation.protocol, negotiation.cache <
 negotiation.coordinator, negotiation.leader, negotiation.neutral, negotiation.mailbox, negotiation.short <
 negotiation.negotiator < negotiation.process_set < negotiation.errors_for < engine.ending < negotiation.negotiation <
-monitor.side_job < monitor.recording, monitor.stalls < engine.channels < engine.process_sets <
+monitor.side_job < monitor.recording, monitor.stalls, monitor.reporting < engine.channels < engine.process_sets <
 engine.submitting, engine.timeline_control, engine.activity, engine.leaving, engine.polling <
 engine.engine < startup.shared_memory < runtime <
 recovery.membership, recovery.death_notice, recovery.daemon < recovery.rendezvous < recovery.elastic_runtime <
-lifecycle < api.submit, api.world, api.info, sampler < api.process_sets, api.arguments <
+lifecycle < api.submit, api.world, api.info, api.steps, sampler < api.process_sets, api.arguments <
 api.reduce, api.gather, api.broadcast, api.objects, api.control <
 api.ordered, api.own_channel, api.collective < api.common, powersgd, optim.parameters < optim.exchange <
 optim.buckets, optim.shards < optim.reducer, local.options < local.steps <

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 import ringreduce as rr
+from ringreduce import runtime
 from ringreduce.api.own_channel import OwnChannel
 from ringreduce.compression import Quantized
 from ringreduce.errors import InputError, LauncherMismatchError
@@ -23,6 +24,7 @@ from ringreduce.torch.distributed.operations import Operations
 from ringreduce.torch.distributed.tensors import device_of, seconds
 from ringreduce.torch.distributed.uncompiled import uncompiled
 from ringreduce.torch.distributed.work import Work, keep_works_of_reducers
+from ringreduce.torch.wrapped import Wrapped
 
 ANEW = "init_process_group('ring', init_method=…, rank=ringreduce.rank(), world_size=ringreduce.size())"
 
@@ -75,6 +77,7 @@ class RingProcessGroup(Operations, dist.ProcessGroup):
         self.wire = wire
         self.channel = OwnChannel(members, f"group {group_id}", timeout_s, ANEW)
         self._others: dict[str, Any] = {}  # by type of device
+        self.channel.engine.recorder.when_recording(_watch_optimizers)
 
     def barrier(self, opts: Any = None) -> Work:
         """Done when all ranks have begun it."""
@@ -135,6 +138,17 @@ class RingProcessGroup(Operations, dist.ProcessGroup):
 
     getBackendName, abort = name, shutdown
     _set_group_name, _set_group_desc = setGroupName, setGroupDesc
+
+
+@functools.cache
+def _watch_optimizers() -> None:
+    """Let an optimizer's step end a step of training; one of ours says so itself."""
+
+    def stepped(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if not isinstance(optimizer, Wrapped):
+            runtime.stepped(id(optimizer))
+
+    torch.optim.optimizer.register_optimizer_step_post_hook(stepped)
 
 
 def _by_device(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
