@@ -50,7 +50,7 @@ def stats() -> dict[str, Any]:
         "blocked_s": last.blocked_s,
         "moving_s": last.moving_s,
         "hidden_s": last.hidden_s,
-        "operations": last.operations_count,
+        "operations": last.count,
         "bytes": last.nbytes,
         "examples_per_s": None if last.examples is None else last.examples / last.step_s,
         "no_overlap": engine.host.no_overlap,

@@ -17,7 +17,6 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from ringreduce import errors, fusion
 from ringreduce.engine.activity import Activity
@@ -37,9 +36,8 @@ from ringreduce.gpu.backend import CudaBackend
 from ringreduce.gpu.stream import Gpu
 from ringreduce.log import LOGGER
 from ringreduce.monitor import launcher_link
-from ringreduce.monitor.about import about
 from ringreduce.monitor.recording import Recording
-from ringreduce.monitor.reporting import Reporting
+from ringreduce.monitor.reporting import Reporting, about
 from ringreduce.monitor.stalls import StallWatch
 from ringreduce.monitor.steps import StepRecorder
 from ringreduce.monitor.timeline import Timeline
@@ -109,9 +107,8 @@ class Engine:
         self.reporting: Reporting | None = None
         if settings.report:
             self.record()
-            about_us = functools.partial(about, world, settings, host, self.states[0].algorithms, offsets[world.rank])
-            self.reporting = Reporting(recorder, world.rank, world.size, settings.error_file, about_us, self._now)
-            self.reporting.start()
+            us = about(host, settings, self.states[0].algorithms, offsets[world.rank])
+            self.reporting = Reporting(recorder, transport, host, us, self.fusion_buffer.total_bytes)
         self._thread = threading.Thread(target=self._run, name=f"ringreduce engine {world.rank}", daemon=True)
         self._thread.start()
 
@@ -127,16 +124,6 @@ class Engine:
         if not self.recorder.recording:
             self.transport.traffic = Traffic()
             self.recorder.start()
-
-    def _now(self) -> dict[str, Any]:
-        """What `Reporting` says beside the recorder's sums."""
-        traffic = self.transport.traffic or Traffic()
-        return {
-            "sent": dict(traffic.nbytes),
-            "send_s": dict(traffic.seconds),
-            "fusion": self.fusion_buffer.total_bytes,
-            "no_overlap": self.host.no_overlap,
-        }
 
     def leave(self, why: str, interrupted: Callable[[], bool] = lambda: False) -> bool:
         """Announce that this rank leaves, and wait until all ranks do; operations that are not ready fail.

@@ -1,151 +1,161 @@
-"""Sends the launcher what a rank has recorded of its steps: once what it is, each second sums, now and then the steps.
+"""Sends ringrun what a rank has recorded of its steps; as messages of `launcher_link.report`, in `measured`:
 
-    {"about": {...}}   once for each world
-    {"totals": {...}}  each second, sums over all steps
-    {"step": {...}}    the last steps, a few seconds after the start, then more and more seldom, and at the end
+    {"about": …}    once: what this rank is
+    {"totals": …}   each second: sums over all steps but the first one
+    {"step": …}     the last steps, each once, some seconds after the start, then more and more seldom, and at the end
 
-A thread of its own does that, without MPI, and samples the main thread's stack meanwhile. It never harms the job: what
-the launcher does not take is lost.
+A thread of its own does that, without MPI, and looks now and then what the rank's script does. What ringrun does not
+take is lost, and the job goes on.
 """
 
 from __future__ import annotations
 
-import collections
+import dataclasses
 import json
+import os
+import platform
 import random
+import socket
+import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
-from ringreduce.monitor import launcher_link, sampling
+from ringreduce._version import __version__
+from ringreduce.execution.algorithms import Algorithms
+from ringreduce.execution.host import Host
+from ringreduce.monitor import launcher_link
+from ringreduce.monitor.sampling import Sampler, memory
 from ringreduce.monitor.side_job import SideJob
-from ringreduce.monitor.steps import Step, StepRecorder
+from ringreduce.monitor.steps import MOST, StepRecorder
+from ringreduce.settings import PER_RANK, Settings
+from ringreduce.transport.base import EngineTransport
+from ringreduce.transport.traffic import Traffic
 
-SAMPLE_S = 20e-3, 50e-3  # between two samples; at random, as steps may have a rhythm
+SAMPLE_S = 20e-3, 50e-3  # between two samples; at random, since steps have a rhythm
 TOTALS_S = 1.0
 FIRST_STEPS_S, STEPS_S = 5.0, 60.0
 LAST_S = 0.2  # how long the last messages may take
 MOST_BYTES = 60_000  # of a message
-MOST_LINES = 64
-STEPS_OF_ALL = 1024  # of all ranks together, but LEAST of each
-LEAST = 4
+STEPS_OF_ALL, LEAST_STEPS = 1024, 4  # of all ranks together, of each rank
+VERSIONS = "numpy", "mpi4py", "torch", "jax", "tensorflow", "keras", "cupy"
 
 
 class Reporting:
-    """One engine's."""
+    """One engine's.  about: see `about`."""
 
     def __init__(
         self,
         recorder: StepRecorder,
-        rank: int,
-        size: int,
-        error_file: str,
-        about: Callable[[], dict[str, Any]],
-        now: Callable[[], dict[str, Any]],
+        transport: EngineTransport,
+        host: Host,
+        about: Mapping[str, Any],
+        fusion_bytes: int,
     ) -> None:
-        """about: what this rank is, for the first message;  now: further sums."""
-        self._recorder, self._error_file, self._about, self._now = recorder, error_file, about, now
-        self._most_steps = max(LEAST, STEPS_OF_ALL // size)
-        self.job = SideJob("the record of steps", rank)
-        self._sampler = sampling.Sampler()
-        self._ending = threading.Event()
-        self._has_told = False
-        self._waiting: collections.deque[Step] = collections.deque(maxlen=self._most_steps)
+        self._recorder, self._transport, self._host = recorder, transport, host
+        self._about, self._fusion_bytes = about, fusion_bytes
+        self.job = SideJob("the record of steps", host.world.rank)
+        self._sampler = Sampler(recorder.thread)
+        self._has_begun = self._has_told = False
         self._sent = -1  # the number of the last step that was sent
+        self._next_s, self._steps_s, self._interval_s = 0.0, time.monotonic() + FIRST_STEPS_S, FIRST_STEPS_S
+        self._ending = threading.Event()
         self._thread = threading.Thread(target=self._run, name="ringreduce reports", daemon=True)
-
-    def start(self) -> None:
-        """Report from now on."""
         self._thread.start()
 
     def close(self) -> None:
-        """Send what is left; the launcher may be gone."""
+        """Send what is left; ringrun may be gone."""
         self._ending.set()
+        self._thread.join(LAST_S)
         self.job(self._finish)
 
     def _finish(self) -> None:
-        self._thread.join(LAST_S)
         until_s = time.monotonic() + LAST_S
         self._send_totals()
-        self._take_steps()
-        while self._waiting and time.monotonic() < until_s:
-            if not self._send_step():
-                time.sleep(LAST_S / 100)
+        while not self._send_steps() and time.monotonic() < until_s:
+            time.sleep(LAST_S / 100)
 
     def _run(self) -> None:
-        next_s, interval_s = time.monotonic() + TOTALS_S, FIRST_STEPS_S
-        steps_s = time.monotonic() + interval_s
         while not self._ending.wait(random.uniform(*SAMPLE_S)):  # noqa: S311 - no secret
-            self.job(self._look)
-            now = time.monotonic()
-            if now >= next_s:
-                next_s = now + TOTALS_S
-                self.job(self._send_totals)
-            if now >= steps_s:
-                interval_s = min(2 * interval_s, STEPS_S)
-                steps_s = now + interval_s
-                self.job(self._take_steps)
-            if self._waiting:  # one at a time: the launcher's socket holds few
-                self.job(self._send_step)
+            self.job(self._work)
 
-    def _look(self) -> None:
-        self._sampler.look(self._recorder.thread)
-
-    def _take_steps(self) -> None:
-        self._waiting.extend(each for each in list(self._recorder.steps) if each.number > self._sent)
+    def _work(self) -> None:
+        now_s, recorder = time.monotonic(), self._recorder
+        if self._sampler.thread != recorder.thread or (recorder.steps and not self._has_begun):
+            self._has_begun, self._sampler = bool(recorder.steps), Sampler(recorder.thread)
+            self._transport.traffic = Traffic()
+        self._sampler.look()
+        if now_s >= self._next_s:
+            self._next_s = now_s + TOTALS_S
+            self._send_totals()
+        if now_s >= self._steps_s and self._send_steps(most=1):  # ringrun's socket holds few
+            self._interval_s = min(2 * self._interval_s, STEPS_S)
+            self._steps_s = now_s + self._interval_s
 
     def _send_totals(self) -> None:
         if not self._has_told:
-            self._has_told = self._send(about=self._about())
-        self._send(totals=self.totals())
+            self._has_told = self._send("about", {**self._about, "versions": versions()})
+        traffic, (rss, shm) = self._transport.traffic or Traffic(), memory()
+        others = {"rss": rss, "shm": shm, "fusion": self._fusion_bytes, "no_overlap": self._host.no_overlap}
+        sent = {"sent": dict(traffic.nbytes), "send_s": dict(traffic.seconds)}
+        sums = {**self._recorder.totals(), **self._sampler.totals()}
+        self._send("totals", {"at_s": time.monotonic(), **sums, **sent, **others})
 
-    def totals(self) -> dict[str, Any]:
-        """See the module."""
-        thread, sampler = self._recorder.thread, self._sampler
-        (cpu_s, core_wait_s), (rss, shm) = sampling.processor(thread), sampling.memory()
-        return {
-            "at_s": time.monotonic(),
-            **self._recorder.totals(),
-            "lines": dict(sampler.lines.most_common(MOST_LINES)),
-            "samples": sampler.samples,
-            "cpu_s": cpu_s,
-            "core_wait_s": core_wait_s,
-            "rss": rss,
-            "shm": shm,
-            **self._now(),
-        }
-
-    def _send_step(self) -> bool:
-        step = self._waiting[0]
-        message = {
-            "number": step.number,
-            "from_s": step.from_s,
-            "to_s": step.to_s,
-            "operations": step.operations,
-            "waits": step.waits,
-            "more": step.operations_count - len(step.operations),
-        }
-        if is_sent := self._send(step=message):
-            self._waiting.popleft()
+    def _send_steps(self, most: int = STEPS_OF_ALL) -> bool:
+        """Send the next of the last steps; True when all are sent."""
+        kept = max(LEAST_STEPS, STEPS_OF_ALL // self._host.world.size)
+        left = [each for each in list(self._recorder.steps)[-kept:] if each.number > self._sent]
+        for step in left[:most]:
+            body = {"number": step.number, "from_s": step.from_s, "to_s": step.to_s, "waits": step.waits}
+            operations = {"operations": step.operations, "more": max(0, step.count - MOST)}
+            if not self._send("step", {**body, **operations}):
+                return False
             self._sent = step.number
-        return is_sent
+        return len(left) <= most
 
-    def _send(self, **message: dict[str, Any]) -> bool:
-        return launcher_link.report(self._error_file, measured=_cut(message))
+    def _send(self, kind: str, body: dict[str, Any]) -> bool:
+        return launcher_link.report(self._host.settings.error_file, measured={kind: shortened(body)})
 
 
-def _cut(message: dict[str, Any]) -> dict[str, Any]:
-    """The message, without what is too long for a datagram."""
-    (kind, body), *_ = message.items()
+def about(host: Host, settings: Settings, algorithms: Algorithms, clock_ahead_us: float) -> dict[str, Any]:
+    """What a rank is; what is equal on all ranks only rank 0 says."""
+    world, defaults = host.world, dataclasses.asdict(Settings())
+    own = {
+        "rank": world.rank,
+        "size": world.size,
+        "origin": world.origins[world.rank] if world.origins else world.rank,
+        "host": socket.gethostname(),
+        "host_number": world.hosts[world.rank],
+        "pid": os.getpid(),
+        "clock_ahead_s": clock_ahead_us / 1e6,
+    }
+    if world.rank:
+        return own
+    values = {name: [value, defaults[name]] for name, value in dataclasses.asdict(settings).items()}
+    changed = {name: pair for name, pair in values.items() if pair[0] != pair[1] and name not in PER_RANK}
+    links = [(*pair, 1e9 * gbs, host.constants.wire_us / 1e6) for pair, gbs in host.links.gbs]
+    return {**own, "settings": changed, "links": links, "algorithms": algorithms.table()}
+
+
+def versions() -> dict[str, str]:
+    """Of Python, this package, and those that are imported."""
+    imported = {name: getattr(sys.modules.get(name), "__version__", "") for name in VERSIONS}
+    found = {"ringreduce": __version__, "python": platform.python_version(), **imported}
+    return {name: version for name, version in found.items() if version}
+
+
+def shortened(body: dict[str, Any]) -> dict[str, Any]:
+    """The message without what is too long for a datagram, the last of its longest part.
+
+    >>> {name: len(value) for name, value in shortened({"a": [1] * 30_000, "b": {"c": 1}}).items()}
+    {'a': 15000, 'b': 1}
+    """
     while len(json.dumps(body)) > MOST_BYTES:
         name = max(body, key=lambda each: len(json.dumps(body[each])))
-        longest = body[name]
-        kept = len(longest) // 2
-        if isinstance(longest, dict):
-            body[name] = dict(list(longest.items())[:kept])
-        else:
-            body[name] = longest[:kept]
-        if name == "operations" and "more" in body:
-            body["more"] += len(longest) - kept
-    return {kind: body}
+        items: Iterable[Any] = body[name].items() if isinstance(body[name], dict) else body[name]
+        kept = list(items)[: len(body[name]) // 2]
+        if name == "operations":
+            body["more"] += len(body[name]) - len(kept)
+        body[name] = type(body[name])(kept)
+    return body

@@ -1,4 +1,4 @@
-"""What a rank's process does beside communicating: the line that its script is at, its processor time, its memory."""
+"""What a rank does beside communicating: the line that its script is at, its processor time, its memory."""
 
 from __future__ import annotations
 
@@ -11,76 +11,80 @@ import sysconfig
 import threading
 from pathlib import Path
 from types import CodeType, FrameType
-from typing import cast
+from typing import Any
 
 from ringreduce.monitor.launcher_link import PACKAGE
 
-MOST_LINES = 512
-NOT_A_SCRIPTS = (PACKAGE, *map(sysconfig.get_path, ("stdlib", "platstdlib")), "<")
-PACKAGES = ("/site-packages/", "/dist-packages/", "/ringrun/")
-LOADER, LOADERS = " (data loader)", ("/torch/utils/data/", "/tensorflow/python/data/", "/grain/")
-PAGE = os.sysconf("SC_PAGE_SIZE")
+MOST_LINES, MOST_TOLD = 512, 64
+LIBRARIES = (f"{PACKAGE}/", *map(sysconfig.get_path, ("stdlib", "platstdlib")), "<")
+PACKAGES = "/site-packages/", "/dist-packages/"
+LOADERS = "/torch/utils/data/", "/tensorflow/python/data/", "/grain/"
 
 
 class Sampler:
-    """Counts at which line of the user's own code a thread is."""
+    """Of one thread, from when it is made."""
 
-    def __init__(self) -> None:
-        self.lines: collections.Counter[str] = collections.Counter()
-        self.samples = 0
+    def __init__(self, thread: int) -> None:
+        self.thread = thread
+        self._lines: collections.Counter[str] = collections.Counter()
+        self._samples = 0
+        native = next((each.native_id for each in threading.enumerate() if each.ident == thread), None)
+        self._path = Path(f"/proc/self/task/{native}/schedstat")
+        self._begun = self._times()
 
-    def look(self, thread: int) -> None:
-        """Add a sample."""
-        frame = sys._current_frames().get(thread)
+    def look(self) -> None:
+        """Note at which line of the user's own code it is."""
+        frame = sys._current_frames().get(self.thread)
         line = "" if frame is None else line_of(frame)
-        self.samples += 1
-        if line and (line in self.lines or len(self.lines) < MOST_LINES):
-            self.lines[line] += 1
+        self._samples += 1
+        if line and (line in self._lines or len(self._lines) < MOST_LINES):
+            self._lines[line] += 1
+
+    def totals(self) -> dict[str, Any]:
+        """At which lines it was how often; seconds that it ran, and that another thread had the core that it needed."""
+        cpu_s, core_wait_s = ((now - begun) / 1e9 for now, begun in zip(self._times(), self._begun, strict=True))
+        lines = dict(self._lines.most_common(MOST_TOLD))
+        return {"lines": lines, "samples": self._samples, "cpu_s": cpu_s, "core_wait_s": core_wait_s}
+
+    def _times(self) -> tuple[int, int]:
+        """In nanoseconds; zeros where the kernel does not say."""
+        try:
+            ran, waited, _ = self._path.read_text().split()
+        except (OSError, ValueError):
+            return 0, 0
+        return int(ran), int(waited)
 
 
-def line_of(frame: FrameType) -> str:
-    """The innermost line of the user's own code, such as train.py:57; empty where there is none.
-
-    It is a data loader's where it, or what calls it or is called by it, is one.
-    """
-    found, loads, each = "", False, cast("FrameType | None", frame)
-    while each is not None:
-        loads = loads or _loads(each.f_code, not found)
-        if not found and _is_own(each.f_code.co_filename):
-            found = f"{os.path.basename(each.f_code.co_filename)}:{each.f_lineno}"
-        each = each.f_back
-    return found + (LOADER if found and loads else "")
+def line_of(innermost: FrameType) -> str:
+    """The innermost line of the user's own code, such as train.py:57, and whether a data loader is at work there."""
+    found, loads = "", False
+    frame: FrameType | None = innermost
+    while frame is not None:
+        loads = loads or _loads(frame.f_code, not found)
+        if not found and _is_own(frame.f_code.co_filename):
+            found = f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
+        frame = frame.f_back
+    return f"{found} (data loader)" if found and loads else found
 
 
 @functools.lru_cache(maxsize=4096)
 def _is_own(filename: str) -> bool:
-    return not filename.startswith(NOT_A_SCRIPTS) and not any(each in filename for each in PACKAGES)
+    return not filename.startswith(LIBRARIES) and not any(each in filename for each in PACKAGES)
 
 
 @functools.lru_cache(maxsize=4096)
-def _loads(code: CodeType, innermost: bool) -> bool:
-    """True for a data loader's code;  innermost: no frame of the user's own is further in."""
+def _loads(code: CodeType, is_innermost: bool) -> bool:
+    """True for a data loader's code; a generator of the user's is one, too, unless it calls other code of his."""
     if code.co_name == "__next__" or any(each in code.co_filename for each in LOADERS):
         return True
-    return innermost and _is_own(code.co_filename) and bool(code.co_flags & inspect.CO_GENERATOR)
-
-
-def processor(thread: int) -> tuple[float, float]:
-    """Seconds that a thread has run, and that it was ready to run but another thread had the core; zeros: not known."""
-    own = next((each.native_id for each in threading.enumerate() if each.ident == thread), None)
-    try:
-        ran, waited, _ = Path(f"/proc/self/task/{own}/schedstat").read_text().split()
-    except (OSError, ValueError):
-        return 0.0, 0.0
-    return int(ran) / 1e9, int(waited) / 1e9
+    return is_innermost and _is_own(code.co_filename) and bool(code.co_flags & inspect.CO_GENERATOR)
 
 
 def memory() -> tuple[int, int]:
-    """Bytes of this process in memory, and how many of them are shared memory; zeros: not known."""
+    """Bytes of this process in memory, and how many of these it shares with others; zeros where nobody knows."""
     try:
-        text = Path("/proc/self/status").read_text()
+        lines = [line.split() for line in Path("/proc/self/status").read_text().splitlines()]
     except OSError:
         return 0, 0
-    found = dict(line.split(":", 1) for line in text.splitlines() if ":" in line)
-    kib = [int(found.get(name, "0 kB").split()[0]) for name in ("VmRSS", "RssShmem")]
-    return kib[0] << 10, kib[1] << 10
+    kib = {words[0]: int(words[1]) for words in lines if words and words[0] in ("VmRSS:", "RssShmem:")}
+    return kib.get("VmRSS:", 0) << 10, kib.get("RssShmem:", 0) << 10

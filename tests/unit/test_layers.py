@@ -31,7 +31,7 @@ collectives.shared, collectives.hashed, startup.measure, startup.links <
 collectives.compiled, collectives.shared_halves, collectives.shared_in_place, collectives.quantized <
 collectives.hierarchical <
 execution.signature < execution.submission < monitor.timeline, execution.algorithms <
-execution.host, execution.batch < monitor.about, execution.gpu_backend < execution.context < execution.packing <
+execution.host, execution.batch < execution.gpu_backend < execution.context < execution.packing <
 execution.point_to_point <
 execution.halves, execution.allreduce < execution.operations, execution.into_outputs <
 execution.executor, execution.opening <
