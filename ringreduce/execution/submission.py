@@ -173,9 +173,9 @@ class Submission(Handle):
         if self.then is not None:
             then, self.then = self.then, None  # which may refer to this handle
             then(error)
-        self.ended = True
         if self.recorder is not None and error is None:
             self.recorder.ended(self)
+        self.ended = True
         if self._gate is not None:
             self._gate.release()
 
