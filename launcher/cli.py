@@ -12,8 +12,7 @@ Environment of a rank
   RANK, WORLD_SIZE                its number, and how many there are
   LOCAL_RANK, LOCAL_WORLD_SIZE    the same on its host
   MASTER_ADDR, MASTER_PORT        where rank 0 may listen; kept if set
-  OMP_NUM_THREADS                 how many cores it has; kept if set
-  PYTHONUNBUFFERED                1, so that lines appear when they are printed; kept if set
+  OMP_NUM_THREADS                 how many cores it has; kept if set, as is PYTHONUNBUFFERED (1)
   RINGREDUCE_RESTART_COUNT        how often --restarts has started the job again, 0 at first
 
 Exit code
@@ -76,7 +75,7 @@ and a variable, RINGREDUCE_LOG_LEVEL; the first of them counts. horovodrun's fla
 
 _USAGE = "ringrun [-np N] [options] command [arguments …]"
 
-_SUBCOMMANDS = {"doctor": "doctor", "stacks": "stacks", "join": "join.command"}
+_SUBCOMMANDS = {"doctor": "doctor", "stacks": "stacks", "report": "run_report.command", "join": "join.command"}
 """First words that are no command to run: modules whose `run(arguments)` does them."""
 
 
@@ -102,9 +101,7 @@ def parser(prog: str, usage: str, introduction: str) -> Parser:
     timestamps = ("--timestamps", "-prefix-timestamp", "--prefix-output-with-timestamp")
     add(*timestamps, action="store_true", help="print the local time before each line")
     add("--output-filename", metavar="DIR", help="also keep all output, in DIR/rank.N/stdout and stderr")
-    add(
-        "--report", metavar="DIR", help="write what each step waited for to DIR/report.html, each minute and at the end"
-    )
+    add("--report", metavar="DIR", help="write what steps wait for to DIR/report.html (ringrun report: again)")
     add("--stdin", metavar="RANK", help="let this rank read stdin, also from a terminal (for a debugger)")
     add("--timeout", metavar="SECONDS", help="end the job when it takes longer, restarts included")
     add("--forward-signals", metavar="LIST", help="hand these to the ranks, as in USR1,USR2, so that they can save")

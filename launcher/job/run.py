@@ -21,6 +21,7 @@ from ..output.display import Display, Output
 from ..output.files import OutputFiles
 from ..processes import raise_open_files
 from ..run_report.collect import Collector
+from ..run_report.write import Writer
 from . import plan, restarts
 from .control_socket import ControlSocket
 from .events import Events
@@ -64,7 +65,9 @@ def run_job(
         def say(text: str) -> None:
             output.message([text])
 
-        collector = Collector(job.command)
+        collector, writer = Collector(job.command), None
+        if job.report_directory is not None:
+            writer = Writer(job.report_directory, collector, say)
 
         def say_of_restarts(text: str) -> None:
             say(text)
@@ -89,6 +92,8 @@ def run_job(
             say(f"ringrun: error: {error}")
             collector.card = str(error).splitlines()
             code = error.exit_code
+        if writer is not None:
+            writer.finish(code)
         return _finish(output, signals, code)
 
 

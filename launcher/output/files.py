@@ -8,7 +8,7 @@ import threading
 from io import FileIO
 from pathlib import Path
 
-from ..errors import MachineError, UsageError
+from ..errors import LauncherError, MachineError, UsageError
 
 _STREAMS = ("stdout", "stderr")
 _BLOCK_BYTES = 4096
@@ -35,17 +35,10 @@ class OutputFiles:
                 folder.mkdir(parents=True, exist_ok=True)
                 for stream in _STREAMS:
                     self._files[rank, stream] = FileIO(folder / stream, "wb")
-            _try_to_write(self._files[0, "stdout"], directory)
+            try_to_write(self._files[0, "stdout"], directory)
         except OSError as error:
             self.close()
-            kind = MachineError if error.errno in _NOT_THE_PATH else UsageError
-            where = f"{error.filename or directory} cannot be made or written: {error.strerror}"
-            cure = (
-                "make room there, or give another folder"
-                if error.errno in _FULL
-                else "give a folder that this user can write to"
-            )
-            raise kind(f"--output-filename {directory}: {where}; {cure}") from error
+            raise refusal("--output-filename", directory, error) from error
 
     def write(self, rank: int, stream: str, data: bytes) -> str | None:
         """Keep `data`. The first time that a file cannot be written, return the line that says so; never raises.
@@ -71,7 +64,16 @@ class OutputFiles:
             file.close()
 
 
-def _try_to_write(file: FileIO, directory: str) -> None:
+def refusal(flag: str, directory: str, error: OSError) -> LauncherError:
+    """Return what says that the folder given by `flag` cannot be used."""
+    kind = MachineError if error.errno in _NOT_THE_PATH else UsageError
+    where = f"{error.filename or directory} cannot be made or written: {error.strerror}"
+    room = "make room there, or give another folder"
+    cure = room if error.errno in _FULL else "give a folder that this user can write to"
+    return kind(f"{flag} {directory}: {where}; {cure}")
+
+
+def try_to_write(file: FileIO, directory: str) -> None:
     """Raise OSError if the disk is full: an empty file can be made there all the same."""
     try:
         _write_all(file, bytes(_BLOCK_BYTES))

@@ -42,10 +42,24 @@ class Rank:
     """Totals of about one and two minutes before."""
     end: RankEnd | None = None
 
+    @property
+    def host(self) -> str:
+        """Its name, as far as that is known."""
+        return str(self.about.get("host") or (self.end.host if self.end else ""))
+
     def recent(self, name: str) -> float:
         """Return how much the total `name` has grown in the last one or two minutes."""
-        before = self.marks[0] if len(self.marks) > 1 else {}
-        return float(self.totals.get(name) or 0) - float(before.get(name) or 0)
+        return float(self.totals.get(name) or 0) - float(self._before.get(name) or 0)
+
+    def recent_each(self, name: str) -> dict[str, float]:
+        """Return how much each of the totals `name` has grown."""
+        before = self._before.get(name) or {}
+        return {key: value - before.get(key, 0) for key, value in (self.totals.get(name) or {}).items()}
+
+    @property
+    def _before(self) -> Said:
+        """The totals that the newest are compared with: none, if there are no others."""
+        return self.marks[0] if self.marks and self.marks[0] is not self.totals else {}
 
 
 @dataclass

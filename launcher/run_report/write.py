@@ -1,0 +1,93 @@
+"""Writes DIR/report.json and DIR/report.html: soon after the start, each minute, at the end. It never harms the job.
+
+A file is replaced as a whole, so that whoever is killed in the middle leaves the one before it.
+"""
+
+import json
+import os
+import threading
+from collections.abc import Callable
+from io import FileIO
+from pathlib import Path
+
+from ..errors import LauncherError, UsageError
+from ..output.files import refusal, try_to_write
+from .collect import Collector
+from .document import Json, document
+
+DATA, PAGE = "report.json", "report.html"
+_FIRST_S, _EACH_S = 10.0, 60.0
+_PATIENCE_S = 30.0  # at the end, with a file system that hangs
+
+
+class Writer:
+    """A job's. Raises: UsageError where the folder cannot be made; MachineError if that is not because of its path."""
+
+    def __init__(self, directory: str, collector: Collector, say: Callable[[str], None]) -> None:
+        if not directory:
+            raise UsageError("--report '': expected a folder for the report")
+        self._folder, self._collector, self._say = Path(directory), collector, say
+        self._said: set[str] = set()
+        self._is_over = threading.Event()
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            path = _part(self._folder / DATA)
+            with FileIO(path, "wb") as file:
+                try_to_write(file, directory)
+            path.unlink()
+        except OSError as error:
+            raise refusal("--report", directory, error) from error
+        self._thread = threading.Thread(target=self._run, name="report", daemon=True)
+        self._thread.start()
+
+    def finish(self, exit_code: int) -> None:
+        """Write the last report, of a job that has ended so."""
+        self._collector.exit_code = exit_code
+        self._is_over.set()
+        self._thread.join(_PATIENCE_S)
+        if self._thread.is_alive():
+            self._say(f"ringrun: {self._folder} hangs; the report there may be a minute old")
+
+    def _run(self) -> None:
+        wait_s = _FIRST_S
+        while not self._is_over.wait(wait_s):
+            self._write()
+            wait_s = _EACH_S
+        if sentence := self._write():
+            self._say(f"ringrun: {self._folder / PAGE}: {sentence}")
+
+    def _write(self) -> str:
+        """Return what the page says in one sentence; nothing if it could not be written, which is said once."""
+        try:
+            report = document(self._collector)
+            replace(self._folder / DATA, json.dumps(report))
+            return write_page(self._folder, report)
+        except OSError as error:
+            why = f"the report in {self._folder} cannot be written: {error.strerror or error}; the job goes on"
+        except LauncherError as error:
+            why = f"{self._folder / DATA} is written, but {error}; then: ringrun report {self._folder}"
+        except Exception as error:
+            why = f"the report in {self._folder} is lost, the job goes on: {type(error).__name__}: {error}"
+        if why not in self._said:
+            self._said.add(why)
+            self._say(f"ringrun: {why}")
+        return ""
+
+
+def write_page(folder: Path, report: Json) -> str:
+    """Write the page that shows `report`; return what it says in one sentence."""
+    from .page import render  # its template is not needed by other commands
+
+    replace(folder / PAGE, render(report))
+    return str(report["sentence"])
+
+
+def replace(path: Path, text: str) -> None:
+    """Write a file as a whole."""
+    part = _part(path)
+    part.write_text(text)
+    os.replace(part, path)
+
+
+def _part(path: Path) -> Path:
+    return path.with_name(f".{path.name}.part")

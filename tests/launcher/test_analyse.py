@@ -1,0 +1,84 @@
+"""Who keeps whom waiting, and why: of jobs in virtual time, of which the truth is known."""
+
+import pytest
+
+from ringrun.run_report.document import document
+from tests.support.made_steps import STEPS, MadeJob
+
+
+def late(by_rank, *, bucket=0):
+    """These ranks are late by so many seconds in each step."""
+    return lambda rank, step, at: by_rank.get(rank, 0.0) * (at == bucket)
+
+
+def at_line(line, samples=200, rank=2):
+    """The rank was found at this line of its script when others computed: 18 % of its time."""
+    return lambda each: {"lines": {"train.py:7": 900, line: samples}} if each == rank else {}
+
+
+def waits_for_core(seconds):
+    return lambda rank: {"core_wait_s": seconds * (STEPS - 1) * (rank == 2) + 0.01}
+
+
+def ring(slow_s, usual_s=0.002):
+    """Each rank of six sends a megabyte to the next in each step; from rank 3 to rank 4 that takes long."""
+
+    def totals(rank):
+        seconds = (slow_s if rank == 3 else usual_s) * (STEPS - 1)
+        return {"sent": {str((rank + 1) % 6): 1e6 * (STEPS - 1)}, "send_s": {str((rank + 1) % 6): seconds}}
+
+    return totals
+
+
+LONGER = "computes longer"
+BOTH = [(LONGER, 20, "rank 3"), (LONGER, 15, "rank 1")]
+LOADER = "train.py:5 (data loader)"
+
+
+def after(rank, _, bucket):
+    return {(3, 0): 0.02, (1, 2): 0.015}.get((rank, bucket), 0.0)
+
+
+def now_and_then(rank, step, bucket):
+    return 0.08 * (rank == 1 and bucket == 0 and step % 4 == 0)
+
+
+def at_loader_for_core(rank):
+    return at_line(LOADER)(rank) | waits_for_core(0.011)(rank)
+
+
+def far(host):
+    return 4321.5 * host
+
+
+FOUND = [
+    ("nobody", MadeJob(4), []),
+    ("of two", MadeJob(2, late({1: 0.02})), [(LONGER, 20, "rank 1")]),
+    ("of two, in the last bucket", MadeJob(2, late({0: 0.02}, bucket=3)), [(LONGER, 20, "rank 0")]),
+    ("in all buckets", MadeJob(3, lambda rank, *_: 0.005 * (rank == 1)), [(LONGER, 20, "rank 1")]),
+    ("each fourth step", MadeJob(3, now_and_then), [(LONGER, 80 * 4 / 19, "rank 1")]),
+    ("two in one bucket", MadeJob(4, late({3: 0.02, 1: 0.015})), BOTH),
+    ("two, one after the other", MadeJob(4, after), BOTH),
+    ("while others communicate", MadeJob(3, late({1: 0.02}), moves_s=0.15), [(LONGER, 20, "rank 1")]),
+    ("clocks", MadeJob(4, late({3: 0.02}), hosts=2, ahead=far), [(LONGER, 20, "rank 3 (host h1)")]),
+    ("clocks that run apart", MadeJob(4, late({1: 0.02}), hosts=2, drift=far), [(LONGER, 20, "rank 1 (host h0)")]),
+    ("host", MadeJob(4, late({2: 0.021, 3: 0.02}), hosts=2), [("slow host", 20, "host h1")]),
+    ("most ranks on it", MadeJob(5, late({0: 0.02, 1: 0.02, 2: 0.02}), hosts=2), [("slow host", 20, "host h0")]),
+    ("line", MadeJob(4, late({2: 0.02}), totals=at_line("train.py:41")), [(LONGER, 20, "rank 2")]),
+    ("data loader", MadeJob(4, late({2: 0.02}), totals=at_line(LOADER)), [("data loader", 20, "rank 2")]),
+    ("less than half of it", MadeJob(4, late({2: 0.02}), totals=at_line(LOADER, 60)), [(LONGER, 20, "rank 2")]),
+    ("core", MadeJob(4, late({2: 0.02}), totals=waits_for_core(0.018)), [("core shared", 20, "rank 2")]),
+    ("core and loader", MadeJob(4, late({2: 0.02}), totals=at_loader_for_core), [("core shared", 20, "rank 2")]),
+    ("link", MadeJob(6, hosts=3, moves_s=0.1, totals=ring(0.010)), [("slow link", 8, "link from h1 to h2")]),
+    ("a link that carries more than half", MadeJob(6, hosts=3, moves_s=0.1, totals=ring(0.0038)), []),
+]
+
+
+@pytest.mark.parametrize("sync", [False, True], ids=["overlapped", "one_by_one"])
+@pytest.mark.parametrize(("job", "expected"), [each[1:] for each in FOUND], ids=[each[0] for each in FOUND])
+def test_each_straggler_is_named_with_its_kind_and_delay(job, expected, sync):
+    job.sync, job.steps = sync, []
+    found = document(job.collected())["stragglers"]
+    assert [(each["kind"], each["who"]) for each in found] == [(kind, who) for kind, _, who in expected]
+    for each, (_, delay_ms, _) in zip(found, expected, strict=True):
+        assert each["delay_ms"] == pytest.approx(delay_ms, rel=0.1)

@@ -1,0 +1,256 @@
+"""The run report: what is in report.json, how it is written, and that no fault of it harms the job."""
+
+import json
+import re
+import sys
+import types
+from pathlib import Path
+
+import pytest
+
+from ringrun.errors import MachineError, UsageError
+from ringrun.report.outcome import RankEnd
+from ringrun.run_report import command, write
+from ringrun.run_report.collect import Collector
+from ringrun.run_report.document import document
+from ringrun.run_report.write import Writer
+from tests.support.made_steps import MadeJob
+from tests.support.patience import wait_until
+
+LATE = MadeJob(3, lambda rank, *_: 0.005 * (rank == 1))
+
+
+@pytest.fixture
+def collector():
+    LATE.steps.clear()
+    return LATE.collected()
+
+
+@pytest.fixture(autouse=True)
+def page(monkeypatch):
+    """A stand-in for the page; None: its extra is not installed."""
+
+    def render(report):
+        if page.missing:
+            raise UsageError("report.html needs jinja2, which is not installed; pip install jinja2")
+        return f"<p>{report['sentence']}"
+
+    page = types.ModuleType("ringrun.run_report.page")
+    page.render, page.missing = render, False
+    monkeypatch.setitem(sys.modules, page.__name__, page)
+    return page
+
+
+def test_all_of_a_job_is_in_its_report(collector):
+    collector.note("stalls", "says rank 0: 'w' waits")
+    collector.note("elastic", "ranks 0,2 went on after 31 ms")
+    collector.note("findings", "'w' is NaN", 2)
+    collector.ended(RankEnd(1, "h0", 101, -9, 0.0, device="GPU 1"))
+    collector.card, collector.exit_code = ["-- ringrun: rank 1 of 3 failed first --"], 137
+    found = json.loads(json.dumps(document(collector)))
+    job, step = found["job"], found["step"]
+    assert found["sentence"] == "of a step's 126 ms, 110 computing, 3 exposed communication, 13 waiting for rank 1"
+    assert (job["size"], job["hosts"], job["command"]) == (3, {"h0": 3}, "python train.py")
+    assert (job["state"], job["exit_code"], job["card"]) == ("failed", 137, collector.card)
+    assert [step[name] for name in ("count", "computing_ms", "exposed_ms", "waiting_ms")] == [19, 110, 3, 13]
+    assert step["p5_ms"] <= step["median_ms"] <= step["p95_ms"] == pytest.approx(126, rel=0.05)
+    assert step["examples_per_s"] == pytest.approx((1 + 2 + 3) / 0.126, rel=0.02)
+    assert [each["count"] for each in found["over_time"]] == [19]
+    assert [(each["rank"], each["pid"], each["steps"], each["rss"] >> 30) for each in found["ranks"]] == [
+        (rank, 100 + rank, 19, rank + 1) for rank in range(3)
+    ]
+    for each in found["ranks"]:
+        parts = [each[f"{part}_ms"] for part in ("computing", "exposed", "waiting")]
+        assert sum(parts) == pytest.approx(each["step_ms"], abs=1)
+        assert each["waiting_ms"] == pytest.approx(0 if each["rank"] == 1 else 20, abs=0.5)
+    assert [(each["device"], each["end"][:18]) for each in found["ranks"]][1] == ("GPU 1", "killed by signal 9")
+    (late,) = found["stragglers"]
+    assert (late["who"], late["caused_ms"]) == ("rank 1", pytest.approx(40, rel=0.02))
+    assert found["advice"][0]["text"].startswith("rank 1: give it less to do")
+    assert found["timeline"]["step"] == 19
+    assert [len(each["operations"]) for each in found["timeline"]["ranks"]] == [4] * 3
+    assert found["algorithms"] == [
+        {"algorithm": "ring", "up_to_bytes": 4096, "count": 76, "bytes": 190000, "ms": 228, "why": ""}
+    ]
+    assert found["tensors"] == [{"name": "b0", "count": 19, "bytes": 19000, "ms_per_step": 3}]
+    assert [(each["rss_max"] >> 30, each["shm_max"]) for each in found["memory"]] == [(3, 1 << 20)]
+    assert [(each["rank"], each["host"]) for each in found["failures"]] == [(1, "h0")]
+    assert [found[kind][0]["text"] for kind in ("stalls", "elastic", "findings")] == [
+        "says rank 0: 'w' waits", "ranks 0,2 went on after 31 ms", "'w' is NaN",
+    ]  # fmt: skip
+    assert found["findings"][0]["rank"] == 2
+
+
+def test_before_a_step_was_sent_nobody_knows_for_whom_ranks_waited(collector):
+    for rank in collector.ranks.values():
+        rank.steps.clear()
+    found = document(collector)
+    assert found["sentence"] == "of a step's 126 ms, 110 computing, 16 waiting and communication"
+    assert (found["stragglers"], found["timeline"]) == ([], None)
+
+
+def test_before_a_step_has_ended_there_is_little_to_say():
+    assert document(Collector(["x"]))["sentence"] == "no step has ended yet"
+
+
+def test_a_wire_that_is_full_and_what_prevents_overlap(collector):
+    for rank, each in collector.ranks.items():
+        each.about |= {"host": f"h{rank}", "links": [[f"h{rank}", f"h{other}", 1e9, 1e-5] for other in range(3)]}
+        each.totals |= {"sent": {str((rank + 1) % 3): 190e6}, "send_s": {str((rank + 1) % 3): 0.196}}
+        each.totals |= {"no_overlap": "train.py:88 reads a gradient"}
+    found = document(collector)
+    shares = [(each["from"], each["to"], each["bytes_per_step"], each["share"]) for each in found["links"]]
+    assert [each for each in shares if each[3]] == [(f"h{rank}", f"h{(rank + 1) % 3}", 1e7, 0.969) for rank in range(3)]
+    texts = [each["text"] for each in found["advice"]]
+    assert "the link from h0 to h1 is used to 97 %: compression=int8 sends a quarter" in texts
+    assert "gradients are not reduced during backward: train.py:88 reads a gradient" in texts
+    assert [each["saves_ms"] for each in found["advice"]] == sorted(
+        (each["saves_ms"] for each in found["advice"]), reverse=True
+    )
+
+
+@pytest.fixture
+def said():
+    return []
+
+
+def finished(folder, collector, said, code=0):
+    Writer(str(folder), collector, said.append).finish(code)
+    return json.loads((folder / "report.json").read_text())
+
+
+def test_it_is_written_while_the_job_runs_and_at_its_end(tmp_path, collector, said, monkeypatch):
+    monkeypatch.setattr(write, "_FIRST_S", 0.01)
+    monkeypatch.setattr(write, "_EACH_S", 0.01)
+    folder = tmp_path / "a" / "run"
+    writer = Writer(str(folder), collector, said.append)
+    wait_until((folder / "report.html").exists)
+    assert json.loads((folder / "report.json").read_text())["job"]["state"] == "running"
+    (folder / ".report.json.part").write_text("of one that was killed in the middle")
+    writer.finish(0)
+    found = json.loads((folder / "report.json").read_text())
+    assert found["job"]["state"] == "finished"
+    assert (folder / "report.html").read_text() == f"<p>{found['sentence']}"
+    assert said == [f"ringrun: {folder}/report.html: {found['sentence']}"]
+    assert {path.name for path in folder.iterdir()} == {"report.json", "report.html"}
+
+
+def full(folder):
+    (folder / ".report.json.part").symlink_to("/dev/full")
+
+
+def gone(folder):
+    folder.rmdir()
+
+
+FAULTS = [(full, "No space left on device"), (gone, "No such file or directory")]
+
+
+@pytest.mark.parametrize(("fault", "why"), FAULTS)
+def test_a_report_that_cannot_be_written_costs_one_line(fault, why, tmp_path, collector, said, monkeypatch):
+    writer = Writer(str(tmp_path / "run"), collector, said.append)
+    fault(tmp_path / "run")
+    writer._write()
+    writer.finish(0)
+    assert said == [f"ringrun: the report in {tmp_path}/run cannot be written: {why}; the job goes on"]
+
+
+def test_a_report_that_cannot_be_made_costs_one_line(tmp_path, collector, said):
+    collector.ranks[1].steps[-1]["operations"].append(["of another version"])
+    writer = Writer(str(tmp_path), collector, said.append)
+    writer._write()
+    writer.finish(0)
+    (line,) = said
+    assert line.startswith(f"ringrun: the report in {tmp_path} is lost, the job goes on: IndexError: ")
+
+
+def test_without_the_extra_one_line_says_how_to_get_the_page(tmp_path, collector, said, page):
+    page.missing = True
+    finished(tmp_path, collector, said)
+    missing = "report.html needs jinja2, which is not installed; pip install jinja2"
+    assert said == [f"ringrun: {tmp_path}/report.json is written, but {missing}; then: ringrun report {tmp_path}"]
+
+
+def test_a_folder_that_cannot_be_used_is_refused_before_the_job_starts(tmp_path, said):
+    (tmp_path / "file").write_text("")
+    (tmp_path / "full").mkdir()
+    full(tmp_path / "full")
+    for directory, kind, why in [
+        ("", UsageError, "--report '': expected a folder for the report"),
+        (
+            f"{tmp_path}/file",
+            UsageError,
+            "file cannot be made or written: File exists; give a folder that this user can",
+        ),
+        (
+            f"{tmp_path}/full",
+            MachineError,
+            "full cannot be made or written: No space left on device; make room there, or",
+        ),
+    ]:
+        with pytest.raises(kind, match=re.escape(why)):
+            Writer(directory, Collector(), said.append)
+
+
+def test_the_page_is_built_again(tmp_path, collector, said, capsys):
+    report = finished(tmp_path, collector, said)
+    (tmp_path / "report.html").unlink()
+    assert command.run([str(tmp_path)]) == 0
+    assert capsys.readouterr().out == f"{tmp_path}/report.html: {report['sentence']}\n"
+    assert (tmp_path / "report.html").read_text() == f"<p>{report['sentence']}"
+    assert command.run(["--help"]) == 0
+    assert capsys.readouterr().out.startswith("ringrun report: builds report.html")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text", "why"),
+    [
+        ([], None, "ringrun report : expected one DIR, that of ringrun --report DIR"),
+        (["--all"], None, "ringrun report --all: expected one DIR"),
+        (["run"], None, "ringrun report run: run/report.json: No such file or directory"),
+        (["run"], "{", "ringrun report run: run/report.json is no report of ringrun's: JSONDecodeError"),
+        (["run"], "[]", "ringrun report run: run/report.json is no report of ringrun's: TypeError"),
+    ],
+)
+def test_where_there_is_no_report(arguments, text, why, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("run").mkdir()
+    if text is not None:
+        Path("run", "report.json").write_text(text)
+    with pytest.raises(UsageError, match=re.escape(why)):
+        command.run(arguments)
+
+
+# whole runs
+
+TRAINS = """
+    import sys, time
+    import numpy as np
+    import ringreduce as rr
+    rr.init()
+    for step in range(int(sys.argv[2])):
+        time.sleep(float(sys.argv[1]) * (rr.rank() == 1))
+        mine = [rr.allreduce_async(np.full(1000, rr.rank() + k, np.float32), name=f"g{k}") for k in range(2)]
+        sums = [rr.synchronize(each) for each in mine]
+        rr.mark_step(examples=4)
+    if len(sys.argv) > 3 and rr.rank() == 1:
+        raise ValueError("of rank 1")
+"""
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_job_leaves_a_report_also_when_it_fails(fails, ringrun, script, tmp_path):
+    arguments = ["0.02", "100", "fails"] if fails else ["0.02", "12"]
+    done = ringrun("-np", 2, "--report", "run", *script(TRAINS), *arguments, returncode=int(fails))
+    found = json.loads((tmp_path / "run" / "report.json").read_text())
+    assert found["job"]["state"] == ("failed" if fails else "finished")
+    assert found["sentence"].startswith("of a step's ")
+    assert {each["name"] for each in found["tensors"]} == {"g0", "g1"}
+    assert found["step"]["examples_per_s"] > 0
+    assert "ringrun: run/report" in done.stderr
+    if fails:
+        assert "ValueError: of rank 1" in found["job"]["card"]
+        assert found["failures"][0]["rank"] == 1
+    else:
+        assert found["step"]["count"] == 11
+        assert [len(each["operations"]) for each in found["timeline"]["ranks"]] == [2, 2]
