@@ -111,7 +111,7 @@ def in_common(said: Mapping[int, Iterable[Said]], ahead_s: Mapping[int, float]) 
 def behind(rank: int, steps: Iterable[Mapping[int, Step]]) -> float:
     """Return how much the clock of `rank` is behind, where its steps say so: 0 where what was measured may be right.
 
-    No rank knows of a submission before there is one; if it seems so, the clocks have run apart since they were
+    No sum is complete before all have submitted; if it seems so, the clocks have run apart since they were
     measured. What they end together then tells by how much.
     """
     seems_wrong, apart_s = False, []
@@ -120,7 +120,7 @@ def behind(rank: int, steps: Iterable[Mapping[int, Step]]) -> float:
         for key in first.operations.keys() & own.operations.keys():
             here, there = first.operations[key], own.operations[key]
             if here.kind == "allreduce":
-                seems_wrong |= here.ready_s < there.submitted_s or there.ready_s < here.submitted_s
+                seems_wrong |= here.ended_s < there.submitted_s or there.ended_s < here.submitted_s
                 apart_s.append(here.ended_s - there.ended_s)
     return median_low(apart_s) if seems_wrong else 0.0
 
