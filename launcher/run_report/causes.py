@@ -1,9 +1,8 @@
 """Stragglers: which ranks, hosts and links keep others waiting, why, for how long, and what to do. Pure functions."""
 
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from statistics import median_high
 
 from .analyse import Gains, Shares, delays, excess
 from .collect import Rank
@@ -51,8 +50,18 @@ class Link:
 
     @property
     def rate(self) -> float:
-        """Bytes a second while a rank sends there; what was measured, where nobody has."""
-        return self.nbytes / self.busy_s if self.busy_s else self.measured or 0.0
+        """Bytes a second while a rank has something under way there, which may wait for other links."""
+        return self.nbytes / self.busy_s if self.busy_s else 0.0
+
+    @property
+    def capacity(self) -> float:
+        """Bytes a second that it can carry, as far as that is known."""
+        return self.measured or self.rate
+
+    @property
+    def share(self) -> float | None:
+        """How much of what was measured is used; None: not known."""
+        return min(1.0, self.rate / self.measured) if self.measured and self.busy_s else None
 
 
 def host_names(ranks: Mapping[int, Rank]) -> dict[int, str]:
@@ -143,14 +152,17 @@ def links(ranks: Mapping[int, Rank]) -> dict[tuple[str, str], Link]:
 
 
 def _slow_links(found: Mapping[tuple[str, str], Link], exposed_s: float, size: int) -> Sequence[Straggler]:
-    """Return the links that carry half of what others do, or less: their delay is what sending takes longer there."""
-    used = {pair: link for pair, link in found.items() if link.nbytes}
+    """Return the links that carry half of what most can, or less: their delay is what sending takes longer there.
+
+    In a ring all links wait for the slowest, and seem to be as slow; but one that has room for twice as much is not.
+    A host all of whose links are slow has most of them where there are few hosts: so most is the upper quarter.
+    """
     slow = []
-    for (from_host, to_host), link in used.items():
-        others: Collection[float] = [each.rate for each in used.values() if each is not link and each.rate]
-        usual = median_high(others) if others else 0.0
-        if 0 < link.rate <= usual / 2:
-            delay_s = min(exposed_s, link.most_s * (1 - link.rate / usual))
+    for (from_host, to_host), link in found.items():
+        others = sorted(each.capacity for each in found.values() if each is not link and each.capacity)
+        usual = others[len(others) * 3 // 4] if others else 0.0
+        if link.nbytes and link.capacity <= min(usual, 4 * link.rate) / 2:
+            delay_s = min(exposed_s, link.most_s * (1 - link.capacity / usual))
             who = f"link from {from_host} to {to_host}"
             slow.append(Straggler(who, "slow link", delay_s, delay_s * size, delay_s))
     return slow

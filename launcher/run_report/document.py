@@ -152,9 +152,10 @@ def _advice(late: Sequence[Straggler], of_links: Mapping[tuple[str, str], Link],
         for each in late
     ]
     for (from_host, to_host), link in of_links.items():
-        if link.measured and link.rate >= _FULL * link.measured:
-            used = f"the link from {from_host} to {to_host} is used to {100 * link.rate / link.measured:.0f} %"
-            saves.append((f"{used}: compression=int8 sends a quarter", 0.75 * min(mean.exposed_s, link.most_s)))
+        who = f"link from {from_host} to {to_host}"
+        if link.share and link.share >= _FULL and who not in {each.who for each in late}:
+            used = f"the {who} is used to {100 * link.share:.0f} %: compression=int8 sends a quarter"
+            saves.append((used, 0.75 * min(mean.exposed_s, link.most_s)))
     if why:
         saves.append((f"gradients are not reduced during backward: {why}", min(mean.exposed_s, mean.computing_s)))
     worth = {text: saves_s for text, saves_s in saves if saves_s >= 0.01 * mean.step_s}
@@ -250,7 +251,7 @@ def _timeline(steps: Mapping[int, Mapping[int, Step]], late: Sequence[int]) -> J
 
 def _link_row(pair: tuple[str, str], link: Link, steps: float) -> Json:
     used = _rounded(link.rate) if link.busy_s else None
-    share = _rounded(link.rate / link.measured) if link.measured and link.busy_s else None
+    share = None if link.share is None else _rounded(link.share)
     row = {"from": pair[0], "to": pair[1], "bytes_per_step": round(link.nbytes / max(1.0, steps))}
     return row | {"used_bytes_s": used, "measured_bytes_s": link.measured and _rounded(link.measured), "share": share}
 

@@ -51,6 +51,16 @@ def far(host):
     return 4321.5 * host
 
 
+def slow_host(rank):
+    """All links wait for those of host 2, and are used for 10 ms a step; but the first one could carry more."""
+    return {"sent": {str((rank + 1) % 3): 1e6 * (STEPS - 1)}, "send_s": {str((rank + 1) % 3): 0.01 * (STEPS - 1)}}
+
+
+CAN_CARRY = [(0, 1, 1e9), (1, 0, 8e8), (0, 2, 1.1e8), (2, 0, 1.05e8), (1, 2, 1.1e8), (2, 1, 1.2e8)]
+SLOW_LINKS = [
+    ("slow link", 10 * (1 - each / 1e9), f"link from {pair}")
+    for pair, each in (("h2 to h0", 1.05e8), ("h1 to h2", 1.1e8))
+]
 FOUND = [
     ("nobody", MadeJob(4), []),
     ("of two", MadeJob(2, late({1: 0.02})), [(LONGER, 20, "rank 1")]),
@@ -70,6 +80,7 @@ FOUND = [
     ("core", MadeJob(4, late({2: 0.02}), totals=waits_for_core(0.018)), [("core shared", 20, "rank 2")]),
     ("core and loader", MadeJob(4, late({2: 0.02}), totals=at_loader_for_core), [("core shared", 20, "rank 2")]),
     ("link", MadeJob(6, hosts=3, moves_s=0.1, totals=ring(0.010)), [("slow link", 8, "link from h1 to h2")]),
+    ("a host's links", MadeJob(3, hosts=3, moves_s=0.1, totals=slow_host), SLOW_LINKS),
     ("a link that carries more than half", MadeJob(6, hosts=3, moves_s=0.1, totals=ring(0.0038)), []),
 ]
 
@@ -78,7 +89,9 @@ FOUND = [
 @pytest.mark.parametrize(("job", "expected"), [each[1:] for each in FOUND], ids=[each[0] for each in FOUND])
 def test_each_straggler_is_named_with_its_kind_and_delay(job, expected, sync):
     job.sync, job.steps = sync, []
-    found = document(job.collected())["stragglers"]
+    collector = job.collected()
+    collector.ranks[0].about["links"] = [[*link, 1e-5] for link in CAN_CARRY] if job.totals is slow_host else []
+    found = document(collector)["stragglers"]
     assert [(each["kind"], each["who"]) for each in found] == [(kind, who) for kind, _, who in expected]
     for each, (_, delay_ms, _) in zip(found, expected, strict=True):
         assert each["delay_ms"] == pytest.approx(delay_ms, rel=0.1)
