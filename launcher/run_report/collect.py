@@ -153,8 +153,9 @@ class Collector:
 
     def _take(self, rank: Rank, kind: str, what: Said) -> None:
         if kind == "about":
-            rank.about = what
+            rank.about, rank.totals = what, {}
             rank.steps.clear()  # of another world
+            rank.marks.clear()
         elif kind == "step":
             rank.steps.append(what)
         elif kind == "totals":

@@ -58,10 +58,13 @@ def test_of_steps_the_last_are_kept_and_those_of_another_world_are_dropped():
     assert not collector.ranks[7].steps
 
 
-def test_a_restart_counts_on(clock):
+@pytest.mark.parametrize("restarts", [True, False])
+def test_steps_of_another_attempt_or_world_count_too(clock, restarts):
     collector = Collector()
+    collector.begin(1)
     for _ in range(2):
-        collector.begin(1)
+        if restarts:
+            collector.begin(1)
         say(collector, 0, about={"rank": 0})
         say(collector, 0, totals=totals(0, 4))
     assert collector.bins.by_number[0].steps == {-40: 24}
