@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 KEPT = 64  # steps
 MOST = 256  # operations of a step, its waits, and names, of which more is kept than their sum
 MOST_SPANS = 4096  # separate spans of time of a step
-MOST_OF_OTHERS = 32  # steps of other optimizers in a row, after which the one that counted is gone
+MOST_OTHERS = 32  # optimizers that step in turn
 LONGEST_NAME = 80
 GROWTH = math.log(1.05)  # of a histogram's bins
 MARKED = "mark_step"
@@ -65,7 +65,7 @@ class StepRecorder:
         self.steps: collections.deque[Step] = collections.deque(maxlen=KEPT)
         self._lock = threading.Lock()
         self._who: object = None
-        self._of_others = 0
+        self._others: set[object] = set()  # which have stepped since
         self._when_recording: list[Callable[[], object]] = []
         self._sums = dict.fromkeys(SECONDS, 0.0)
         self._examples = 0
@@ -134,15 +134,15 @@ class StepRecorder:
             self._blocked = _with(self._blocked, since_s, now_s)
 
     def stepped(self, who: object, examples: int | None = None) -> None:
-        """An optimizer has stepped; of several that step in turn, the first one ends the step.
+        """An optimizer has stepped; of several that step in turn, one ends a step; it is gone when another steps twice.
 
         who: which one, so that all ranks count alike;  MARKED: the script says so itself.
         """
-        if who != self._who and self._who is not None and who is not MARKED:
-            self._of_others += 1
-            if self._who is MARKED or self._of_others < MOST_OF_OTHERS:
-                return
-        self._who, self._of_others = who, 0
+        is_first = who not in self._others and len(self._others) < MOST_OTHERS  # since that one has stepped
+        if self._who not in (None, who) and who is not MARKED and (self._who is MARKED or is_first):
+            self._others.add(who)
+            return
+        self._who, self._others = who, set()
         if not _is_frameworks():
             self.thread = threading.get_ident()
         with self._lock:

@@ -1,9 +1,11 @@
 """What ranks record of steps, and send: each front end's steps, operations in order, and nothing while it is off."""
 
 import contextlib
+import dataclasses
 import json
 import socket
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -13,9 +15,13 @@ import ringreduce as rr
 import ringreduce.torch as hvd
 from ringreduce import runtime
 from ringreduce.monitor import reporting
+from ringreduce.monitor.sampling import Sampler
+from ringreduce.monitor.steps import StepRecorder
 from ringreduce.settings import Settings
 from ringreduce.testing import run_ranks
-from tests.support.torch_groups import groups_outlive_models  # noqa: F401
+from tests.ranks.test_torch_distributed import on_ring
+from tests.support.patience import wait_until
+from tests.support.world import on_a_pool
 
 STEPS = 4
 
@@ -160,3 +166,95 @@ def test_an_operation_is_ready_when_the_last_rank_has_submitted_it_and_is_told(s
         *("bytes", "by_algorithm", "by_name", "sent", "send_s", "lines", "samples", "cpu_s", "core_wait_s", "rss"),
         *("shm", "fusion", "no_overlap", "examples"),
     }
+
+
+def test_calls_of_the_fast_lane_are_operations_and_waits_too():
+    def program():
+        rr.stats()
+        channel = rr.ordered()
+        rr.mark_step()
+        for _ in range(20):
+            channel.allreduce_(np.ones(100))
+        rr.mark_step()
+        step = runtime.current("test").engine.recorder.steps[-1]
+        found = {each[:3] for each in step.operations}, len(step.waits) >= 20  # some are submitted in the end
+        return rr.stats()["operations"], rr.stats()["bytes"], *found
+
+    assert run_ranks(2, program) == [(20, 16_000, {("ordered", "allreduce", 800)}, True)] * 2
+
+
+class Around(torch.optim.SGD):
+    """Has another optimizer inside, as torch's ZeroRedundancyOptimizer."""
+
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        self.inside = torch.optim.SGD([parameter()], lr=0.1)
+
+    def step(self):
+        self.inside.step()
+        super().step()
+
+
+def ddp(rank, size):
+    """What DDP waits for, it waits for in C++, on a future; and of two optimizers, one in the other, one counts."""
+    rr.stats()
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Sequential(*[torch.nn.Linear(300, 300)] * 3))
+    optimizer = Around(model.parameters(), lr=0.1)
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        model(torch.ones(2, 300)).sum().backward()
+        if rank:
+            time.sleep(0.01)
+        optimizer.step()
+    recorder = runtime.current("test").engine.recorder
+    recorder.recording = False
+    return [(each.number, each.blocked_s > 0, each.moving_s >= each.hidden_s) for each in recorder.steps]
+
+
+@on_a_pool
+def test_training_over_the_backend_ring(world, tmp_path):
+    program = on_ring(ddp, tmp_path)
+    assert world(2).run(program) == [[(number, True, True) for number in range(STEPS)]] * 2
+
+
+def test_while_it_is_off_nothing_is_recorded_sent_or_counted(sent, monkeypatch):
+    for name in ("ended", "passed", "waited", "stepped"):
+        monkeypatch.setattr(StepRecorder, name, lambda *args: pytest.fail(f"{args}"))
+
+    def program():
+        calls_of(rr.DistributedOptimizer)
+        channel = rr.ordered()
+        for _ in range(5):
+            channel.allreduce_(np.ones(100))
+        rr.mark_step(7)
+        engine = runtime.current("test").engine
+        return engine.transport.traffic, engine.recorder.recording, rr.allreduce_async(np.ones(3)).recorder
+
+    assert run_ranks(2, program, settings=dataclasses.replace(sent[0], report=False)) == [(None, False, None)] * 2
+    assert not any(sent[1])
+    assert not [each for each in threading.enumerate() if each.name == "ringreduce reports"]
+
+
+@pytest.mark.parametrize("what", ["the socket goes", "it fails"])
+def test_the_job_goes_on_without_its_record(sent, tmp_path, monkeypatch, caplog, what):
+    if what == "it fails":
+        monkeypatch.setattr(Sampler, "look", lambda _: 1 // 0)
+
+    def program():
+        calls_of(rr.DistributedOptimizer)
+        if rr.rank() == 0:
+            wait_until(lambda: len(caplog.messages) == 2 if what == "it fails" else sent[1])
+            (tmp_path / "rank.json.agent").unlink()
+        rr.barrier()
+        calls_of(rr.DistributedOptimizer)
+        return rr.stats()["step"]
+
+    with caplog.at_level("WARNING", "ringreduce"):
+        assert run_ranks(2, program, settings=sent[0]) == [2 * STEPS - 2] * 2, (
+            "another optimizer counts from its second step on"
+        )
+    warnings = [
+        f"the record of steps of rank {rank} failed, and ends; the job goes on: ZeroDivisionError" for rank in (0, 1)
+    ]
+    found = sorted(each.partition(": integer")[0] for each in caplog.messages)
+    assert found == (warnings if what == "it fails" else [])

@@ -1,18 +1,24 @@
 """What is recorded of steps, by a clock that the tests set; what of it is sent, and at which line a script is."""
 
 import _thread
+import functools
 import json
 import math
 import sys
 import threading
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from ringreduce.execution.signature import Signature
 from ringreduce.monitor import sampling, steps
 from ringreduce.monitor.reporting import MOST_BYTES, shortened
 from ringreduce.monitor.steps import MARKED, MOST, Operation, StepRecorder
+from ringreduce.transport import traffic
+from ringreduce.transport.message import MessageTransport
+from ringreduce.world import World
+from tests.support.opcodes import opcodes_of
 
 
 @pytest.fixture
@@ -98,15 +104,17 @@ def test_an_operation_that_had_no_turn_began_when_it_was_submitted(recorder, clo
 
 
 def test_of_optimizers_that_step_in_turn_one_ends_a_step(recorder, clock):
-    for who in ["D", "G"] * 5:
-        step(recorder, clock, 1, who)
-    assert len(recorder.steps) == 5
-    for _ in range(steps.MOST_OF_OTHERS + 2):  # D is gone
-        step(recorder, clock, 1, "G")
-    assert len(recorder.steps) == 9
-    for who in [MARKED, "G", "D"] * 40:
-        step(recorder, clock, 1, who)
-    assert len(recorder.steps) == 49, "what the script says counts, alone"
+    for number, (who, count) in enumerate(
+        [
+            (["D", "G", "H"] * 5, 5),
+            (["G", "H"] * 3, 8),  # D is gone
+            (list(range(100)), 11),  # each optimizer makes one step
+            ([MARKED, "G", "D"] * 40, 51),  # what the script says counts, alone
+        ]
+    ):
+        for each in who:
+            step(recorder, clock, 1, each)
+        assert len(recorder.steps) == count, number
 
 
 def test_waits_count_in_the_thread_that_steps_and_in_a_framework_s_own(recorder, clock):
@@ -189,7 +197,7 @@ class Loader:
     ("run", "expected"),
     [
         (lambda own, torch, look: own["compute"](look), "train.py:6"),
-        (lambda own, torch, look: own["compute"](lambda: json.dumps(own, default=lambda _: look())), "train.py:6"),
+        (lambda own, torch, look: own["compute"](functools.partial(json.dumps, {1}, default=look)), "train.py:6"),
         (lambda own, torch, look: own["train"](own["batches"](look)), "train.py:8 (data loader)"),
         (lambda own, torch, look: own["train"](own["Loader"](look)), "train.py:15 (data loader)"),
         (lambda own, torch, look: own["train"](torch["Loader"](look)), "train.py:3 (data loader)"),
@@ -201,7 +209,7 @@ def test_the_line_of_a_script_that_a_stack_is_at(run, expected, tmp_path):
     exec(compile(TRAIN, str(tmp_path / "train.py"), "exec"), own)
     exec(compile(LOADER, "/venv/lib/python3/site-packages/torch/utils/data/dataloader.py", "exec"), torch)
 
-    def look():
+    def look(*_):
         frame = sys._getframe(1)
         while frame.f_code.co_filename == __file__:
             frame = frame.f_back
@@ -221,3 +229,43 @@ def test_where_the_kernel_says_nothing_there_are_zeros(monkeypatch, tmp_path):
     nothing = sampling.Sampler(1)
     nothing.look()
     assert (nothing.totals(), sampling.memory()) == ({"lines": {}, "samples": 1, "cpu_s": 0, "core_wait_s": 0}, (0, 0))
+
+
+def test_an_operation_costs_the_same_number_of_instructions_whatever_came_before(recorder, clock):
+    def operation():
+        ended(recorder, clock, 3, 1, 2, 2)
+        waited(recorder, clock, 1, 2)
+
+    operation()
+    first = opcodes_of(operation)
+    for _ in range(MOST - 3):
+        operation()
+    assert opcodes_of(operation) == first < 600
+    for _ in range(10 * MOST):
+        operation()
+    assert opcodes_of(operation) < first, "what is too much is counted only"
+
+
+def test_how_long_messages_to_a_rank_are_under_way(monkeypatch):
+    """Two to rank 1 that overlap, from 0 to 5 and from 3 to 7, and one to rank 2 that does not end."""
+    now, transport, requests = [0.0], MessageTransport(World(0, 1, (0,))), []
+    monkeypatch.setattr(traffic, "time", SimpleNamespace(monotonic=lambda: now[0]))
+
+    def sent(*_):
+        request = SimpleNamespace(done=False)
+        request.Test = lambda: request.done
+        requests.append(request)
+        return request
+
+    transport._comm, transport._members = SimpleNamespace(Isend=sent), range(3)
+    transport.send(np.ones(9, np.uint8), 1, 0)  # not counted
+    transport.traffic = traffic.Traffic()
+    first, _ = transport.send(np.ones(100, np.uint8), 1, 0), transport.send(np.ones(7, np.uint8), 2, 0)
+    now[0] = 3
+    second = transport.send(np.ones(11), 1, 0)
+    for work, number, until in ((first, 1, 5), (second, 3, 7)):
+        assert not work.done()
+        now[0], requests[number].done = until, True
+        assert work.done()
+        assert work.done()
+    assert (transport.traffic.nbytes, transport.traffic.seconds) == ({1: 188, 2: 7}, {1: 7})

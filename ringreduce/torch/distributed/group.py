@@ -7,11 +7,13 @@ from __future__ import annotations
 import datetime
 import functools
 import os
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import ringreduce as rr
 from ringreduce import runtime
@@ -142,13 +144,17 @@ class RingProcessGroup(Operations, dist.ProcessGroup):
 
 @functools.cache
 def _watch_optimizers() -> None:
-    """Let an optimizer's step end a step of training; one of ours says so itself."""
+    """Let an optimizer's step end a step of training, unless another step calls it; one of ours says so itself."""
 
     def stepped(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        if not isinstance(optimizer, Wrapped):
+        own = sys._getframe(1)  # of the function that torch has put around step()
+        frame = own.f_back
+        while frame is not None and frame.f_code is not own.f_code:
+            frame = frame.f_back
+        if frame is None and not isinstance(optimizer, Wrapped):
             runtime.stepped(id(optimizer))
 
-    torch.optim.optimizer.register_optimizer_step_post_hook(stepped)
+    register_optimizer_step_post_hook(stepped)
 
 
 def _by_device(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
