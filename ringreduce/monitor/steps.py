@@ -83,7 +83,7 @@ class StepRecorder:
     def start(self) -> None:
         """Record from now on, where a step begins."""
         self._begin(0)
-        self.recording = True
+        self._who, self.recording = None, True
         for action in self._when_recording:
             action()
 

@@ -16,6 +16,7 @@ from flax.training.train_state import TrainState
 
 import ringreduce as rr
 import ringreduce.jax as hvd
+from ringreduce import runtime
 
 RANK, SIZE = hvd.rank(), hvd.size()
 BATCH = 12  # for 1, 2, 3 and 4 ranks
@@ -374,3 +375,17 @@ def test_a_rank_that_is_not_in_the_process_set_steps_alone():
 def test_wrong_arguments_are_told(arguments, error, says):
     with pytest.raises(error, match=says):
         hvd.DistributedOptimizer(*arguments)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_steps_are_recorded_also_inside_jit(compiled):
+    optimizer, params = hvd.DistributedOptimizer(optax.MultiSteps(optax.sgd(0.1), 1)), first_params()
+    state, recorder = optimizer.init(params), runtime.current("test").engine.recorder
+    recorder.start()
+    update = jax.jit(optimizer.update) if compiled else optimizer.update
+    for step in range(5):
+        _, state = update(jax.grad(loss_of)(params, share(step)), state, params)
+        jax.block_until_ready(state)
+    recorder.recording = False
+    assert [each.number for each in recorder.steps][-4:] == [1, 2, 3, 4]
+    assert all(each.waits or SIZE == 1 for each in list(recorder.steps)[-4:]), "the thread that waits is XLA's"

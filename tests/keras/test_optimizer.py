@@ -11,6 +11,7 @@ import pytest
 
 import ringreduce as rr
 import ringreduce.keras as hvd
+from ringreduce import runtime
 from tests.keras import models
 from tests.support.tiers import parted
 
@@ -53,7 +54,12 @@ def test_ranks_train_as_one_process(case):
         hvd.DistributedOptimizer(sgd())
     make, options, alone, compiled = CASES[case]
     wrapped = hvd.DistributedOptimizer(make(), **options)
+    recorder = runtime.current("test").engine.recorder
+    recorder.start()
     trained = models.fit(models.model(), wrapped, together=True, **compiled)
+    recorder.recording = False
+    steps = int(wrapped.iterations) // (getattr(wrapped, "gradient_accumulation_steps", None) or 1)
+    assert recorder.steps[-1].number + 1 == steps, "each is recorded, also in compiled code"
     models.equal_on_all_ranks(trained)
     models.close(trained, models.fit(models.model(), alone(), together=False))
 

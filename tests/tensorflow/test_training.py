@@ -7,6 +7,7 @@ import tensorflow as tf
 
 import ringreduce.tensorflow as hvd
 import ringreduce.tensorflow.keras
+from ringreduce import runtime
 
 RANK, SIZE = hvd.rank(), hvd.size()
 TABLE, FACTORS, UNUSED = tf.Variable(tf.ones([5, 2])), tf.Variable([1.0, 2.0]), tf.Variable(1.0)
@@ -101,3 +102,18 @@ def test_optimizers_are_those_of_keras():
     assert ringreduce.tensorflow.keras.callbacks is ringreduce.keras.callbacks
     with pytest.raises(TypeError, match=r"expected an optimizer of Keras 3, got a .*GradientDescentOptimizer"):
         hvd.DistributedOptimizer(tf.compat.v1.train.GradientDescentOptimizer(0.1))
+
+
+@pytest.mark.quick
+def test_steps_are_recorded_also_in_a_graph(run):
+    def step():
+        with hvd.DistributedGradientTape(tf.GradientTape(), sparse_as_dense=True) as tape:
+            value = loss()
+        return tape.gradient(value, [TABLE, FACTORS])
+
+    recorder, step = runtime.current("test").engine.recorder, run(step)
+    recorder.start()
+    for _ in range(5):
+        step()
+    recorder.recording = False
+    assert [each.number for each in recorder.steps][-4:] == [1, 2, 3, 4]

@@ -1,0 +1,150 @@
+"""What it costs to record steps, as `ringrun --report` does: a training step with and without, in turns; and by calls.
+
+    ringrun -np 2 python bench/observing.py
+    ringrun -np 4 python bench/observing.py --batches 4 --json observing.json
+
+The model and the step of bench/train_step.py, with `ringreduce.torch.DistributedOptimizer`. Rows: not recorded; steps
+recorded and reported to ringrun. Columns: time of a step (median of several runs, of the slowest rank), and how much
+longer it is than without (median of the runs' own values). Noise of the machine is larger than what is looked for, so
+below stands what each thing that is done takes alone, and what that makes of a step, were nothing of it hidden.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import operator
+import statistics
+import sys
+import time
+from collections.abc import Iterator
+
+import numpy as np
+from common import Action, Column, Report, about, in_turns, is_printing, microseconds, parse, parser, seconds_per_call
+from contenders import has
+from train_step import SECONDS_PER_RUN, WARM_UP_STEPS, Trainee, batch_of, new_model, optimizer_of
+
+import ringreduce as rr
+from ringreduce import runtime
+from ringreduce.monitor import reporting
+from ringreduce.monitor.reporting import SAMPLE_S, TOTALS_S, Reporting
+from ringreduce.monitor.steps import StepRecorder
+
+OFF, ON = "not recorded", "recorded, reported"
+COLUMNS = (
+    Column("batch", "batch", "", 6, "d"),
+    Column("who", "  who", width=20, left=True),
+    Column("time_ms", "time", "ms", 9, ".3f"),
+    Column("overhead_percent", "overhead", "%", 9, ".2f"),
+)
+
+
+def arguments() -> argparse.Namespace:
+    """The command line."""
+    made = parser(__doc__, runs=15)
+    made.add_argument("--batches", nargs="+", type=int, default=[1], metavar="N", help="sequences of a rank (1)")
+    return parse(made)
+
+
+@contextlib.contextmanager
+def recorded() -> Iterator[Reporting]:
+    """In it this rank's steps are recorded and reported, as with RINGREDUCE_REPORT=1."""
+    engine = runtime.current("observing").engine
+    algorithms, fusion_bytes = engine.states[0].algorithms, engine.fusion_buffer.total_bytes
+    engine.record()
+    us = reporting.about(engine.host, engine.settings, algorithms, 0.0)
+    made = Reporting(engine.recorder, engine.transport, engine.host, us, fusion_bytes)
+    try:
+        yield made
+    finally:
+        made._ending.set()
+        made._thread.join()
+        engine.recorder.recording, engine.transport.traffic = False, None
+
+
+class Recorded:
+    """What is done while steps are recorded."""
+
+    def __init__(self, action: Action) -> None:
+        self.action = action
+
+    def __call__(self) -> object:
+        """Do it."""
+        return self.action()
+
+
+def timer(action: Action, calls: int) -> float:
+    """Of a turn."""
+    with recorded() if isinstance(action, Recorded) else contextlib.nullcontext():
+        return seconds_per_call(action, calls)
+
+
+def microseconds_each(action: Action, calls: int = 2000) -> float:
+    """The fastest of five times so many calls."""
+
+    def once() -> float:
+        start = time.perf_counter()
+        for _ in range(calls):
+            action()
+        return (time.perf_counter() - start) / calls * 1e6
+
+    return min(once() for _ in range(5))
+
+
+def of_a_step(step: Action, report: Report, step_s: float) -> None:
+    """What each part takes, and how much of a step that makes."""
+    operation, scratch = rr.allreduce_async(np.ones(10)), StepRecorder()
+    operation.wait()
+    scratch.start()
+    with recorded() as made:
+        for _ in range(3):
+            step()
+        last = made._recorder.steps[-1]
+        parts = {
+            "an operation": (microseconds_each(lambda: scratch.ended(operation)), last.count),
+            "a wait": (microseconds_each(lambda: scratch.waited("w", time.monotonic())), len(last.waits)),
+            "the end of a step": (microseconds_each(lambda: scratch.stepped(1)), 1),
+            "a look at the script": (microseconds_each(made._sampler.look), step_s / statistics.mean(SAMPLE_S)),
+            "a report": (microseconds_each(made._send_totals, 100), step_s / TOTALS_S),
+        }
+    for name, (each_us, count) in parts.items():
+        report.say(f"# {name}: {each_us:.1f} us, {count:.2f} in a step")
+    share = sum(each_us * count for each_us, count in parts.values()) / (step_s * 1e6)
+    report.say(f"# together {100 * share:.3f} % of a step of {1e3 * step_s:.1f} ms")
+
+
+def main() -> None:
+    """Measure batch by batch."""
+    options = arguments()
+    if not has("torch"):
+        sys.exit("bench/observing.py needs torch: pip install '.[bench]'")
+    import torch
+
+    import ringreduce.torch as rrt
+
+    torch.set_num_threads(1)
+    rr.init()
+    note = f"median of {options.runs} runs, the rows in turns, of the slowest rank"
+    report = Report("observing", about(hosts=len(set(rr.info().hosts))), COLUMNS, is_printing(), note)
+    for number in options.batches:
+        model = new_model(options.quick)
+        batch = batch_of(number, model.position.num_embeddings)
+        trainee = Trainee(model, rrt.DistributedOptimizer(optimizer_of(model), model.named_parameters()))
+        for _ in range(WARM_UP_STEPS):
+            trainee.step(*batch)
+        step = lambda trainee=trainee, batch=batch: trainee.step(*batch)  # noqa: E731
+        seconds = 0.01 if options.quick else SECONDS_PER_RUN
+        times = in_turns({OFF: step, ON: Recorded(step)}, options.runs, seconds, timer=timer)
+        for name, each in times.items():
+            row = microseconds(each)
+            ratio = statistics.median(map(operator.truediv, each, times[OFF]))
+            more = {"overhead_percent": None if name == OFF else 100 * (ratio - 1)}
+            report.add(
+                {"batch": number, "who": f"  {name}", "wrong": None, "time_ms": row["time_us"] / 1e3, **row, **more}
+            )
+        of_a_step(step, report, statistics.median(times[OFF]))
+    report.finish(options)
+
+
+if __name__ == "__main__":
+    main()
