@@ -65,7 +65,7 @@ def start(comm: Any, process_sets: Sequence[Any], dynamic: bool) -> list[tuple[i
         os.register_at_fork(before=_before_fork, after_in_child=_after_fork)
     _generations += 1
     _process_id = os.getpid()
-    excepthook.install(settings.error_file)  # from here on the other ranks may wait for this one
+    excepthook.install(settings.error_file, _report)  # from here on the other ranks may wait for this one
     transport = MessageTransport(world)
     try:
         own, all_sets = static_sets(world, process_sets)
@@ -81,6 +81,12 @@ def start(comm: Any, process_sets: Sequence[Any], dynamic: bool) -> list[tuple[i
         world.free()  # raised on all ranks, so all free it
         raise
     return [(1 + all_sets.index(members), members) for members in own]
+
+
+def _report() -> None:
+    """Report the last steps."""
+    if process.runtime is not None and process.runtime.engine.reporting is not None:
+        process.runtime.engine.reporting.close()
 
 
 def _log_init(made: Runtime) -> None:

@@ -74,7 +74,7 @@ class Collective:
     def ended(self) -> None:
         """It has run: also inside compiled code, where no optimizer is called, this shows where a step ends."""
         if self.ends_step:
-            runtime.stepped((self.place, self.name, self.names))
+            runtime.stepped((self.place, self.name, *(self.names or ())))
 
     @property
     def by_rows(self) -> bool:

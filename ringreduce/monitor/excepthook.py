@@ -9,6 +9,7 @@ import json
 import os
 import sys
 import traceback
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
@@ -22,12 +23,13 @@ INTERRUPTED_EXIT_CODE = 130
 _previous_hook: Any = None
 
 
-def install(error_file: str) -> None:
+def install(error_file: str, at_end: Callable[[], object] = lambda: None) -> None:
     """Let uncaught exceptions end the job. No effect in a job of one rank without `error_file`.
 
     Before init(), and for scripts without ringreduce, launcher/hook/sitecustomize.py does this under ringrun.
 
     error_file: where the report is written for ringrun, which then ends the other ranks; empty: MPI_Abort ends them.
+    at_end: is called before this process ends so; it does not raise.
     """
     global _previous_hook
     uninstall()
@@ -40,6 +42,7 @@ def install(error_file: str) -> None:
             previous(kind, exc, trace)
         if error_file:
             write_report(error_file, kind, exc, trace)
+        at_end()
         flush()
         code = INTERRUPTED_EXIT_CODE if interrupted else EXIT_CODE
         if error_file:

@@ -63,7 +63,7 @@ class StepRecorder:
         self.recording = False
         self.thread = threading.get_ident()  # that trains: so far the one that called init()
         self.steps: collections.deque[Step] = collections.deque(maxlen=KEPT)
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal handler of the script may call a collective
         self._who: object = None
         self._others: set[object] = set()  # which have stepped since
         self._when_recording: list[Callable[[], object]] = []
@@ -100,7 +100,8 @@ class StepRecorder:
         """A submission has ended."""
         begun_s, nbytes = it.begun_s or it.submitted_s, sum([each.nbytes for each in it.inputs or it.outputs])
         times = it.submitted_s, it.ready_s or begun_s, begun_s, time.monotonic()
-        self._add(Operation(it.signature.unnumbered.name, it.signature.kind, nbytes, *times, it.algorithm))
+        kind, name, _, _, numbered = it.signature
+        self._add(Operation(name.rpartition(".")[0] if numbered else name, kind, nbytes, *times, it.algorithm))
 
     def passed(self, name: str, kind: str, nbytes: int, since_s: float, algorithm: str | None) -> None:
         """The fast lane has waited for an operation; algorithm None: which has not ended, and is submitted now."""

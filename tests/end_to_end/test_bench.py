@@ -412,3 +412,11 @@ def test_everything_for_gpus_is_run_and_told_whatever_fails(tmp_path):
 def test_what_there_was_no_time_for_is_told_and_is_no_success(tmp_path):
     finished = run([PYTHON, PROGRAMS / "everything.py", tmp_path, "--minutes", 0], PYTHONPATH=BOTH, returncode=1)
     assert "begun" not in finished.stdout
+
+
+def test_recording_steps(tmp_path):
+    finished = ringrun(PYTHON, 2, BENCH / "observing.py", "--quick", "--json", tmp_path / "rows.json")
+    rows = kept_by(finished, tmp_path)["rows"]
+    assert [row["who"].strip() for row in rows] == ["not recorded", "recorded, reported"]
+    assert re.search(r"# an operation: [\d.]+ us, 1\.00 in a step", finished.stdout)
+    assert "# together " in finished.stdout

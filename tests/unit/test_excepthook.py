@@ -1,8 +1,10 @@
 import json
+import sys
 
 import pytest
 
 from ringreduce.errors import PeerLostError
+from ringreduce.monitor import excepthook
 from ringreduce.monitor.excepthook import write_report
 
 pytestmark = pytest.mark.usefixtures("log_as_after_init")
@@ -32,3 +34,14 @@ def test_a_report_that_cannot_be_written_is_told(tmp_path, capsys):
     told = capsys.readouterr().err
     assert "ringreduce: the report of this failure could not be written" in told
     assert "it was ValueError: x" in told
+
+
+def test_before_the_process_ends_there_is_a_last_report(tmp_path, monkeypatch):
+    done = []
+    monkeypatch.setattr(excepthook.os, "_exit", done.append)
+    excepthook.install(str(tmp_path / "rank0.json"), lambda: done.append("reported"))
+    try:
+        sys.excepthook(*raised(ValueError("x")))
+    finally:
+        excepthook.uninstall()
+    assert done == ["reported", 1]
