@@ -15,6 +15,7 @@ from collections.abc import Callable
 
 from ringreduce.execution.signature import Signature
 from ringreduce.execution.submission import Handle, Submission
+from ringreduce.monitor.steps import label
 from ringreduce.settings import Settings
 from ringreduce.transport.base import EngineTransport
 from ringreduce.transport.waiting import WaitsFor
@@ -120,7 +121,7 @@ class Inbox:
             with self.lock:
                 self._waiting.remove(handle)
             if handle.recorder is not None:
-                handle.recorder.waited(handle.signature.unnumbered.name, since_s)
+                handle.recorder.waited(label(handle.signature.unnumbered.name, handle.process_set), since_s)
 
     def waited_for(self) -> list[Handle]:
         """The handles that threads wait for, the longest first; with `lock` held."""

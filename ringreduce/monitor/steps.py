@@ -101,7 +101,8 @@ class StepRecorder:
         begun_s, nbytes = it.begun_s or it.submitted_s, sum([each.nbytes for each in it.inputs or it.outputs])
         times = it.submitted_s, it.ready_s or begun_s, begun_s, time.monotonic()
         kind, name, _, _, numbered = it.signature
-        self._add(Operation(name.rpartition(".")[0] if numbered else name, kind, nbytes, *times, it.algorithm))
+        name = label(name.rpartition(".")[0] if numbered else name, it.process_set)
+        self._add(Operation(name, kind, nbytes, *times, it.algorithm))
 
     def passed(self, name: str, kind: str, nbytes: int, since_s: float, algorithm: str | None) -> None:
         """The fast lane has waited for an operation; algorithm None: which has not ended, and is submitted now."""
@@ -178,6 +179,11 @@ class StepRecorder:
                 "by_name": {name: list(row) for name, row in self._by_name.items()},
                 "examples": self._examples or None,
             }
+
+
+def label(name: str, process_set: int) -> str:
+    """An operation's name for who reads a record: sets of a sweep's teams have operations of one name."""
+    return f"{name} (set {process_set})" if process_set > 0 else name
 
 
 def _is_frameworks() -> bool:

@@ -35,7 +35,7 @@ def recorder(clock):
     return made
 
 
-def ended(recorder, clock, at, submitted, ready, begun, name="w", nbytes=(300, 700)):
+def ended(recorder, clock, at, submitted, ready, begun, name="w", nbytes=(300, 700), process_set=0):
     clock.s = 100 + at
     recorder.ended(
         SimpleNamespace(
@@ -45,6 +45,7 @@ def ended(recorder, clock, at, submitted, ready, begun, name="w", nbytes=(300, 7
             ready_s=100 + ready,
             begun_s=100 + begun,
             algorithm="shared",
+            process_set=process_set,
         )
     )
 
@@ -57,6 +58,13 @@ def waited(recorder, clock, since, until, name="w"):
 def step(recorder, clock, at, who=1, **options):
     clock.s = 100 + at
     recorder.stepped(who, **options)
+
+
+def test_operations_of_one_name_in_several_process_sets_are_told_apart(recorder, clock):
+    for process_set in (0, 2):
+        ended(recorder, clock, 3, 1, 2, 2, process_set=process_set)
+    step(recorder, clock, 4)
+    assert [each.name for each in recorder.steps[-1].operations] == ["w", "w (set 2)"]
 
 
 def test_the_times_of_a_step_that_is_known(recorder, clock):
