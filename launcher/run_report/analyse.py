@@ -152,6 +152,18 @@ def shares(steps: Collection[Mapping[int, Step]]) -> dict[int, Shares]:
     return dict(found)
 
 
+def average(each: Collection[Shares]) -> Shares:
+    """Return what the time of all ranks went to."""
+    found, count = Shares(), max(1, len(each))
+    for one in each:
+        found.step_s += one.step_s / count
+        found.exposed_s += one.exposed_s / count
+        found.hidden_s += one.hidden_s / count
+        for rank, waiting_s in one.waiting.items():
+            found.waiting[rank] += waiting_s / count
+    return found
+
+
 def _last(by_rank: Mapping[int, Step]) -> dict[Key, tuple[int, float]]:
     """Return which rank submits each operation last, and when."""
     last: dict[Key, tuple[int, float]] = {}
