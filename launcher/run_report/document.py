@@ -32,8 +32,9 @@ def document(collector: Collector) -> Json:
     job, ranks, bins, events = _snapshot(collector)
     steps = _steps(ranks)
     measured = shares(steps.values()) or {rank: _of_totals(each) for rank, each in ranks.items() if each.totals}
-    of_links, hosts = links(ranks), host_names(ranks)
-    late = stragglers(measured, gains(steps), ranks, of_links)
+    all_links, hosts = links(ranks), host_names(ranks)
+    of_links = {pair: link for pair, link in all_links.items() if link.nbytes}
+    late = stragglers(measured, gains(steps), ranks, all_links)
     first = next((each for each in ranks.values() if each.about.get("rank") == 0), Rank(deque()))
     mean = average(measured.values())
     parts = _parts(mean)
@@ -50,7 +51,7 @@ def document(collector: Collector) -> Json:
         "ranks": [_rank_row(rank, each, measured.get(rank), hosts) for rank, each in sorted(ranks.items())],
         "stragglers": [_straggler_row(each) for each in late],
         "timeline": _timeline(steps, [rank for each in late for rank in each.ranks]),
-        "links": [_link_row(pair, each, first.recent("step")) for pair, each in sorted(of_links.items()) if each.nbytes],
+        "links": [_link_row(pair, of_links[pair], first.recent("step")) for pair in sorted(of_links)],
         "algorithms": _algorithms(ranks, first.about.get("algorithms") or ()),
         "tensors": _tensors(ranks),
         "memory": [{"t_s": at_s, "rss_max": each.rss, "shm_max": each.shm} for at_s, each in bins.items() if each.rss],
