@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ringreduce import runtime
-from ringreduce.monitor.steps import MARKED
+from ringreduce.monitor.steps import MARKED, SECONDS
 
 
 def mark_step(examples: int | None = None) -> None:
@@ -45,11 +45,8 @@ def stats() -> dict[str, Any]:
     last = engine.recorder.steps[-1]
     return {
         "step": last.number,
-        "step_s": last.step_s,
+        **{name: getattr(last, name) for name in SECONDS},
         "computing_s": last.step_s - last.blocked_s,
-        "blocked_s": last.blocked_s,
-        "moving_s": last.moving_s,
-        "hidden_s": last.hidden_s,
         "operations": last.count,
         "bytes": last.nbytes,
         "examples_per_s": None if last.examples is None else last.examples / last.step_s,

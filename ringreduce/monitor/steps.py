@@ -15,8 +15,8 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 KEPT = 64  # steps
-MOST = 256  # operations of a step, its waits, and names, of which more is kept than their sum
-MOST_SPANS = 4096  # separate spans of time of a step
+MOST = 256  # operations of a step that are kept, waits, and names
+MOST_SPANS = 4096  # operations, and waits, of a step whose times are known: of more the first ones
 MOST_OTHERS = 32  # optimizers that step in turn
 LONGEST_NAME = 80
 GROWTH = math.log(1.05)  # of a histogram's bins
@@ -119,7 +119,8 @@ class StepRecorder:
             step.nbytes += nbytes
             if step.count <= MOST:
                 step.operations.append(operation)
-            self._moving = _with(self._moving, ready_s, ended_s)
+            if step.count <= MOST_SPANS:
+                self._moving.append((ready_s, ended_s))
             sums = (self._by_algorithm, f"{algorithm or kind} {size}"), (self._by_name, name[:LONGEST_NAME])
             for found, key in sums:
                 row = found.setdefault(key if key in found or len(found) < MOST else "others", [0, 0, 0.0])
@@ -133,7 +134,8 @@ class StepRecorder:
         with self._lock:
             if len(self._step.waits) < MOST:
                 self._step.waits.append((name, since_s, now_s))
-            self._blocked = _with(self._blocked, since_s, now_s)
+            if len(self._blocked) < MOST_SPANS:
+                self._blocked.append((since_s, now_s))
 
     def stepped(self, who: object, examples: int | None = None) -> None:
         """An optimizer has stepped; of several that step in turn, one ends a step; it is gone when another steps twice.
@@ -189,15 +191,6 @@ def label(name: str, process_set: int) -> str:
 def _is_frameworks() -> bool:
     """True in a thread that Python has not started, such as XLA's, or autograd's of a GPU: it computes a step, too."""
     return isinstance(threading.current_thread(), threading._DummyThread)
-
-
-def _with(spans: Spans, low: float, high: float) -> Spans:
-    """One span more; many become fewer."""
-    spans.append((low, high))
-    if len(spans) < MOST_SPANS:
-        return spans
-    spans = united(spans)
-    return [(spans[0][0], spans[len(spans) // 2][1]), *spans[len(spans) // 2 + 1 :]]
 
 
 def united(spans: Spans, since: float = -math.inf) -> Spans:
