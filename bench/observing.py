@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import operator
 import statistics
 import sys
@@ -79,16 +80,17 @@ def timer(action: Action, calls: int) -> float:
         return seconds_per_call(action, calls)
 
 
-def microseconds_each(action: Action, calls: int = 2000) -> float:
-    """The fastest of five times so many calls."""
+def microseconds_each(action: Action, calls: int = 200, before: Action = lambda: None) -> float:
+    """The fastest of ten times so many calls.  before: each time."""
 
     def once() -> float:
+        before()
         start = time.perf_counter()
         for _ in range(calls):
             action()
         return (time.perf_counter() - start) / calls * 1e6
 
-    return min(once() for _ in range(5))
+    return min(once() for _ in range(10))
 
 
 def of_a_step(step: Action, report: Report, step_s: float) -> None:
@@ -96,16 +98,20 @@ def of_a_step(step: Action, report: Report, step_s: float) -> None:
     operation, scratch = rr.allreduce_async(np.ones(10)), StepRecorder()
     operation.wait()
     scratch.start()
+    stepped = functools.partial(scratch.stepped, 1)
     with recorded() as made:
         for _ in range(3):
             step()
         last = made._recorder.steps[-1]
         parts = {
-            "an operation": (microseconds_each(lambda: scratch.ended(operation)), last.count),
-            "a wait": (microseconds_each(lambda: scratch.waited("w", time.monotonic())), len(last.waits)),
-            "the end of a step": (microseconds_each(lambda: scratch.stepped(1)), 1),
+            "an operation": (microseconds_each(lambda: scratch.ended(operation), before=stepped), last.count),
+            "a wait": (
+                microseconds_each(lambda: scratch.waited("w", time.monotonic()), before=stepped),
+                len(last.waits),
+            ),
+            "the end of a step": (microseconds_each(stepped), 1),
             "a look at the script": (microseconds_each(made._sampler.look), step_s / statistics.mean(SAMPLE_S)),
-            "a report": (microseconds_each(made._send_totals, 100), step_s / TOTALS_S),
+            "a report": (microseconds_each(made._send_totals, 20), step_s / TOTALS_S),
         }
     for name, (each_us, count) in parts.items():
         report.say(f"# {name}: {each_us:.1f} us, {count:.2f} in a step")
