@@ -41,6 +41,7 @@ def test_equal_links_leave_all_as_it_is(count):
     links = judged(found(count, lambda source, to: 1.0 + 0.01 * (source + to)), *numbered(count))
     assert links.order == tuple(range(100, 100 + count))
     assert (links.names, links.slow, str(links)) == ((), (), "")
+    assert dict(links.gbs)[100, 101] == 1.01, "between the hosts of these numbers"
 
 
 @pytest.mark.parametrize("count", [3, 4, 5, 8, 64])
