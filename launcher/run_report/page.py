@@ -41,7 +41,10 @@ def render(report: dict[str, Any]) -> str:
     )
     environment.filters["quantity"] = quantity
     plotly = base64.b64encode(gzip.compress(get_plotlyjs().encode(), mtime=0)).decode()
-    return environment.get_template(TEMPLATE).render(report=report, plotly=plotly)
+    try:
+        return environment.get_template(TEMPLATE).render(report=report, plotly=plotly)
+    except jinja2.UndefinedError as error:
+        raise UsageError(f"report.json lacks what a report has: {error}") from error
 
 
 def quantity(value: Any, kind: str) -> str:

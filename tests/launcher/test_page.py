@@ -116,9 +116,11 @@ def test_a_page_of_everything_is_small_enough():
     assert len(render(report).encode()) <= MOST_BYTES
 
 
-def test_another_version_and_what_is_not_installed_are_errors(monkeypatch):
+def test_what_cannot_be_shown_is_an_error(monkeypatch):
     with pytest.raises(UsageError, match=r"^report\.json is of version 2, and this ringrun shows version 1$"):
         render({"version": 2})
+    with pytest.raises(UsageError, match=r"^report\.json lacks what a report has: .* has no attribute "):
+        render({"version": 1})
     monkeypatch.setitem(sys.modules, "plotly.offline", None)
     with pytest.raises(
         UsageError, match=r"^report\.html needs Jinja2 and Plotly: pip install '\.\[report\]' in a clone"

@@ -37,7 +37,11 @@ def made(size: int, per_host: int, minutes: int, *, failed: bool = False, slow: 
     """Return a report of `size` ranks, `per_host` on each host, where rank `slow` gets its data late."""
     chance = random.Random(size)
     hosts = [f"gpu-{chr(97 + k)}" if size <= 64 else f"node{k:03}" for k in range(size // per_host)]
-    ranks = [_rank(rank, hosts[rank // per_host], slow, failed, chance) for rank in range(size)]
+    ranks = [
+        _rank(rank, hosts[rank // per_host], slow, "" if size == 2 else "exit code 0", chance) for rank in range(size)
+    ]
+    if failed:
+        ranks[7]["end"] = "exit code 1"
     who = "other ranks" if slow is None else f"rank {slow} (host {hosts[slow // per_host]})"
     step = _step(ranks, minutes)
     return {
@@ -88,7 +92,7 @@ def _step(ranks, minutes):
     )
 
 
-def _rank(rank, host, slow, failed, chance):
+def _rank(rank, host, slow, end, chance):
     late = 4.0 if slow is None else 23.0
     times = {
         "computing_ms": round(180 + chance.uniform(-3, 3) + late * (rank == slow), 1),
@@ -98,7 +102,6 @@ def _rank(rank, host, slow, failed, chance):
     about = {"rank": rank, "host": host, "pid": 4000 + 7 * rank, "device": f"cuda:{rank % 8}", "steps": 8400}
     total = {"step_ms": round(sum(times.values()), 1), "hidden_ms": round(chance.uniform(40, 46), 1)}
     memory = {"rss": (4000 + rank) * MIB, "shm": 64 * MIB, "fusion": 32 * MIB}
-    end = "exit code 1" if failed and rank == 7 else ""
     return about | total | times | {"core_wait_ms": round(chance.uniform(0, 0.4), 1)} | memory | {"end": end}
 
 
@@ -171,9 +174,16 @@ def _moved(steps):
     tensors = ((name, steps, (25 - k % 3) * MIB * steps, round(3.1 * 0.96**k, 2)) for k, name in names)
     algorithms = rows(
         "algorithm up_to_bytes count bytes ms why",
-        ("hierarchical", 32 * MIB, 24 * steps, 600 * MIB * steps, 51.2, "cost model: 2.1 ms, ring would take 3.4"),
-        ("ring", 4 * MIB, 3 * steps, 9 * MIB * steps, 4.4, "cost model: 1.3 ms"),
-        ("direct", 4096, steps, 8 * steps, 0.1, "below 4 KiB: fewest messages"),
+        (
+            "hierarchical",
+            32 * MIB,
+            24 * steps,
+            600 * MIB * steps,
+            51 * steps,
+            "cost model: 2.1 ms, ring would take 3.4",
+        ),
+        ("ring", 4 * MIB, 3 * steps, 9 * MIB * steps, 4 * steps, "cost model: 1.3 ms"),
+        ("direct", 4096, steps, 8 * steps, steps, "below 4 KiB: fewest messages"),
     )
     return {"algorithms": algorithms, "tensors": rows("name count bytes ms_per_step", *tensors)}
 
