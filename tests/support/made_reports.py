@@ -1,7 +1,7 @@
 """Made run reports of version 1, as `ringrun --report` writes them: what a page is drawn from without a job.
 
-`python -m tests.support.made_reports FOLDER` writes report.json and report.html of each there, and, with Chromium,
-pictures of them: light and dark, 390 and 1600 pixels wide.
+`python -m tests.support.made_reports FOLDER` writes report.json and report.html of each there, and pictures of them by
+Chromium: light and dark, 390 and 1600 pixels wide.
 """
 
 import json
@@ -134,7 +134,8 @@ def _stragglers(who, size, hosts):
 
 
 def _shown(size, slow):
-    return sorted({*range(min(size, 15)), size - 1 if slow is None else slow, min(size, 16) - 1})[:16]
+    """As `ringrun` chooses them: the stragglers, and the first ranks."""
+    return sorted([*([] if slow is None else [slow]), *(rank for rank in range(size) if rank != slow)][:16])
 
 
 def _line(rank, slow, chance):
@@ -205,6 +206,7 @@ def of_nothing() -> dict:
     report = made(2, 2, 3)
     report |= {key: type(value)() for key, value in report.items() if isinstance(value, list)}
     step = dict.fromkeys(report["step"], 0) | {"examples_per_s": None}
+    report["job"]["hosts"] = {}
     return report | {"step": step, "timeline": None, "versions": {}, "no_overlap": "", "sentence": "no step has ended"}
 
 
