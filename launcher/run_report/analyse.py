@@ -76,8 +76,8 @@ class Shares:
 
 
 Gains = Mapping[tuple[Key | None, Key], Mapping[int, float]]
-"""How long ranks take from an operation's results, or those of the step before, to the next after which some rank waits;
-only ranks that have waited for the same can be compared."""
+"""How long ranks take from the results of an operation, or of the step before, to the next one after which some rank
+waits; only ranks that have waited for the same can be compared."""
 
 
 def parsed(said: Said, ahead_s: float) -> Step:
