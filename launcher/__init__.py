@@ -13,7 +13,7 @@ The manual is `ringrun -h` (the docstring of cli.py). From the user's shell down
               └ rank  hook/                              the user's command; the hook reports a Python exception
     ringrun ↔ agent   connection/                        a socket: mpirun's own streams mix lines and name no rank
     nodes without ssh join/                              each runs ringrun join: a head, and others that it uses
-    other commands    doctor/ · stacks · build (--check-build)
+    other commands    doctor/ · stacks · top · build (--check-build)
     in torch          torch_backend                      its entry point: names the backend "ring"
     everywhere        text · errors · folders
 """

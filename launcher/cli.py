@@ -4,6 +4,7 @@
     ringrun join python train.py                 on each node: one job of nodes without ssh
     ringrun doctor -H h1,h2                      check hosts and the links between them
     ringrun stacks [JOB]                         list jobs, or show what a job's ranks do
+    ringrun top [JOB]                            watch a job: its steps, and who waits for whom
 
 It uses Open MPI or MPICH, whichever the mpi4py of that Python loads. A rank is one of the N
 processes, and its number; its local rank is its number on its host. docs/ringrun.md says more.
@@ -75,7 +76,13 @@ and a variable, RINGREDUCE_LOG_LEVEL; the first of them counts. horovodrun's fla
 
 _USAGE = "ringrun [-np N] [options] command [arguments …]"
 
-_SUBCOMMANDS = {"doctor": "doctor", "stacks": "stacks", "report": "run_report.command", "join": "join.command"}
+_SUBCOMMANDS = {
+    "doctor": "doctor",
+    "join": "join.command",
+    "report": "run_report.command",
+    "stacks": "stacks",
+    "top": "top",
+}
 """First words that are no command to run: modules whose `run(arguments)` does them."""
 
 

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from .errors import LauncherError, UsageError
-from .job.control_socket import RunningJob, ask, find_jobs
+from .job.control_socket import STACKS, RunningJob, ask, find_jobs
 from .report.card import duration
 from .text import columns, counted, shortened
 
@@ -26,15 +26,13 @@ def run(arguments: Sequence[str]) -> int:
     if arguments in (["-h"], ["--help"]):
         print(__doc__.strip() if __doc__ else "")
         return 0
-    if len(arguments) > 1 or any(argument.startswith("-") for argument in arguments):
-        raise UsageError(f"ringrun stacks {shlex.join(arguments)}: expected at most one JOB, a process number")
     jobs = find_jobs()
     if not arguments:
         print("\n".join(table(jobs, time.monotonic())))
         return 0
-    job = _chosen(arguments[0], jobs)
+    job = chosen("stacks", arguments, jobs)
     try:
-        text = ask(job)
+        text = ask(job, STACKS)
     except OSError as error:
         raise LauncherError(f"job {job.pid} does not answer: {error.strerror or error}; it may have ended") from error
     if not text:
@@ -68,12 +66,16 @@ def describe(job: RunningJob, now_s: float) -> str:
     return f"job {job.pid}: {shlex.join(job.command)}; {ranks}, for {duration(now_s - job.since_s)}"
 
 
-def _chosen(text: str, jobs: Sequence[RunningJob]) -> RunningJob:
+def chosen(subcommand: str, arguments: Sequence[str], jobs: Sequence[RunningJob]) -> RunningJob:
+    """Return the one of `jobs` that the arguments of this subcommand name; UsageError if it is none of them."""
+    if len(arguments) > 1 or arguments[0].startswith("-"):
+        raise UsageError(f"ringrun {subcommand} {shlex.join(arguments)}: expected at most one JOB, a process number")
+    text = arguments[0]
     for job in jobs:
         if text == str(job.pid):
             return job
     running = f"your jobs are: {', '.join(str(job.pid) for job in jobs)}" if jobs else "no job of yours runs here"
     if not (text.isascii() and text.isdecimal()):
-        raise UsageError(f"ringrun stacks {text}: JOB is the process number of a ringrun; {running}")
+        raise UsageError(f"ringrun {subcommand} {text}: JOB is the process number of a ringrun; {running}")
     what = "is no ringrun of yours with a running job" if Path(f"/proc/{int(text)}").exists() else "does not exist"
-    raise UsageError(f"ringrun stacks {text}: process {text} {what}; {running}")
+    raise UsageError(f"ringrun {subcommand} {text}: process {text} {what}; {running}")

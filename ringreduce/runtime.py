@@ -61,6 +61,7 @@ class Runtime:
         self.enter(setup)
         self._status_server = status_server or StatusServer(settings.error_file, str)
         self._status_server.waiting_for = lambda: self.engine.activity.waiting_for()
+        self._status_server.record = lambda for_s: self.engine.report(for_s)
 
     def enter(self, setup: Setup) -> None:
         """Start the engine of a world."""

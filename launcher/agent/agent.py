@@ -285,7 +285,7 @@ class Agent:
         elif isinstance(message, wire.WakeUp) and (stopped := processes.wake_up(pid)):
             why = "was stopped while others waited for it to end; it goes on now"
             self._send(wire.Note(f"ringrun: {self._who}, pid {stopped[0]}, {why}"))
-        elif isinstance(message, wire.Membership | wire.Hosts):
+        elif isinstance(message, wire.Membership | wire.Hosts | wire.Record):
             self._rank_socket.notify(message)
         elif isinstance(message, wire.Ask):
             try:  # in a thread: a signal must not wait for the answer

@@ -4,7 +4,7 @@ asked    the rank answers what it waits for
 unasked  it calls init(), has started MPI, is in a group of torch's, has joined no other rank, is stalled; what it has
          measured of its steps, and found in its gradients; in an elastic job it suspects ranks, meets others to form a
          world without those that are lost, has formed it, has left it, or awaits a restart with more hosts
-told     in an elastic job: which ranks the world is to have, which hosts have come
+told     to record its steps; in an elastic job which ranks the world is to have, which hosts have come
 """
 
 import contextlib
@@ -70,8 +70,8 @@ class RankSocket:
             self._heard.wait_for(lambda: self._answer is not None, max(0.0, until_s - time.monotonic()))
             return self._answer or {}
 
-    def notify(self, message: wire.Membership | wire.Hosts) -> None:
-        """Let the rank know which ranks its world is to have, or which hosts have come, now or when it listens."""
+    def notify(self, message: wire.Membership | wire.Hosts | wire.Record) -> None:
+        """Let the rank know what it is told, now or when it listens."""
         said = {"membership": message._asdict()} if isinstance(message, wire.Membership) else message._asdict()
         self._notified[type(message)] = datagram = json.dumps(said).encode()
         self._notify(datagram)

@@ -5,8 +5,8 @@ and `j` carries JSON. Nothing is ever unpickled.
 
     agent   → ringrun   Hello, Note …, Started, Output …, Died, then Ended; or NotStarted instead of Started and the
                         rest; an Answer for each Ask, and what else is a Report, at any time between
-    ringrun → agent     Setup once all agents are there, Taken …, Signal …, Ask …, Membership …, Hosts …, then End; the
-                        end of the connection means the same
+    ringrun → agent     Setup once all agents are there, Taken …, Signal …, Ask …, Record …, Membership …, Hosts …, then
+                        End; the end of the connection means the same
     node    → head      Node, on its first connection; on one more for each Run: Running, Output …, Ended
     head    → node      Run …, then Release, on the first one; Input … on the others: of `ringrun join`, see join/
 
@@ -245,6 +245,12 @@ class Ask(NamedTuple):
     number: int
 
 
+class Record(NamedTuple):
+    """The rank is to record its steps for `record_s` more seconds, and to say what it has Measured."""
+
+    record_s: float
+
+
 class Signal(NamedTuple):
     """Send signal `number` to the rank's process group; one that is `forwarded` for the user, to its first process."""
 
@@ -313,7 +319,7 @@ Report: TypeAlias = (
 Message: TypeAlias = (
     Report
     | (Hello | Note | Started | NotStarted | Output | InputWanted | Died | Ended)  # of an agent
-    | (Setup | Taken | Input | Ask | Signal | WakeUp | Membership | Hosts | End)  # of ringrun
+    | (Setup | Taken | Input | Ask | Record | Signal | WakeUp | Membership | Hosts | End)  # of ringrun
     | (Node | Running | Run | Release)  # between the nodes of `ringrun join`
 )
 

@@ -14,6 +14,6 @@ init_watch      ranks that wait, in ringreduce.init() or a collective, for other
 joining         ranks that all run alone
 growth          hosts that come while an elastic job runs, and hosts that fail
 restarts        the whole job again after a failure
-control_socket  where `ringrun stacks` finds a running job
+control_socket  where `ringrun stacks` and `ringrun top` find a running job
 signals         those that ringrun itself gets
 """

@@ -1,7 +1,7 @@
 """The running jobs of this host: each ringrun has a file that describes its job, and a socket that takes questions.
 
-Both are in its private directory, which no other user can enter. One line is sent, REQUEST; text comes back, to its
-end. See stacks.py for who asks.
+Both are in its private directory, which no other user can enter. One line is sent, a key of `_QUESTIONS`; text comes
+back, to its end. See stacks.py and top.py for who asks.
 """
 
 import contextlib
@@ -15,9 +15,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from .events import Events, StacksWanted
+from .events import Events, StacksWanted, TotalsWanted
 
-REQUEST = b"stacks\n"
+STACKS, TOTALS = b"stacks\n", b"totals\n"
+_QUESTIONS: dict[bytes, type[StacksWanted | TotalsWanted]] = {STACKS: StacksWanted, TOTALS: TotalsWanted}
+_LONGEST_QUESTION = max(map(len, _QUESTIONS))
 ANSWER_S = 10.0
 _DIRECTORIES = "ringrun-*"
 _SOCKET, _FILE = "control", "job.json"
@@ -78,8 +80,8 @@ class ControlSocket:
 
         with contextlib.suppress(OSError), connection:
             connection.settimeout(_REQUEST_S)
-            if connection.recv(len(REQUEST)) == REQUEST:
-                self._events.put(StacksWanted(deliver))
+            if wanted := _QUESTIONS.get(connection.recv(_LONGEST_QUESTION)):
+                self._events.put(wanted(deliver))
                 answered.wait(ANSWER_S)
                 connection.sendall("".join(f"{line}\n" for line in answer).encode(errors="replace"))
 
@@ -121,12 +123,12 @@ def _answers(job: RunningJob) -> bool:
     return False
 
 
-def ask(job: RunningJob) -> str:
-    """Return what the job says; OSError when it cannot be asked, empty when it has just ended."""
+def ask(job: RunningJob, question: bytes) -> str:
+    """Return what the job says to STACKS or TOTALS; OSError when it cannot be asked, empty when it has just ended."""
     with socket.socket(socket.AF_UNIX) as connection:
         connection.settimeout(ANSWER_S)
         connection.connect(job.socket)
-        connection.sendall(REQUEST)
+        connection.sendall(question)
         parts = []
         while part := connection.recv(1 << 16):
             parts.append(part)

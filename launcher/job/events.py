@@ -90,6 +90,12 @@ class StacksWanted(NamedTuple):
     deliver: Callable[[list[str]], None]
 
 
+class TotalsWanted(NamedTuple):
+    """Somebody wants what each rank has said last of its steps, a JSON object a line; `deliver` as of StacksWanted."""
+
+    deliver: Callable[[list[str]], None]
+
+
 Event: TypeAlias = (
     Arrived
     | Refused
@@ -104,5 +110,6 @@ Event: TypeAlias = (
     | Reported
     | HostsCame
     | StacksWanted
+    | TotalsWanted
 )
 Events: TypeAlias = "SimpleQueue[Event]"

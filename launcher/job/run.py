@@ -32,7 +32,7 @@ from .ranks import Channel, RankSetup
 from .restarts import Ending, Reallocate, SignalRelay
 from .supervise import Supervisor
 
-_OWN_FILES = 24  # ringrun's own, and a few questions of `ringrun stacks`
+_OWN_FILES = 24  # ringrun's own, and a few questions of `ringrun stacks` and `ringrun top`
 _PATIENCE_S = 1.0  # with a reader that pauses, once the job is to end
 _REMOVAL_S = 5.0  # for a host that may be lost
 _MPIRUNS_FILES = 6  # a rank: pipes and sockets of the launcher that starts it

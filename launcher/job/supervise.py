@@ -19,6 +19,7 @@ from ..output.display import Output
 from ..report import outcome
 from ..report.answers import waiting
 from ..report.outcome import RankEnd
+from ..run_report import live
 from ..run_report.collect import Collector
 from ..text import counted, listed, numbered
 from . import events, shutdown
@@ -34,6 +35,7 @@ from .ranks import Channel
 
 _LAUNCHER_STEPS = (shutdown.Step(None, 1.0), shutdown.Step(signal.SIGTERM, 0.5), shutdown.Step(signal.SIGKILL, 0.5))
 _STACKS_INTERVAL_S = 60.0
+_RECORD_S = 10.0  # so long do ranks record their steps after the last look at them
 _PROGRESS_S = 3.0  # a start that takes longer is told about, then after twice the time, and so on
 _LONGEST_WAIT_S = 3600.0  # of one wait: a queue does not take just any number
 
@@ -199,6 +201,9 @@ class Supervisor:
                 self._on_report(rank, report)
             case events.StacksWanted(deliver):
                 self._ask(lambda question: deliver(ranks.stacks(question)))
+            case events.TotalsWanted(deliver):
+                self._channel.broadcast(wire.Record(_RECORD_S))
+                deliver(live.encode(self._collector.latest()))
             case events.Deaf(reason):
                 self._end(shutdown.AFTER_TERMINATE, raising(MachineError(f"ranks cannot be heard any more: {reason}")))
             case events.OutputClosed():

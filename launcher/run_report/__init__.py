@@ -7,4 +7,5 @@ document  report.json
 page      report.json → report.html, by report.html.jinja
 write     writes it, and the page, while the job runs
 command   ringrun report
+live      a table of what ranks do just now, for `ringrun top`
 """

@@ -40,6 +40,8 @@ class Rank:
     """The newest."""
     marks: deque[Said] = field(default_factory=lambda: deque(maxlen=2))
     """Totals of about one and two minutes before."""
+    heard_s: float = 0.0
+    """When they came."""
     end: RankEnd | None = None
 
     @property
@@ -169,7 +171,17 @@ class Collector:
         self.bins.add(self.age_s, Bin(Counter(steps), new.get("rss") or 0, new.get("shm") or 0))
         if not rank.marks or at_s - rank.marks[-1]["at_s"] >= _MARK_S:
             rank.marks.append(new)
-        rank.totals = new
+        rank.totals, rank.heard_s = new, time.monotonic()
+
+    def latest(self) -> list[Said]:
+        """Return the newest totals of each rank that runs, with its `rank`, `host`, and `age_s` since they came."""
+        now_s = time.monotonic()
+        with self.lock:
+            return [
+                {**each.totals, "rank": rank, "host": each.about.get("host", ""), "age_s": now_s - each.heard_s}
+                for rank, each in sorted(self.ranks.items())
+                if each.totals and each.end is None
+            ]
 
     def ended(self, end: RankEnd) -> None:
         """A rank has ended."""

@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -104,11 +105,10 @@ class Engine:
         self._polling = Polling(news, work, others, inbox, self._break, self.channels.by_number)
         inbox.drive = self._drive
         self.process_sets.begin(process_sets)
+        self._clock_ahead_us = offsets[world.rank]
         self.reporting: Reporting | None = None
         if settings.report:
-            self.record()
-            us = about(host, settings, self.states[0].algorithms, offsets[world.rank])
-            self.reporting = Reporting(recorder, transport, host, us, self.fusion_buffer.total_bytes)
+            self.report(math.inf)
         self._thread = threading.Thread(target=self._run, name=f"ringreduce engine {world.rank}", daemon=True)
         self._thread.start()
 
@@ -119,11 +119,20 @@ class Engine:
             return None
         return Lane(channel, self._polling.lock, self._break, has_signal_handlers, self.recorder)
 
-    def record(self) -> None:
-        """Record steps from now on; again it does nothing."""
+    def record(self, always: bool = True) -> None:
+        """Record steps from now on; always: also when nobody looks at them any more. Again it does nothing."""
         if not self.recorder.recording:
             self.transport.traffic = Traffic()
-            self.recorder.start()
+        self.recorder.start(always)
+
+    def report(self, for_s: float) -> None:
+        """Record steps, and tell ringrun, for so many seconds from now at least."""
+        if (self.reporting and self.reporting.prolong(for_s)) or self._ended.is_set():
+            return
+        self.record(always=False)
+        us = about(self.host, self.settings, self.states[0].algorithms, self._clock_ahead_us)
+        told = (self.transport, self.host, us, self.fusion_buffer.total_bytes)
+        self.reporting = Reporting(self.recorder, *told, for_s)
 
     def leave(self, why: str, interrupted: Callable[[], bool] = lambda: False) -> bool:
         """Announce that this rank leaves, and wait until all ranks do; operations that are not ready fail.

@@ -5,6 +5,7 @@
                                  ←─ JSON ──                                its answer
                                  ←─ JSON ──                                init() was called; MPI has started; a stall
                                  ── JSON ─→                                in an elastic job: who goes on; new hosts
+                                 ── JSON ─→                                somebody watches: record steps for a while
 
 Unix datagrams: the thread that answers sleeps in the kernel until a request arrives.
 """
@@ -42,6 +43,8 @@ class StatusServer:
         hear: of an elastic job: is called with what the launcher says of it, in the thread that answers.
         """
         self.waiting_for = waiting_for
+        self.record: Callable[[float], object] = lambda _: None
+        """Called, in that thread, when this rank is to record its steps for so many seconds."""
         self._hear = hear
         self._path = f"{error_file}.ask"
         self._socket: socket.socket | None = None
@@ -73,8 +76,11 @@ class StatusServer:
                     LOGGER.error(f"a request of the launcher was not answered: {type(error).__name__}: {error}")
 
     def _answer(self, own: socket.socket, request: bytes, sender: str) -> None:
-        if self._hear is not None and request.startswith(b"{"):
-            self._hear(json.loads(request))
+        said = json.loads(request) if request.startswith(b"{") else {}
+        if "record_s" in said:
+            self.record(float(said["record_s"]))
+        elif said and self._hear is not None:
+            self._hear(said)
         elif sender:  # there is an address to answer to
             answer = json.dumps({"doing": self.waiting_for(), "package": PACKAGE}).encode()
             with contextlib.suppress(OSError):  # the sender has gone
@@ -88,7 +94,8 @@ class StatusServer:
             with contextlib.suppress(OSError):
                 self._socket.shutdown(socket.SHUT_RD)  # wakes the thread, with an empty datagram
             self._socket = None
-        self.waiting_for = str  # the thread may live on for a moment: let it keep no engine, and its memory, alive
+        # the thread may live on for a moment: let it keep no engine, and its memory, alive
+        self.waiting_for, self.record = str, lambda _: None
 
 
 def report(error_file: str, **message: object) -> bool:

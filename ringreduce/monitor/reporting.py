@@ -52,9 +52,12 @@ class Reporting:
         host: Host,
         about: Mapping[str, Any],
         fusion_bytes: int,
+        for_s: float,
     ) -> None:
+        """for_s: how long, from now on; then the recorder stops."""
         self._recorder, self._transport, self._host = recorder, transport, host
         self._about, self._fusion_bytes = about, fusion_bytes
+        self._until_s = time.monotonic() + for_s
         self.job = SideJob("the record of steps", host.world.rank)
         self._sampler = Sampler(recorder.thread)
         self._has_begun = self._has_told = False
@@ -64,11 +67,17 @@ class Reporting:
         self._thread = threading.Thread(target=self._run, name="ringreduce reports", daemon=True)
         self._thread.start()
 
+    def prolong(self, for_s: float) -> bool:
+        """Report for so many seconds from now, at least; False when it has ended."""
+        self._until_s = max(self._until_s, time.monotonic() + for_s)
+        return self._thread.is_alive()
+
     def close(self) -> None:
         """Send what is left; ringrun may be gone."""
         self._ending.set()
-        self._thread.join(LAST_S)
-        self.job(self._finish)
+        if self._thread.is_alive():
+            self._thread.join(LAST_S)
+            self.job(self._finish)
 
     def _finish(self) -> None:
         until_s = time.monotonic() + LAST_S
@@ -79,6 +88,9 @@ class Reporting:
     def _run(self) -> None:
         while not self._ending.wait(random.uniform(*SAMPLE_S)):  # noqa: S311 - no secret
             self.job(self._work)
+            if time.monotonic() >= self._until_s:
+                self._recorder.stop()
+                return
 
     def _work(self) -> None:
         now_s, recorder = time.monotonic(), self._recorder

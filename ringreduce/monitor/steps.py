@@ -60,16 +60,13 @@ class StepRecorder:
     """One engine's, which records nothing until `start`. Any thread may call it."""
 
     def __init__(self) -> None:
-        self.recording = False
+        self.recording = self._always = False
         self.thread = threading.get_ident()  # that trains: so far the one that called init()
         self.steps: collections.deque[Step] = collections.deque(maxlen=KEPT)
         self._lock = threading.RLock()  # a signal handler of the script may call a collective
         self._who: object = None
         self._others: set[object] = set()  # which have stepped since
         self._when_recording: list[Callable[[], object]] = []
-        self._sums = dict.fromkeys(SECONDS, 0.0)
-        self._examples = 0
-        self._histogram: collections.Counter[int] = collections.Counter()
         self._begin(0)
 
     def _begin(self, number: int) -> None:
@@ -77,15 +74,27 @@ class StepRecorder:
         self._moving: Spans = []
         self._blocked: Spans = []
         if number < 2:
+            self._sums = dict.fromkeys(SECONDS, 0.0)
+            self._examples = 0
+            self._histogram: collections.Counter[int] = collections.Counter()
             self._by_algorithm: dict[str, list[float]] = {}
             self._by_name: dict[str, list[float]] = {}
 
-    def start(self) -> None:
-        """Record from now on, where a step begins."""
-        self._begin(0)
+    def start(self, always: bool = True) -> None:
+        """Record from now on, where a step begins, without what was recorded before; always: `stop` changes nothing."""
+        self._always |= always
+        if self.recording:
+            return
+        with self._lock:
+            self.steps.clear()
+            self._begin(0)
         self._who, self.recording = None, True
         for action in self._when_recording:
             action()
+
+    def stop(self) -> None:
+        """Record no more."""
+        self.recording = self._always
 
     def when_recording(self, action: Callable[[], object]) -> None:
         """Call it when steps are recorded: now, or when that begins."""

@@ -150,7 +150,7 @@ def test_a_job_that_ends_meanwhile(monkeypatch):
     monkeypatch.setattr(stacks, "find_jobs", lambda: [JOB])
     with pytest.raises(LauncherError, match="job 4711 does not answer: No such file or directory; it may have ended"):
         stacks.run(["4711"])
-    monkeypatch.setattr(stacks, "ask", lambda job: "")
+    monkeypatch.setattr(stacks, "ask", lambda job, _: "")
     with pytest.raises(LauncherError, match="job 4711 ended before its ranks had answered"):
         stacks.run(["4711"])
 

@@ -11,8 +11,11 @@ from contextlib import closing
 
 import pytest
 
-import ringreduce
+import ringreduce as rr
+from ringreduce import runtime
 from ringreduce.monitor.launcher_link import StatusServer, report
+from ringreduce.testing import run_ranks
+from tests.support.patience import wait_until
 
 
 @pytest.fixture
@@ -50,7 +53,7 @@ def test_its_start_is_told_with_what_it_has_mapped_in_shared_memory(agent, error
 def test_a_rank_answers_what_it_waits_for(agent, error_file):
     doing = ["allreduce 'é' (train.py:41)"]
     with closing(StatusServer(error_file, lambda: doing[0])):
-        assert ask(agent, error_file) == {"doing": doing[0], "package": os.path.dirname(ringreduce.__file__)}
+        assert ask(agent, error_file) == {"doing": doing[0], "package": os.path.dirname(rr.__file__)}
         doing[0] = ""
         assert ask(agent, error_file)["doing"] == ""
 
@@ -100,3 +103,31 @@ def test_a_stall_is_told(agent, error_file):
 def test_whoever_is_not_told_learns_it(error_file):
     assert not report("", stalled="x")
     assert not report(error_file, stalled="x")
+
+
+def test_a_rank_records_its_steps_as_long_as_it_is_asked_to(agent, error_file):
+    asked = []
+    with closing(StatusServer(error_file, lambda: "x")) as server:
+        server.record = asked.append
+        agent.sendto(b'{"record_s": 10.0}', f"{error_file}.ask")
+        assert ask(agent, error_file)["doing"] == "x", "it answers still"
+    assert asked == [10.0]
+
+
+@pytest.mark.parametrize("by_script", [False, True], ids=["nobody asks", "the script calls stats()"])
+def test_recording_ends_when_nobody_asks_any_more(by_script):
+    def program():
+        engine = runtime.current("test").engine
+        if by_script:
+            rr.stats()
+        engine.report(0.0)
+        assert engine.recorder.recording
+        wait_until(lambda: all(each.name != "ringreduce reports" for each in threading.enumerate()))
+        assert engine.recorder.recording == by_script
+        rr.mark_step()  # of no recording, or the first one of the script's
+        engine.report(60.0)
+        rr.mark_step()  # the first step has not been seen whole, if recording has begun in it
+        rr.mark_step()
+        assert engine.recorder.totals()["step"] == 1 + by_script
+
+    run_ranks(1, program)

@@ -157,7 +157,7 @@ LAUNCHER_LAYERS = layers("""
 errors, text, hook, torch_backend < network < arguments, folders, processes, machine, forward <
 hosts, ssh, connection.frames, connection.wire, config, elastic < environment <
 engines, report, output, connection.link < run_report < connection.listener < remote < agent, preflight < job <
-doctor, stacks, build, request < cli < join < __main__
+doctor, stacks, build, request < top < cli < join < __main__
 """)
 
 
