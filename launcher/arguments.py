@@ -135,9 +135,9 @@ def whole(text: str, flag: str, least: int, most: int, what: str = "a whole numb
     return int(digits)
 
 
-def parse_port(text: str, flag: str) -> int:
-    """Return the port in `text`, the value of `flag`."""
-    return whole(text, flag, 1, _HIGHEST_PORT, "a port")
+def parse_port(text: str, flag: str, least: int = 1) -> int:
+    """Return the port in `text`, the value of `flag`; 0, where that is allowed, means any."""
+    return whole(text, flag, least, _HIGHEST_PORT, "a port")
 
 
 def parse_times(text: str, flag: str) -> int:

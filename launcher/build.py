@@ -27,6 +27,7 @@ _FRAMEWORKS = {
     "CuPy": "cupy",
     "Optuna (sweeps)": "optuna",
     "PyYAML (--config-file)": "yaml",
+    "prometheus_client (--metrics-port)": "prometheus_client",
 }
 
 

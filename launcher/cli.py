@@ -3,11 +3,9 @@
     ringrun -np 4 python train.py --epochs 3     start `python train.py --epochs 3` four times
     ringrun join python train.py                 on each node: one job of nodes without ssh
     ringrun doctor -H h1,h2                      check hosts and the links between them
-    ringrun stacks [JOB]                         list jobs, or show what a job's ranks do
-    ringrun top [JOB]                            watch a job: its steps, and who waits for whom
+    ringrun top [JOB], ringrun stacks [JOB]      watch a job's steps; show where its ranks are
 
-It uses Open MPI or MPICH, whichever the mpi4py of that Python loads. A rank is one of the N
-processes, and its number; its local rank is its number on its host. docs/ringrun.md says more.
+It uses the MPI that mpi4py loads. A local rank is a rank's number on its host. docs/ringrun.md
 
 Environment of a rank
   RANK, WORLD_SIZE                its number, and how many there are
@@ -109,6 +107,7 @@ def parser(prog: str, usage: str, introduction: str) -> Parser:
     add(*timestamps, action="store_true", help="print the local time before each line")
     add("--output-filename", metavar="DIR", help="also keep all output, in DIR/rank.N/stdout and stderr")
     add("--report", metavar="DIR", help="write what steps wait for to DIR/report.html (ringrun report: again)")
+    add("--metrics-port", metavar="PORT", help="serve metrics to Prometheus at 127.0.0.1:PORT, or at ADDRESS:PORT")
     add("--stdin", metavar="RANK", help="let this rank read stdin, also from a terminal (for a debugger)")
     add("--timeout", metavar="SECONDS", help="end the job when it takes longer, restarts included")
     add("--forward-signals", metavar="LIST", help="hand these to the ranks, as in USR1,USR2, so that they can save")

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from . import elastic
 from .arguments import (
+    parse_port,
     parse_rank_count,
     parse_seconds,
     parse_signals,
@@ -23,6 +24,7 @@ from .hosts import MAX_SLOTS, Found, named_hosts
 from .job.plan import Job
 from .network import parse_interfaces
 from .remote import Reach, reach_of
+from .run_report.metrics import LOOPBACK, require_prometheus
 from .ssh import parse_ssh
 
 
@@ -95,6 +97,7 @@ def _job(resolved: Config, found: Found | None, joined: Joined | None) -> Job:
     elasticity = elastic.parse(options, flag, {**os.environ, **resolved.variables, **asked})
     if elasticity and joined:
         elasticity = replace(elasticity, takes_hosts=True)
+    metrics = _metrics(options.metrics_port, flag("metrics_port"))
     # half of it, so that ssh can say what it waits for
     ssh = parse_ssh(options.ssh_port, options.ssh_identity_file, start_timeout_s / 2, lost_after_s)
     return Job(
@@ -104,11 +107,12 @@ def _job(resolved: Config, found: Found | None, joined: Joined | None) -> Job:
         bind=not options.no_bind,
         mask_gpus=options.mask_gpus,
         mpi_args=split_words(options.mpi_args, flag("mpi_args")),
-        variables=resolved.variables if options.report is None else {**resolved.variables, "RINGREDUCE_REPORT": "1"},
+        variables={**resolved.variables, **({"RINGREDUCE_REPORT": "1"} if options.report or metrics else {})},
         fold=options.fold,
         timestamps=options.timestamps,
         output_directory=options.output_filename,
         report_directory=options.report,
+        metrics=metrics,
         folder=options.wdir and os.path.abspath(options.wdir),
         timeout_s=None if options.timeout is None else parse_seconds(options.timeout, flag("timeout")),
         start_timeout_s=start_timeout_s,
@@ -124,3 +128,13 @@ def _job(resolved: Config, found: Found | None, joined: Joined | None) -> Job:
         allowed=parse_allowed(options.env_allow, flag("env_allow")),
         master_port={**os.environ, **asked}.get("MASTER_PORT", ""),
     )
+
+
+def _metrics(text: str | None, flag: str) -> tuple[str, int] | None:
+    """Return the address and the port at which metrics are served; None for nowhere."""
+    if text is None:
+        return None
+    address, _, port = text.rpartition(":")
+    where = address.strip("[]") or LOOPBACK, parse_port(port, flag, least=0)
+    require_prometheus()
+    return where

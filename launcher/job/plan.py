@@ -104,6 +104,8 @@ class Job:
     """Where files keep what the ranks write."""
     report_directory: str | None = None
     """Where the run report is written."""
+    metrics: tuple[str, int] | None = None
+    """The address and the port, 0 for any, at which metrics are served."""
     folder: str | None = None
     """Where the ranks start, an absolute path; None: in ringrun's current folder."""
     timeout_s: float | None = None

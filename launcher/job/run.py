@@ -21,6 +21,7 @@ from ..output.display import Display, Output
 from ..output.files import OutputFiles
 from ..processes import raise_open_files
 from ..run_report.collect import Collector
+from ..run_report.metrics import Metrics
 from ..run_report.write import Writer
 from . import plan, restarts
 from .control_socket import ControlSocket
@@ -66,6 +67,7 @@ def run_job(
             output.message([text])
 
         collector, writer = Collector(job.command), None
+        metrics = Metrics(job.metrics, collector)
         if job.report_directory is not None:
             writer = Writer(job.report_directory, collector, say)
 
@@ -80,7 +82,7 @@ def run_job(
             names = {host.name for host, _ in job.hosts}
             kept_on.update(names)
             output.begin(job.size)
-            start = partial(_start_and_supervise, detected, job, deadline_s, output, signals, hosts, collector)
+            start = partial(_start_and_supervise, detected, job, deadline_s, output, signals, hosts, collector, metrics)
             ending = _run_once(start, job, say)
             if not ending.keeps_commits:
                 kept_on.difference_update(names)
@@ -151,6 +153,7 @@ def _start_and_supervise(
     signals: SignalRelay,
     hosts: _Hosts,
     collector: Collector,
+    metrics: Metrics,
 ) -> Ending:
     events: Events = queue.SimpleQueue()
     with private_folder() as directory:
@@ -189,6 +192,7 @@ def _start_and_supervise(
             raise MachineError(f"{argv[0]} cannot be executed: {error.strerror}") from error
         channel.start()
         control.start()
+        metrics.start(lambda text: output.message([text]))
         signals.start()
         launcher.start(output if job.verbose else None)
         blacklist, lost_peer_code = hosts.growth.blacklist, detected.engine.lost_peer_code

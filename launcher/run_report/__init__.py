@@ -8,4 +8,5 @@ page      report.json → report.html, by report.html.jinja
 write     writes it, and the page, while the job runs
 command   ringrun report
 live      a table of what ranks do just now, for `ringrun top`
+metrics   the same for Prometheus
 """
