@@ -7,7 +7,7 @@ The manual is `ringrun -h` (the docstring of cli.py). From the user's shell down
       looks           machine/ (cores, GPUs) · remote/ (programs on other hosts) · preflight/ (what those hosts have)
                       ssh · network (own addresses) · forward (which variables leave this host)
       runs            job/ (start, supervise, restart) · elastic · output/ (of ranks) · report/ (what failed, stacks)
-                      run_report/ (--report: what each step waited for)
+                      run_report/ (--report, --metrics-port: what each step waits for)
       └ mpirun        engines/                           Open MPI's or MPICH's own launcher, or srun
           └ agent     agent/ · environment · processes   one a rank: starts the command, reports how it ended
               └ rank  hook/                              the user's command; the hook reports a Python exception

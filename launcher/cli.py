@@ -5,7 +5,7 @@
     ringrun doctor -H h1,h2                      check hosts and the links between them
     ringrun top [JOB], ringrun stacks [JOB]      watch a job's steps; show where its ranks are
 
-It uses the MPI that mpi4py loads. A local rank is a rank's number on its host. docs/ringrun.md
+It uses the MPI that mpi4py loads. A local rank is a rank's number on its host. See docs/ringrun.md
 
 Environment of a rank
   RANK, WORLD_SIZE                its number, and how many there are

@@ -48,6 +48,7 @@ def run(arguments: Sequence[str]) -> int:
     try:
         return _once(job) if names != arguments or not sys.stdout.isatty() else _watch(job)
     except KeyboardInterrupt:
+        print()
         return 0
 
 

@@ -27,7 +27,10 @@ def encode(latest: Sequence[Totals]) -> list[str]:
 
 
 class Row(NamedTuple):
-    """One rank, by step: `waiting_ms` for others to submit, `exposed_ms` for data that moves meanwhile."""
+    """One rank, by step: `waiting_ms` for others to submit, `exposed_ms` while data moves.
+
+    lines: how many ms of a step it is at which line of the script.
+    """
 
     rank: int
     host: str
@@ -38,13 +41,15 @@ class Row(NamedTuple):
     exposed_ms: float
     mb_s: float
     rss_mb: float
-    at: str
+    lines: Mapping[str, float]
+    silent_s: float
 
     def cells(self, mark: str) -> list[str]:
         """What the table shows of it; numbers stand below the ends of their heads."""
         times = (self.step_ms, self.computing_ms, self.waiting_ms, self.exposed_ms, self.mb_s)
         shown = [f"{mark}{self.rank}", self.host, str(self.step), *(f"{each:.1f}" for each in times)]
-        shown += [f"{self.rss_mb:.0f}", self.at]
+        at = f"silent for {self.silent_s:.0f} s" if self.silent_s > _SILENT_S else _highest(self.lines)
+        shown += [f"{self.rss_mb:.0f}", at]
         return [
             text if head in ("HOST", "AT") else text.rjust(len(head)) for head, text in zip(_HEAD, shown, strict=True)
         ]
@@ -65,7 +70,9 @@ def row(before: Totals, now: Totals) -> Row:
     ms = 1000 / max(1.0, since("step"))
     moved_s = exposed_s(now) - (exposed_s(before) if before else 0.0)
     waiting_s = max(0.0, since("blocked_s") - moved_s)
-    seconds = since("step_s")
+    seconds, seen = since("step_s"), before.get("lines", {})
+    seen = {line: max(0, count - seen.get(line, 0)) for line, count in now["lines"].items()}
+    samples = max(1, sum(seen.values()))
     return Row(
         rank=now["rank"],
         host=shortened(now["host"], _LONGEST_HOST),
@@ -76,22 +83,21 @@ def row(before: Totals, now: Totals) -> Row:
         exposed_ms=moved_s * ms,
         mb_s=since("bytes") / max(seconds, 1e-9) / 1e6,
         rss_mb=now["rss"] / 1e6,
-        at=_where(before.get("lines", {}), now),
+        lines={line: count / samples * seconds * ms for line, count in seen.items()},
+        silent_s=now["age_s"],
     )
 
 
-def _where(before: Mapping[str, int], now: Totals) -> str:
-    """Return the line at which a rank was seen most often, or that it says no more."""
-    if now["age_s"] > _SILENT_S:
-        return f"silent for {now['age_s']:.0f} s"
-    seen = {line: count - before.get(line, 0) for line, count in now["lines"].items()}
-    return shortened(max(seen, key=seen.__getitem__), _LONGEST_LINE) if seen else ""
+def _highest(lines: Mapping[str, float]) -> str:
+    """Return the line with the highest number; nothing if there is none above 0."""
+    line = max(lines, key=lines.__getitem__, default="")
+    return shortened(line, _LONGEST_LINE) if line and lines[line] > 0 else ""
 
 
-def late_ms(rows: Sequence[Row]) -> list[float]:
+def late_ms(rows: Sequence[Row]) -> dict[int, float]:
     """Return by how much less each rank waits than the others do: so long they wait for it, in each step."""
     total, others = sum(each.waiting_ms for each in rows), max(1, len(rows) - 1)
-    return [(total - each.waiting_ms) / others - each.waiting_ms for each in rows]
+    return {each.rank: (total - each.waiting_ms) / others - each.waiting_ms for each in rows}
 
 
 def table(rows: Sequence[Row], size: int, width: int, height: int) -> list[str]:
@@ -100,24 +106,23 @@ def table(rows: Sequence[Row], size: int, width: int, height: int) -> list[str]:
     if not stepped:
         said = f"{len(rows)} of {counted(size, 'rank')} record their steps, and none has ended one yet"
         return [said, "a step ends when an optimizer of ringreduce's has stepped, or with rr.mark_step()"]
-    late = dict(zip(stepped, late_ms(stepped), strict=True))
+    late = {each.rank: 0.0 for each in rows} | late_ms(stepped)
     lines = [line for text in _summary(stepped, late) for line in textwrap.wrap(text, width)]
     place = height - len(lines) - 1
     shown = list(rows)
     if len(shown) > place:
-        shown = sorted(rows, key=lambda each: -late.get(each, 0.0))[: max(1, place - 1)]
-    marks = ["> " if _is_late(each, late.get(each, 0.0)) else "" for each in shown]
-    lines += columns([_HEAD, *(each.cells(mark) for each, mark in zip(shown, marks, strict=True))])
+        shown = sorted(rows, key=lambda each: -late[each.rank])[: max(1, place - 1)]
+    lines += columns([_HEAD, *(each.cells("> " if _is_late(each, late) else "") for each in shown)])
     if more := len(rows) - len(shown):
         lines.append(f"and {more} more, for which others wait less")
     return [shortened(line, width) for line in lines]
 
 
-def _is_late(row: Row, late_ms: float) -> bool:
-    return late_ms > _WORTH_SAYING * row.step_ms
+def _is_late(row: Row, late: Mapping[int, float]) -> bool:
+    return late[row.rank] > _WORTH_SAYING * row.step_ms
 
 
-def _summary(rows: Sequence[Row], late: Mapping[Row, float]) -> list[str]:
+def _summary(rows: Sequence[Row], late: Mapping[int, float]) -> list[str]:
     """Return what a step consists of, on average over the ranks, and who is waited for most."""
 
     def mean(name: str) -> float:
@@ -129,10 +134,12 @@ def _summary(rows: Sequence[Row], late: Mapping[Row, float]) -> list[str]:
     )
     speed = f" ({1000 / step_ms:.3g}/s)" if step_ms else ""
     lines = [f"step {max(each.step for each in rows)}: {step_ms:.1f} ms{speed} = {parts}"]
-    worst = max(rows, key=late.__getitem__)
-    if _is_late(worst, late[worst]):
-        at = f", at {worst.at}" if worst.at else ""
+    worst = max(rows, key=lambda each: late[each.rank])
+    if _is_late(worst, late):
+        others = [each.lines for each in rows if each is not worst]
+        more = {line: ms - sum(each.get(line, 0) for each in others) / len(others) for line, ms in worst.lines.items()}
+        where = f", at {at}" if (at := _highest(more)) else ""
         lines.append(
-            f"rank {worst.rank} ({worst.host}) is late{at}: the others wait {late[worst]:.1f} ms a step for it"
+            f"rank {worst.rank} ({worst.host}) is late{where}: the others wait {late[worst.rank]:.1f} ms a step for it"
         )
     return lines

@@ -7,7 +7,6 @@ import re
 import urllib.request
 
 import pytest
-from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
 from ringrun import cli
 from ringrun.errors import MachineError
@@ -15,6 +14,8 @@ from ringrun.report.outcome import RankEnd
 from ringrun.run_report import metrics
 from ringrun.run_report.collect import Collector
 from tests.support.patience import patient, wait_until
+
+parser = pytest.importorskip("prometheus_client.openmetrics.parser", reason="no prometheus_client")
 
 HOST = os.uname().nodename
 STEPS_S = [0.0003, 0.02, 0.2, 0.21, 7000.0]
@@ -43,7 +44,7 @@ def scraped(url):
     request = urllib.request.Request(url, headers={"Accept": "application/openmetrics-text; version=1.0.0"})
     with urllib.request.urlopen(request, timeout=patient(10)) as answer:
         text = answer.read().decode()
-    samples = [each for family in text_string_to_metric_families(text) for each in family.samples]
+    samples = [each for family in parser.text_string_to_metric_families(text) for each in family.samples]
     return {(each.name.removeprefix("ringreduce_"), *each.labels.values()): each.value for each in samples}
 
 
