@@ -123,14 +123,14 @@ def test_several_jobs_are_listed_and_one_that_ended_says_so(monkeypatch, capsys)
 
 def test_any_running_job_can_be_watched(start, program, tmp_path):
     """One that was started without --report records as long as somebody looks."""
-    job = start("-np", 2, *program("steps"))
-    wait_until(lambda: all((tmp_path / f"up{rank}").exists() for rank in range(2)))
+    job = start("-np", 2, *program("steps"), tmp_path, 1)
+    wait_until(lambda: (tmp_path / "trains").exists())
     ringrun_top = "import sys; from ringrun.top import run; sys.exit(run(sys.argv[1:]))"
     shown = run([sys.executable, "-c", ringrun_top, job.pid, "--once"], returncode=0).stdout
     head, step, late, heads, first, second = shown.splitlines()
     assert head.startswith(f"job {job.pid}: ")
     assert re.fullmatch(r"step \d+: .* ms \(.*/s\) = .* computing \+ .* waiting \+ .* exposed", step), shown
-    assert re.fullmatch(r"rank 1 \(.*\) is late, at script.py:13: the others wait .* ms a step for it", late), shown
+    assert re.fullmatch(r"rank 1 \(.*\) is late, at script.py:14: the others wait .* ms a step for it", late), shown
     assert heads.startswith("RANK  HOST")
     assert [first.split()[0], *second.split()[:2]] == ["0", ">", "1"]
     assert 0 < float(second.split()[7]) < 60, "MB/s of 8 kB a step"
