@@ -19,14 +19,14 @@ from collections.abc import Iterator, Sequence
 
 from .errors import LauncherError
 from .job.control_socket import TOTALS, RunningJob, ask, find_jobs
-from .run_report.live import Row, Totals, row, table
+from .run_report.live import Totals, row, table
 from .stacks import chosen, describe
 from .stacks import table as jobs_table
 from .text import shortened
 
 _EVERY_S = 1.0
 _KEPT = 10  # answers: speeds are those of so many seconds
-_ONCE_S = 5.0
+_ONCE_S = 10.0
 """How long --once waits for two messages of each rank, with a step between."""
 
 _HOME, _TO_END_OF_LINE, _TO_END = "\x1b[H", "\x1b[K\n", "\x1b[J"
@@ -64,11 +64,6 @@ def keep(history: History, answer: str) -> None:
         before.append(totals)
 
 
-def rows(history: History) -> list[Row]:
-    """Return what each rank does, in order."""
-    return [row(kept[0], kept[-1]) for _, kept in sorted(history.items())]
-
-
 def _answers(job: RunningJob) -> Iterator[History]:
     """Yield what is known of `job`, each second, until it ends."""
     history: History = {}
@@ -82,7 +77,8 @@ def _answers(job: RunningJob) -> Iterator[History]:
 
 
 def _screen(job: RunningJob, history: History, width: int, height: int) -> list[str]:
-    return [shortened(describe(job, time.monotonic()), width), *table(rows(history), job.size, width, height - 1)]
+    rows = [row(kept[0], kept[-1]) for _, kept in sorted(history.items())]
+    return [shortened(describe(job, time.monotonic()), width), *table(rows, job.size, width, height - 1)]
 
 
 def _once(job: RunningJob) -> int:

@@ -75,8 +75,9 @@ class Shares:
         return self.step_s - self.exposed_s - self.waiting_s
 
 
-Gains = Mapping[Key, Mapping[int, float]]
-"""How long ranks take, from the results before it, until they submit an operation after which some rank waits."""
+Gains = Mapping[tuple[Key | None, Key], Mapping[int, float]]
+"""How long ranks take from the results of an operation, or of the step before, to the next one after which some rank
+waits; only ranks that have waited for the same can be compared."""
 
 
 def parsed(said: Said, ahead_s: float) -> Step:
@@ -152,6 +153,18 @@ def shares(steps: Collection[Mapping[int, Step]]) -> dict[int, Shares]:
     return dict(found)
 
 
+def average(each: Collection[Shares]) -> Shares:
+    """Return what the time of all ranks went to."""
+    found, count = Shares(), max(1, len(each))
+    for one in each:
+        found.step_s += one.step_s / count
+        found.exposed_s += one.exposed_s / count
+        found.hidden_s += one.hidden_s / count
+        for rank, waiting_s in one.waiting.items():
+            found.waiting[rank] += waiting_s / count
+    return found
+
+
 def _last(by_rank: Mapping[int, Step]) -> dict[Key, tuple[int, float]]:
     """Return which rank submits each operation last, and when."""
     last: dict[Key, tuple[int, float]] = {}
@@ -173,19 +186,20 @@ def _length(spans: Spans) -> float:
 
 def gains(steps: Mapping[int, Mapping[int, Step]]) -> Gains:
     """Return them, as the average over `steps`, which are given by number and rank."""
-    found: dict[Key, dict[int, float]] = defaultdict(lambda: defaultdict(float))
+    found: dict[tuple[Key | None, Key], dict[int, float]] = defaultdict(lambda: defaultdict(float))
     results_s: dict[tuple[int, int], float] = {}  # when a rank had all that it needed of a step
     for number, by_rank in steps.items():
         waited = {key for step in by_rank.values() for key, _, _ in step.waits}
         closing = {key for step in by_rank.values() for key in _closing(step)}
         for rank, step in by_rank.items():
             result_s = next_s = results_s.get((number - 1, rank), step.from_s)
+            before: Key | None = None
             for key, each in step.operations.items():
                 if key in waited:
                     next_s = max(next_s, each.ended_s)
                 if key in closing:
-                    found[key][rank] += (each.submitted_s - result_s) / len(steps)
-                    result_s = next_s
+                    found[before, key][rank] += (each.submitted_s - result_s) / len(steps)
+                    result_s, before = next_s, key
             results_s[number, rank] = next_s
     return found
 

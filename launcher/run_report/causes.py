@@ -4,7 +4,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from .analyse import Gains, Shares, delays, excess
+from .analyse import Gains, Shares, average, delays, excess
 from .collect import Rank
 
 LEAST_SHARE = 0.02  # of a step: who is less late is not told
@@ -80,7 +80,8 @@ def stragglers(
 ) -> list[Straggler]:
     """Return them, those that others waited for the longest first."""
     hosts = host_names(ranks)
-    least_s = LEAST_SHARE * sum(each.step_s for each in shares.values()) / max(1, len(shares))
+    mean = average(shares.values())
+    least_s = LEAST_SHARE * mean.step_s
     late_hosts, late_ranks = delays(gains, lambda rank: hosts.get(rank, "")), delays(gains)
     found: list[tuple[str, tuple[int, ...], float]] = []
     for host in dict.fromkeys(hosts.values()):
@@ -95,8 +96,7 @@ def stragglers(
         if late_s >= least_s and rank not in of_hosts
     ]
     made = [_straggler(who, own, late_s, shares, ranks) for who, own, late_s in found if late_s]
-    exposed_s = sum(each.exposed_s for each in shares.values()) / max(1, len(shares))
-    made += [each for each in _slow_links(links, exposed_s, len(shares)) if each.delay_s >= least_s]
+    made += [each for each in _slow_links(links, mean.exposed_s, len(shares)) if each.delay_s >= least_s]
     return sorted(made, key=lambda each: (-each.caused_s, -each.delay_s))[:_MOST]
 
 
@@ -157,10 +157,9 @@ def _slow_links(found: Mapping[tuple[str, str], Link], exposed_s: float, size: i
     In a ring all links wait for the slowest, and seem to be as slow; but one that has room for twice as much is not.
     A host all of whose links are slow has most of them where there are few hosts: so most is the upper quarter.
     """
-    slow = []
+    slow, capacities = [], sorted(each.capacity for each in found.values() if each.capacity)
+    usual = capacities[len(capacities) * 3 // 4] if capacities else 0.0
     for (from_host, to_host), link in found.items():
-        others = sorted(each.capacity for each in found.values() if each is not link and each.capacity)
-        usual = others[len(others) * 3 // 4] if others else 0.0
         if link.nbytes and link.capacity <= min(usual, 4 * link.rate) / 2:
             delay_s = min(exposed_s, link.most_s * (1 - link.capacity / usual))
             who = f"link from {from_host} to {to_host}"

@@ -9,13 +9,13 @@ of the last sampled steps where a step's time went, stragglers, timeline
 import math
 import shlex
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime, timezone
 from typing import Any
 
 from ..report.outcome import in_words
-from .analyse import Shares, Step, behind, gains, in_common, shares, usual
+from .analyse import Shares, Step, average, behind, gains, in_common, shares, usual
 from .causes import KINDS, Link, Straggler, host_names, links, named, stragglers
 from .collect import Bin, Collector, Event, Rank, seconds_of
 
@@ -32,10 +32,11 @@ def document(collector: Collector) -> Json:
     job, ranks, bins, events = _snapshot(collector)
     steps = _steps(ranks)
     measured = shares(steps.values()) or {rank: _of_totals(each) for rank, each in ranks.items() if each.totals}
-    of_links, hosts = links(ranks), host_names(ranks)
-    late = stragglers(measured, gains(steps), ranks, of_links)
+    all_links, hosts = links(ranks), host_names(ranks)
+    of_links = {pair: link for pair, link in all_links.items() if link.nbytes}
+    late = stragglers(measured, gains(steps), ranks, all_links)
     first = next((each for each in ranks.values() if each.about.get("rank") == 0), Rank(deque()))
-    mean = _mean(list(measured.values()))
+    mean = average(measured.values())
     parts = _parts(mean)
     return {
         "version": VERSION,
@@ -50,7 +51,7 @@ def document(collector: Collector) -> Json:
         "ranks": [_rank_row(rank, each, measured.get(rank), hosts) for rank, each in sorted(ranks.items())],
         "stragglers": [_straggler_row(each) for each in late],
         "timeline": _timeline(steps, [rank for each in late for rank in each.ranks]),
-        "links": [_link_row(pair, each, first.recent("step")) for pair, each in sorted(of_links.items())],
+        "links": [_link_row(pair, of_links[pair], first.recent("step")) for pair in sorted(of_links)],
         "algorithms": _algorithms(ranks, first.about.get("algorithms") or ()),
         "tensors": _tensors(ranks),
         "memory": [{"t_s": at_s, "rss_max": each.rss, "shm_max": each.shm} for at_s, each in bins.items() if each.rss],
@@ -108,17 +109,6 @@ def _of_totals(rank: Rank) -> Shares:
     steps = max(1, rank.totals.get("step") or 0)
     step_s, blocked_s, hidden_s = (rank.totals.get(name, 0.0) / steps for name in ("step_s", "blocked_s", "hidden_s"))
     return Shares(step_s, blocked_s, hidden_s)
-
-
-def _mean(each: Sequence[Shares]) -> Shares:
-    found, count = Shares(), max(1, len(each))
-    for one in each:
-        found.step_s += one.step_s / count
-        found.exposed_s += one.exposed_s / count
-        found.hidden_s += one.hidden_s / count
-        for rank, waiting_s in one.waiting.items():
-            found.waiting[rank] += waiting_s / count
-    return found
 
 
 def _parts(mean: Shares) -> dict[str, float]:
@@ -184,12 +174,8 @@ def _times(found: Bin) -> Json:
 
 
 def _examples_per_s(ranks: Mapping[int, Rank]) -> float | None:
-    rates = [
-        each.totals["examples"] / each.totals["step_s"]
-        for each in ranks.values()
-        if each.totals.get("examples") and each.totals.get("step_s")
-    ]
-    return _rounded(sum(rates)) if rates else None
+    told = [each.totals for each in ranks.values() if each.totals.get("examples") and each.totals.get("step_s")]
+    return _rounded(sum(each["examples"] / each["step_s"] for each in told)) if told else None
 
 
 def _rank_row(number: int, rank: Rank, own: Shares | None, hosts: Mapping[int, str]) -> Json:
@@ -210,43 +196,33 @@ def _rank_row(number: int, rank: Rank, own: Shares | None, hosts: Mapping[int, s
 
 
 def _straggler_row(each: Straggler) -> Json:
-    return {
-        "who": each.who,
-        "kind": each.kind,
-        "delay_ms": _rounded(each.delay_s, 1e3),
-        "caused_ms": _rounded(each.caused_s, 1e3),
-        "where": each.where,
-        "text": KINDS[each.kind][0],
-    }
+    times = {"delay_ms": _rounded(each.delay_s, 1e3), "caused_ms": _rounded(each.caused_s, 1e3)}
+    return {"who": each.who, "kind": each.kind, "where": each.where, "text": KINDS[each.kind][0]} | times
 
 
 def _timeline(steps: Mapping[int, Mapping[int, Step]], late: Sequence[int]) -> Json | None:
     """Return the last step that was sampled: of the stragglers and the first ranks."""
     if not steps:
         return None
-    number = max(steps)
-    chosen = list(dict.fromkeys([*(rank for rank in late if rank in steps[number]), *sorted(steps[number])]))
-    shown = {rank: steps[number][rank] for rank in sorted(chosen[:_MOST_LINES])}
-    begin_s = min(step.from_s for step in shown.values())
-    ms: Callable[[float], float] = lambda at_s: round(1e3 * (at_s - begin_s), 3)  # noqa: E731
-    lines = [
-        {
-            "rank": rank,
-            "from_ms": ms(step.from_s),
-            "to_ms": ms(step.to_s),
-            "operations": [
-                {"name": each.name, "kind": each.kind, "bytes": each.nbytes, "submitted_ms": ms(each.submitted_s)}
-                | {"ready_ms": ms(each.ready_s), "begun_ms": ms(each.begun_s), "ended_ms": ms(each.ended_s)}
-                | {"algorithm": each.algorithm}
-                for each in step.operations.values()
-            ],
-            "waits": [
-                {"name": name, "from_ms": ms(from_s), "to_ms": ms(to_s)} for (name, _), from_s, to_s in step.waits
-            ],
-        }
-        for rank, step in shown.items()
+    number, by_rank = max(steps.items())
+    shown = sorted(list(dict.fromkeys([*(rank for rank in late if rank in by_rank), *sorted(by_rank)]))[:_MOST_LINES])
+    begin_s = min(by_rank[rank].from_s for rank in shown)
+    return {"step": number, "ranks": [{"rank": rank} | _line(by_rank[rank], begin_s) for rank in shown]}
+
+
+def _line(step: Step, begin_s: float) -> Json:
+    """Return a step by the time since `begin_s`."""
+
+    def ms(**times_s: float) -> Json:
+        return {f"{name}_ms": round(1e3 * (at_s - begin_s), 3) for name, at_s in times_s.items()}
+
+    operations = [
+        {"name": name, "kind": kind, "bytes": nbytes, "algorithm": algorithm}
+        | ms(submitted=submitted_s, ready=ready_s, begun=begun_s, ended=ended_s)
+        for name, kind, nbytes, submitted_s, ready_s, begun_s, ended_s, algorithm in step.operations.values()
     ]
-    return {"step": number, "ranks": lines}
+    waits = [{"name": name} | ms(**{"from": from_s, "to": to_s}) for (name, _), from_s, to_s in step.waits]
+    return ms(**{"from": step.from_s, "to": step.to_s}) | {"operations": operations, "waits": waits}
 
 
 def _link_row(pair: tuple[str, str], link: Link, steps: float) -> Json:

@@ -2,7 +2,7 @@
 
 import json
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ..text import columns, counted, shortened
@@ -10,10 +10,7 @@ from ..text import columns, counted, shortened
 Totals = Mapping[str, Any]
 """What a rank has said last, as `Collector.latest` has it."""
 
-_SENT = (
-    *("rank", "host", "age_s", "step", "step_s", "computing_s", "blocked_s", "moving_s", "hidden_s", "bytes", "rss"),
-    "lines",
-)
+_NOT_SENT = ("histogram", "by_algorithm", "by_name", "sent", "send_s")  # long, and not shown
 
 _SILENT_S = 5.0
 _WORTH_SAYING = 0.05  # of a step, that others wait for a rank
@@ -23,7 +20,7 @@ _HEAD = ("RANK", "HOST", "STEP", "MS/STEP", "COMPUTING", "WAITING", "EXPOSED", "
 
 def encode(latest: Sequence[Totals]) -> list[str]:
     """Return a line of JSON for each rank, with what `row` needs."""
-    return [json.dumps({name: said[name] for name in _SENT}) for said in latest]
+    return [json.dumps({name: said[name] for name in said if name not in _NOT_SENT}) for said in latest]
 
 
 class Row(NamedTuple):
@@ -50,9 +47,8 @@ class Row(NamedTuple):
         shown = [f"{mark}{self.rank}", self.host, str(self.step), *(f"{each:.1f}" for each in times)]
         at = f"silent for {self.silent_s:.0f} s" if self.silent_s > _SILENT_S else _highest(self.lines)
         shown += [f"{self.rss_mb:.0f}", at]
-        return [
-            text if head in ("HOST", "AT") else text.rjust(len(head)) for head, text in zip(_HEAD, shown, strict=True)
-        ]
+        texts = ("HOST", "AT")
+        return [text if head in texts else text.rjust(len(head)) for head, text in zip(_HEAD, shown, strict=True)]
 
 
 def exposed_s(said: Totals) -> float:
@@ -81,7 +77,7 @@ def row(before: Totals, now: Totals) -> Row:
         computing_ms=since("computing_s") * ms,
         waiting_ms=waiting_s * ms,
         exposed_ms=moved_s * ms,
-        mb_s=since("bytes") / max(seconds, 1e-9) / 1e6,
+        mb_s=since("bytes") / seconds / 1e6 if seconds else 0.0,
         rss_mb=now["rss"] / 1e6,
         lines={line: count / samples * seconds * ms for line, count in seen.items()},
         silent_s=now["age_s"],
@@ -95,9 +91,10 @@ def _highest(lines: Mapping[str, float]) -> str:
 
 
 def late_ms(rows: Sequence[Row]) -> dict[int, float]:
-    """Return by how much less each rank waits than the others do: so long they wait for it, in each step."""
+    """Return how long others wait in a step for each rank that is late: so much less does it wait itself."""
     total, others = sum(each.waiting_ms for each in rows), max(1, len(rows) - 1)
-    return {each.rank: (total - each.waiting_ms) / others - each.waiting_ms for each in rows}
+    late = [(each, (total - each.waiting_ms) / others - each.waiting_ms) for each in rows]
+    return {each.rank: ms for each, ms in late if ms > _WORTH_SAYING * each.step_ms}
 
 
 def table(rows: Sequence[Row], size: int, width: int, height: int) -> list[str]:
@@ -106,40 +103,27 @@ def table(rows: Sequence[Row], size: int, width: int, height: int) -> list[str]:
     if not stepped:
         said = f"{len(rows)} of {counted(size, 'rank')} record their steps, and none has ended one yet"
         return [said, "a step ends when an optimizer of ringreduce's has stepped, or with rr.mark_step()"]
-    late = {each.rank: 0.0 for each in rows} | late_ms(stepped)
+    late = late_ms(stepped)
     lines = [line for text in _summary(stepped, late) for line in textwrap.wrap(text, width)]
-    place = height - len(lines) - 1
-    shown = list(rows)
+    shown, place = list(rows), height - len(lines) - 1
     if len(shown) > place:
-        shown = sorted(rows, key=lambda each: -late[each.rank])[: max(1, place - 1)]
-    lines += columns([_HEAD, *(each.cells("> " if _is_late(each, late) else "") for each in shown)])
+        shown = sorted(rows, key=lambda each: each.waiting_ms)[: max(1, place - 1)]
+    lines += columns([_HEAD, *(each.cells("> " * (each.rank in late)) for each in shown)])
     if more := len(rows) - len(shown):
         lines.append(f"and {more} more, for which others wait less")
     return [shortened(line, width) for line in lines]
 
 
-def _is_late(row: Row, late: Mapping[int, float]) -> bool:
-    return late[row.rank] > _WORTH_SAYING * row.step_ms
-
-
-def _summary(rows: Sequence[Row], late: Mapping[int, float]) -> list[str]:
-    """Return what a step consists of, on average over the ranks, and who is waited for most."""
-
-    def mean(name: str) -> float:
-        return float(sum(getattr(each, name) for each in rows) / len(rows))
-
-    step_ms = mean("step_ms")
-    parts = (
-        f"{mean('computing_ms'):.1f} computing + {mean('waiting_ms'):.1f} waiting + {mean('exposed_ms'):.1f} exposed"
-    )
-    speed = f" ({1000 / step_ms:.3g}/s)" if step_ms else ""
-    lines = [f"step {max(each.step for each in rows)}: {step_ms:.1f} ms{speed} = {parts}"]
-    worst = max(rows, key=lambda each: late[each.rank])
-    if _is_late(worst, late):
+def _summary(rows: Sequence[Row], late: Mapping[int, float]) -> Iterator[str]:
+    """Yield what a step consists of, on average over the ranks, and who is waited for most."""
+    names = ("step_ms", "computing_ms", "waiting_ms", "exposed_ms")
+    step_ms, *parts = (sum(getattr(each, name) for each in rows) / len(rows) for name in names)
+    sum_of = "{:.1f} computing + {:.1f} waiting + {:.1f} exposed".format(*parts)
+    yield f"step {max(each.step for each in rows)}: {step_ms:.1f} ms ({1000 / max(step_ms, 1e-3):.3g}/s) = {sum_of}"
+    if late:
+        worst = max((each for each in rows if each.rank in late), key=lambda each: late[each.rank])
         others = [each.lines for each in rows if each is not worst]
         more = {line: ms - sum(each.get(line, 0) for each in others) / len(others) for line, ms in worst.lines.items()}
         where = f", at {at}" if (at := _highest(more)) else ""
-        lines.append(
-            f"rank {worst.rank} ({worst.host}) is late{where}: the others wait {late[worst.rank]:.1f} ms a step for it"
-        )
-    return lines
+        who, ms = f"rank {worst.rank} ({worst.host})", late[worst.rank]
+        yield f"{who} is late{where}: the others wait {ms:.1f} ms a step for it"

@@ -1,18 +1,13 @@
 """Metrics of a running job for Prometheus, in the OpenMetrics format, by prometheus_client (the extra `metrics`)."""
 
-from __future__ import annotations
-
 import importlib.util
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from ..errors import MachineError
 from .collect import Collector
 from .live import Totals, exposed_s
-
-if TYPE_CHECKING:
-    from prometheus_client import Metric
 
 LOOPBACK = "127.0.0.1"
 _BUCKETS = range(-12, 12)  # a bucket is 14 of a rank's histogram, each 1.05 times as long as that before
@@ -67,7 +62,7 @@ class Metrics:
 
         (address, port), self._where = self._where, None
         host = f"[{address}]" if ":" in address else address
-        registry: Any = CollectorRegistry(auto_describe=False)
+        registry: Any = CollectorRegistry()
         registry.register(self)
         try:
             server, _ = start_http_server(port, address, registry)
@@ -76,7 +71,7 @@ class Metrics:
         else:
             say(f"ringrun: metrics are at http://{host}:{server.server_port}/metrics")
 
-    def collect(self) -> Iterator[Metric]:
+    def collect(self) -> Iterator[Any]:
         """Yield what prometheus_client writes; the histogram is that of the first rank, as all step together."""
         from prometheus_client import core
 

@@ -23,5 +23,3 @@ def test_a_slow_link_is_first(own_hosts, python, tmp_path):
     found = report(own_hosts, python, tmp_path, "-H", "h0,h1,h2,h3", "none")
     first = found["stragglers"][0]
     assert (first["kind"], "h2" in first["who"]) == ("slow link", True)
-    measured = {(each["from"], each["to"]): each["measured_bytes_s"] for each in found["links"]}
-    assert measured["h1", "h2"] < measured["h0", "h1"] / 2

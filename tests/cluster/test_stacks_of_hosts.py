@@ -1,4 +1,4 @@
-"""What ranks on four hosts do: asked while they hang, and told on the failure card."""
+"""What ranks on four hosts do: asked while they hang or train, and told on the failure card."""
 
 import re
 import subprocess
@@ -48,4 +48,17 @@ def test_a_job_that_hangs_is_asked_on_all_its_hosts(hosts, python):
     assert job.poll() is None, "the job goes on"
     job.terminate()
     assert job.wait(patient(60)) == 143
+    hosts.assert_nothing_is_left()
+
+
+def test_a_job_is_watched_on_all_its_hosts(hosts, python):
+    program = PROGRAMS.parents[1] / "launcher" / "programs" / "steps.py"
+    job = hosts.start(0, [python.parent / "ringrun", *ALL, python, program, hosts.folder, "2"])
+    wait_until(lambda: (hosts.folder / "trains").exists())
+    shown = hosts.check(0, [python.parent / "ringrun", "top", "--once"])
+    assert re.search(r"^rank 2 \(h2\) is late, at steps.py:\d+: the others wait ", shown, re.MULTILINE), shown
+    rows = [line.replace(">", " ").split()[:2] for line in shown.splitlines()[4:]]
+    assert rows == [["0", "h0"], ["1", "h1"], ["2", "h2"], ["3", "h3"]], shown
+    (hosts.folder / "stop").touch()
+    assert job.wait(patient(60)) == 0
     hosts.assert_nothing_is_left()

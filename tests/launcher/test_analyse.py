@@ -2,6 +2,7 @@
 
 import pytest
 
+from ringrun.run_report import analyse
 from ringrun.run_report.document import document
 from tests.support.made_steps import STEPS, MadeJob
 
@@ -56,7 +57,7 @@ def slow_host(rank):
     return {"sent": {str((rank + 1) % 3): 1e6 * (STEPS - 1)}, "send_s": {str((rank + 1) % 3): 0.01 * (STEPS - 1)}}
 
 
-CAN_CARRY = [(0, 1, 1e9), (1, 0, 8e8), (0, 2, 1.1e8), (2, 0, 1.05e8), (1, 2, 1.1e8), (2, 1, 1.2e8)]
+CAN_CARRY = [(0, 1, 4e8), (1, 0, 1e9), (0, 2, 1e9), (2, 0, 1.05e8), (1, 2, 1.1e8), (2, 1, 1e9)]
 SLOW_LINKS = [
     ("slow link", 10 * (1 - each / 1e9), f"link from {pair}")
     for pair, each in (("h2 to h0", 1.05e8), ("h1 to h2", 1.1e8))
@@ -65,8 +66,10 @@ FOUND = [
     ("nobody", MadeJob(4), []),
     ("of two", MadeJob(2, late({1: 0.02})), [(LONGER, 20, "rank 1")]),
     ("of two, in the last bucket", MadeJob(2, late({0: 0.02}, bucket=3)), [(LONGER, 20, "rank 0")]),
-    ("in all buckets", MadeJob(3, lambda rank, *_: 0.005 * (rank == 1)), [(LONGER, 20, "rank 1")]),
-    ("each fourth step", MadeJob(3, now_and_then), [(LONGER, 80 * 4 / 19, "rank 1")]),
+    ("after its results", MadeJob(3, late({2: 0.02}, bucket=4)), [(LONGER, 20, "rank 2")]),
+    ("in all parts", MadeJob(3, lambda rank, *_: 0.004 * (rank == 1)), [(LONGER, 20, "rank 1")]),
+    ("each fourth step", MadeJob(3, now_and_then), [(LONGER, 80 * 5 / 20, "rank 1")]),
+    ("a checkpoint", MadeJob(3, lambda rank, step, at: 1.0 * (rank == 0 and (step, at) == (9, 0))), []),
     ("two in one bucket", MadeJob(4, late({3: 0.02, 1: 0.015})), BOTH),
     ("two, one after the other", MadeJob(4, after), BOTH),
     ("while others communicate", MadeJob(3, late({1: 0.02}), moves_s=0.15), [(LONGER, 20, "rank 1")]),
@@ -95,3 +98,29 @@ def test_each_straggler_is_named_with_its_kind_and_delay(job, expected, sync):
     assert [(each["kind"], each["who"]) for each in found] == [(kind, who) for kind, _, who in expected]
     for each, (_, delay_ms, _) in zip(found, expected, strict=True):
         assert each["delay_ms"] == pytest.approx(delay_ms, rel=0.1)
+
+
+@pytest.mark.parametrize("clocks", [{"ahead": far}, {"drift": far}, {"ahead": far, "drift": lambda host: -0.7 * host}])
+def test_waits_are_split_whatever_the_clocks_of_hosts(clocks):
+    found = document(MadeJob(4, late({1: 0.02}), hosts=2, **clocks).collected())
+    for each in found["ranks"]:
+        assert each["waiting_ms"] == pytest.approx(0 if each["rank"] == 1 else 20, abs=1)
+
+
+def test_a_rank_is_not_late_since_it_waited_for_another_one_in_a_smaller_process_set():
+    """Ranks 0 and 1 reduce "pair" before all three reduce "all", and rank 1 keeps rank 0 waiting there."""
+
+    def step(number, rank):
+        begin_s = 100.0 * number
+        pair_s = begin_s + (30 if rank == 1 else 10)
+        pair = ["pair (set 1)", "allreduce", 8, pair_s, begin_s + 30, begin_s + 30, begin_s + 31, "ring"]
+        all_s = begin_s + (41 if rank < 2 else 20)
+        end = ["all", "allreduce", 8, all_s, begin_s + 41, begin_s + 41, begin_s + 42, "ring"]
+        waits = [["pair (set 1)", pair_s, begin_s + 31]] * (rank < 2) + [["all", all_s, begin_s + 42]]
+        operations = [pair] * (rank < 2) + [end]
+        return {"number": number, "from_s": begin_s, "to_s": begin_s + 100, "operations": operations, "waits": waits}
+
+    said = {rank: [step(number, rank) for number in range(1, 5)] for rank in range(3)}
+    found = analyse.delays(analyse.gains(analyse.in_common(said, dict.fromkeys(said, 0.0))))
+    assert found[1] == pytest.approx(20)
+    assert found[0] == found[2] == 0

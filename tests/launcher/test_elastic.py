@@ -30,8 +30,8 @@ def lists(done):
     return found
 
 
-def test_survivors_hear_of_each_loss_and_the_job_ends_well(ringrun, python, wait_until_gone):
-    flags = ["--elastic", "--min-np", 2, "-np", 4, "--spares", 1]
+def test_survivors_hear_of_each_loss_and_the_job_ends_well(ringrun, python, wait_until_gone, tmp_path):
+    flags = ["--elastic", "--min-np", 2, "-np", 4, "--spares", 1, "--report", "run"]
     done = ringrun(*flags, python, RANK, 3, "1@0=kill", "0@1=raise", "4@2=sysexit-3", returncode=0)
     dead = {"1": "was killed by SIGKILL", "0": "ended with exit code 1", "4": "ended with exit code 3"}
     first = {"number": 1, "ranks": [0, 2, 3, 4], "dead": {"1": dead["1"]}}
@@ -46,6 +46,11 @@ def test_survivors_hear_of_each_loss_and_the_job_ends_well(ringrun, python, wait
     assert "ValueError: of rank 0\n" in of_rank_0
     assert "[0] the last words of 0\n" in done.stderr
     assert re.findall("ringrun: ranks (.+) went on after [0-9]+ ms\n", done.stderr) == ["0,2-4", "2-4", "2-3"]
+    report = json.loads((tmp_path / "run" / "report.json").read_text())
+    texts = [each["text"] for each in report["elastic"]]
+    assert texts[0] == "rank 1 was lost (killed by signal 9 (SIGKILL), exit code 137); going on with ranks 0,2-4"
+    assert [text.partition(" went on")[0] for text in texts[1::2]] == ["ranks 0,2-4", "ranks 2-4", "ranks 2-3"]
+    assert {each["rank"] for each in report["failures"]} == {0, 1, 4}
     assert wait_until_gone() < patient(5.0)
 
 

@@ -85,9 +85,9 @@ def test_metrics_are_what_the_ranks_have_said_last():
 
 
 def test_a_job_serves_metrics_while_it_runs(start, program, tmp_path):
-    job = start("-np", 2, "--metrics-port", 0, *program("steps"))
+    job = start("-np", 2, "--metrics-port", 0, *program("steps"), tmp_path, 1)
     url = re.search(r"http://\S+", job.stderr.readline())[0]
-    wait_until(lambda: scraped(url).get(("steps_total", HOST, "1"), 0) > 3)
+    wait_until(lambda: all(scraped(url).get(("steps_total", HOST, rank), 0) > 3 for rank in "01"))
     found = scraped(url)
     assert sum(found[key] for key in found if (key[0], key[-1]) == ("bytes_total", "0")) >= 3 * 8000
     assert found["step_seconds_bucket", "0.03287"] < found["step_seconds_bucket", "+Inf"], "steps of 100 ms"

@@ -1,5 +1,6 @@
 """--restarts: which endings are followed by another attempt, when, on which hosts, and what a script finds then."""
 
+import json
 import queue
 import re
 import signal
@@ -303,8 +304,8 @@ def test_a_failure_during_which_ctrl_c_was_pressed_is_none_to_restart_after(sign
 # whole runs
 
 
-def test_a_script_with_a_checkpoint_goes_on(ringrun, program, wait_until_gone):
-    done = ringrun("-np", 2, "--restarts", 2, *program("checkpoints"), returncode=0)
+def test_a_script_with_a_checkpoint_goes_on(ringrun, program, wait_until_gone, tmp_path):
+    done = ringrun("-np", 2, "--restarts", 2, "--report", "run", *program("checkpoints"), returncode=0)
     wait_until_gone()
     for rank in range(2):
         assert f"[{rank}] attempt 0 begins at step 0\n" in done.stdout
@@ -312,6 +313,9 @@ def test_a_script_with_a_checkpoint_goes_on(ringrun, program, wait_until_gone):
         assert f"[{rank}] done 6.0 {float(3 * sum(range(6)))}\n" in done.stdout
     assert "ringrun: rank 1 of 2 failed first" in done.stderr
     assert "ringrun: restart 1 of 2 in 1 s\n" in done.stderr
+    report = json.loads((tmp_path / "run" / "report.json").read_text())
+    assert [each["text"] for each in report["elastic"]] == ["restart 1 of 2 in 1 s"]
+    assert [each["rank"] for each in report["failures"]][:1] == [1]
 
 
 @pytest.mark.without_mpi

@@ -79,7 +79,8 @@ def test_a_rank_of_which_less_is_known(changes, shown):
 
 
 def test_before_the_first_step_the_table_says_what_a_step_is():
-    first = totals(0, 0)
+    first = totals(0, 0, bytes=4_000_000)
+    assert row(first, first).mb_s == 0
     assert table([row(first, first)], 2, 200, 50)[0] == "1 of 2 ranks record their steps, and none has ended one yet"
     assert "rr.mark_step()" in table([], 2, 200, 50)[1]
 
@@ -95,7 +96,6 @@ def test_speeds_are_those_of_the_last_answers_of_ranks_that_run():
     assert [each["step"] for each in history[0]] == list(range(20, 120, 10))
     top.keep(history, answer(totals(1, 7)))
     assert history == {1: deque([totals(1, 7)])}, "rank 0 has ended, and rank 1 begins again"
-    assert [(each.rank, each.step) for each in top.rows(history)] == [(1, 7)]
 
 
 @pytest.mark.parametrize(
@@ -123,14 +123,14 @@ def test_several_jobs_are_listed_and_one_that_ended_says_so(monkeypatch, capsys)
 
 def test_any_running_job_can_be_watched(start, program, tmp_path):
     """One that was started without --report records as long as somebody looks."""
-    job = start("-np", 2, *program("steps"))
-    wait_until(lambda: all((tmp_path / f"up{rank}").exists() for rank in range(2)))
+    job = start("-np", 2, *program("steps"), tmp_path, 1)
+    wait_until(lambda: (tmp_path / "trains").exists())
     ringrun_top = "import sys; from ringrun.top import run; sys.exit(run(sys.argv[1:]))"
     shown = run([sys.executable, "-c", ringrun_top, job.pid, "--once"], returncode=0).stdout
     head, step, late, heads, first, second = shown.splitlines()
     assert head.startswith(f"job {job.pid}: ")
     assert re.fullmatch(r"step \d+: .* ms \(.*/s\) = .* computing \+ .* waiting \+ .* exposed", step), shown
-    assert re.fullmatch(r"rank 1 \(.*\) is late, at script.py:13: the others wait .* ms a step for it", late), shown
+    assert re.fullmatch(r"rank 1 \(.*\) is late, at script.py:14: the others wait .* ms a step for it", late), shown
     assert heads.startswith("RANK  HOST")
     assert [first.split()[0], *second.split()[:2]] == ["0", ">", "1"]
     assert 0 < float(second.split()[7]) < 60, "MB/s of 8 kB a step"

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from ringrun.run_report.collect import Collector
 
-BUCKETS, STEPS = 4, 20
+BUCKETS, STEPS = 4, 21
 BACKWARD_S = 0.1
 OPTIMIZER_S = 2e-3
 
@@ -24,7 +24,7 @@ class MadeJob:
 
     size: int
     late: Callable[[int, int, int], float] = never
-    """Seconds that a rank takes longer, in a step, to compute a bucket's gradients."""
+    """Seconds that a rank takes longer, in a step, to compute a bucket's gradients; or after the last, to step."""
     hosts: int = 1
     sync: bool = False
     """Each bucket is waited for before the next one is computed; else all of them after the last."""
@@ -71,7 +71,7 @@ class MadeJob:
                 if self.sync or bucket == BUCKETS - 1:
                     now_s = [_waited(step, pending, rank, now_s[rank]) for rank, step in enumerate(made)]
                     pending = []
-            now_s = [each + OPTIMIZER_S for each in now_s]
+            now_s = [each + OPTIMIZER_S + self.late(rank, number, BUCKETS) for rank, each in enumerate(now_s)]
             self.steps.append([step | {"to_s": now_s[rank]} for rank, step in enumerate(made)])
 
     def _messages(self, rank):
@@ -88,8 +88,8 @@ class MadeJob:
         step_s = sum(step["to_s"] - step["from_s"] for step in steps)
         blocked_s = sum(to_s - from_s for step in steps for _, from_s, to_s in step["waits"])
         sums = {"lines": {"train.py:7": 900}, "core_wait_s": 0.0, "sent": {}, "send_s": {}} | self.totals(rank)
-        sums |= {"samples": sum(sums["lines"].values()), "by_name": {"b0": [19, 19000, 0.057]}}
-        sums |= {"by_algorithm": {"ring 4096": [76, 190000, 0.228]}, "examples": 19 * (rank + 1)}
+        sums |= {"samples": sum(sums["lines"].values()), "by_name": {"b0": [20, 20000, 0.06]}}
+        sums |= {"by_algorithm": {"ring 4096": [80, 200000, 0.24]}, "examples": 20 * (rank + 1)}
         times = {math.floor(math.log(step_s / len(steps)) / math.log(1.05)): len(steps)} if steps else {}
         now = {"at_s": 1e6 + second, "step": len(steps), "step_s": step_s, "blocked_s": blocked_s, "histogram": times}
         memory = {"rss": (rank + 1) << 30, "shm": 1 << 20, "fusion": 1 << 24}
