@@ -173,10 +173,13 @@ def test_dry_run_prints_the_command_and_runs_nothing(ringrun, tmp_path):
 
 def test_flags_of_the_display_in_a_file(tmp_path):
     path = tmp_path / "job.yaml"
-    path.write_text("ranks: 0,2-3\nfold: true\nprefix_output_with_timestamp: true\noutput_filename: DIR\ntimeout: 5\n")
+    path.write_text(
+        "ranks: 0,2-3\nfold: true\nprefix_output_with_timestamp: true\noutput_filename: DIR\ntimeout: 5\nreport: run\n"
+    )
     options = cli.parse(["-np", "4", "--config-file", str(path), "--timeout", "7", "true"])
     assert (shown(options), options.job.fold, options.job.timestamps) == ({0, 2, 3}, True, True)
     assert (options.job.output_directory, options.job.timeout_s) == ("DIR", 7)
+    assert (options.job.report_directory, options.job.variables["RINGREDUCE_REPORT"]) == ("run", "1")
     path.write_text("ranks: 4\n")
     with pytest.raises(
         UsageError, match=rf"^{path}:1: --ranks: there is no rank 4; with -np 4 there are ranks 0 to 3$"
