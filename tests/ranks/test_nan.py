@@ -2,12 +2,14 @@
 
 import contextlib
 import re
+import time
 
 import numpy as np
 import pytest
 
 import ringreduce as rr
 from ringreduce import runtime
+from ringreduce.execution.lane import Known
 from ringreduce.testing import run_ranks
 from tests.support.tiers import extended
 from tests.support.world import on_every_world_with_torch
@@ -149,7 +151,7 @@ def test_a_gradient_that_overflows_in_16_bits_is_named_too():
         take = in_16_bits()
         take(1, 0)
         take.backward(1, scale=lambda loss: loss * 3e4)
-        with pytest.raises(rr.NanError, match="'a' .*, step 1: infinity in the sum of finite values .float16"):
+        with pytest.raises(rr.NanError, match=r"'a' .*, step 1: infinity in the sum of finite values \(float16"):
             take.optimizer.step()
         take(1, 0)
 
@@ -195,10 +197,22 @@ FINE = {
     "rows": lambda: rr.reducescatter(arrays(1.5)),
     "what is gathered": lambda: rr.allgather(arrays(np.nan)),
 }
+
+
+def late(values):
+    """Of a rank each; rank 1 is late."""
+    time.sleep(0.02 * rr.rank())
+    return rr.allreduce(arrays(values[rr.rank()], "float16"), op=rr.Sum)
+
+
 WRONG = {
     "halves overflow": (lambda: rr.allreduce(arrays(4e4, "float16"), op=rr.Sum), "infinity in the sum .*float16"),
     "floats overflow": (lambda: rr.allreduce(arrays(-LARGEST), op=rr.Sum), "infinity in the sum of finite values"),
-    "one large": (lambda: rr.allreduce(arrays([-np.inf, 4e4][rr.rank()], "float16"), op=rr.Sum), "rank 0 .* own"),
+    "an infinity that comes later": (lambda: late([4e4, -np.inf]), "rank 1 of 2, .*: infinity in this rank's own"),
+    "the first of a group": (
+        lambda: rr.grouped_allreduce([arrays(4e4, "float16"), arrays(1, "float16")], op=rr.Sum),
+        "infinity in the sum",
+    ),
     "complex": (lambda: rr.allreduce(arrays(complex(1, np.nan), "complex64", 1)), "rank 1 of 2, .*NaN .*complex64"),
     "a number": (lambda: rr.allreduce([1.0, -np.inf][rr.rank()]), "rank 1 of 2, .* infinity in this .*float64"),
     "rows": (lambda: rr.reducescatter(arrays(np.nan, rank=0)), "rank 0 of 2, reducescatter 'noname.*NaN in this"),
@@ -256,6 +270,30 @@ def test_a_program_in_order_is_checked_by_each_rank_alone(capfd):
                 channel.allreduce(arrays(np.nan if bad else 1.0))
 
     run_ranks(2, program)
+
+
+def test_nothing_takes_the_fast_lane_unseen():
+    def program():
+        lane, x = rr.ordered()._lane, np.ones(3)
+        known = Known(lambda *_: 0, None, None, False, False, x.shape)
+        assert lane.run(known, x, x)
+        rr.check("nan")
+        assert not lane.run(known, x, x)
+
+    run_ranks(2, program)
+
+
+def test_the_check_goes_on_in_the_next_world_of_an_elastic_job():
+    def program():
+        rr.check("nan:raise")
+        own = runtime.current("test")
+        host = own.engine.host
+        own.engine.leave("it is lost")
+        own.enter(runtime.Setup(own.world, own.transport, host))
+        with pytest.raises(rr.NanError, match=r"rank 0 of 1, .*, step 0: NaN"):
+            rr.allreduce(np.nan)
+
+    run_ranks(1, program)
 
 
 def test_an_array_on_a_gpu_is_refused(gpu):
