@@ -11,9 +11,7 @@ from ringreduce import pickling, runtime
 from ringreduce.api.process_sets import ProcessSet, global_process_set, number_of
 from ringreduce.api.submit import submit_and_wait, whole
 from ringreduce.arrays.view import as_buffer
-from ringreduce.engine.engine import Engine
-from ringreduce.execution.signature import calling_line
-from ringreduce.execution.submission import Handle, Submission
+from ringreduce.execution.submission import Submission
 
 __all__ = ["allgather_object", "broadcast_object"]
 
@@ -44,22 +42,12 @@ def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet 
     Source: Horovod's allgather_object.
     """
 
-    number = number_of(process_set, "allgather_object")
-    engine = runtime.current("allgather_object").engine
-    result: list[Any] = begin_allgather(engine, obj, name, number, calling_line(2), waits=True).wait()
-    return result
-
-
-def begin_allgather(
-    engine: Engine, obj: Any, name: str | None, process_set: int, line: str, waits: bool = False
-) -> Handle:
-    """Begin an `allgather_object`, from any thread.  line: the caller's.  waits: it waits for it at once."""
-
     def finish(submission: Submission) -> list[Any]:
         ends = np.cumsum(submission.payload[:-1, 0])  # of each rank's bytes, which are rows
         pieces = np.split(submission.outputs[0].flat, ends)
         return [pickle.loads(each.data) for each in pieces]  # noqa: S301 - ranks' own
 
     pickled = as_buffer(np.frombuffer(pickling.dumps(obj), np.uint8))
-    options: dict[str, Any] = {"signed": (), "inputs": [pickled], "finish": finish, "waits": waits, "line": line}
-    return engine.submit("allgather_object", name, process_set, **options)
+    number = number_of(process_set, "allgather_object")
+    result: list[Any] = submit_and_wait("allgather_object", name, number, inputs=[pickled], finish=finish)
+    return result

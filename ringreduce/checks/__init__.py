@@ -3,6 +3,7 @@
 setting       what `check=` asks for
 switch        the function `check`, which switches checks on and off
 nan           which rank began with NaN or infinity, in which tensor and step, and what all ranks do then
+agreement     which of the ranks' findings is the one to name
 scan          whether an array has any
 divergence    have all ranks the same parameters? blame: who has not, and why; fingerprint
 resum         does another algorithm give the same sums?

@@ -4,12 +4,13 @@ To look at finished chunks would cost less, but every algorithm has its own, and
 inputs then. What a rank sends is read once, at the speed of memory (scan.py). The same look says whether it is so large
 that the sum may overflow: only then the result is looked at, too.
 
-An allgather of what was found follows, so that all ranks act in the same step, and one of them says who began:
+Then ranks agree on what was found (agreement.py), so that all act in the same step, and one of them says who began:
 
-    an operation  it begins where that ends, which is well on all ranks or on none; they may wait in any order
-    torch         one for all that a DistributedOptimizer, or torch.distributed's "ring", has added up, as an optimizer
+    an operation  that begins where it ends, which is well on all ranks or on none; they may wait in any order
+    torch         once for all that a DistributedOptimizer, or torch.distributed's "ring", has added up, as an optimizer
                   steps. If none does, since a GradScaler has found an infinity, all is well: the same gradient comes
-                  again while what was found in it is still there. That is only counted.
+                  again while what was found in it is still there. That is only counted. Where nothing is to be done but
+                  to report, a rank whose others do not step goes on, and agrees later.
 """
 
 from __future__ import annotations
@@ -24,23 +25,21 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ringreduce import runtime
-from ringreduce.api.objects import begin_allgather
 from ringreduce.arrays.buffer import Buffer
 from ringreduce.checks import scan
-from ringreduce.errors import InputError, NanError
-from ringreduce.execution.submission import Handle, Submission
+from ringreduce.checks.agreement import Agreement, Finding
+from ringreduce.errors import InputError, NanError, StalledError
+from ringreduce.execution.submission import Submission
 from ringreduce.log import LOGGER
 from ringreduce.monitor import launcher_link
 from ringreduce.negotiation.negotiation import GLOBAL
 from ringreduce.ops import Adasum, Average, Sum
 
 ADDED = frozenset(each.value for each in (Sum, Average, Adasum))  # a minimum may well be of infinities
+REPORT_S = 1.0  # for others in a step, where nothing depends on it
 MOST_COUNTED = 4096  # operations of which is known how often they were submitted
 
 Key = tuple[Any, ...]  # equal for an operation of this step and that of the next one
-Finding = tuple[bool, float, int, str]
-"""Whether only the sum has it, when it was submitted, the rank, and the text: the least of several is the one to name.
-By time, since a NaN may have come to other ranks within the step, as by PowerSGD's first factor in the second one."""
 
 
 @dataclasses.dataclass
@@ -52,7 +51,7 @@ class Seen:
     is_large: bool = False  # the sum may overflow
     step: int = 0
     finding: Finding | None = None
-    agreement: Handle | Exception | None = None
+    agreement: Agreement | Exception | None = None
     is_settled: bool = False
 
 
@@ -69,6 +68,7 @@ class Nan:
         self._found: tuple[Finding, Key, float] | None = (
             None  # the first for that step, in what, in which backward pass
         )
+        self._late: Agreement | None = None  # for which other ranks have not come
         self._reported = self._skipped = 0
 
     def look(self, _: object, __: object, details: Sequence[tuple[str, Any]], inputs: Sequence[Buffer]) -> Seen | None:
@@ -125,8 +125,9 @@ class Nan:
             world, (kind, _, tensors, *_) = self._own.world, made.signature
             what = f"rank {world.rank} of {world.size}, {kind} {tensors[number].name!r} ({made.line}), step {seen.step}"
             where = "in the sum of finite values" if in_sum else "in this rank's own values, before the sum"
-            when_s = made.submitted_s - self._own.clock_ahead_s
-            seen.finding = in_sum, when_s, world.rank, f"{what}: {problem} {where} ({tensors[number].dtype})"
+            when_us = int(1e6 * (made.submitted_s - self._own.clock_ahead_s))
+            text = f"{what}: {problem} {where} ({tensors[number].dtype})"
+            seen.finding = Finding(in_sum, when_us, world.rank, text)
         return seen.finding
 
     def _note(self, made: Submission, seen: Seen, key: Key) -> None:
@@ -146,18 +147,16 @@ class Nan:
             then(error)
         if error is None:
             try:
-                seen.agreement = self._begin_agreeing(f"{made.key}.check", made.process_set, self._find(made, seen))
+                found = self._find(made, seen)
+                seen.agreement = Agreement(self._own.engine, f"{made.key}.check", made.process_set, found)
             except Exception as exc:  # which the thread that waits raises
                 seen.agreement = exc
-
-    def _begin_agreeing(self, name: str | None, process_set: int, finding: Finding | None) -> Handle:
-        return begin_allgather(self._own.engine, finding, name, process_set, "check")
 
     def _finish(self, finish: Any, seen: Seen, made: Submission) -> Any:
         """As the submission's own, after what is done about findings. Raises NanError, each time."""
         if isinstance(seen.agreement, Exception):
             raise seen.agreement
-        agreed = self._find(made, seen) if seen.agreement is None else _first(seen.agreement.wait())
+        agreed = self._find(made, seen) if seen.agreement is None else seen.agreement.wait()
         if agreed is not None and not seen.is_settled:
             seen.is_settled = self._action != "raise"
             self._act(agreed, [each.flat for each in made.outputs])
@@ -165,50 +164,60 @@ class Nan:
 
     def before_step(self, optimizer: Any) -> None:
         """A torch optimizer is about to step. Raises NanError."""
-        if not self._sets:
+        sets, self._sets = list(self._sets), {}
+        if not sets:
             return
-        agreed, sets = self._found and self._found[0], list(self._sets)
-        self._found, self._sets = None, {}
         if self._stepped() in (None, optimizer):
             self._stepped = weakref.ref(optimizer)
             self._steps += 1
-        for number in sets:
-            agreed = _first(self._begin_agreeing("check" if number >= GLOBAL else None, number, agreed).wait())
-        if agreed is not None and getattr(
-            optimizer, "found_inf", None
-        ):  # GradScaler leaves it to fused ones to skip it
-            self._skip()
+        try:
+            agreed = self._agreed(sets)
+        except StalledError:
+            return
+        if agreed is not None and getattr(optimizer, "found_inf", None):
+            self._skip()  # as fused optimizers do, to which GradScaler leaves it
         elif agreed is not None:
             parameters = [each for group in optimizer.param_groups for each in group["params"]]
-            if min(sets) < GLOBAL:  # of a bucket of DDP, which names no parameters
-                agreed = (*agreed[:3], agreed[3] + _first_bad(parameters))
+            if min(sets) < GLOBAL:  # a bucket of DDP names no parameters
+                agreed = agreed._replace(text=agreed.text + _first_bad(parameters))
             self._act(agreed, [each.grad for each in parameters if each.grad is not None])
+
+    def _agreed(self, sets: Sequence[int]) -> Finding | None:
+        """What all ranks of a step name. Raises StalledError where some do not come; the next call waits for them."""
+        patience_s, found = REPORT_S if self._action == "report" else -1, None
+        if self._late is not None:
+            found = self._late.wait(patience_s)
+            self._found = self._found and (self._found[0], (), math.nan)  # for the next call: that step is made
+        else:
+            kept, self._found = self._found, None
+            found = kept and kept[0]
+            for number in sets:
+                name = "check" if number >= GLOBAL else None
+                self._late = Agreement(self._own.engine, name, number, found)
+                found = self._late.wait(patience_s)
+        self._late = None
+        return found
 
     # What is done
 
     def _act(self, agreed: Finding, arrays: Sequence[Any]) -> None:
         """arrays: of NumPy or torch."""
-        _, _, rank, text = agreed
         if self._action == "raise":
-            raise NanError(text)
+            raise NanError(agreed.text)
         for each in arrays if self._action == "zero" else ():
             each[...] = 0
         self._reported += 1
-        if rank == self._own.world.rank:
+        if agreed.rank == self._own.world.rank:
             done = ", and all that was reduced with it is zeroed" if self._action == "zero" else ""
-            LOGGER.log(_level(self._reported), f"check: {text}{done}; {self._reported} so far")
+            LOGGER.log(_level(self._reported), f"check: {agreed.text}{done}; {self._reported} so far")
             if self._reported == 1:
-                launcher_link.report(self._own.settings.error_file, finding=text)
+                launcher_link.report(self._own.settings.error_file, finding=agreed.text)
 
     def _skip(self) -> None:
         self._skipped += 1
         LOGGER.debug(
             f"check: a step with infinities that no optimizer made, as of a GradScaler; {self._skipped} so far"
         )
-
-
-def _first(findings: Sequence[Finding | None]) -> Finding | None:
-    return min((each for each in findings if each is not None), default=None)
 
 
 def _first_bad(parameters: Sequence[Any]) -> str:

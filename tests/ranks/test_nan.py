@@ -9,6 +9,7 @@ import pytest
 
 import ringreduce as rr
 from ringreduce import runtime
+from ringreduce.checks import nan
 from ringreduce.execution.lane import Known
 from ringreduce.testing import run_ranks
 from tests.support.tiers import extended
@@ -156,6 +157,35 @@ def test_a_gradient_that_overflows_in_16_bits_is_named_too():
         take(1, 0)
 
     run_ranks(2, program)
+
+
+def test_a_rank_that_has_joined_does_not_stop_the_others():
+    def program():
+        rr.check("nan:zero")
+        take = Torch()
+        for step in [4, *[2, STEP, 3] * rr.rank()]:
+            result = take(step, np.nan)
+            assert (result == 0).all() if step == STEP else result.all()
+        assert rr.join() == 1
+
+    run_ranks(2, program)
+
+
+def test_a_report_does_not_wait_for_a_rank_that_skips_a_step(capfd, monkeypatch):
+    monkeypatch.setattr(nan, "REPORT_S", 0.05)
+
+    def program():
+        rr.check("nan")
+        take = Torch()
+        for step in [0, 1, STEP, 3, 4]:
+            take.backward(step)
+            take.optimizer.synchronize()
+            if step != 1 or rr.rank() == BAD:
+                with take.optimizer.skip_synchronize():
+                    take.optimizer.step()
+
+    run_ranks(2, program)
+    assert len(re.findall("rank 1 of 2, .* 'b' .* step 2: NaN in", capfd.readouterr().err)) == 1
 
 
 @pytest.mark.parametrize("fused", [False, True])

@@ -1,0 +1,89 @@
+"""Which finding of all ranks is to be named: in one all-reduce of 8 bytes, and where there is one, another of its text.
+
+All-reduces, as ranks that have joined take part in them.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ringreduce.api.arguments import details_of
+from ringreduce.arrays.buffer import numpy_buffer
+from ringreduce.engine.engine import Engine
+from ringreduce.execution.submission import Handle
+from ringreduce.negotiation.negotiation import GLOBAL
+from ringreduce.ops import Max
+
+TEXT_BYTES = 1024
+WHEN_BITS, RANK_BITS = 45, 16
+MOST_US = (1 << WHEN_BITS) - 1  # a year
+
+
+class Finding(NamedTuple):
+    """One rank's."""
+
+    in_sum: bool  # only the sum has it
+    when_us: int  # it was submitted, in rank 0's clock
+    rank: int
+    text: str
+
+    @property
+    def code(self) -> int:
+        """The largest is that to name: not of a sum, then the earliest, as a NaN may come to others within the step."""
+        earliness = MOST_US - min(self.when_us, MOST_US)
+        return ((not self.in_sum) << WHEN_BITS | earliness) << RANK_BITS | self.rank
+
+
+class Agreement:
+    """One, which begins as it is made; all ranks of the process set make it."""
+
+    def __init__(self, engine: Engine, name: str | None, process_set: int, finding: Finding | None) -> None:
+        """name: in a channel None."""
+        self._engine, self._name, self._process_set, self._mine = engine, name, process_set, finding
+        self._code = np.array([0 if finding is None else finding.code], np.int64)
+        self._text = np.zeros(TEXT_BYTES, np.uint8)
+        self._second: Handle | Exception | None = None
+        self._first = self._begin(name, self._code)
+
+    def _begin(self, name: str | None, array: np.ndarray[Any, Any]) -> Handle:
+        buffers = [numpy_buffer(array, writable=True)]
+        then = self._then if array is self._code and self._process_set >= GLOBAL else None
+        options: dict[str, Any] = {
+            "details": details_of(Max, 1.0, 1.0),
+            "inputs": buffers,
+            "outputs": buffers,
+            "then": then,
+        }
+        return self._engine.submit("allreduce", name, self._process_set, line="check", **options)
+
+    def _then(self, error: Exception | None) -> None:
+        """The first ends; see `Submission.then`. In a channel, in the program's order, the second begins later."""
+        if error is None and self._code[0]:
+            try:
+                self._second = self._begin_second()
+            except Exception as exc:  # which the thread that waits raises
+                self._second = exc
+
+    def _begin_second(self) -> Handle:
+        if self._mine is not None and self._mine.code == self._code[0]:
+            text = self._mine.text.encode()[:TEXT_BYTES]
+            self._text[: len(text)] = np.frombuffer(text, np.uint8)
+        return self._begin(self._name and f"{self._name}.text", self._text)
+
+    def wait(self, timeout_s: float = -1) -> Finding | None:
+        """The finding to name, the same on all ranks; raises StalledError after a timeout; then call it again."""
+        self._first.wait(timeout_s)
+        if not self._code[0]:
+            return None
+        if self._second is None:
+            self._second = self._begin_second()
+        if isinstance(self._second, Exception):
+            raise self._second
+        self._second.wait()
+        code, text = int(self._code[0]), self._text.tobytes().rstrip(b"\0").decode(errors="replace")
+        if self._mine is not None and self._mine.code == code:
+            return self._mine
+        not_in_sum, earliness = divmod(code >> RANK_BITS, 1 << WHEN_BITS)
+        return Finding(not not_in_sum, MOST_US - earliness, code & (1 << RANK_BITS) - 1, text)
