@@ -19,9 +19,9 @@ UNTOUCHED = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.BatchNorm1d(6), 
 def trained(change=lambda step, model, optimizer: None, begin=lambda model: None, steps=60):
     """Train on each rank's own data, in which `change` interferes, and may say that the step is not made."""
     model = copy.deepcopy(UNTOUCHED)
-    model[1].reset_running_stats()
     begin(model)
-    optimizer = rr.DistributedOptimizer(torch.optim.Adam(model.parameters(), lr=0.01), model.named_parameters())
+    named = [(name, each) for name, each in model.named_parameters() if name != "own"]
+    optimizer = rr.DistributedOptimizer(torch.optim.Adam([each for _, each in named], lr=0.01), named)
     for step in range(steps):
         optimizer.zero_grad()
         data = torch.arange(20.0).reshape(5, 4).sin() + rr.rank() / 10 + step / 100
@@ -47,7 +47,7 @@ def frozen(model):
 
 def elsewhere(model):
     without_buffers(model)
-    model.own = torch.nn.Parameter(torch.zeros(3))
+    model.own = torch.nn.Parameter(torch.arange(3.0) * (1 + rr.rank() // 2))
 
 
 def skips(step, model, optimizer):
@@ -81,6 +81,11 @@ CASES = {
         lambda *_: None,
         frozen,
         r"after 0 steps .* '0.bias' differs: rank 2 from ranks 0-1,3; .* Of '0.bias', rank 2 has it frozen",
+    ),
+    "not passed to the optimizer": (
+        lambda *_: None,
+        elsewhere,
+        r"after 0 steps .* 'own' differs: ranks 0-1 from ranks 2-3; the other 4 do not. No DistributedOptimizer has it",
     ),
     "skipped": (
         skips,

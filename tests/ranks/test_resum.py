@@ -96,6 +96,19 @@ def test_a_flipped_bit_is_named_with_its_rank(capsys, monkeypatch, wrong, expect
     assert all(re.fullmatch(where + expected, each) for each in said), said
 
 
+@pytest.mark.extended
+def test_ten_thousand_clean_steps_raise_no_alarm(capsys):
+    def program():
+        params = {"b": np.zeros(30), "w": np.arange(1300.0)}
+        optimizer = rr.DistributedOptimizer(
+            lambda grads, params: {k: params[k] - 0.01 * each for k, each in grads.items()}
+        )
+        for step in range(10_000):
+            params = optimizer({name: np.sin(each + step + rr.rank()) for name, each in params.items()}, params)
+
+    assert not found(capsys, program, 2, 300, Settings(check="divergence:7,sdc:11", deterministic=True))
+
+
 def test_it_is_refused_where_bits_depend_on_fusion():
     expected = r"^check='sdc:1000' compares bits; it needs RINGREDUCE_DETERMINISTIC=1$"
     with pytest.raises(SettingsError, match=expected):
