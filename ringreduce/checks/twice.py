@@ -106,16 +106,14 @@ def verdict(differences: Sequence[list[Any] | None], steps: int, tensors: int) -
     found = {rank: each for rank, each in enumerate(differences) if each is not None}
     if not found:
         return f"the same bits in {steps} steps, of all arrays ({tensors}), on {ranks_text(range(len(differences)))}"
-    own = {rank: each for rank, each in found.items() if each[3]}
-    step, _, name, _ = min((own or found).values())
-    if own and step <= min(each[0] for each in found.values()):
-        who = [rank for rank, each in own.items() if (each[0], each[2]) == (step, name)]
+    step, _, name, _ = min(found.values())
+    who = [rank for rank, each in found.items() if (each[0], each[2], each[3]) == (step, name, True)]
+    if who:
         return (
             f"{name!r} differs in step {step}, on {ranks_text(who)} before it is reduced: look there for what differs "
             "from run to run, such as seeds, the order of data, or kernels that add in any order "
             "(torch.use_deterministic_algorithms)"
         )
-    step, _, name, _ = min(found.values())
     return (
         f"{name!r} differs in step {step}, but not what the ranks gave: the order of the sum does; "
         "RINGREDUCE_DETERMINISTIC=1 fixes it"
