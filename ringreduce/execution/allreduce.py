@@ -56,7 +56,8 @@ def allreduce(submissions: Sequence[Submission], context: Context) -> Steps[None
         reduction = context.algorithms.on_wire(algorithm, reduction)
         buckets = None if algorithm == "compiled" else _buckets(batch, reduction, algorithm, context)
         batch.expect(buckets)
-        context.timeline.chose(batch.owners, algorithm)
+        if context.timeline.recording:
+            context.timeline.chose(batch.owners, algorithm)
         if context.debugs:
             what = f"allreduce of {len(batch.inputs)} tensors, {batch.nbytes} B of {reduction.element.name}"
             how = algorithm if wire is None else f"{algorithm}, {wire}"

@@ -144,7 +144,6 @@ class Channel(Running):
     def _checked(self, submission: Submission) -> Steps[None]:
         """Run an operation, if all ranks have called the same."""
         self.begun, timeline = self.begun + 1, self._context.timeline
-        operation = (self.number if self.name == ORDERED else self.name, self.begun, "", len(self.members))
         if timeline.recording:
             timeline.ready([submission], self._world.rank)
         fits = None if self.across is not None else in_slot(submission, self._context)
@@ -155,7 +154,9 @@ class Channel(Running):
         if words is None:
             yield from self._mismatch(submission)
             return
-        timeline.negotiated(submission, operation)
+        if timeline.recording:
+            schedule = self.number if self.name == ORDERED else self.name  # the number of a group is its rank's own
+            timeline.negotiated(submission, (schedule, self.begun, "", len(self.members)))
         if submission.recorder is not None:
             submission.ready_s = submission.begun_s = time.monotonic()
             submission.algorithm = "shared" if self.across is None else ""

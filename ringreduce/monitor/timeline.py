@@ -101,14 +101,13 @@ class Timeline:
         self._count()
 
     def negotiated(self, submission: Submission, operation: Operation) -> None:
-        """All ranks are ready: the negotiation is over, and the submission is queued."""
-        if self.recording:
-            found, since, now = self._of(submission), 1e6 * submission.submitted_s, now_us()
-            found.operation, found.phase, announced = operation, ("QUEUE", now), found.announced_us
-            if announced:  # else this rank has joined
-                name = WAIT + submission.signature.kind.upper()
-                self.events.append(Event("SUBMIT", found.row, since, announced - since, operation))
-                self.events.append(Event(name, found.row, announced, now - announced, operation, found.args))
+        """All ranks are ready: the negotiation is over, and the submission is queued. Only while recording."""
+        found, since, now = self._of(submission), 1e6 * submission.submitted_s, now_us()
+        found.operation, found.phase, announced = operation, ("QUEUE", now), found.announced_us
+        if announced:  # else this rank has joined
+            name = WAIT + submission.signature.kind.upper()
+            self.events.append(Event("SUBMIT", found.row, since, announced - since, operation))
+            self.events.append(Event(name, found.row, announced, now - announced, operation, found.args))
 
     def message(self, submission: Submission, name: str) -> None:
         """It was sent or received: the time from when it was submitted until now."""
@@ -123,8 +122,8 @@ class Timeline:
             self.events.append(Event("CYCLE_START", "engine", now_us()))
 
     def chose(self, submissions: Sequence[Submission], algorithm: str) -> None:
-        """By which algorithm they are reduced."""
-        for each in submissions if self.recording else ():
+        """By which algorithm they are reduced. Only while recording."""
+        for each in submissions:
             self._of(each).args["algorithm"] = algorithm
 
     def phase(self, submissions: Sequence[Submission], name: str) -> contextlib.AbstractContextManager[None]:
