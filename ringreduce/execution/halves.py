@@ -22,17 +22,19 @@ Move = Callable[[Arrays, Arrays], Steps[None]]
 """From the elements of a submission's inputs to those of its outputs."""
 
 
-def on_host(submission: Submission, phase: str, move: Move, context: Context) -> Steps[None]:
-    """Move a submission's elements, which may be on a GPU, through host memory, and complete it."""
+def on_host(submissions: Sequence[Submission], phase: str, move: Move, context: Context) -> Steps[None]:
+    """Move the elements of submissions, which may be on a GPU, through host memory together, and complete them."""
     sources = []
-    for each in submission.inputs:
+    for each in (array for submission in submissions for array in submission.inputs):
         sources.append((yield from context.gpu.down(each)))
-    targets = [context.gpu.room(each) for each in submission.outputs]
-    with context.timeline.phase([submission], phase):
+    outputs = [array for submission in submissions for array in submission.outputs]
+    targets = [context.gpu.room(each) for each in outputs]
+    with context.timeline.phase(submissions, phase):
         yield from move(sources, targets)
-    for elements, output in zip(targets, submission.outputs, strict=True):
+    for elements, output in zip(targets, outputs, strict=True):
         context.gpu.up(elements, output)
-    submission.complete()
+    for submission in submissions:
+        submission.complete()
 
 
 def integers_of_all(values: Any, context: Context) -> Steps[Any]:

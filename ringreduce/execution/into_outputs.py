@@ -28,7 +28,7 @@ def all_gather(submissions: Sequence[Submission], context: Context) -> Steps[Non
         yield from halves.allgather(sources, _by_rank(targets, context.transport.size), context)
 
     for submission in submissions:
-        yield from halves.on_host(submission, "ALL_GATHER", move, context)
+        yield from halves.on_host([submission], "ALL_GATHER", move, context)
 
 
 def reduce_scatter(submissions: Sequence[Submission], context: Context) -> Steps[None]:
@@ -39,7 +39,7 @@ def reduce_scatter(submissions: Sequence[Submission], context: Context) -> Steps
 
     for submission in submissions:
         reductions = [submission.reduction(each.element) for each in submission.outputs]
-        yield from halves.on_host(submission, "REDUCE_SCATTER", partial(move, of=reductions), context)
+        yield from halves.on_host([submission], "REDUCE_SCATTER", partial(move, of=reductions), context)
 
 
 def exchange(submissions: Sequence[Submission], context: Context) -> Steps[None]:
@@ -65,7 +65,7 @@ def exchange(submissions: Sequence[Submission], context: Context) -> Steps[None]
                     )
                 )
                 continue
-        yield from halves.on_host(submission, submission.signature.kind.upper(), move, context)
+        yield from halves.on_host([submission], submission.signature.kind.upper(), move, context)
 
 
 def _by_rank(arrays: Arrays, size: int) -> list[Arrays]:

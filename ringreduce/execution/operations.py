@@ -120,7 +120,7 @@ def _allgather(submissions: Sequence[Submission], context: Context) -> Steps[Non
         submission.payload = gathered = yield from halves.integers_of_all(mine, context)
         rows = gathered.T.tolist()
         make_outputs(submission, [sum(each) for each in rows], context)
-        yield from halves.on_host(submission, "ALLGATHER", partial(move, bounds=_bounds(submission, rows)), context)
+        yield from halves.on_host([submission], "ALLGATHER", partial(move, bounds=_bounds(submission, rows)), context)
 
 
 def alltoall(submissions: Sequence[Submission], context: Context) -> Steps[None]:
@@ -138,7 +138,7 @@ def alltoall(submissions: Sequence[Submission], context: Context) -> Steps[None]
         make_outputs(submission, [sum(received)], context)
         both = {"sent": _bounds(submission, [sent]), "received": _bounds(submission, [received])}
         submission.payload = received
-        yield from halves.on_host(submission, "ALLTOALL", partial(move, **both), context)
+        yield from halves.on_host([submission], "ALLTOALL", partial(move, **both), context)
 
 
 def _reducescatter(submissions: Sequence[Submission], context: Context) -> Steps[None]:
@@ -154,24 +154,26 @@ def _reducescatter(submissions: Sequence[Submission], context: Context) -> Steps
         make_outputs(submission, [each[rank] for each in rows], context)
         reductions = [submission.reduction(each.element) for each in submission.inputs]
         own = partial(move, bounds=_bounds(submission, rows), of=reductions)
-        yield from halves.on_host(submission, "REDUCESCATTER", own, context)
+        yield from halves.on_host([submission], "REDUCESCATTER", own, context)
 
 
 def _reduce_shards(submissions: Sequence[Submission], context: Context) -> Steps[None]:
-    """Of all elements of all inputs, one after the other, rank r gets the r-th part, reduced, in its only output."""
+    """Of all elements of all inputs, one after the other, rank r gets the r-th part, reduced, in its only output.
 
-    def move(sources: Arrays, targets: Arrays, bounds: list[list[int]], of: Reduction) -> Steps[None]:
-        own = [at[rank : rank + 2] for at in bounds]
-        ends = bounds_of([high - low for low, high in own])
-        pieces = [targets[0][low:high] for low, high in itertools.pairwise(ends)]
-        yield from halves.reduce_scatter(by_chunk(sources, bounds, size), pieces, [of] * len(pieces), context)
+    Through the window all submissions go together: each alone would have to wait for its last slot.
+    """
+
+    def move(sources: Arrays, targets: Arrays, ends: list[list[int]], of: list[Reduction]) -> Steps[None]:
+        own = zip(targets, ends, strict=True)
+        pieces = [whole[low:high] for whole, at in own for low, high in itertools.pairwise(at)]
+        yield from halves.reduce_scatter(by_chunk(sources, [*itertools.chain(*bounds)], size), pieces, of, context)
 
     rank, size = context.transport.rank, context.transport.size
-    for submission in submissions:
-        bounds = cut_together([each.count for each in submission.inputs], size)
-        reduction = submission.reduction(submission.inputs[0].element)
-        own = partial(move, bounds=bounds, of=reduction)
-        yield from halves.on_host(submission, "REDUCESCATTER", own, context)
+    for group in [submissions] if context.algorithms.shared_region is not None else [[each] for each in submissions]:
+        bounds = [cut_together([array.count for array in each.inputs], size) for each in group]
+        ends = [bounds_of([at[rank + 1] - at[rank] for at in each]) for each in bounds]
+        of = [each.reduction(array.element) for each in group for array in each.inputs]
+        yield from halves.on_host(group, "REDUCESCATTER", partial(move, ends=ends, of=of), context)
 
 
 def _gather_shards(submissions: Sequence[Submission], context: Context) -> Steps[None]:
@@ -184,7 +186,7 @@ def _gather_shards(submissions: Sequence[Submission], context: Context) -> Steps
     size = context.transport.size
     for submission in submissions:
         bounds = cut_together([each.count for each in submission.inputs], size)
-        yield from halves.on_host(submission, "ALLGATHER", partial(move, bounds=bounds), context)
+        yield from halves.on_host([submission], "ALLGATHER", partial(move, bounds=bounds), context)
 
 
 def make_outputs(submission: Submission, rows: Sequence[int], context: Context) -> None:
@@ -235,4 +237,4 @@ OPERATIONS: dict[str, Operation] = {
     "barrier": _nothing,
     "join": _nothing,
 }
-FUSED = ("allreduce", "broadcast")
+FUSED = ("allreduce", "broadcast", "reduce_shards")

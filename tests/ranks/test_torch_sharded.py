@@ -112,13 +112,17 @@ WAYS = {
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("hosts", [[0, 0, 0], [0, 1]], ids=str)
-def test_a_step_does_what_a_distributed_optimizers_does(hosts, way):
+def test_a_step_does_what_a_distributed_optimizers_does(monkeypatch, hosts, way):
+    for size in ("FIRST_BUCKET_BYTES", "BUCKET_BYTES"):  # three buckets, which are reduced together
+        monkeypatch.setattr(f"ringreduce.optim.buckets.{size}", 200)
+
     def program():
         made = []
         for model, optimizer in (plain(**WAYS[way][1]), sharded(**WAYS[way][1])):
             for step in range(11):
                 optimizer.zero_grad()
                 WAYS[way][0](model, optimizer, step)
+            assert len(optimizer._reducer._buckets) >= 3
             made.append(bits(model))
         assert_equal(*made)
 
