@@ -29,7 +29,7 @@ ADASUM = ("op", Adasum.value)
 
 def allreduce(submissions: Sequence[Submission], context: Context) -> Steps[None]:
     """Reduce the tensors of submissions with equal details; completes each as soon as it is finished."""
-    recorded = submissions[0].recorder is not None
+    recorded = submissions[0].recorder is not None or context.timeline.recording
     if submissions[0].reduced is not None:
         _finish(submissions[0], context)
         return
@@ -56,8 +56,6 @@ def allreduce(submissions: Sequence[Submission], context: Context) -> Steps[None
         reduction = context.algorithms.on_wire(algorithm, reduction)
         buckets = None if algorithm == "compiled" else _buckets(batch, reduction, algorithm, context)
         batch.expect(buckets)
-        if context.timeline.recording:
-            context.timeline.chose(batch.owners, algorithm)
         if context.debugs:
             what = f"allreduce of {len(batch.inputs)} tensors, {batch.nbytes} B of {reduction.element.name}"
             how = algorithm if wire is None else f"{algorithm}, {wire}"

@@ -121,11 +121,6 @@ class Timeline:
         if self.recording and self.mark_cycles:
             self.events.append(Event("CYCLE_START", "engine", now_us()))
 
-    def chose(self, submissions: Sequence[Submission], algorithm: str) -> None:
-        """By which algorithm they are reduced. Only while recording."""
-        for each in submissions:
-            self._of(each).args["algorithm"] = algorithm
-
     def phase(self, submissions: Sequence[Submission], name: str) -> contextlib.AbstractContextManager[None]:
         """Record the body as a phase of each submission."""
         return self._phase(submissions, name) if self.recording else UNRECORDED
@@ -139,10 +134,12 @@ class Timeline:
     def switch_phase(self, submissions: Sequence[Submission], name: str | None) -> None:
         """End the submissions' current phase, and begin the phase `name`, if any. Only while recording."""
         now = now_us()
-        for found in dict.fromkeys(map(self._of, submissions)):
+        for each in dict.fromkeys(submissions):
+            found = self._of(each)
             if found.phase is not None:
                 last, since = found.phase
-                self.events.append(Event(last, found.row, since, now - since, found.operation, found.args))
+                args = found.args | ({"algorithm": each.algorithm} if each.algorithm else {})
+                self.events.append(Event(last, found.row, since, now - since, found.operation, args))
             found.phase = None if name is None else (name, now)
 
     def _of(self, submission: Submission) -> _Submitted:
