@@ -159,7 +159,7 @@ class Nan:
         agreed = self._find(made, seen) if seen.agreement is None else seen.agreement.wait()
         if agreed is not None and not seen.is_settled:
             seen.is_settled = self._action != "raise"
-            self._act(agreed, [each.flat for each in made.outputs])
+            self._act(agreed, [functools.partial(each.flat.fill, 0) for each in made.outputs])
         return finish(made)
 
     def before_step(self, optimizer: Any) -> None:
@@ -180,7 +180,7 @@ class Nan:
             parameters = [each for group in optimizer.param_groups for each in group["params"]]
             if min(sets) < GLOBAL:  # a bucket of DDP names no parameters
                 agreed = agreed._replace(text=agreed.text + _first_bad(parameters))
-            self._act(agreed, [each.grad for each in parameters if each.grad is not None])
+            self._act(agreed, [each.grad.zero_ for each in parameters if each.grad is not None])
 
     def _agreed(self, sets: Sequence[int]) -> Finding | None:
         """What all ranks of a step name. Raises StalledError where some do not come; the next call waits for them."""
@@ -200,12 +200,12 @@ class Nan:
 
     # What is done
 
-    def _act(self, agreed: Finding, arrays: Sequence[Any]) -> None:
-        """arrays: of NumPy or torch."""
+    def _act(self, agreed: Finding, zero: Sequence[Callable[[], object]]) -> None:
+        """zero: each makes zeros of something that was reduced."""
         if self._action == "raise":
             raise NanError(agreed.text)
-        for each in arrays if self._action == "zero" else ():
-            each[...] = 0
+        for each in zero if self._action == "zero" else ():
+            each()
         self._reported += 1
         if agreed.rank == self._own.world.rank:
             done = ", and all that was reduced with it is zeroed" if self._action == "zero" else ""
