@@ -161,8 +161,8 @@ DIFFERENT = {
         "barrier 'noname.1', but rank 0 has allreduce 'noname.1'",
     ),
     "checks": (
-        lambda r: rr.check("nan" if r else "sdc,nan:zero"),
-        r"rank 1 of 2, barrier 'check' .*: check=nan:report, but rank 0 has check=nan:zero,sdc:1000 ",
+        lambda r: rr.check("nan" if r else "divergence,nan:zero"),
+        r"rank 1 of 2, barrier 'check' .*: check=nan:report, but rank 0 has check=nan:zero,divergence:100 ",
     ),
     "an object": (
         lambda r: rr.broadcast_object(r, r),
