@@ -48,7 +48,7 @@ engine.submitting, engine.timeline_control, engine.activity, engine.leaving, eng
 engine.engine < startup.shared_memory < runtime <
 recovery.membership, recovery.death_notice, recovery.daemon < recovery.rendezvous < recovery.elastic_runtime <
 lifecycle < api.submit, api.world, api.info, api.steps, sampler < api.process_sets, api.arguments <
-api.reduce, api.gather, api.broadcast, api.objects < checks.nan, checks.resum, checks.twice <
+api.reduce, api.gather, api.broadcast, api.objects, checks.agreement < checks.nan, checks.resum, checks.twice <
 checks.switch, checks.divergence < api.control <
 api.ordered, api.own_channel, api.collective < api.common, powersgd, optim.parameters < optim.exchange <
 optim.buckets, optim.shards, optim.shared_parameters < optim.reducer, local.options < local.steps <
