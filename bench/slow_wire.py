@@ -12,11 +12,12 @@ the step and the rank alone. Then all take steps at each rate, for their time.
     fp32 … int4         ringreduce.torch.DistributedOptimizer(compression=...)
     PowerSGD-4, -8      the same, compression=PowerSGD(rank=...), after 20 steps of fp32
     LocalSGD            ringreduce.torch.LocalSGD(sync_every=8), after 20 such steps
-    DiLoCo int4         ringreduce.torch.DiLoCo(sync_every=20, fragments=4, delay=5, compression=int4), likewise
+    DiLoCo int4         ringreduce.torch.DiLoCo(sync_every=20, fragments=4, delay=5, compression=int4), likewise, for
+                        three times as many steps
     DDP …               DistributedDataParallel on gloo, its fp16 and PowerSGD hooks, its post-local SGD
 
 Columns: bytes that a step sends from the host that sends most, counted at its interface; over fp32's; the loss on held
-out text after the last step, of the mean of all ranks' parameters, over fp32's; steps until the loss that fp32 has
+out text after fp32's last step, of the mean of all ranks' parameters, over fp32's; steps until the loss that fp32 has
 after two thirds of the steps; a step's time, of the slowest rank; the same with a core for each rank (less what
 computing takes longer beside the others); how many times sooner than fp32 that loss is there, with cores of their own;
 the most that any way can be sooner, if it sent nothing and learnt as well: with 4 hosts 1 + F / (T W), with F FLOP/s of
@@ -98,10 +99,11 @@ def steps_to(losses: Sequence[tuple[int, float]], target: float) -> float | None
 def learnt(found: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
     """By way, the means over seeds, each beside fp32 of the same seed."""
     whole = {row["seed"]: row["losses"] for row in found if row["who"] == FP32}
+    last = next(iter(whole.values()))[-1][0]
     by_way: dict[str, dict[str, Any]] = {}
     for who in dict.fromkeys(row["who"] for row in found):
         mine = [row for row in found if row["who"] == who]
-        over = [row["losses"][-1][1] / whole[row["seed"]][-1][1] - 1 for row in mine]
+        over = [dict(row["losses"])[last] / whole[row["seed"]][-1][1] - 1 for row in mine]
         targets = [whole[row["seed"]][len(whole[row["seed"]]) * 2 // 3][1] for row in mine]
         steps = [steps_to(row["losses"], target) for row, target in zip(mine, targets, strict=True)]
         by_way[who] = {

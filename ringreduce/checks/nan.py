@@ -148,7 +148,7 @@ class Nan:
         if error is None:
             try:
                 found = self._find(made, seen)
-                seen.agreement = Agreement(self._own.engine, f"{made.key}.check", made.process_set, found)
+                seen.agreement = Agreement(self._own.engine, f"check.nan.{made.key}", made.process_set, found)
             except Exception as exc:  # which the thread that waits raises
                 seen.agreement = exc
 

@@ -121,7 +121,7 @@ class Inbox:
             with self.lock:
                 self._waiting.remove(handle)
             if handle.recorder is not None:
-                handle.recorder.waited(label(handle.signature.unnumbered.name, handle.process_set), since_s)
+                handle.recorder.waited(label(handle.signature, handle.process_set), since_s)
 
     def waited_for(self) -> list[Handle]:
         """The handles that threads wait for, the longest first; with `lock` held."""

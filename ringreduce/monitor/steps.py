@@ -109,9 +109,7 @@ class StepRecorder:
         """A submission has ended."""
         begun_s, nbytes = it.begun_s or it.submitted_s, sum([each.nbytes for each in it.inputs or it.outputs])
         times = it.submitted_s, it.ready_s or begun_s, begun_s, time.monotonic()
-        kind, name, _, _, numbered = it.signature
-        name = label(name.rpartition(".")[0] if numbered else name, it.process_set)
-        self._add(Operation(name, kind, nbytes, *times, it.algorithm))
+        self._add(Operation(label(it.signature, it.process_set), it.signature.kind, nbytes, *times, it.algorithm))
 
     def passed(self, name: str, kind: str, nbytes: int, since_s: float, algorithm: str | None) -> None:
         """The fast lane has waited for an operation; algorithm None: which has not ended, and is submitted now."""
@@ -192,8 +190,11 @@ class StepRecorder:
             }
 
 
-def label(name: str, process_set: int) -> str:
+def label(signature: Any, process_set: int) -> str:
     """An operation's name for who reads a record: sets of a sweep's teams have operations of one name."""
+    name = signature.unnumbered.name
+    if name.startswith("check."):  # what follows says of which array, or comparison
+        name = ".".join(name.split(".")[:2])
     return f"{name} (set {process_set})" if process_set > 0 else name
 
 

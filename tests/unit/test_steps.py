@@ -63,8 +63,9 @@ def step(recorder, clock, at, who=1, **options):
 def test_operations_of_one_name_in_several_process_sets_are_told_apart(recorder, clock):
     for process_set in (0, 2):
         ended(recorder, clock, 3, 1, 2, 2, process_set=process_set)
+    ended(recorder, clock, 3, 1, 2, 2, "check.nan.w")
     step(recorder, clock, 4)
-    assert [each.name for each in recorder.steps[-1].operations] == ["w", "w (set 2)"]
+    assert [each.name for each in recorder.steps[-1].operations] == ["w", "w (set 2)", "check.nan"]
 
 
 def test_the_times_of_a_step_that_is_known(recorder, clock):
