@@ -1,12 +1,14 @@
-"""What it costs to record steps, as `ringrun --report` does: a training step with and without, in turns; and by calls.
+"""What it costs to record steps, as `ringrun --report` does, and to check them, as `--check`: a training step with and
+without, in turns; and recording by calls.
 
     ringrun -np 2 python bench/observing.py
     ringrun -np 4 python bench/observing.py --batches 4 --json observing.json
 
 The model and the step of bench/train_step.py, with `ringreduce.torch.DistributedOptimizer`. Rows: not recorded; steps
-recorded and reported to ringrun. Columns: time of a step (median of several runs, of the slowest rank), and how much
-longer it is than without (median of the runs' own values). Noise of the machine is larger than what is looked for, so
-below stands what each thing that is done takes alone, and what that makes of a step, were nothing of it hidden.
+recorded and reported to ringrun; checked for NaN; compared every 10th step, where the default is 100. Columns: time of
+a step (median of several runs, of the slowest rank), and how much longer it is than without (median of the runs' own
+values). Noise of the machine is larger than what is looked for, so below stands what each thing that recording does
+takes alone, and what that makes of a step, were nothing of it hidden.
 """
 
 from __future__ import annotations
@@ -18,7 +20,8 @@ import operator
 import statistics
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 
 import numpy as np
 from common import Action, Column, Report, about, in_turns, is_printing, microseconds, parse, parser, seconds_per_call
@@ -32,6 +35,7 @@ from ringreduce.monitor.reporting import SAMPLE_S, TOTALS_S, Reporting
 from ringreduce.monitor.steps import StepRecorder
 
 OFF, ON = "not recorded", "recorded, reported"
+CHECKS = {"check nan": "nan", "check divergence:10": "divergence:10"}
 COLUMNS = (
     Column("batch", "batch", "", 6, "d"),
     Column("who", "  who", width=20, left=True),
@@ -63,11 +67,21 @@ def recorded() -> Iterator[Reporting]:
         engine.recorder.recording, engine.transport.traffic = False, None
 
 
-class Recorded:
-    """What is done while steps are recorded."""
+@contextlib.contextmanager
+def checked(text: str) -> Iterator[None]:
+    """In it steps are checked, on all ranks."""
+    rr.check(text)
+    try:
+        yield
+    finally:
+        rr.check("")
 
-    def __init__(self, action: Action) -> None:
-        self.action = action
+
+class Inside:
+    """What is done inside a context."""
+
+    def __init__(self, action: Action, context: Callable[[], AbstractContextManager[object]]) -> None:
+        self.action, self.context = action, context
 
     def __call__(self) -> object:
         """Do it."""
@@ -76,7 +90,7 @@ class Recorded:
 
 def timer(action: Action, calls: int) -> float:
     """Of a turn."""
-    with recorded() if isinstance(action, Recorded) else contextlib.nullcontext():
+    with action.context() if isinstance(action, Inside) else contextlib.nullcontext():
         return seconds_per_call(action, calls)
 
 
@@ -140,7 +154,8 @@ def main() -> None:
             trainee.step(*batch)
         step = lambda trainee=trainee, batch=batch: trainee.step(*batch)  # noqa: E731
         seconds = 0.01 if options.quick else SECONDS_PER_RUN
-        times = in_turns({OFF: step, ON: Recorded(step)}, options.runs, seconds, timer=timer)
+        others = {name: Inside(step, functools.partial(checked, text)) for name, text in CHECKS.items()}
+        times = in_turns({OFF: step, ON: Inside(step, recorded), **others}, options.runs, seconds, timer=timer)
         for name, each in times.items():
             row = microseconds(each)
             ratio = statistics.median(map(operator.truediv, each, times[OFF]))

@@ -415,9 +415,12 @@ def test_what_there_was_no_time_for_is_told_and_is_no_success(tmp_path):
     assert "begun" not in finished.stdout
 
 
+CHECKED = "check nan", "check divergence:10"
+
+
 def test_recording_steps(tmp_path):
     finished = ringrun(PYTHON, 2, BENCH / "observing.py", "--quick", "--json", tmp_path / "rows.json")
     rows = kept_by(finished, tmp_path)["rows"]
-    assert [row["who"].strip() for row in rows] == ["not recorded", "recorded, reported"]
+    assert [row["who"].strip() for row in rows] == ["not recorded", "recorded, reported", *CHECKED]
     assert re.search(r"# an operation: [\d.]+ us, 1\.00 in a step", finished.stdout)
     assert "# together " in finished.stdout
