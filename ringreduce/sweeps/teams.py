@@ -12,7 +12,7 @@ from ringreduce import runtime
 from ringreduce.api.objects import broadcast_object
 from ringreduce.api.ordered import Ordered
 from ringreduce.api.process_sets import ProcessSet
-from ringreduce.errors import PeerLostError
+from ringreduce.errors import InputError, PeerLostError
 from ringreduce.sweeps.study import Study
 
 HEAD = 0  # the rank with the study
@@ -77,7 +77,8 @@ def answer(channel: Ordered, study: Study, first: int) -> None:
 
     def run() -> None:
         asks = True
-        with contextlib.suppress(PeerLostError):  # raised where sweep() was called, too
+        # when a rank is lost, as is raised where sweep() was called, too; by then there may be another world
+        with contextlib.suppress(PeerLostError, InputError):
             while asks:
                 method, args, kwargs = channel.recv_object(first)
                 reply = tried(getattr(study, method), *args, **kwargs)
