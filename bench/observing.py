@@ -56,15 +56,16 @@ def recorded() -> Iterator[Reporting]:
     """In it this rank's steps are recorded and reported, as with RINGREDUCE_REPORT=1."""
     engine = runtime.current("observing").engine
     algorithms, fusion_bytes = engine.states[0].algorithms, engine.fusion_buffer.total_bytes
-    engine.record()
+    engine.record(always=False)
     us = reporting.about(engine.host, engine.settings, algorithms, 0.0)
-    made = Reporting(engine.recorder, engine.transport, engine.host, us, fusion_bytes)
+    made = Reporting(engine.recorder, engine.transport, engine.host, us, fusion_bytes, for_s=3600.0)
     try:
         yield made
     finally:
         made._ending.set()
         made._thread.join()
-        engine.recorder.recording, engine.transport.traffic = False, None
+        engine.recorder.stop()
+        engine.transport.traffic = None
 
 
 @contextlib.contextmanager
