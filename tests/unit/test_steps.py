@@ -247,11 +247,14 @@ def test_an_operation_costs_the_same_number_of_instructions_whatever_came_before
         ended(recorder, clock, 3, 1, 2, 2)
         waited(recorder, clock, 1, 2)
 
+    def least():  # what the garbage collector calls meanwhile is counted, too
+        return min(opcodes_of(operation) for _ in range(3))
+
     operation()
-    first = opcodes_of(operation)
-    for _ in range(MOST - 3):
+    first = least()
+    for _ in range(MOST - 8):
         operation()
-    assert opcodes_of(operation) == first < 600
+    assert least() == first < 600
     for _ in range(10 * MOST):
         operation()
     assert opcodes_of(operation) < first, "what is too much is counted only"
