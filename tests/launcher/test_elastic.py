@@ -51,7 +51,6 @@ def test_survivors_hear_of_each_loss_and_the_job_ends_well(ringrun, python, wait
     assert texts[0] == "rank 1 was lost (killed by signal 9 (SIGKILL), exit code 137); going on with ranks 0,2-4"
     assert [text.split()[1] for text in texts if " was lost " in text] == ["1", "0", "4"]
     assert [text.split()[1] for text in texts if " went on " in text] == ["0,2-4", "2-4", "2-3"]
-    assert len(texts) == 6
     assert {each["rank"] for each in report["failures"]} == {0, 1, 4}
     assert wait_until_gone() < patient(5.0)
 
