@@ -317,7 +317,7 @@ import numpy as np
 import ringreduce as rr
 from tests.ranks.on_threads import each_rank_of
 rr.init()
-resource.setrlimit(resource.RLIMIT_FSIZE, (200000, 200000))
+resource.setrlimit(resource.RLIMIT_FSIZE, (1500000, 1500000))
 for number in range(3000):
     rr.allreduce(np.ones(3), name=f"tensor {number}")
 print("trained")
