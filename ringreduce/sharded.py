@@ -143,9 +143,9 @@ class ShardedArrays:
                 )
         if self._shared is not None:
             self._shared.barrier().wait()
-            return result
-        for wait in [shards.gather([self._params[name] for name in names]) for names, shards in self._shards]:
-            wait()
+        else:
+            for wait in [shards.gather([self._params[name] for name in names]) for names, shards in self._shards]:
+                wait()
         runtime.stepped(id(self))
         return result
 

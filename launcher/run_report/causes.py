@@ -146,7 +146,7 @@ def links(ranks: Mapping[int, Rank]) -> dict[tuple[str, str], Link]:
                 link, busy_s = found[hosts[origin], there], seconds.get(to, 0.0)
                 link.nbytes, link.busy_s = link.nbytes + nbytes, link.busy_s + busy_s
                 link.most_s = max(link.most_s, busy_s / max(1.0, rank.recent("step")))
-        for from_host, to_host, measured, _ in rank.about.get("links") or ():
+        for from_host, to_host, measured in rank.about.get("links") or ():
             found[of_number.get(from_host, from_host), of_number.get(to_host, to_host)].measured = measured
     return found
 

@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import UsageError
+from ..report.card import duration
+from .document import VERSION
 
-VERSION = 1
 TEMPLATE = "report.html.jinja"
 UNITS = {
     "bytes": (1024, ["B", "KiB", "MiB", "GiB", "TiB", "PiB"]),
@@ -56,7 +57,7 @@ def quantity(value: Any, kind: str) -> str:
     if kind == "share":
         return f"{100 * value:.0f} %"
     if kind == "duration":
-        return _duration(value)
+        return duration(value)
     if kind == "time":
         return str(value).replace("T", " ").replace("+00:00", " UTC")
     return f"{value:,}" if isinstance(value, int | float) and kind != "id" else str(value)
@@ -66,11 +67,3 @@ def _scaled(value: float, base: int, units: list[str]) -> str:
     power = next((k for k in range(len(units)) if value < base ** (k + 1)), len(units) - 1)
     scaled = value / base**power
     return f"{scaled:.0f} {units[power]}" if scaled >= 100 else f"{scaled:.3g} {units[power]}"
-
-
-def _duration(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    if hours:
-        return f"{hours} h {minutes} min"
-    return f"{minutes} min {rest} s" if minutes else f"{seconds:.3g} s"

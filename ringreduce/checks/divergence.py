@@ -54,9 +54,8 @@ class Divergence:
         self._equal_at: dict[int, int] = {}  # after how many steps the parameters (0), or the BUFFERs, were equal
         self._reported: set[int] = set()
         self._names: dict[int, str] = {}  # by fingerprint
-        self._rows: list[
-            list[int]
-        ] = []  # what is being compared: rank, name, fingerprint, flags; 0 names the number of steps
+        self._rows: list[list[int]] = []
+        """What is being compared: rank, name, fingerprint, flags; 0 names the number of steps."""
         self._pending: tuple[Callable[[Any], object], Handle] | None = None
 
     def begin(self) -> None:

@@ -65,9 +65,8 @@ class Nan:
         self._steps = 0  # of the torch optimizer that stepped first
         self._stepped: Callable[[], Any] = lambda: None
         self._sets: dict[int, None] = {}  # process sets that have added something up for the next step of torch
-        self._found: tuple[Finding, Key, float] | None = (
-            None  # the first for that step, in what, in which backward pass
-        )
+        self._found: tuple[Finding, Key, float] | None = None
+        """The first for that step, in what, in which backward pass."""
         self._late: Agreement | None = None  # for which other ranks have not come
         self._reported = self._skipped = 0
 
@@ -112,7 +111,7 @@ class Nan:
         if len(self._counts) > MOST_COUNTED:
             del self._counts[next(iter(self._counts))]
         if made.process_set >= GLOBAL:  # operations of others are in the order of the program
-            made.then = functools.partial(self._agree, made, seen, made.then)
+            made.add_then(functools.partial(self._agree, made, seen))
         made.finish = functools.partial(self._finish, made.finish, seen)
 
     def _find(self, made: Submission, seen: Seen) -> Finding | None:
@@ -141,10 +140,8 @@ class Nan:
         self._note(made, seen, key)
         return finish(made)
 
-    def _agree(self, made: Submission, seen: Seen, then: Any, error: Exception | None) -> None:
+    def _agree(self, made: Submission, seen: Seen, error: Exception | None) -> None:
         """See `Submission.then`."""
-        if then is not None:
-            then(error)
         if error is None:
             try:
                 found = self._find(made, seen)

@@ -73,12 +73,10 @@ class Resum:
         count = min(flat.size, max(1, MOST_BYTES // self._own.world.size // flat.itemsize))
         low = drawn % (flat.size - count + 1)
         sample = Sample(number, low, flat[low : low + count].copy(), step)
-        made.then = functools.partial(self._gather, made, sample, made.then)
+        made.add_then(functools.partial(self._gather, made, sample))
 
-    def _gather(self, made: Submission, sample: Sample, then: Any, error: Exception | None) -> None:
+    def _gather(self, made: Submission, sample: Sample, error: Exception | None) -> None:
         """See `Submission.then`."""
-        if then is not None:
-            then(error)
         if error is None:
             after = made.outputs[sample.number].flat[sample.low : sample.low + sample.before.size]
             row = np.concatenate(

@@ -70,7 +70,7 @@ class Twice:
             self._record[f"{row[0]} {name}"] = row
             self._counts[name] += 1
             rows.append(row)
-        made.then = functools.partial(_arrived, made, rows, made.then)
+        made.add_then(functools.partial(_arrived, made, rows))
 
     def _end(self) -> None:
         if self._is_first:
@@ -85,10 +85,8 @@ class Twice:
         raise SystemExit(int(any(verdicts)))
 
 
-def _arrived(made: Submission, rows: list[list[Any]], then: Any, error: Exception | None) -> None:
+def _arrived(made: Submission, rows: list[list[Any]], _: Exception | None) -> None:
     """See `Submission.then`."""
-    if then is not None:
-        then(error)
     for row, each in zip(rows, made.outputs, strict=False):
         row[3] = fingerprint(each.flat.view(np.uint8))
 

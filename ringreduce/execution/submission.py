@@ -144,6 +144,17 @@ class Submission(Handle):
         self.in_flight = in_flight
         in_flight[self.key] = self
 
+    def add_then(self, then: Callable[[Exception | None], object]) -> None:
+        """Have this called, too, after what `then` is now."""
+        first = self.then
+
+        def both(error: Exception | None) -> None:
+            if first is not None:
+                first(error)
+            then(error)
+
+        self.then = both
+
     def reduction(self, element: ElementType) -> Reduction:
         """Its reduction, for this element type, without a `wire`: see Algorithms.wire."""
         return _reduction(self.signature.details, element, self.divisor)

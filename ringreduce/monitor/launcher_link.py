@@ -109,6 +109,7 @@ def report(error_file: str, **message: object) -> bool:
     reformed         the world of the list with this number works
     ready            this rank has committed, and awaits the restart with these hosts
     measured         what `monitor.reporting` has of this rank's steps
+    finding          what a check has found, in words
     left             why this rank leaves in order: its end is no loss
     """
     if not error_file:

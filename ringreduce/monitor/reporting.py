@@ -146,7 +146,7 @@ def about(host: Host, settings: Settings, algorithms: Algorithms, clock_ahead_us
         return own
     values = {name: [value, defaults[name]] for name, value in dataclasses.asdict(settings).items()}
     changed = {name: pair for name, pair in values.items() if pair[0] != pair[1] and name not in PER_RANK}
-    links = [(*pair, 1e9 * gbs, host.constants.wire_us / 1e6) for pair, gbs in host.links.gbs]
+    links = [(*pair, 1e9 * gbs) for pair, gbs in host.links.gbs]
     return {**own, "settings": changed, "links": links, "algorithms": algorithms.table()}
 
 

@@ -1,4 +1,4 @@
-"""What a rank does beside communicating: the line that its script is at, its processor time, its memory."""
+"""What a rank does beside communicating: the line that its script is at, its waits for a core, its memory."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Sampler:
         self._samples = 0
         native = next((each.native_id for each in threading.enumerate() if each.ident == thread), None)
         self._path = Path(f"/proc/self/task/{native}/schedstat")
-        self._begun = self._times()
+        self._begun_ns = self._core_wait_ns()
 
     def look(self) -> None:
         """Note at which line of the user's own code it is."""
@@ -41,18 +41,17 @@ class Sampler:
             self._lines[line] += 1
 
     def totals(self) -> dict[str, Any]:
-        """At which lines it was how often; seconds that it ran, and that another thread had the core that it needed."""
-        cpu_s, core_wait_s = ((now - begun) / 1e9 for now, begun in zip(self._times(), self._begun, strict=True))
+        """At which lines it was how often; seconds in which another thread had the core that it needed."""
+        core_wait_s = (self._core_wait_ns() - self._begun_ns) / 1e9
         lines = dict(self._lines.most_common(MOST_TOLD))
-        return {"lines": lines, "samples": self._samples, "cpu_s": cpu_s, "core_wait_s": core_wait_s}
+        return {"lines": lines, "samples": self._samples, "core_wait_s": core_wait_s}
 
-    def _times(self) -> tuple[int, int]:
-        """In nanoseconds; zeros where the kernel does not say."""
+    def _core_wait_ns(self) -> int:
+        """0 where the kernel does not say."""
         try:
-            ran, waited, _ = self._path.read_text().split()
-        except (OSError, ValueError):
-            return 0, 0
-        return int(ran), int(waited)
+            return int(self._path.read_text().split()[1])
+        except (OSError, ValueError, IndexError):
+            return 0
 
 
 def line_of(innermost: FrameType) -> str:

@@ -22,7 +22,7 @@ import json
 import math
 import re
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from ringreduce.execution.submission import Submission
@@ -145,7 +145,7 @@ class Timeline:
     def _of(self, submission: Submission) -> _Submitted:
         if submission not in self._submitted:
             found = self._submitted[submission] = _Submitted(self._free_row(submission), _args(submission))
-            submission.then = functools.partial(self._ended, submission, submission.then)
+            submission.add_then(functools.partial(self._ended, submission))
             self._free_us[found.row] = math.inf
             self._in_flight += found.args["bytes"]
         return self._submitted[submission]
@@ -159,9 +159,7 @@ class Timeline:
         rows = (f"{kind}.{name}" + f" ({number})" * (number > 1) for number in itertools.count(1))
         return next(row for row in rows if self._free_us.get(row, 0) <= 1e6 * submission.submitted_s)
 
-    def _ended(self, submission: Submission, then: Callable[..., object] | None, error: Exception | None) -> None:
-        if then is not None:
-            then(error)
+    def _ended(self, submission: Submission, _: Exception | None) -> None:
         found = self._submitted.pop(submission, None)
         if found is not None and self.recording:
             self._free_us[found.row] = now_us()

@@ -95,7 +95,7 @@ def test_before_a_step_has_ended_there_is_little_to_say():
 
 def test_a_wire_that_is_full_and_what_prevents_overlap(collector):
     for rank, each in collector.ranks.items():
-        each.about |= {"host": f"h{rank}", "links": [[f"h{rank}", f"h{other}", 1e9, 1e-5] for other in range(3)]}
+        each.about |= {"host": f"h{rank}", "links": [[f"h{rank}", f"h{other}", 1e9] for other in range(3)]}
         each.totals |= {"sent": {str((rank + 1) % 3): 200e6}, "send_s": {str((rank + 1) % 3): 0.206}}
         each.totals |= {"no_overlap": "train.py:88 reads a gradient"}
     found = document(collector)
