@@ -5,8 +5,8 @@
       one all-reduce            32 bytes: have all ranks equal parameters, and equal buffers?
       if not: one allgather     32 bytes for each of them, once
 
-But for the first time nobody waits: a comparison is submitted where a gradient has arrived, which every rank's program
-passes, also that of a rank that skips steps, and is looked at where a later one has.
+But for the first time nobody waits for a rank that is late: a comparison is submitted where a gradient has arrived,
+which every rank's program passes, also that of a rank that skips steps, and is looked at where the next one has.
 """
 
 from __future__ import annotations
@@ -71,9 +71,8 @@ class Divergence:
         newest = max(self._counts.values(), default=0)
         if newest > self._reductions:
             self._reductions = newest
-            is_time = (newest - 1) % self._every == 0
-            self._look(waits=is_time)
-            if is_time:
+            self._look(waits=True)  # all ranks have begun it: they gave what has arrived here after that
+            if (newest - 1) % self._every == 0:
                 self._compare()
 
     def stepped(self, waits: bool = False) -> None:

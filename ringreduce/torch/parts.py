@@ -44,10 +44,17 @@ class Parts:
 def _model_of(owned: Mapping[int, Any]) -> torch.nn.Module | None:
     """The smallest module that has most of the parameters: no optimizer knows its model."""
     modules = [each for each in gc.get_objects() if issubclass(type(each), torch.nn.Module)]
-    sizes = [(sum(id(each) in owned for each in module.parameters()), module) for module in modules]
+    sizes = [(_count_in(module, owned), module) for module in modules]
     most = max((count for count, _ in sizes), default=0)
     best = [module for count, module in sizes if count == most > 0]
     return min(best, key=lambda each: sum(1 for _ in each.modules()), default=None)
+
+
+def _count_in(module: torch.nn.Module, owned: Mapping[int, Any]) -> int:
+    try:
+        return sum(id(each) in owned for each in module.parameters())
+    except (AttributeError, RuntimeError):  # another thread is building this one: it is not the optimizer's
+        return 0
 
 
 def _bytes_of(tensor: torch.Tensor) -> Any:

@@ -14,6 +14,7 @@ from ringreduce.testing import run_ranks
 EVERY = 10
 SETTINGS = Settings(check=f"divergence:{EVERY}", stall_check_s=0)
 UNTOUCHED = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.BatchNorm1d(6), torch.nn.Linear(6, 2))
+HALF_BUILT = torch.nn.Linear.__new__(torch.nn.Linear)  # such a one is met where another thread is building a model
 
 
 def trained(change=lambda step, model, optimizer: None, begin=lambda model: None, steps=60):
