@@ -87,7 +87,7 @@ def test_a_real_job_whose_parameters_diverge(ringrun, script):
             model(torch.arange(20.0).reshape(5, 4).sin() + hvd.rank()).square().mean().backward()
             optimizer.step()
             if (step, hvd.rank()) == (37, 1):
-                model.bias.data.view(torch.int32)[1] ^= 1
+                model.bias.data.view(torch.int32)[1] ^= 1 << 12
         """
     )
     result = ringrun("-np", 3, "--check", "divergence:10", *command)
