@@ -9,7 +9,7 @@ SIZES = range(1, 10)
 
 @pytest.mark.parametrize("size", SIZES)
 def test_chunks_cover_everything_and_differ_by_at_most_one_element(size):
-    for count in (0, 1, size - 1, size, size + 1, 1000, 100003):
+    for count in (0, 1, size - 1, size, size + 1, 1000, 100003, (5 << 31) + 3):
         bounds = chunk_bounds(count, size)
         lengths = [high - low for low, high in itertools.pairwise(bounds)]
         assert bounds[0] == 0

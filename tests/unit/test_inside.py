@@ -1,0 +1,39 @@
+"""What the pages for contributors say of the code: files, functions, tests and pictures that are there."""
+
+import re
+
+import pytest
+
+from tests.support.jobs import ROOT
+from tests.support.pages import PAGES
+
+INSIDE = ("invariants.md", "after-a-death.md")
+
+
+def definitions(path):
+    """The names that a file defines: functions, classes, and what is in them."""
+    return set(re.findall(r"^ *(?:async )?(?:def|class) (\w+)", path.read_text(), re.MULTILINE))
+
+
+@pytest.mark.parametrize("page", INSIDE)
+def test_what_a_page_names_is_in_the_code(page):
+    named = re.findall(r"`((?:ringreduce|launcher|tests|bench)/[\w/]+\.(?:py|c))(?:::([\w.]+))?`", PAGES[page])
+    assert len(named) > 10
+    for file, name in named:
+        assert (ROOT / file).exists(), file
+        assert set(filter(None, name.split("."))) <= definitions(ROOT / file), f"{file} has no {name}"
+
+
+def test_each_invariant_has_its_number_and_tests():
+    _, *sections = re.split(r"^## ", PAGES["invariants.md"], flags=re.MULTILINE)
+    assert [each.partition(". ")[0] for each in sections] == [str(number) for number in range(1, 12)]
+    for each in sections:
+        why, code, tests = (each.index(f"**{word}:**") for word in ("Why", "Code", "Tests"))
+        assert why < code < tests
+        assert re.findall(r"^- `tests/[\w/]+\.py::test_\w+`$", each[tests:], re.MULTILINE), each.partition("\n")[0]
+
+
+def test_the_drawing_names_files_of_its_page():
+    drawn = re.findall(r">(\w+\.py)<", (ROOT / "docs" / "after-a-death.svg").read_text())
+    assert len(drawn) > 10
+    assert [file for file in drawn if f"/{file}" not in PAGES["after-a-death.md"]] == []
