@@ -15,6 +15,18 @@ SHOWN = {
     "bench/README.md": "bench/README.md",
     "examples/README.md": "examples/README.md",
 }
+REFERENCE = re.compile(r"^- `(ringreduce\.[\w.]+)[^`]*`: .*$", re.MULTILINE)  # as in reference.py
+OPTIONS = {
+    "ringreduce.torch.distributed.RingProcessGroup": "{ members: false }",
+    "ringreduce.collectives": "{ members: false, show_root_heading: false }",
+}
+"""Of mkdocstrings, for names that are not shown with all they have."""
+
+
+def whole_docstring(found):
+    """What mkdocstrings is to put in place of a line of reference.md."""
+    options = OPTIONS.get(found[1])
+    return f"::: {found[1]}" + (f"\n    options: {options}" if options else "") + "\n"
 
 
 def on_files(files, config):
@@ -37,6 +49,8 @@ def on_page_markdown(markdown, page, **_):
         len(line) > 96 for block in re.findall(r"```text\n(.*?)```", markdown, re.DOTALL) for line in block.splitlines()
     ):
         page.meta["hide"] = ["toc"]
+    if page.file.src_uri == "reference.md":
+        markdown = REFERENCE.sub(whole_docstring, markdown)
     markdown = markdown.replace("](docs/", "](").replace("](../", "](")
     for source, name in SHOWN.items():
         markdown = markdown.replace(f"]({source})", f"]({name})")

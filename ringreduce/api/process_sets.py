@@ -86,7 +86,8 @@ class _GlobalProcessSet(ProcessSet):
         return "global_process_set"
 
 
-global_process_set: ProcessSet = _GlobalProcessSet()  # all ranks; number 0
+global_process_set: ProcessSet = _GlobalProcessSet()
+"""All ranks of the current world; number 0."""
 
 
 class _HostProcessSet(ProcessSet):
@@ -112,7 +113,8 @@ class _HostProcessSet(ProcessSet):
         return "host_process_set"
 
 
-host_process_set: ProcessSet = _HostProcessSet()  # the ranks of this host
+host_process_set: ProcessSet = _HostProcessSet()
+"""The ranks of this rank's host in the current world; all ranks make it at the first use."""
 
 
 def number_of(process_set: ProcessSet, function: str) -> int:

@@ -13,6 +13,7 @@ from ringreduce.errors import CollectiveError, InputError, MismatchError, PeerLo
 from ringreduce.ps.layout import Key, Shard, shards_of
 
 Mode: TypeAlias = Literal["sync", "async", "ssp"]
+"""When a push is applied: with those of all workers, at once, or at once while no worker is too far ahead."""
 Result = TypeVar("Result")
 _LONGEST = 200  # characters of what differs
 
