@@ -1,13 +1,16 @@
 """What the pages for contributors say of the code: files, functions, tests and pictures that are there."""
 
 import re
+from pathlib import Path
 
 import pytest
 
+import ringreduce
+import ringrun
 from tests.support.jobs import ROOT
 from tests.support.pages import PAGES
 
-INSIDE = ("invariants.md", "after-a-death.md")
+INSIDE = ("architecture.md", "invariants.md", "after-a-death.md")
 
 
 def definitions(path):
@@ -18,10 +21,19 @@ def definitions(path):
 @pytest.mark.parametrize("page", INSIDE)
 def test_what_a_page_names_is_in_the_code(page):
     named = re.findall(r"`((?:ringreduce|launcher|tests|bench)/[\w/]+\.(?:py|c))(?:::([\w.]+))?`", PAGES[page])
-    assert len(named) > 10
+    assert len(named) > 5
     for file, name in named:
         assert (ROOT / file).exists(), file
         assert set(filter(None, name.split("."))) <= definitions(ROOT / file), f"{file} has no {name}"
+
+
+@pytest.mark.parametrize(("package", "heading"), [(ringreduce, "ringreduce"), (ringrun, "the launcher")])
+def test_every_folder_is_described_and_drawn(package, heading):
+    described = PAGES["architecture.md"].partition(f"## The folders of {heading}\n")[2].partition("\n## ")[0]
+    folders = {path.parent.name for path in Path(package.__file__).parent.glob("*/__init__.py")}
+    assert set(re.findall(r"\*\*`(\w+)/`\*\*", described)) == folders
+    drawn = (ROOT / "docs" / "architecture.svg").read_text()
+    assert {folder for folder in folders if f"{folder}/" not in drawn} == set()
 
 
 def test_each_invariant_has_its_number_and_tests():

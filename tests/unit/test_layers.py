@@ -191,22 +191,17 @@ def test_the_launcher_s_imports_point_downward_too(module, path):
 
 
 def test_one_picture_shows_every_part_of_the_launcher():
-    picture = ast.get_docstring(ast.parse((LAUNCHER / "__init__.py").read_text()), clean=False).partition(
-        "a rank:\n\n"
-    )[2]
-    assert picture in (ROOT / "docs" / "architecture.md").read_text()
+    picture = ast.get_docstring(ast.parse((LAUNCHER / "__init__.py").read_text())).partition("a rank:\n\n")[2]
     parts = {path.name if path.is_dir() else path.stem for path in LAUNCHER.iterdir() if path.suffix in ("", ".py")}
     shown = set(re.findall(r"\w+", picture))
     assert parts - {"__init__", "__main__", "__pycache__"} <= shown
 
 
-def test_one_picture_shows_what_happens_after_a_death():
-    text = ast.get_docstring(ast.parse((PACKAGE / "recovery" / "__init__.py").read_text()), clean=False)
-    picture = text.partition("Who calls what:\n\n")[2].partition("\n\nA spare")[0]
-    assert picture
-    assert picture in (ROOT / "docs" / "architecture.md").read_text()
-    for file in re.findall(r"[\w/]+\.py", picture):
-        assert any((folder / file).exists() for folder in (PACKAGE, PACKAGE / "recovery")), file
+def test_the_picture_of_what_happens_after_a_death_names_files_that_exist():
+    picture = ast.get_docstring(ast.parse((PACKAGE / "recovery" / "__init__.py").read_text())).partition("A spare")[0]
+    files = re.findall(r"[\w/]+\.py", picture)
+    assert len(files) > 5
+    assert [file for file in files if not any((PACKAGE / folder / file).exists() for folder in ("", "recovery"))] == []
 
 
 def test_the_launcher_starts_without_ringreduce():
