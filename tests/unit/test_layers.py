@@ -228,7 +228,7 @@ def test_the_way_of_one_gradient_names_functions_that_exist():
 
 
 def test_the_index_of_tests_names_every_folder_and_each_file_that_no_module_has_given_its_name():
-    index = (ROOT / "CONTRIBUTING.md").read_text().partition("**Where is the test of")[2].partition("**Two tiers")[0]
+    index = (ROOT / "CONTRIBUTING.md").read_text().partition("### Where is the test of")[2].partition("\n### ")[0]
     roots = {"ringreduce": PACKAGE, "launcher": LAUNCHER}
     folders = {f"{name}/{path.parent.name}" for name, root in roots.items() for path in root.glob("*/__init__.py")}
     assert folders <= set(re.findall(r"`([^`]+)`", index))
