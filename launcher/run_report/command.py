@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ..errors import UsageError
+from .document import VERSION, Json
 from .write import DATA, PAGE, write_page
 
 
@@ -21,10 +22,23 @@ def run(arguments: Sequence[str]) -> int:
         raise UsageError(f"ringrun report {shlex.join(arguments)}: expected one DIR, that of ringrun --report DIR")
     folder = Path(arguments[0])
     try:
-        sentence = write_page(folder, json.loads((folder / DATA).read_text()))
+        sentence = write_page(folder, _read(folder / DATA))
     except OSError as error:
         raise UsageError(f"ringrun report {folder}: {error.filename or folder}: {error.strerror or error}") from error
     except (ValueError, KeyError, TypeError) as error:
-        raise UsageError(f"ringrun report {folder}: {folder / DATA} is no report of ringrun's: {error!r}") from error
+        raise UsageError(f"ringrun report {folder}: {folder / DATA} is not a run report: {error!r}") from error
     print(f"{folder / PAGE}: {sentence}")
     return 0
+
+
+def _read(path: Path) -> Json:
+    """Return the report in `path`, of this version; ValueError if that is no report, UsageError for another version."""
+    report = json.loads(path.read_text())
+    if not isinstance(report, dict) or "version" not in report:
+        raise ValueError("expected a JSON object with a version")
+    if report["version"] != VERSION:
+        raise UsageError(
+            f"ringrun report {path.parent}: {path} has version {report['version']!r}, but this ringrun reads version "
+            f"{VERSION}: use the ringrun that wrote it"
+        )
+    return report

@@ -14,7 +14,6 @@ from typing import Any
 
 from ..errors import UsageError
 from ..report.card import duration
-from .document import VERSION
 
 TEMPLATE = "report.html.jinja"
 UNITS = {
@@ -24,15 +23,13 @@ UNITS = {
 
 
 def render(report: dict[str, Any]) -> str:
-    """Return the page that shows `report`; UsageError without the extra, or for another version's report."""
+    """Return the page that shows `report`; UsageError without the extra, or for a report that lacks something."""
     try:
         import jinja2
         from plotly.offline import get_plotlyjs
     except ImportError as error:
         cure = "pip install '.[report]' in a clone of ringreduce, or pip install jinja2 plotly"
         raise UsageError(f"report.html needs Jinja2 and Plotly: {cure}") from error
-    if report.get("version") != VERSION:
-        raise UsageError(f"report.json is of version {report.get('version')}, and this ringrun shows version {VERSION}")
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent),
         undefined=jinja2.StrictUndefined,

@@ -208,8 +208,15 @@ def test_the_page_is_built_again(tmp_path, collector, said, capsys):
         ([], None, "ringrun report : expected one DIR, that of ringrun --report DIR"),
         (["--all"], None, "ringrun report --all: expected one DIR"),
         (["run"], None, "ringrun report run: run/report.json: No such file or directory"),
-        (["run"], "{", "ringrun report run: run/report.json is no report of ringrun's: JSONDecodeError"),
-        (["run"], "[]", "ringrun report run: run/report.json is no report of ringrun's: TypeError"),
+        (["run"], "{", "ringrun report run: run/report.json is not a run report: JSONDecodeError("),
+        (["run"], "[1]", "ringrun report run: run/report.json is not a run report: ValueError('expected a JSON object"),
+        (["run"], "{}", "ringrun report run: run/report.json is not a run report: ValueError('expected a JSON object"),
+        (
+            ["run"],
+            '{"version": 9}',
+            "ringrun report run: run/report.json has version 9, but this ringrun reads version 1: "
+            "use the ringrun that wrote it",
+        ),
     ],
 )
 def test_where_there_is_no_report(arguments, text, why, tmp_path, monkeypatch):
