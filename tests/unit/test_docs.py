@@ -198,7 +198,7 @@ def test_every_name_of_a_framework_that_may_be_missing_here_is_in_the_reference(
 def test_every_function_is_in_the_overview():
     for name in ringreduce.__all__:
         if name[0].islower():
-            assert re.search(rf"\b{name}\b", PAGES["functions.md"] + PAGES["ringrun.md"] + PAGES["sweeps.md"]), name
+            assert re.search(rf"\b{name}\b", PAGES["functions.md"] + PAGES["ringrun.md"] + PAGES["more-ways.md"]), name
 
 
 def test_flags_of_ringrun_that_pages_name_exist():
@@ -210,5 +210,5 @@ def test_flags_of_ringrun_that_pages_name_exist():
         assert {flag for flag in named - known - OF_OTHERS if flag[2:].replace("-", "_") not in settings} == set(), page
 
 
-OF_OTHERS = {"--json", "--env-from-secret", "--gpus-per-worker", "--shm-size"}
+OF_OTHERS = {"--json", "--env-from-secret", "--gpus-per-worker", "--shm-size", "--batch", "--full", "--dependency"}
 """Flags of ringrun's other commands, and of other programs."""
