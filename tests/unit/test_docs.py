@@ -15,6 +15,7 @@ from ringreduce.settings import HOROVOD, NO_EFFECT, PREFIX, Settings
 from ringrun import cli
 from ringrun.config import resolve
 from ringrun.join import command
+from ringrun.run_report.causes import KINDS
 from tests.support.jobs import ROOT
 from tests.support.pages import BLOCKS, ELSEWHERE, NOT_RUN, PAGES, blocks, sides
 
@@ -91,6 +92,11 @@ def test_messages_that_have_an_answer_are_those_of_the_code():
     for message in messages:
         for part in filter(None, (each.strip() for each in re.split(r"…|\(\)|; use ", message))):
             assert any(part in text for text in texts), part
+
+
+def test_every_kind_of_straggler_has_a_cure():
+    told = dict(re.findall(r"^\| ([a-z ]+) \| `([^`]+)`", PAGES["is-it-slow.md"], re.MULTILINE))
+    assert told == {kind: text for kind, (text, _) in KINDS.items()}
 
 
 def rows_of(page):
