@@ -62,7 +62,7 @@ def test_a_file_to_save_is_no_diff():
 
 def test_links_lead_somewhere():
     """Those of docs/ are checked by `mkdocs build --strict`, with their anchors."""
-    for page in ("README.md", "CONTRIBUTING.md", "examples/README.md", "bench/README.md"):
+    for page in ("README.md", "CONTRIBUTING.md", "SECURITY.md", "examples/README.md", "bench/README.md"):
         folder = (ROOT / page).parent
         for target in re.findall(r"\]\((?!https?:)([^)#]+)", (ROOT / page).read_text()):
             assert (folder / target).exists(), f"{page}: {target}"
