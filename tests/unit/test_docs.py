@@ -177,6 +177,7 @@ def test_the_reference_has_the_signatures_and_first_sentences_of_the_code():
     reference = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(reference)
     assert PAGES["reference.md"] == reference.written(PAGES["reference.md"]), "python docs/reference.py"
+    assert reference.LINE.pattern in (ROOT / "docs" / "hooks.py").read_text(), "the site finds the same lines"
 
 
 @pytest.mark.parametrize("name", ["", ".torch", ".torch.distributed", ".elastic", ".ps", ".sweeps", ".testing"])
