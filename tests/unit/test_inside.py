@@ -45,7 +45,9 @@ def test_each_invariant_has_its_number_and_tests():
         assert re.findall(r"^- `tests/[\w/]+\.py::test_\w+`$", each[tests:], re.MULTILINE), each.partition("\n")[0]
 
 
-def test_the_drawing_names_files_of_its_page():
-    drawn = re.findall(r">(\w+\.py)<", (ROOT / "docs" / "after-a-death.svg").read_text())
+def test_the_drawing_has_the_files_and_steps_of_its_page():
+    page, drawing = PAGES["after-a-death.md"], (ROOT / "docs" / "after-a-death.svg").read_text()
+    drawn = re.findall(r">(\w+\.py)<", drawing)
     assert len(drawn) > 10
-    assert [file for file in drawn if f"/{file}" not in PAGES["after-a-death.md"]] == []
+    assert [file for file in drawn if f"/{file}" not in page] == []
+    assert re.findall(r">(\d+) · ", drawing) == re.findall(r"^(\d+)\. ", page, re.MULTILINE)
