@@ -211,6 +211,17 @@ def test_the_constants_are_measured_and_the_slowest_rank_s_count(hosts):
     assert Constants.parse(str(found)) is not None
 
 
+@pytest.mark.parametrize("ranks_of_a_host", [2, 16])
+def test_the_memory_of_a_rank_does_not_grow_with_the_number_of_ranks(ranks_of_a_host):
+    def memory():
+        return rr.info().shared_memory_bytes, rr.info().fusion_buffer_bytes
+
+    [few] = set(run_ranks(2, memory))
+    hosts = [rank // ranks_of_a_host for rank in range(16)]
+    assert set(run_ranks(16, memory, hosts=hosts)) == {few}
+    assert min(few) > 0
+
+
 def test_info_says_how_long_gradients_travel_between_hosts():
     settings = Settings(costs="wire_gbs=0.0125")  # 100 Mbit/s: 150 MB are 12 s
     times = "12 s as fp32, 6 s as fp16, 3.02 s as int8, 1.52 s as int4"
