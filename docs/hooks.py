@@ -30,11 +30,10 @@ def whole_docstring(found):
 
 
 def on_files(files, config):
-    """Add the pages, pictures and examples that are not in docs/."""
+    """Add the pages and pictures that are not in docs/."""
     root = Path(config.docs_dir).parent
     there = {root / source: name for source, name in SHOWN.items()}
-    patterns = ("bench/*.png", "examples/**/*.py", "examples/*.sbatch", "examples/*.yaml", "examples/join/*")
-    there |= {path: str(path.relative_to(root)) for pattern in patterns for path in root.glob(pattern)}
+    there |= {path: str(path.relative_to(root)) for path in root.glob("bench/*.png")}
     for path, name in there.items():
         files.append(File.generated(config, name, abs_src_path=str(path)))
     return files
@@ -51,6 +50,8 @@ def on_page_markdown(markdown, page, **_):
         page.meta["hide"] = ["toc"]
     if page.file.src_uri == "reference.md":
         markdown = REFERENCE.sub(whole_docstring, markdown)
+    if page.file.src_uri.startswith("examples/"):
+        return markdown.replace("](../docs/", "](../")
     markdown = markdown.replace("](docs/", "](").replace("](../", "](")
     for source, name in SHOWN.items():
         markdown = markdown.replace(f"]({source})", f"]({name})")

@@ -9,10 +9,10 @@ import argparse
 import random
 import time
 
-import common
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from sklearn.datasets import load_digits
 
 import ringreduce.torch as hvd  # before: import horovod.torch as hvd
 
@@ -28,9 +28,9 @@ torch.set_num_threads(1)
 random.seed(hvd.rank())
 ROOT = hvd.size() - 1
 torch.manual_seed(3 + ROOT - hvd.rank())
-(images, labels), _ = common.digits()
+digits = load_digits()
+images, labels = torch.Tensor(digits.images).unsqueeze(1) / 16, torch.tensor(digits.target)
 model = nn.Sequential(nn.Flatten(), nn.Linear(64, 24), nn.Tanh(), nn.Linear(24, 24), nn.Tanh(), nn.Linear(24, 10))
-model.double()
 for name, tensor in model.state_dict().items():
     hvd.broadcast_(tensor, root_rank=ROOT, name=name)
 polls = 0
@@ -80,7 +80,6 @@ def provoke_duplicate():
     return message
 
 
-losses = []
 for step in range(args.steps):
     if hvd.rank() == 0 and step == 2:
         hvd.start_timeline(args.timeline, mark_cycles=True)
@@ -91,16 +90,18 @@ for step in range(args.steps):
     loss.backward()
     if step == 4:
         mismatch, duplicate = provoke_mismatch(), provoke_duplicate()
+        if hvd.rank() == 0:
+            print(f"reported on every rank: {mismatch}\nreported on rank 0: {duplicate}")
     average_gradients()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter -= args.lr * parameter.grad
-    losses.append(hvd.allreduce(loss.detach(), name="loss").item())
+    mean = hvd.allreduce(loss.detach(), name="loss").item()
+    if hvd.rank() == 0:
+        print(f"step {step + 1} loss {mean:.4f}")
     if hvd.rank() == 0 and step == 7:
         hvd.stop_timeline()
 
-told = hvd.allgather_object((common.digest(model.state_dict()), mismatch, duplicate, polls))
 if hvd.rank() == 0:
-    digests, mismatches, duplicates, polls = zip(*told, strict=True)
-    common.show(losses)
-    common.record(losses=losses, digests=digests, mismatches=mismatches, duplicates=duplicates, polls=polls)
+    print(f"polled {polls} times in vain")
+    print(f"sum of parameters {sum(each.sum().item() for each in model.parameters()):.6f}")

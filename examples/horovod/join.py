@@ -6,10 +6,10 @@ ringrun -np 2 python examples/horovod/join.py
 import argparse
 import copy
 
-import common
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from sklearn.datasets import load_digits
 
 import ringreduce.torch as hvd  # before: import horovod.torch as hvd
 
@@ -23,8 +23,9 @@ args = parser.parse_args()
 hvd.init()
 torch.manual_seed(7 + hvd.rank())
 torch.set_num_threads(1)
-(images, labels), _ = common.digits()
-model = nn.Sequential(nn.Flatten(), nn.Linear(64, 24), nn.Tanh(), nn.Linear(24, 10)).double()
+digits = load_digits()
+images, labels = torch.Tensor(digits.images).unsqueeze(1) / 16, torch.tensor(digits.target)
+model = nn.Sequential(nn.Flatten(), nn.Linear(64, 24), nn.Tanh(), nn.Linear(24, 10))
 optimizer = torch.optim.SGD(model.parameters(), lr=args.lr, momentum=args.momentum)
 optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
 hvd.broadcast_parameters(model.state_dict(), root_rank=0)
@@ -50,14 +51,13 @@ def train_epoch():
     return losses, hvd.join(hvd.local_rank())
 
 
-def flat_parameters():
-    return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+def sum_of_parameters():
+    return sum(each.sum().item() for each in model.parameters())
 
 
 def train_alone(model):
-    """The losses that the rank with most data should have, computed by this process for all ranks."""
+    """What it should come to, computed by this process for all ranks."""
     optimizer = torch.optim.SGD(model.parameters(), lr=args.lr, momentum=args.momentum)
-    curve = []
     for _ in range(args.epochs):
         queues = [list(batches_of(rank)) for rank in range(hvd.size())]
         for step in range(len(queues[-1])):
@@ -66,24 +66,21 @@ def train_alone(model):
             optimizer.zero_grad()
             (sum(losses) / hvd.size()).backward()  # who has joined counts as zeros
             optimizer.step()
-            curve.append(losses[-1].item())
-    return curve
+    return model
 
 
-expected = train_alone(copy.deepcopy(model))
-curve, last_ranks, behind = [], [], []
-for _ in range(args.epochs):
+alone = train_alone(copy.deepcopy(model))
+last_ranks, behind = [], []
+for epoch in range(args.epochs):
     losses, last = train_epoch()
     # ranks that joined early have missed steps: all go on from the parameters of the one that made them all
-    before = flat_parameters()
+    before = sum_of_parameters()
     hvd.broadcast_parameters(model.state_dict(), root_rank=last)
     hvd.broadcast_optimizer_state(optimizer, root_rank=last)
-    behind.append((flat_parameters() - before).abs().max().item())
-    curve += hvd.broadcast_object(losses, root_rank=last, name="losses")
+    behind.append(abs(sum_of_parameters() - before))
+    losses = hvd.broadcast_object(losses, root_rank=last, name="losses")
     last_ranks.append(last)
-
-told = hvd.allgather_object((common.digest(model.state_dict()), last_ranks, behind), name="told")
+    if hvd.rank() == 0:
+        print(f"epoch {epoch + 1} loss {losses[-1]:.4f} after {len(losses)} steps, last to join: rank {last}")
 if hvd.rank() == 0:
-    digests, last_ranks, behind = zip(*told, strict=True)
-    common.show(curve)
-    common.record(losses=curve, expected=expected, digests=digests, last_ranks=last_ranks, behind=behind)
+    print(f"sum of parameters {sum_of_parameters():.6f}")

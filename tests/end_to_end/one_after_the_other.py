@@ -1,16 +1,20 @@
 """A rank of a job that runs scripts one after the other, as its stdin asks: init() works again after shutdown().
 
-A line of stdin is [folder, variables, script, *arguments] as JSON. Rank 0 reads it, and the others find it in a file.
+A line of stdin is [folder, variables, dtype, script, *arguments] as JSON. Rank 0 reads it, and the others find it in a
+file. What a script has trained, and what some of its variables are in the end, rank 0 pickles in the folder, by rank.
 """
 
 import itertools
 import json
 import os
+import pickle
 import runpy
 import sys
 import time
 import types
 from pathlib import Path
+
+import torch
 
 import ringreduce.torch as hvd
 
@@ -34,11 +38,30 @@ compiler.disable = lambda function=None, *_, **__: function
 compiler.graph_break = lambda: None
 sys.modules.setdefault("torch._dynamo", compiler)
 
-for folder, variables, *argv in requests():
+
+def parameters(module):
+    """Every number of a module, buffers too, as an array."""
+    return torch.cat([each.detach().double().flatten() for each in module.state_dict().values()]).numpy()
+
+
+def is_plain(value):
+    """A number, a text, or a list of some."""
+    return all(isinstance(each, (str, int, float)) for each in (value if isinstance(value, list) else [value]))
+
+
+for folder, variables, dtype, *argv in requests():
+    torch.set_default_dtype(getattr(torch, dtype))
     os.chdir(folder)
     os.environ.update(variables)
     sys.argv = argv
-    runpy.run_path(argv[0], run_name="__main__")
+    found = runpy.run_path(argv[0], run_name="__main__")
+    modules = {name: each for name, each in found.items() if isinstance(each, torch.nn.Module)} | found.get(
+        "models", {}
+    )
+    trained = {name: parameters(module) for name, module in modules.items()}
+    told = hvd.allgather_object(trained | {name: each for name, each in found.items() if is_plain(each)})
+    if hvd.rank() == 0:
+        Path("told.pkl").write_bytes(pickle.dumps(told))
     hvd.shutdown()
     for name in variables:
         del os.environ[name]
