@@ -196,8 +196,8 @@ def _at_exit() -> None:
 
 
 FORK_WARNING = (
-    "this rank forks a process, and memory that a network card has registered may not survive that, neither here nor "
-    "in the child; start processes by spawn or forkserver, as in DataLoader(…, multiprocessing_context='forkserver')"
+    "this rank forks a process, and memory registered with a network card may not survive that, here or in the "
+    "child; start processes with spawn or forkserver, as in DataLoader(…, multiprocessing_context='forkserver')"
 )
 _REGISTERING_CARDS = ("/sys/class/infiniband", "/sys/class/cxi")  # verbs (EFA and Omni-Path, too), and Slingshot
 

@@ -34,7 +34,7 @@ def start_mpi() -> Any:
         _MPI_STARTED_HERE.append(True)
     if mpi_library()[1] != "multiple":
         raise StartupError(
-            f"MPI was started with thread level {mpi_library()[1]!r}, but ringreduce's engine calls MPI beside your "
+            f"MPI was started with thread level {mpi_library()[1]!r}, but ringreduce's engine calls MPI alongside your "
             'threads; expected "multiple"; call ringreduce.init() before mpi4py starts MPI, or leave '
             'mpi4py.rc.thread_level at "multiple", or install an MPI library that has it'
         )

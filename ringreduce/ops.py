@@ -94,7 +94,7 @@ class Reduction(_Fields):
         """Raise InputError for an op or a scale factor that the element type does not support."""
         name, kind = self.element.name, self.element.kind
         if self.op is Adasum and kind not in "fc":
-            raise InputError(f"{name} elements have no Adasum; pass floating-point ones, or another op")
+            raise InputError(f"Adasum is not defined for {name} elements; pass floating-point ones, or another op")
         if kind == "b" and (self.op is Average or self.prescale != 1.0 or self.postscale != 1.0):
             raise InputError("bool elements cannot be averaged or scaled; use op=Sum or Max (or), Min or Product (and)")
         if self.op in _BITWISE and kind not in "biu":

@@ -128,7 +128,7 @@ def _wrapped(
 ) -> ReducingOptimizer:
     check_adapter(optimizer)
     if isinstance(optimizer, WrappingOptimizer):
-        raise InputError("DistributedOptimizer: the optimizer is wrapped already; pass the original one")
+        raise InputError("DistributedOptimizer: the optimizer is already wrapped; pass the original one")
     methods = [name for name in METHODS if callable(getattr(optimizer, name, None))]
     if not (methods or callable(optimizer)):
         raise TypeError(f"DistributedOptimizer: got a {type(optimizer).__qualname__}; expected one of\n{FORMS}")

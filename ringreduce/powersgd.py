@@ -190,14 +190,14 @@ class PowerSGD:
             return False
         if buffer.on_gpu:
             raise InputError(
-                f"PowerSGD: gradient {name!r} is on {buffer.device}, but this works in host memory; on GPUs take DDP "
-                "over the backend 'ring' and torch's powerSGD_hook, or Compression.fp16"
+                f"PowerSGD: gradient {name!r} is on {buffer.device}, but PowerSGD works in host memory; on GPUs use "
+                "DDP over the backend 'ring' and torch's powerSGD_hook, or Compression.fp16"
             )
         if name not in self.shared:
             if self._is_complete:
                 raise InputError(
-                    f"PowerSGD: gradient {name!r} is not in the state that was loaded, of {min(self.shared)!r} and "
-                    f"{len(self.shared) - 1} more; load this model's, or strict=False for one with new parameters"
+                    f"PowerSGD: gradient {name!r} is not in the loaded state, which has {min(self.shared)!r} and "
+                    f"{len(self.shared) - 1} more; load this model's, or pass strict=False if parameters are new"
                 )
             rng = np.random.default_rng(zlib.crc32(name.encode()))  # the same on all ranks
             q = rng.standard_normal((self.rank, columns)).astype(buffer.element.sum_type)

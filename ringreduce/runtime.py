@@ -110,7 +110,7 @@ class Runtime:
                 until_s = time.monotonic() + RECOVERY_S
             if time.monotonic() > until_s:
                 raise CollectiveError(
-                    f"{RECOVERY_S:g} s after a loss this rank's GPU has not done what was queued before; "
+                    f"{RECOVERY_S:g} s after a loss this rank's GPU has not finished what was queued before it; "
                     "`ringrun --elastic --restarts N` would start the job again"
                 )
             time.sleep(GPU_SLEEP_S)
@@ -147,7 +147,7 @@ class Runtime:
         is_over = 0 < abort_s <= waited_s
         if not (is_over or 0 < check_s <= waited_s):
             return
-        stopped = "a rank that has called it, too, is stopped, or in C code that holds the interpreter"
+        stopped = "a rank that has called it, too, is stopped, or in C code that holds the GIL"
         text = f"rank {self.world.rank} has waited in shutdown() for {waited_s:.0f} s; {stopped}"
         if not self._has_warned:
             self._has_warned = True
@@ -178,7 +178,7 @@ def current(function: str) -> Runtime:
     runtime = _bound_runtime.get() or process.runtime
     if runtime is None:
         forked = process.parents_world
-        parent = forked and f"this process was forked from rank {forked.rank}, and is no rank itself"
+        parent = forked and f"this process was forked from rank {forked.rank}, and is not a rank itself"
         raise NotInitializedError(
             f"{function}(): ringreduce has not been initialized; {parent or 'use ringreduce.init()'}"
         )

@@ -197,4 +197,4 @@ def _unknown(variable: str, known: list[str]) -> str:
     names = [name.removeprefix(PREFIX) for name in known]
     nearest = difflib.get_close_matches(variable.removeprefix(PREFIX), names, n=1)
     hint = f"did you mean {PREFIX}{nearest[0]}?" if nearest else f"known are: {', '.join(sorted(known))}"
-    return f"{variable} is no setting of ringreduce; {hint}"
+    return f"{variable} is not a setting of ringreduce; {hint}"

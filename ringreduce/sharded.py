@@ -63,7 +63,7 @@ def ShardedOptimizer(  # noqa: N802 - beside DistributedOptimizer
         settings = compression, backward_passes_per_step, op, gradient_predivide_factor, process_set
         return TorchOptimizer(optimizer, named_parameters, *settings, shared_parameters=shared_parameters, **options)
     if options:
-        raise InputError(f"ShardedOptimizer: {', '.join(options)}: only of a torch optimizer")
+        raise InputError(f"ShardedOptimizer: {', '.join(options)}: only for a torch optimizer")
     if not callable(optimizer) or named_parameters is None:
         raise InputError(
             f"ShardedOptimizer: got a {type(optimizer).__qualname__}; expected a torch optimizer, or a function that "

@@ -66,7 +66,7 @@ class OwnChannel:
             raise CollectiveError(f"{kind}: this process group was destroyed")
         if self.engine is not runtime.current(kind).engine:
             raise InputError(
-                f"{kind}: this process group belongs to a world that has ended; destroy it, and make it anew: "
+                f"{kind}: this process group belongs to a world that has ended; destroy it and create it again: "
                 + self._anew
             )
         if lane is None and kind in IN_PLACE and len(inputs) == 1:

@@ -148,7 +148,7 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
     members = lifecycle.check_members(process_set.ranks or [], current.world.size)
     _check_dynamic(current, "add_process_set")
     if (number := _number(members)) is not None:
-        raise InputError(f"add_process_set: process set {number} has the ranks {list(members)} already; use that")
+        raise InputError(f"add_process_set: process set {number} already has the ranks {list(members)}; use that one")
     return _added(process_set, members)
 
 

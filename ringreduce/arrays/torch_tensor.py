@@ -100,7 +100,7 @@ def _why_not(tensor: Any) -> str:
     if tensor.layout is not sys.modules["torch"].strided:
         return f"a tensor of layout {tensor.layout} is not dense; pass tensor.to_dense()"
     if tensor.is_nested:
-        return "a nested tensor has no one shape; pass its parts as a group"
+        return "a nested tensor has no single shape; pass its parts as a group"
     if tensor.is_conj() or tensor.is_neg():
         return "a conjugated or negated view of another tensor; pass tensor.resolve_conj().resolve_neg()"
     if tensor.device.type not in ("cpu", "cuda"):

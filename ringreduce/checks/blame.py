@@ -53,28 +53,28 @@ def _who(values: Mapping[int, object]) -> str:
 
 
 def _why(differing: Compared, kind: int, equal_at: int | None, steps: Mapping[int, int]) -> str:
-    for flag, without in ((TRAINS, "has it frozen (requires_grad=False)"), (OWNED, "has it not in its optimizer")):
+    for flag, without in ((TRAINS, "is frozen (requires_grad=False)"), (OWNED, "is not in the optimizer")):
         for name, ranks in differing.items():
             lack = [rank for rank, (_, flags) in ranks.items() if not flags & flag]
             if kind == 0 and 0 < len(lack) < len(ranks):
-                return f"Of {name!r}, {ranks_text(lack)} {without}, unlike {ranks_text(set(ranks) - set(lack))}"
+                return f"On {ranks_text(lack)}, {name!r} {without}, unlike on {ranks_text(set(ranks) - set(lack))}"
     if len(set(steps.values())) > 1:
         *groups, most = sorted(_groups(steps), key=lambda each: steps[each[0]])
-        fewer = ", ".join(f"{ranks_text(each)} has made {steps[each[0]]} steps" for each in groups)
-        return f"{fewer}, {ranks_text(most)} {steps[most[0]]}: steps were skipped where others made them"
+        fewer = ", ".join(f"{ranks_text(each)} took {steps[each[0]]} steps" for each in groups)
+        return f"{fewer}, {ranks_text(most)} {steps[most[0]]}: some ranks skipped steps that others took"
     if kind == BUFFER:
         return (
-            "Each rank computes buffers such as BatchNorm's from its own data: take rr.torch.SyncBatchNorm, or "
+            "Each rank computes buffers such as BatchNorm's from its own data: use rr.torch.SyncBatchNorm, or "
             "broadcast_parameters(model.state_dict(), root_rank=0) before you evaluate or save"
         )
     if all(not flags & OWNED for ranks in differing.values() for _, flags in ranks.values()):
         return "No DistributedOptimizer has it, so its gradient is not reduced: pass it to the optimizer"
     if equal_at is None:
         return (
-            "They were never seen equal: call broadcast_parameters(model.state_dict(), root_rank=0) before training, "
-            "or seed all ranks alike"
+            "They were never found equal: call broadcast_parameters(model.state_dict(), root_rank=0) before training, "
+            "or give all ranks the same seed"
         )
     return (
-        "All ranks have made equally many steps, with equal gradients: something else has changed it, such as code "
-        "that runs on some ranks only, or memory that fails"
+        "All ranks took the same number of steps, with equal gradients: something else has changed it, such as code "
+        "that runs on some ranks only, or faulty memory"
     )

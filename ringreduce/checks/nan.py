@@ -205,7 +205,7 @@ class Nan:
             each()
         self._reported += 1
         if agreed.rank == self._own.world.rank:
-            done = ", and all that was reduced with it is zeroed" if self._action == "zero" else ""
+            done = ", and everything reduced with it is zeroed" if self._action == "zero" else ""
             LOGGER.log(_level(self._reported), f"check: {agreed.text}{done}; {self._reported} so far")
             if self._reported == 1:
                 launcher_link.report(self._own.settings.error_file, finding=agreed.text)
@@ -213,7 +213,7 @@ class Nan:
     def _skip(self) -> None:
         self._skipped += 1
         LOGGER.debug(
-            f"check: a step with infinities that no optimizer made, as of a GradScaler; {self._skipped} so far"
+            f"check: a step with infinities that no optimizer took, as GradScaler skips them; {self._skipped} so far"
         )
 
 

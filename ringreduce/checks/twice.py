@@ -42,7 +42,7 @@ class Twice:
         if not self._is_first:
             if not self._file.exists():
                 raise SettingsError(
-                    f"--twice {steps}: the first run did not reduce any array so often; ask for fewer steps"
+                    f"--twice {steps}: no array was reduced so often in the first run; ask for fewer steps"
                 )
             self._before: Record = json.loads(self._file.read_text())
             self._file.unlink()
@@ -113,6 +113,6 @@ def verdict(differences: Sequence[list[Any] | None], steps: int, tensors: int) -
             "(torch.use_deterministic_algorithms)"
         )
     return (
-        f"{name!r} differs in step {step}, but not what the ranks gave: the order of the sum does; "
+        f"{name!r} differs in step {step}, though the ranks passed the same values: the order of the sum differs; "
         "RINGREDUCE_DETERMINISTIC=1 fixes it"
     )

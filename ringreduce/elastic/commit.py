@@ -91,7 +91,7 @@ class Commit:
             file.fail()
             self.file = None
             why = f"{error.strerror}, {file.path}"
-            LOGGER.warning(f"elastic: no more commits are kept for a restart: {why}; it would go back further")
+            LOGGER.warning(f"elastic: no more commits are kept for a restart: {why}; a restart would go back further")
 
     def read(self, found: Found) -> None:
         """Be a commit that was kept."""

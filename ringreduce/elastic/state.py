@@ -143,7 +143,9 @@ class ObjectState(State):
             raise InputError(f"{type(self).__name__}: local={self._local}: there is no attribute {unknown[0]!r}")
         for name, value in attributes.items():
             if getattr(value, "shares_parameters", False):
-                raise InputError(f"{type(self).__name__}: {name} has shared_parameters=True, whose ranks cannot change")
+                raise InputError(
+                    f"{type(self).__name__}: {name} has shared_parameters=True, with which the ranks cannot change"
+                )
             setattr(self, name, value)
         self._committed, self._spare = Commit(), Commit()
         self._own, self._spare_own = Commit(), Commit()  # of the local attributes
@@ -235,7 +237,7 @@ class ObjectState(State):
         commits = allgather_object(self.commits, f"{NAME}, its number")
         if rank() == 0:
             most = max(commits)
-            LOGGER.info(f"elastic: this attempt goes on with commit {most}" if most else "elastic: no commit is left")
+            LOGGER.info(f"elastic: this attempt continues from commit {most}" if most else "elastic: no commit is left")
         return commits.index(max(commits))
 
     def _commit(self, refers: bool = False) -> None:

@@ -97,7 +97,7 @@ class Submitting:
         timeout_s: of an operation in a channel, which is closed when that takes longer.
         of_step: a torch optimizer steps with what it makes; so a check may wait for that.
 
-        Raises: InputError when the name is pending already, or this rank is not in the process set; PeerLostError when
+        Raises: InputError when the name is already pending, or this rank is not in the process set; PeerLostError when
                 a rank has left.
         """
         line = calling_line(3) if line is None else line

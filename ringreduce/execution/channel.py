@@ -81,10 +81,11 @@ class Channel(Running):
         others = set(context.members) - {self._world.rank}
         if doubtful := sorted(host.opening & others):
             text = (
-                f"{self.name!r} of ranks {list(self.members)}: a group with {ranks_text(doubtful)} is being made, or "
+                f"{self.name!r} of ranks {list(self.members)}: another group with {ranks_text(doubtful)} is still "
+                "being created, or was given up; its messages could be taken for this one's. Create one after the "
+                "other, with a longer timeout, or start the job again"
             )
-            text += "was given up before it was: its messages would be taken for this one's; make one after the other, "
-            submission.fail(CollectiveError(f"{text}with a longer timeout, or start the job again"))
+            submission.fail(CollectiveError(text))
             return
         host.opening |= others
         context.algorithms.abandon = functools.partial(host.abandon_opening, others)

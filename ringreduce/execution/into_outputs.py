@@ -61,7 +61,7 @@ def exchange(submissions: Sequence[Submission], context: Context) -> Steps[None]
                         f"rank {context.members[context.transport.rank]}, {submission.signature.kind} "
                         f"{submission.signature.name!r} ({submission.line}): rank {context.members[source]} sends "
                         f"{sent[source, to]} elements to rank {context.members[to]}, which expects "
-                        f"{expected[source, to]}; splits must fit"
+                        f"{expected[source, to]}; splits must match"
                     )
                 )
                 continue

@@ -64,7 +64,10 @@ def opened(host: Host, members: Sequence[int], name: str, transport: Transport) 
         )
     tags = max(each for _, each in found)
     if tags >= host.most_tags:
-        raise InputError(f"{name}: MPI has tags for {tags - host.first_own_tags} groups of a rank, and all were used")
+        raise InputError(
+            f"{name}: MPI has tags for {tags - host.first_own_tags} groups per rank, and all have been used; "
+            "start the job again"
+        )
     host.next_own_tags = tags + 1
     hosts = [host.world.hosts[each] for each in members]
     if len(set(hosts)) == len(members):

@@ -47,7 +47,7 @@ def shared_gpu(pci_bus_ids: Sequence[str], hosts: Sequence[int]) -> str:
         ranks_by_gpu.setdefault(gpu, []).append(rank)
     for (host, bus_id), ranks in ranks_by_gpu.items():
         if len(ranks) > 1:
-            return f"ranks {', '.join(map(str, ranks))} share GPU {bus_id} of host {host}, but NCCL needs one a rank"
+            return f"ranks {', '.join(map(str, ranks))} share GPU {bus_id} of host {host}, but NCCL needs one per rank"
     return ""
 
 

@@ -57,7 +57,7 @@ def diloco(
     """
     if not (callable(getattr(optimizer, "init", None)) and callable(getattr(optimizer, "update", None))):
         raise TypeError(
-            f"diloco: expected a gradient transformation of optax, got a {type(optimizer).__qualname__}; such as "
+            f"diloco: expected an optax gradient transformation, got a {type(optimizer).__qualname__}; as in "
             "diloco(optax.adam(1e-3), sync_every=8)"
         )
     return transformation(optimizer, Options("diloco", sync_every, warmup_steps, fragments, 0, outer, compression))

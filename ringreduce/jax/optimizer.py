@@ -66,8 +66,8 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     """
     if not (callable(getattr(optimizer, "init", None)) and callable(getattr(optimizer, "update", None))):
         raise TypeError(
-            f"DistributedOptimizer: expected a gradient transformation of optax, got a {type(optimizer).__qualname__}; "
-            "such as DistributedOptimizer(optax.adam(1e-3))"
+            f"DistributedOptimizer: expected an optax gradient transformation, got a {type(optimizer).__qualname__}; "
+            "as in DistributedOptimizer(optax.adam(1e-3))"
         )
     exchange = Exchange(op, compression, gradient_predivide_factor, process_set)
     return _reducing(optimizer, exchange, name, check_passes(backward_passes_per_step))

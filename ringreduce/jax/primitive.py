@@ -158,7 +158,7 @@ def _refuse_several_devices(context: Any, collective: HostCollective) -> None:
         raise InputError(
             f"{collective.kind} ({collective.place}): this program runs on {count} devices of this rank; inside jit a "
             "rank has one. Jit the gradients, and call the collective between jitted functions, where it takes sharded "
-            "arrays; or start one rank a device: ringrun --mask-gpus"
+            "arrays; or start one rank per device: ringrun --mask-gpus"
         )
 
 

@@ -81,13 +81,13 @@ def _checked(optimizer: Any) -> Any:
     if not isinstance(optimizer, keras.optimizers.Optimizer):
         kind = type(optimizer)
         raise TypeError(
-            f"DistributedOptimizer: expected an optimizer of Keras 3, got a {kind.__module__}.{kind.__qualname__}; "
-            "such as DistributedOptimizer(keras.optimizers.Adam(1e-3))"
+            f"DistributedOptimizer: expected a Keras 3 optimizer, got a {kind.__module__}.{kind.__qualname__}; "
+            "as in DistributedOptimizer(keras.optimizers.Adam(1e-3))"
         )
     adapter()
     inner = getattr(optimizer, "inner_optimizer", optimizer)
     if isinstance(vars(inner).get("_clip_gradients"), _Reduction):
-        raise InputError("DistributedOptimizer: this optimizer is wrapped already; wrap it once")
+        raise InputError("DistributedOptimizer: this optimizer is already wrapped; wrap it once")
     _check_names(inner)
     return inner
 
@@ -110,8 +110,8 @@ def _accumulate(optimizer: Any, passes: int, average: bool) -> int:
         return 1
     if optimizer.built or optimizer.gradient_accumulation_steps:
         raise InputError(
-            f"backward_passes_per_step={passes}: this optimizer has been built, or accumulates gradients, already; "
-            f"instead make it with gradient_accumulation_steps={passes}"
+            f"backward_passes_per_step={passes}: this optimizer has already been built, or already accumulates; "
+            f"create it with gradient_accumulation_steps={passes}"
         )
     optimizer.gradient_accumulation_steps = passes
     return 1 if average else passes

@@ -84,7 +84,7 @@ def DiLoCo(  # noqa: N802 - the paper's name
 def _wrapped(optimizer: Any, parameters: Any, options: Options) -> Any:
     """What is made of the optimizer, by its framework."""
     if isinstance(optimizer, HasLocalSteps):
-        raise InputError(f"{options.function}: the optimizer takes local steps already; pass the original one")
+        raise InputError(f"{options.function}: the optimizer already takes local steps; pass the original one")
     torch, keras = sys.modules.get("torch"), sys.modules.get("keras")
     if torch is not None and isinstance(optimizer, torch.optim.Optimizer):
         from ringreduce.torch.local import wrapped

@@ -109,7 +109,7 @@ def fragments_of(sizes: Sequence[int], count: int, function: str) -> list[list[i
     """
     if count > len(sizes):
         raise InputError(
-            f"{function}: fragments={count}, but there are {len(sizes)} parameters; expected as many or less"
+            f"{function}: fragments={count}, but there are {len(sizes)} parameters; expected no more than that"
         )
     totals, members = [0] * count, [list[int]() for _ in range(count)]
     for number in sorted(range(len(sizes)), key=lambda each: -sizes[each]):

@@ -162,7 +162,7 @@ class LocalSteps:
         self._sent, found = None, self.parameters()
         for name, anchor in self._state().get("anchors", {}).items():
             if name not in found or found[name].shape != anchor.shape:
-                has = f"has {list(found[name].shape)}" if name in found else "is no parameter here"
+                has = f"has {list(found[name].shape)}" if name in found else "is not a parameter here"
                 what = f"{self.options.function}: a state of another model"
                 raise InputError(f"{what}: {name!r} is {list(anchor.shape)} in it, and {has}")
             self._arrays.write(found[name], anchor)

@@ -37,7 +37,7 @@ REPLY_S = 3.0  # how long to wait for a reply
 NAMED = 3  # how many tensors and lines a report names; of others it states the number
 QUERIED = 8  # how many of the missing ranks are queried
 POLLS = 20  # checks per `stall_check_s`
-SILENT = "it is stopped, or in C code that holds the interpreter"
+SILENT = "it is stopped, or in C code that holds the GIL"
 
 
 class Inquiry(NamedTuple):
@@ -179,7 +179,7 @@ class StallWatch:
             self._query(state, text, state.members)
         if self._is_over(stalled_s):
             if not self._settings.elastic:
-                self._give_up(StalledError(f"{text}; what has begun to arrive may still change its array"), [])
+                self._give_up(StalledError(f"{text}; data that has begun to arrive may still change its array"), [])
             elif self._inquiry is None:
                 self._query(state, text, state.members, is_over=True)
         return True

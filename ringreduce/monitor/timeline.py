@@ -229,7 +229,7 @@ class TimelineFile:
         self._write(told)
         if not self._told:
             LOGGER.warning(
-                f"the timeline {self.path} grows too fast: it has the first part of each minute, of all ranks"
+                f"the timeline {self.path} grows too fast: it keeps the first part of each minute, for all ranks"
             )
         self._told = True
 

@@ -21,7 +21,7 @@ def unknown_set(
             "call it on these only (check process_set.included())"
         )
     if process_set in gone:
-        return InputError(f"{kind}: there is no process set {process_set} any more: {gone[process_set]}")
+        return InputError(f"{kind}: process set {process_set} no longer exists: {gone[process_set]}")
     return InputError(
         f"{kind}: there is no process set {process_set}; expected one that was passed to init() or add_process_set(), "
         "and that was not removed"
@@ -32,7 +32,7 @@ def name_is_pending(submission: Submission, rank: int) -> InputError:
     """The previous submission of this name is not synchronized."""
     signature = submission.signature
     return InputError(
-        f"{signature.kind} {signature.name!r}: a tensor of this name is pending already on rank {rank}; "
+        f"{signature.kind} {signature.name!r}: a tensor of this name is already pending on rank {rank}; "
         "synchronize it first, or use another name"
     )
 

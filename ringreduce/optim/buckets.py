@@ -95,7 +95,7 @@ class Gradient:
         if mine not in (UNKNOWN, self.layout) and not self.sparse_as_dense:
             raise MismatchError(
                 f"gradient {self.name!r}: {'dense' if mine == DENSE else 'sparse'} on this rank, but sparse of another "
-                "form on others; it must be alike on all ranks, or pass sparse_as_dense=True"
+                "form on others; it must be the same on all ranks, or pass sparse_as_dense=True"
             )
 
 
@@ -151,11 +151,11 @@ class GradientBucket:
         try:
             return exchange.begin(self.name, arrays, names, of_backward, of_step=True)
         except InputError as exc:
-            if "pending already" not in str(exc):
+            if "already pending" not in str(exc):
                 raise
             raise InputError(
-                f"{exc}. Has another DistributedOptimizer a parameter of this name? Then prefix the names of one: "
-                "named_parameters=[('d.' + name, p) for name, p in model.named_parameters()]"
+                f"{exc}. Does another DistributedOptimizer have a parameter of this name? Then prefix the names of "
+                "one: named_parameters=[('d.' + name, p) for name, p in model.named_parameters()]"
             ) from exc
 
     @property

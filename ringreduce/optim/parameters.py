@@ -54,7 +54,7 @@ def group_parameters(named: Named, groups: int | Sequence[Sequence[Any]] | None)
         if not hasattr(parameter, "shape"):
             raise InputError(f"groups: a {type(parameter).__qualname__}; expected lists of parameters")
         if id(parameter) not in owned:
-            raise InputError(f"groups: a tensor of shape {tuple(parameter.shape)} is no parameter of the optimizer")
+            raise InputError(f"groups: a tensor of shape {tuple(parameter.shape)} is not a parameter of the optimizer")
         if id(parameter) in seen:
             raise InputError(f"groups: a parameter of shape {tuple(parameter.shape)} is in two places; expected one")
         seen.add(id(parameter))

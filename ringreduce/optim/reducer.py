@@ -93,9 +93,9 @@ class Reducer:
         """Not every gradient of this step was computed once: those of the next ones may change after backward, too."""
         if not self._unclean and self.exchange.size > 1 and self.overlaps:
             LOGGER.warning(
-                f"DistributedOptimizer: {why}; so gradients are reduced at step(), and not during backward(), until "
-                f"{RECOVERY_STEPS} steps were without that. After those it is a BackwardError: put a backward() whose "
-                "gradients are not wanted into `with optimizer.no_sync():`, or raise backward_passes_per_step"
+                f"DistributedOptimizer: {why}; so gradients are reduced at step(), not during backward(), until "
+                f"{RECOVERY_STEPS} steps have gone without that. From then on it is a BackwardError: put a backward() "
+                "whose gradients are not wanted into `with optimizer.no_sync():`, or raise backward_passes_per_step"
             )
         self._clean_steps, self._unclean = -1, why
 

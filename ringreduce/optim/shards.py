@@ -32,7 +32,7 @@ def exchange_of(op: ReduceOp, compression: Any, predivide: float, process_set: P
     if compression not in IN_16_BITS:
         raise InputError(
             f"ShardedOptimizer: compression={compression!r}; expected Compression.none, .fp16 or .bf16: for fewer bits "
-            "take a DistributedOptimizer, which reduces whole gradients"
+            "use a DistributedOptimizer, which reduces whole gradients"
         )
     return Exchange(op, compression, predivide, process_set)
 

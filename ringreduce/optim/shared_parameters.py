@@ -40,7 +40,7 @@ class SharedParameters:
     def barrier(self, waits: bool = True) -> Handle:
         """Begin to wait for all ranks; raises InputError where they may not be those any more that have the memory."""
         if runtime.current(OPTION).world is not self._world:
-            raise InputError(f"{OPTION}: the ranks have changed; make the model and its optimizer anew")
+            raise InputError(f"{OPTION}: the ranks have changed; create the model and its optimizer again")
         return barrier_async(self._set, waits=waits)
 
     def move(self, arrays: dict[str, Any]) -> dict[str, Any]:
@@ -49,7 +49,7 @@ class SharedParameters:
         Raises: InputError on all ranks where they are on several hosts, and where there is not so much memory.
         """
         if not all(isinstance(each, np.ndarray) for each in arrays.values()):
-            raise InputError(f"{OPTION}: expected arrays of NumPy")
+            raise InputError(f"{OPTION}: expected NumPy arrays")
         in_order = sorted((each.ctypes.data, each.nbytes, name) for name, each in arrays.items() if each.size)
         for (low, nbytes, name), (high, _, other) in itertools.pairwise(in_order):
             if high < low + nbytes:

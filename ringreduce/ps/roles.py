@@ -64,7 +64,9 @@ def begin(
     ranks, current = servers_of(servers), runtime.current("ps")
     rank = current.world.rank
     if current.settings.spares:
-        raise InputError("ps: --spares; a parameter server goes on without a worker that is lost, but takes no others")
+        raise InputError(
+            "ps: --spares has no use: a parameter server goes on without a lost worker, but replaces none; leave it out"
+        )
     if (rank in ranks) is (mode is None):
         role, expected = ("server", "Server") if rank in ranks else ("worker", "Worker")
         raise InputError(f"ps: rank {rank} is a {role}; expected ps.{expected}(...); ps.is_server() tells which it is")
@@ -108,7 +110,7 @@ def regrouped(job: Job, own: Any) -> tuple[Job, dict[int, Any]]:
         lost = [each for each in job.servers if each not in said]
         workers = [each for each in job.workers if each in said]
         if lost or not workers:
-            what = f"server {lost[0]} is lost, and its part of the parameters" if lost else "no worker is left"
+            what = f"server {lost[0]} is lost, and with it its part of the parameters" if lost else "no worker is left"
             raise PeerLostError(f"ps: {what}", lost)
         ranks = {origin: rank for rank, origin in enumerate(origins)}
         return job._replace(workers=workers, ranks=ranks, channel=channel), said

@@ -75,7 +75,7 @@ class Worker:
                 raise InputError(f"push: gradient {key.name!r}: got {what}, expected shape {key.shape}")
         if len(arrays) > len(self._keys):
             extra = next(name for name in arrays if name not in {key.name for key in self._keys})
-            raise InputError(f"push: gradient {extra!r} is of no parameter")
+            raise InputError(f"push: gradient {extra!r} belongs to no parameter")
         packed = self._post(messages.PUSH, arrays)
         self._pushes += 1
         if runtime.current("ps").is_elastic:

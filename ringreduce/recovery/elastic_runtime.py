@@ -113,7 +113,7 @@ class ElasticRuntime(Runtime):
         try:
             self.engine.timeline.start(str(file), self.settings.timeline_mark_cycles, [loss])
         except (OSError, CollectiveError) as error:
-            LOGGER.warning(f"the timeline does not go on in {file}: {error}")
+            LOGGER.warning(f"the timeline cannot continue in {file}: {error}")
 
     def _rendezvous(self, last: Setup, commits: int, sets: ProcessSets | None) -> tuple[Setup, bool]:
         """Meet the ranks of the newest list, see `meet`; the sets are those of the rank with the most commits.
@@ -160,16 +160,16 @@ def check_start(settings: Settings, comm: Any, worlds: int) -> None:
             "mpirun and srun do not tell; start with `ringrun --elastic`"
         )
     if comm is not None:
-        raise StartupError("init(comm=…): an elastic job has all ranks that ringrun started; pass no comm")
+        raise StartupError("init(comm=…): an elastic job uses all ranks that ringrun started; leave comm out")
     if worlds:
-        raise StartupError("init() after shutdown(): an elastic job calls init() once; lost ranks are elastic.run's")
+        raise StartupError("init() after shutdown(): an elastic job calls init() once; elastic.run handles lost ranks")
 
 
 def lost_error(world: World, membership: Membership) -> PeerLostError:
     """What the operations of a world raise that a list has ended."""
     lost = [rank for rank, each in enumerate(world.origins) if each not in membership.ranks]
     if not lost:
-        return PeerLostError(f"ranks have joined: there are {len(membership.ranks)} now, and the world is formed anew")
+        return PeerLostError(f"ranks have joined: there are {len(membership.ranks)} now, and the world is formed again")
     how = [f"rank {each} of {world.size} {membership.dead.get(world.origins[each], 'has left')}" for each in lost]
     return PeerLostError("; ".join(how), lost)
 

@@ -62,7 +62,7 @@ def sweep(
     world = runtime.current("sweep").world
     if not 0 < ranks <= world.size or world.size % ranks:
         raise InputError(
-            f"sweep: teams of ranks={ranks} ranks cannot be made of {world.size}; expected a divisor of {world.size}"
+            f"sweep: {world.size} ranks cannot be split into teams of ranks={ranks}; expected a divisor of {world.size}"
         )
     study = _begun(world.rank, trials, storage, name, direction, options)
     teams = [set_of(range(first, first + ranks)) for first in range(0, world.size, ranks)]

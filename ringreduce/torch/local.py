@@ -24,7 +24,7 @@ def wrapped(optimizer: Any, named_parameters: Any, options: Options) -> Any:
     """The optimizer with local steps.  Raises: InputError for wrong names, and what is sharded."""
     runtime.current(options.function)
     if isinstance(optimizer, ShardedMixin):
-        why = "of a ShardedOptimizer each rank has a part, which only all can step"
+        why = "each rank has only its part of a ShardedOptimizer, which all ranks step together"
         raise InputError(f"{options.function}: {why}; pass the original one")
     owned = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     given = {id(each): name for name, each in name_parameters(owned, named_parameters)} if named_parameters else {}

@@ -98,7 +98,7 @@ def check(optimizer: Any, op: ReduceOp, process_set: ProcessSet) -> None:
     check_adapter(optimizer)
     if not hasattr(optimizer, "param_groups"):
         raise TypeError(
-            f"DistributedOptimizer: expected a torch optimizer, got a {type(optimizer).__qualname__}; such as "
+            f"DistributedOptimizer: expected a torch optimizer, got a {type(optimizer).__qualname__}; as in "
             "DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters())"
         )
     missing = [name for name in PRIVATE if not _has(name)]
@@ -108,7 +108,7 @@ def check(optimizer: Any, op: ReduceOp, process_set: ProcessSet) -> None:
             "2.15 have it: pip install 'torch<=2.15'"
         )
     if isinstance(optimizer, Wrapped):
-        raise InputError("DistributedOptimizer: the optimizer is wrapped already; pass the original one")
+        raise InputError("DistributedOptimizer: the optimizer is already wrapped; pass the original one")
     if op is Adasum and process_set is not global_process_set:
         raise InputError("DistributedOptimizer: op=Adasum works with all ranks only; leave process_set out")
 

@@ -68,7 +68,7 @@ def ShardedOptimizer(  # noqa: N802 - beside DistributedOptimizer
     check(optimizer, op, process_set)
     if kind := next((each.__name__ for each in type(optimizer).__mro__ if each.__name__ in NOT_ELEMENTWISE), ""):
         raise InputError(
-            f"ShardedOptimizer: {kind} needs whole parameters; expected an elementwise optimizer, as AdamW"
+            f"ShardedOptimizer: {kind} needs whole parameters; expected an elementwise optimizer, such as AdamW"
         )
     passes, named = check_passes(backward_passes_per_step), named_of(optimizer, named_parameters)
     whole = optimizer.state_dict()["state"]

@@ -118,7 +118,7 @@ class Shard(Gradient):
         if local.layout is not torch.strided:
             raise InputError(
                 f"ShardedOptimizer: the gradient of {self.name!r} is sparse; expected a dense one: pass "
-                "sparse=False to its Embedding, or take a DistributedOptimizer"
+                "sparse=False to its Embedding, or use a DistributedOptimizer"
             )
         return DENSE, laid_out_as(local.detach(), self.parameter)
 

@@ -27,7 +27,7 @@ def test_what_lives_on_and_what_says_that_it_cannot(python, tmp_path):
         "[2] together True 1 2",
         "[3] together False None 2",
     }
-    gone = "allreduce: there is no process set 2 any more: it had ranks 0-1 of the job's start, and rank 1 was killed"
+    gone = "allreduce: process set 2 no longer exists: it had ranks 0-1 of the job's start, and rank 1 was killed"
     assert sum(f"lost {gone} by SIGKILL" in line for line in said) == 3
     ended = "channel allreduce: ordered(ranks=[0, 1, 2]) ended with the world of 3 ranks in which it was made"
     assert sorted(line[:3] for line in said if ended in line) == ["[0]", "[2]"]
@@ -98,4 +98,4 @@ def test_a_sweep_says_that_no_teams_can_be_made_of_the_ranks_that_are_left(pytho
     rank = [python, PROGRAMS / "sweeps.py", tmp_path / "study.journal", 3, 2]
     done = jobs.run([jobs.ringrun(python), "--elastic", "-np", 4, *rank], timeout_s=90)
     assert done.returncode != 0
-    assert "sweep: teams of ranks=2 ranks cannot be made of 3; expected a divisor of 3" in done.stderr
+    assert "sweep: 3 ranks cannot be split into teams of ranks=2; expected a divisor of 3" in done.stderr

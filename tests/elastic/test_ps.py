@@ -44,4 +44,4 @@ def test_a_server_that_is_lost_ends_the_job_and_is_named(python, tmp_path):
     assert done.returncode != 0
     assert found == {}
     assert "rank 4 of 5 failed" in done.stderr
-    assert "ps: server 4 is lost, and its part of the parameters" in done.stderr
+    assert "ps: server 4 is lost, and with it its part of the parameters" in done.stderr

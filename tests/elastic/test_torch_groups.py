@@ -25,5 +25,5 @@ def test_who_keeps_them_is_told_how(tmp_path):
     done = job(tmp_path, "kept")
     assert done.returncode == 1
     assert (
-        "allreduce: this process group belongs to a world that has ended; destroy it, and make it anew" in done.stderr
+        "allreduce: this process group belongs to a world that has ended; destroy it and create it again" in done.stderr
     )

@@ -187,7 +187,7 @@ def test_a_rank_that_does_something_else_is_named_with_its_stack(finished, pytho
 @pytest.mark.parametrize(
     ("rank", "message"),
     [
-        (1, r"\nrank 1 does not answer: it is stopped, or in C code that holds the interpreter"),
+        (1, r"\nrank 1 does not answer: it is stopped, or in C code that holds the GIL"),
         (0, r"stalled, says rank [12]: rank [12] has waited for \d s; rank 0, which coordinates, does not answer"),
     ],
 )
@@ -198,7 +198,7 @@ def test_a_rank_that_is_stopped_is_told(finished, rank, message):
 
 
 STOPPED = ROOT / "tests" / "elastic" / "programs" / "stopped.py"
-MUTE = "stopped, or in C code that holds the interpreter"
+MUTE = "stopped, or in C code that holds the GIL"
 
 
 MUTE_IN_LEAVING = rf"has waited in shutdown\(\) for \d+ s; a rank that has called it, too, is {MUTE}"

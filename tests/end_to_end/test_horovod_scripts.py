@@ -312,7 +312,7 @@ def test_custom_loop(compared, ranks, tmp_path):
     mismatch = rf"rank {ranks - 1} of {ranks}, {call}: float64\[3\], but rank 0 has float64\[4\]"
     for rank, told in enumerate(together.ranks):
         assert re.match(mismatch, told["mismatch"])
-        assert ("duplicate" in told and "is pending already on rank 0" in told["duplicate"]) == (rank == 0)
+        assert ("duplicate" in told and "is already pending on rank 0" in told["duplicate"]) == (rank == 0)
     assert sum(rank["polls"] for rank in together.ranks) > 0
     events = json.loads((tmp_path / "timeline.json").read_text())
     for rank in range(ranks):

@@ -53,7 +53,7 @@ def test_parameters_are_those_of_one_process_that_does_the_same(run, way):
 @pytest.mark.quick
 def test_what_cannot_be_done_is_refused():
     params = jnp.ones(3)
-    with pytest.raises(TypeError, match=r"diloco: expected a gradient transformation of optax, got a int; such as"):
+    with pytest.raises(TypeError, match=r"diloco: expected an optax gradient transformation, got a int; as in"):
         hvd.diloco(5, sync_every=4)
     with pytest.raises(rr.InputError, match=r"delay=2, but a program of XLA waits"):
         rr.DiLoCo(optax.sgd(0.1), sync_every=4, delay=2)

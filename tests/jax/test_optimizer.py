@@ -365,7 +365,7 @@ def test_a_rank_that_is_not_in_the_process_set_steps_alone():
 @pytest.mark.parametrize(
     ("arguments", "error", "says"),
     [
-        ((optax.adam,), TypeError, "expected a gradient transformation of optax, got a function; such as Distributed"),
+        ((optax.adam,), TypeError, "expected an optax gradient transformation, got a function; as in Distributed"),
         ((optax.sgd(1.0), hvd.Compression.none, 0), rr.InputError, "backward_passes_per_step=0; expected 1 or more"),
         ((optax.sgd(1.0), hvd.Compression.none, 1, hvd.Max), rr.InputError, "op=Max; expected Average, Sum or Adasum"),
         ((optax.sgd(1.0), hvd.Compression.none, 1, hvd.Sum, 2.0), rr.InputError, r"factor=2.0 with op=Sum; it works"),

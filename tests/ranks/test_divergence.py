@@ -76,12 +76,12 @@ CASES = {
         lambda *_: None,
         seed,
         r"after 0 steps \(not compared before\) parameter '2.weight' differs: rank 1 from ranks 0,2-3; the other 3 do "
-        r"not. They were never seen equal: call broadcast_parameters",
+        r"not. They were never found equal: call broadcast_parameters",
     ),
     "frozen": (
         lambda *_: None,
         frozen,
-        r"after 0 steps .* '0.bias' differs: rank 2 from ranks 0-1,3; .* Of '0.bias', rank 2 has it frozen",
+        r"after 0 steps .* '0.bias' differs: rank 2 from ranks 0-1,3; .* On rank 2, '0.bias' is frozen",
     ),
     "not passed to the optimizer": (
         lambda *_: None,
@@ -92,9 +92,9 @@ CASES = {
         skips,
         without_buffers,
         r"after 40 steps \(equal after 30\) parameter '0.weight' differs: rank 1 from ranks 0,2-3; so do 3 more of 4: "
-        r"'0.bias', '2.weight', '2.bias'. rank 1 has made 39 steps, ranks 0,2-3 40",
+        r"'0.bias', '2.weight', '2.bias'. rank 1 took 39 steps, ranks 0,2-3 40",
     ),
-    "read, and skipped": (reads_and_skips, without_buffers, r"after 40 steps .* rank 1 has made 39 steps, ranks 0,2-3"),
+    "read, and skipped": (reads_and_skips, without_buffers, r"after 40 steps .* rank 1 took 39 steps, ranks 0,2-3"),
     "BatchNorm": (
         lambda *_: None,
         lambda model: None,
@@ -104,7 +104,7 @@ CASES = {
         flips,
         without_buffers,
         r"after 40 steps \(equal after 30\) parameter '2.bias' differs: rank 2 from ranks 0-1,3; the other 3 do not. "
-        r"All ranks have made equally many steps, with equal gradients: something else has changed it",
+        r"All ranks took the same number of steps, with equal gradients: something else has changed it",
     ),
 }
 

@@ -107,7 +107,7 @@ def test_a_late_rank_does_not_write_to_a_tensor_that_was_given_up():
         try:
             rr.broadcast_(array, root_rank=1, name="model")
         except rr.CollectiveError as exc:
-            said = r"has not moved for .*; what has begun to arrive may still change its array$"
+            said = r"has not moved for .*; data that has begun to arrive may still change its array$"
             assert rr.rank() == 1 or re.search(said, str(exc)), exc  # noqa: PT017
             given_up.set()
         if rr.rank() == 0:

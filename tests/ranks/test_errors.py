@@ -200,7 +200,7 @@ def test_a_mistake_in_some_tensors_spares_the_others():
 @each_rank_of(2)
 def test_a_name_that_is_pending_is_refused_at_once():
     message = (
-        f"allreduce 'w': a tensor of this name is pending already on rank {rr.rank()}; synchronize it first, or "
+        f"allreduce 'w': a tensor of this name is already pending on rank {rr.rank()}; synchronize it first, or "
         "use another name"
     )
     if rr.rank() == 0:  # rank 1 has not given it yet
@@ -244,7 +244,7 @@ WRONG = {
     ),
     "integers' Adasum": (
         lambda: rr.allreduce(zeros(3, dtype="int32"), op=rr.Adasum),
-        "int32 elements have no Adasum; pass floating-point ones",
+        "Adasum is not defined for int32 elements; pass floating-point ones",
     ),
     "ranks for Adasum": (
         lambda: rr.allreduce(zeros(3), op=rr.Adasum),

@@ -69,7 +69,9 @@ def all_operations():
     for source, each in enumerate(incoming):
         np.testing.assert_array_equal(each, rows(source, 10 * source + rank))
     wrong = [np.zeros(3 + (rank == 2 and to == 1), np.float32) for to in range(size)]
-    match = r"^rank \d, all_to_all 'group' \(.*\): rank 2 sends 4 elements to rank 1, which expects 3; splits must fit"
+    match = (
+        r"^rank \d, all_to_all 'group' \(.*\): rank 2 sends 4 elements to rank 1, which expects 3; splits must match"
+    )
     with pytest.raises(rr.MismatchError, match=match):
         begin(channel, "all_to_all", wrong, [np.zeros(3, np.float32) for _ in range(size)], payload=True).wait()
 

@@ -105,7 +105,7 @@ def test_what_cannot_be_done_is_refused():
     refused(r"LocalSGD: sync_every=0.5; expected a whole number", wrap=rr.LocalSGD, sync_every=0.5)
     refused(r"warmup_steps=-1; expected a whole number of 0 or more", warmup_steps=-1)
     refused(r"sync_every=12 with fragments=5: one is averaged every .* expected a divisor", fragments=5)
-    refused(r"fragments=3, but there are 2 parameters; expected as many or less", fragments=3)
+    refused(r"fragments=3, but there are 2 parameters; expected no more than that", fragments=3)
     refused(r"fragments=2 and delay=7: .* expected a delay of 6 or less", fragments=2, delay=7)
     refused(r"outer='sgd'; expected None, ringreduce.Nesterov\(lr, momentum\), or a function", outer="sgd")
     refused(r"compression=8; expected Compression.none", compression=8)

@@ -149,16 +149,20 @@ def test_what_is_no_state_of_these_parameters_is_refused_and_a_copy_is_the_user_
     with pytest.raises(rr.InputError, match=r"a state of another model: 'a' is \[7\] in it, and has \[3, 4\]"):
         optimizer.load_state_dict(saved)
     saved["state"]["local steps"]["anchors"] = {"x": torch.zeros(7)}
-    with pytest.raises(rr.InputError, match=r"a state of another model: 'x' is \[7\] in it, and is no parameter here"):
+    with pytest.raises(
+        rr.InputError, match=r"a state of another model: 'x' is \[7\] in it, and is not a parameter here"
+    ):
         optimizer.load_state_dict(saved)
     sharded = hvd.ShardedOptimizer(torch.optim.SGD([torch.nn.Parameter(torch.zeros(4))], lr=0.1))
-    with pytest.raises(rr.InputError, match=r"DiLoCo: of a ShardedOptimizer each rank has a part, .* the original one"):
+    with pytest.raises(
+        rr.InputError, match=r"DiLoCo: each rank has only its part of a ShardedOptimizer, .* the original one"
+    ):
         rr.DiLoCo(sharded, sync_every=4)
     of_numpy = trained("numpy", 5, **WAY)
     for each in (optimizer, of_numpy.optimizer):
-        with pytest.raises(rr.InputError, match="LocalSGD: the optimizer takes local steps already"):
+        with pytest.raises(rr.InputError, match="LocalSGD: the optimizer already takes local steps"):
             rr.LocalSGD(each, sync_every=4)
-        with pytest.raises(rr.InputError, match="DistributedOptimizer: the optimizer is wrapped already"):
+        with pytest.raises(rr.InputError, match="DistributedOptimizer: the optimizer is already wrapped"):
             rr.DistributedOptimizer(each)
     copied, before = copy.deepcopy(of_numpy), of_numpy.values()
     copied.optimizer.begin_from_anchors()

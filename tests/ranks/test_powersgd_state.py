@@ -67,7 +67,7 @@ REFUSED = {
     ),
     "GPU": (
         lambda: rr.PowerSGD()._is_factored("w", Mock(element=TABLE["float32"], shape=(20, 30), device="cuda:1")),
-        "gradient 'w' is on cuda:1, but this works in host memory; on GPUs take DDP",
+        "gradient 'w' is on cuda:1, but PowerSGD works in host memory; on GPUs use DDP",
     ),
     "other rank": (
         lambda: rr.PowerSGD(4).load_state_dict({"rank": 2}),
@@ -79,7 +79,7 @@ REFUSED = {
     ),
     "other name": (
         lambda: trained(of_other_model("layer.v", (20, 30)), 1, mean_of(0, 1)),
-        "gradient 'layer.w' is not in the state that was loaded, of 'layer.v' and 0 more; load this model's",
+        "gradient 'layer.w' is not in the loaded state, which has 'layer.v' and 0 more; load this model's",
     ),
 }
 

@@ -122,8 +122,8 @@ def test_what_is_pending_in_a_set_that_is_removed_fails():
         ([-1], r"process set \[-1\]: expected different ranks from 0 to 2"),
         ([1, 1], r"process set \[1, 1\]: expected different ranks"),
         ([], r"process set \[\]: expected different ranks from 0 to 2, at least one"),
-        ([2, 1], r"add_process_set: process set 1 has the ranks \[1, 2\] already; use that"),
-        ([2, 1, 0], r"add_process_set: process set 0 has the ranks \[0, 1, 2\] already; use that"),
+        ([2, 1], r"add_process_set: process set 1 already has the ranks \[1, 2\]; use that one"),
+        ([2, 1, 0], r"add_process_set: process set 0 already has the ranks \[0, 1, 2\]; use that one"),
     ],
 )
 @each_rank_of(3, settings=DYNAMIC)

@@ -240,7 +240,7 @@ def test_ranks_that_do_not_agree_are_told(differs, message):
             {"out": {"w": np.zeros((10, 64)), "b": np.zeros(10)}},
             r"'out\.w': got shape \(10, 64\), expected shape \(64,",
         ),
-        ({"out": {**first()["out"], "c": np.zeros(1)}}, r"gradient 'out\.c' is of no parameter"),
+        ({"out": {**first()["out"], "c": np.zeros(1)}}, r"gradient 'out\.c' belongs to no parameter"),
     ],
 )
 @each_rank_of(3)

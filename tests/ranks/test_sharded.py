@@ -111,7 +111,7 @@ def test_what_cannot_be_cut_is_refused(arguments, message):
     def program():
         with pytest.raises(rr.InputError, match=message):
             rr.ShardedOptimizer(*arguments)
-        with pytest.raises(rr.InputError, match="overlap: only of a torch optimizer"):
+        with pytest.raises(rr.InputError, match="overlap: only for a torch optimizer"):
             rr.ShardedOptimizer(Momentum, new_params(), overlap=[])
         optimizer = rr.ShardedOptimizer(Momentum, {"a": np.zeros(3)})
         with pytest.raises(rr.InputError, match="not of the form and shapes of the parameters"):
@@ -121,7 +121,7 @@ def test_what_cannot_be_cut_is_refused(arguments, message):
             optimizer({"a": np.zeros(3)})
 
     def on_two():
-        with pytest.raises(rr.InputError, match=r"shared_parameters=True\): expected arrays of NumPy"):
+        with pytest.raises(rr.InputError, match=r"shared_parameters=True\): expected NumPy arrays"):
             rr.ShardedOptimizer(Momentum, {"a": OnGpu()}, shared_parameters=True)
 
     run_ranks(1, program)

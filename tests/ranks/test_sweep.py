@@ -165,7 +165,7 @@ def test_trials_that_ran_when_their_job_ended_are_repeated_once_with_the_same_va
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"ranks": 2}, "teams of ranks=2 ranks cannot be made of 3; expected a divisor of 3"),
+        ({"ranks": 2}, "3 ranks cannot be split into teams of ranks=2; expected a divisor of 3"),
         ({"ranks": 0}, "teams of ranks=0"),
         ({"direction": "up"}, "direction='up'; expected minimize or maximize"),
     ],

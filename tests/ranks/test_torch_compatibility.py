@@ -175,7 +175,7 @@ def test_unsupported_arguments_are_caught_as_either_error(kind):
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        (training.make_model(), r"expected a torch optimizer, got a Sequential; such as Distributed"),
+        (training.make_model(), r"expected a torch optimizer, got a Sequential; as in Distributed"),
         (
             type("Adam", (type("Base", (), {"__module__": "keras.src.optimizers"}),), {})(),
             r"for an optimizer of Keras 3 use ringreduce.keras.DistributedOptimizer; ",

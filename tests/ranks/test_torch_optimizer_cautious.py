@@ -247,7 +247,7 @@ def test_gradients_of_equal_names_at_once():
     for model, optimizer in zip(models, optimizers, strict=True):
         training.trained(model, optimizer, reducer.CAUTIOUS_STEPS)
     training.own_backward(models[0], 0)
-    with pytest.raises(ValueError, match=r"pending already.*Has another DistributedOptimizer .*'d\.' \+ name"):
+    with pytest.raises(ValueError, match=r"already pending.*Does another DistributedOptimizer .*'d\.' \+ name"):
         training.own_backward(models[1], 0)
     optimizers[0].synchronize()
 

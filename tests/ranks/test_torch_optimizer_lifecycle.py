@@ -184,7 +184,7 @@ def test_state_that_is_loaded_gives_up_what_was_under_way():
         ({"backward_passes_per_step": 0}, "backward_passes_per_step=0; expected 1 or more"),
         ({"num_groups": -1}, "num_groups=-1; expected 0 or more"),
         ({"groups": -1}, "groups=-1; expected a number of 0 or more, or lists of parameters"),
-        ({"groups": [[torch.zeros(3)]]}, r"groups: a tensor of shape \(3,\) is no parameter of the optimizer"),
+        ({"groups": [[torch.zeros(3)]]}, r"groups: a tensor of shape \(3,\) is not a parameter of the optimizer"),
         ({"process_set": [0]}, r"process_set=\[0\]; expected a ProcessSet"),
     ],
     ids=str,
@@ -198,7 +198,7 @@ def test_wrong_arguments(options, message):
 @each_rank_of(1)
 def test_wrong_parameters_and_names():
     model = training.make_model()
-    with pytest.raises(ValueError, match="the optimizer is wrapped already"):
+    with pytest.raises(ValueError, match="the optimizer is already wrapped"):
         hvd.DistributedOptimizer(training.wrap(model))
     with pytest.raises(ValueError, match=r"expected \(name, parameter\) pairs, such as model.named_parameters\(\)"):
         hvd.DistributedOptimizer(torch.optim.SGD(model.parameters()), model.parameters())

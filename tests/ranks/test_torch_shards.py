@@ -200,7 +200,7 @@ def test_shared_parameters_that_leave_their_memory_and_ranks_that_change():
         model, optimizer = sharded(shared_parameters=True)
         after(1, optimizer, model)
         with pytest.raises(
-            ringreduce.InputError, match="optimizer has shared_parameters=True, whose ranks cannot change"
+            ringreduce.InputError, match="optimizer has shared_parameters=True, with which the ranks cannot change"
         ):
             hvd.elastic.TorchState(model, optimizer)
         model.to(torch.float64).to(torch.float32)
@@ -214,7 +214,7 @@ def test_shared_parameters_that_leave_their_memory_and_ranks_that_change():
     def goes_on():
         model, optimizer, _ = ranks[hvd.rank()]
         with pytest.raises(
-            ringreduce.InputError, match="the ranks have changed; make the model and its optimizer anew"
+            ringreduce.InputError, match="the ranks have changed; create the model and its optimizer again"
         ):
             after(1, optimizer, model)
 

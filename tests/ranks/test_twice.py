@@ -56,7 +56,7 @@ def found(capsys, monkeypatch, tmp_path, wrong, steps=STEPS):
         ),
         (
             "sum",
-            r"'w' differs in step 0, but not what the ranks gave: the order of the sum does; RINGREDUCE_DETERMIN.*",
+            r"'w' differs in step 0, though the ranks passed the same values: the order of the sum differs; RINGRED.*",
         ),
     ],
 )
@@ -69,6 +69,6 @@ def test_the_first_difference_is_named(capsys, monkeypatch, tmp_path, wrong, exp
 
 def test_a_run_that_was_too_short_is_refused(tmp_path):
     with pytest.raises(
-        SettingsError, match=r"^--twice 9: the first run did not reduce any array so often; ask for fewer"
+        SettingsError, match=r"^--twice 9: no array was reduced so often in the first run; ask for fewer"
     ):
         run_ranks(2, rr.barrier, settings=Settings(twice=f"2:9:{tmp_path}"))

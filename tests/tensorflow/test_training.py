@@ -100,7 +100,7 @@ def test_optimizers_are_those_of_keras():
     assert type(wrapped) is keras.optimizers.SGD
     assert ringreduce.tensorflow.keras.DistributedOptimizer is ringreduce.keras.DistributedOptimizer
     assert ringreduce.tensorflow.keras.callbacks is ringreduce.keras.callbacks
-    with pytest.raises(TypeError, match=r"expected an optimizer of Keras 3, got a .*GradientDescentOptimizer"):
+    with pytest.raises(TypeError, match=r"expected a Keras 3 optimizer, got a .*GradientDescentOptimizer"):
         hvd.DistributedOptimizer(tf.compat.v1.train.GradientDescentOptimizer(0.1))
 
 

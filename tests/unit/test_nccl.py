@@ -174,5 +174,5 @@ def test_without_nccl_the_wheel_is_named(cupy, monkeypatch):
 def test_ranks_that_share_a_gpu_are_named():
     one, two = "0000:3B:00.0", "0000:5E:00.0"
     assert nccl.shared_gpu([one, two, one, two], [0, 0, 1, 1]) == ""  # another host's GPU may have the same place
-    expected = "ranks 1, 3 share GPU 0000:5E:00.0 of host 0, but NCCL needs one a rank"
+    expected = "ranks 1, 3 share GPU 0000:5E:00.0 of host 0, but NCCL needs one per rank"
     assert nccl.shared_gpu([one, two, two, two], [0, 0, 1, 0]) == expected

@@ -72,7 +72,7 @@ def test_groups_are_a_number_or_lists(groups, sizes):
         (-1, "groups=-1; expected a number of 0 or more, or lists"),
         ([PARAMETERS[0]], "expected a number of 0 or more, or lists of parameters"),
         ([["w"]], "groups: a str; expected lists of parameters"),
-        ([[np.zeros(3)]], r"a tensor of shape \(3,\) is no parameter of the optimizer"),
+        ([[np.zeros(3)]], r"a tensor of shape \(3,\) is not a parameter of the optimizer"),
         ([PARAMETERS[:2], PARAMETERS[1:]], r"a parameter of shape \(2, 2\) is in two places"),
     ],
 )

@@ -80,14 +80,14 @@ def test_the_error_names_the_lost_and_how_they_ended():
     error = lost_error(world, Membership(5, (0, 4), {2: "was killed by SIGKILL"}))
     assert (str(error), error.lost_ranks) == ("rank 1 of 3 was killed by SIGKILL", (1,))
     error = lost_error(world, Membership(5, (0, 2, 4, 3), {}))
-    assert str(error) == "ranks have joined: there are 4 now, and the world is formed anew"
+    assert str(error) == "ranks have joined: there are 4 now, and the world is formed again"
 
 
 @pytest.mark.parametrize(
     ("settings", "comm", "worlds", "message"),
     [
         (Settings(elastic=True), None, 0, "ringrun has not started this rank"),
-        (Settings(elastic=True, error_file="x"), [0, 1], 0, "pass no comm"),
+        (Settings(elastic=True, error_file="x"), [0, 1], 0, "leave comm out"),
         (Settings(elastic=True, error_file="x"), None, 1, "calls init\\(\\) once"),
     ],
 )

@@ -65,7 +65,7 @@ def test_a_value_that_does_not_parse_is_refused(variable, texts, expected):
 
 
 def test_an_unknown_variable_is_refused_with_the_nearest_known_one():
-    message = "RINGREDUCE_FUSION_SLOTBYTES is no setting of ringreduce; did you mean RINGREDUCE_FUSION_SLOT_BYTES?"
+    message = "RINGREDUCE_FUSION_SLOTBYTES is not a setting of ringreduce; did you mean RINGREDUCE_FUSION_SLOT_BYTES?"
     with pytest.raises(SettingsError, match=message.replace("?", r"\?")):
         Settings.from_environment({"RINGREDUCE_FUSION_SLOTBYTES": "1"})
     with pytest.raises(SettingsError, match="known are: RINGREDUCE_ALGORITHM, "):
