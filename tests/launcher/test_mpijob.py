@@ -1,5 +1,6 @@
-"""examples/mpijob.yaml, and the image that docs/clusters.md has for it."""
+"""examples/mpijob.yaml, and docker/Dockerfile, the image for it."""
 
+import configparser
 import os
 import re
 import shutil
@@ -13,13 +14,13 @@ import yaml
 from ringrun import cli
 from tests.launcher import loopback_sshd
 from tests.support.jobs import ROOT, run
-from tests.support.pages import PAGES
 from tests.support.patience import wait_until
 
 SPEC = yaml.safe_load((ROOT / "examples" / "mpijob.yaml").read_text())["spec"]
 PODS = {name: each["template"]["spec"] for name, each in SPEC["mpiReplicaSpecs"].items()}
 LAUNCHER, WORKER = (PODS[name]["containers"][0] for name in ("Launcher", "Worker"))
-SSHD_CONFIG = re.search(r"&& printf '(.*)' > /home/mpiuser/\.sshd_config", PAGES["clusters.md"])[1].replace("\\n", "\n")
+IMAGE = (ROOT / "docker" / "Dockerfile").read_text()
+SSHD_CONFIG = re.search(r"&& printf '(.*)' > /home/mpiuser/\.sshd_config", IMAGE)[1].replace("\\n", "\n")
 
 
 def test_the_launcher_runs_a_command_line_of_ringruns_with_a_slot_for_each_rank():
@@ -30,6 +31,25 @@ def test_the_launcher_runs_a_command_line_of_ringruns_with_a_slot_for_each_rank(
     assert (ROOT / request.job.command[1]).is_file()
     assert f"Port {request.job.reach.options.port}\n" in SSHD_CONFIG
     assert WORKER["readinessProbe"]["tcpSocket"]["port"] == request.job.reach.options.port
+
+
+def test_the_image_is_built_from_what_is_there_for_the_user_that_the_pods_have():
+    """No registry and no daemon here: its lines are read."""
+    allowed = (ROOT / "docker" / "Dockerfile.dockerignore").read_text().splitlines()
+    assert [name for name in allowed if name[0] == "!" and not (ROOT / name[1:]).exists()] == []
+    copied = [line.split()[-2] for line in IMAGE.splitlines() if line.startswith("COPY ") and "--from" not in line]
+    assert copied == [".", "examples"]
+    user = WORKER["securityContext"]["runAsUser"]
+    assert f"useradd --uid {user} --create-home mpiuser" in IMAGE
+    assert IMAGE.endswith(f"\nUSER {user}\n"), "by number: Kubernetes cannot tell from a name that it is not root"
+    extras = configparser.ConfigParser(interpolation=None)
+    extras.read(ROOT / "setup.cfg")
+    named = ",".join(re.findall(r"EXTRAS=(\S+)", IMAGE)).split(",")
+    assert set(named) <= set(extras["options.extras_require"])
+    for command in re.findall(r"\bringrun (?:join )?(?:.*) python (\S+)", IMAGE):
+        assert (ROOT / command).is_file()
+    (joined,) = re.findall(r"\bringrun (join .*)", IMAGE)
+    assert cli.parse(["-np", "4", *joined.partition(" -np 4 ")[2].split()]).np == 4
 
 
 @pytest.mark.parametrize("container", [LAUNCHER, WORKER], ids=["launcher", "worker"])

