@@ -288,3 +288,26 @@ def test_a_notebook(interactive_python, tmp_path):
     assert "ringrun: interrupted; ending 2 ranks" in text[6]
     assert told[7][-1]["data"]["text/plain"] == "[50]"
     assert_gone([int((tmp_path / f"up{rank}").read_text()) for rank in range(2)])
+
+
+def test_the_notebook_of_the_examples(interactive_python, tmp_path):
+    """What it shows is what it prints, but for times, process ids and the like."""
+    path = jobs.ROOT / "examples" / "notebook.ipynb"
+    command = [interactive_python, PROGRAMS / "runs_notebook.py", path, sys.executable]
+    variables = jobs.environment(JUPYTER_PLATFORM_DIRS="1", IPYTHONDIR=str(tmp_path))
+    done = jobs.run(command, cwd=tmp_path, env=variables, timeout_s=150, returncode=0)
+    stored = [cell["outputs"] for cell in json.loads(path.read_text())["cells"] if cell["cell_type"] == "code"]
+    now, then = ([printed(outputs) for outputs in cells] for cells in (json.loads(done.stdout), stored))
+    assert now == then
+    assert sum("<image/png>" in text for text in now) == 1
+    assert "10 of 10: loss" in "".join(now)
+
+
+def printed(outputs):
+    """A cell's text and the kinds of its pictures, without what differs from run to run."""
+    text = ""
+    for output in outputs:
+        assert output["output_type"] != "error", output
+        if output.get("name") != "stderr":
+            text += "".join(output.get("text", "")) + "".join(f"<{kind}>" for kind in sorted(output.get("data", {})))
+    return re.sub(r"pid \d+, ran for \S+|host \S+,|\d+\.py:|\de-\d\d", "…", text)
