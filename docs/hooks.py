@@ -1,4 +1,4 @@
-"""README, CONTRIBUTING, CHANGELOG and the READMEs of bench/ and examples/ are pages of the site: no text stands twice.
+"""README, CONTRIBUTING, CHANGELOG and the README of examples/ are pages of the site: no text stands twice.
 
 MkDocs calls these functions (mkdocs.yml, hooks). Links in docs/ are those of the repository, so that they work there.
 """
@@ -12,7 +12,6 @@ SHOWN = {
     "README.md": "index.md",
     "CONTRIBUTING.md": "contributing.md",
     "CHANGELOG.md": "changelog.md",
-    "bench/README.md": "bench/README.md",
     "examples/README.md": "examples/README.md",
 }
 REFERENCE = re.compile(r"^- `(ringreduce\.[\w.]+)[^`]*`: .*$", re.MULTILINE)  # as in reference.py

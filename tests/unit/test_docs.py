@@ -62,7 +62,7 @@ def test_a_file_to_save_is_no_diff():
 
 def test_links_lead_somewhere():
     """Those of docs/ are checked by `mkdocs build --strict`, with their anchors."""
-    for page in ("README.md", "CONTRIBUTING.md", "SECURITY.md", "examples/README.md", "bench/README.md"):
+    for page in ("README.md", "CONTRIBUTING.md", "SECURITY.md", "examples/README.md", "bench/README.md", "bench/LOG.md"):
         folder = (ROOT / page).parent
         for target in re.findall(r"\]\((?!https?:)([^)#]+)", (ROOT / page).read_text()):
             assert (folder / target).exists(), f"{page}: {target}"
@@ -70,7 +70,7 @@ def test_links_lead_somewhere():
 
 def test_every_page_is_in_the_navigation():
     listed = re.findall(r"- .*?(\S+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
-    added = ["index.md", "bench/README.md", "examples/README.md", "changelog.md"]  # docs/hooks.py
+    added = ["index.md", "examples/README.md", "changelog.md"]  # docs/hooks.py
     assert sorted([*listed, "README.md"]) == sorted([*PAGES, *added])
 
 
@@ -100,13 +100,13 @@ def test_every_kind_of_straggler_has_a_cure():
 
 
 def rows_of(page):
-    """The cells of all rows of its tables; DDP over gloo is only "DDP" in bench/README."""
+    """The cells of all rows of its tables; DDP over gloo is only "DDP" in bench/LOG."""
     plain = page.replace("**", "").replace("DDP over gloo", "DDP")
     return [re.split(r" ?\| ", row) for row in re.findall(r"^\| ?(.*?) ?\|$", plain, re.MULTILINE)]
 
 
 def not_measured(page, measured):
-    """What does not stand in the same row of bench/README, same machine, or is left out of which runs these were.
+    """What does not stand in the same row of bench/LOG, same machine, or is left out of which runs these were.
 
     The first row of a name counts.
     """
@@ -127,7 +127,7 @@ def not_measured(page, measured):
 
 
 def test_figures_of_benchmarks_are_those_of_their_row_in_bench():
-    page, measured = PAGES["benchmarks.md"], (ROOT / "bench" / "README.md").read_text()
+    page, measured = PAGES["benchmarks.md"], (ROOT / "bench" / "LOG.md").read_text()
     assert not_measured(page, measured) == []
     changes = [("73.0", "95.2"), ("**14.0", "**22.6"), ("(5.4 to", "(5.3 to"), ("**989**", "2182"), (", five runs", "")]
     for figure, other in changes:
@@ -135,7 +135,7 @@ def test_figures_of_benchmarks_are_those_of_their_row_in_bench():
 
 
 def test_halves_of_an_allreduce_that_are_slower_than_mpis_are_told():
-    [[what, *cells]] = [row for row in rows_of((ROOT / "bench" / "README.md").read_text()) if "`halves.py`" in row[0]]
+    [[what, *cells]] = [row for row in rows_of((ROOT / "bench" / "LOG.md").read_text()) if "`halves.py`" in row[0]]
     told = PAGES["benchmarks.md"].partition("## Where ringreduce is slower")[2]
     speeds = [re.findall(r"[\d.]+", cell.partition(";")[0]) for cell in cells]
     for name, *speed in zip(re.findall(r"`(\w+)`", what), *speeds, strict=True):
