@@ -55,6 +55,7 @@ def about(**more: Any) -> dict[str, Any]:
         **machine(),
         "mpi4py": mpi4py.__version__,
         "mpi": f"{vendor} {'.'.join(map(str, version))}",
+        "mpi_settings": mpi_settings(),
         "torch": package_version("torch"),
         "horovod": package_version("horovod"),
     }
@@ -77,9 +78,19 @@ def machine() -> dict[str, Any]:
 def settings() -> str:
     """The environment variables that are not ringreduce's defaults."""
     given = {name: value for name, value in os.environ.items() if name.startswith("RINGREDUCE_")}
-    for name in ("ERROR_FILE", "PLACED_GPU", "RESTART_COUNT"):  # ringrun's own
+    for name in ("ERROR_FILE", "PLACED_GPU", "RESTART_COUNT", "STATE_DIR"):  # ringrun's own
         given.pop(f"RINGREDUCE_{name}", None)
     return " ".join(f"{name}={value}" for name, value in sorted(given.items())) or "default"
+
+
+def mpi_settings() -> str:
+    """What ringrun, or the user, has set of Open MPI; not what its own launcher sets in every job."""
+    own = ("PREFIXES", "initial_wdir", "num_procs", "cpu_type")
+    given = {
+        name.removeprefix("OMPI_MCA_"): value for name, value in os.environ.items() if name.startswith("OMPI_MCA_")
+    }
+    kept = {name: value for name, value in given.items() if name not in own and not name.endswith("_directory")}
+    return " ".join(f"{name}={value}" for name, value in sorted(kept.items())) or "default"
 
 
 def package_version(name: str) -> str:
@@ -182,9 +193,13 @@ def beside(name: str) -> str:
 
 def run_job(options: Sequence[str], program: Sequence[str], timeout_s: float) -> str:
     """What a job prints, `ringrun OPTIONS python PROGRAM`; one that fails ends the bench, with that."""
-    command = [beside("ringrun"), *options, sys.executable, *program]
+    return run_command([beside("ringrun"), *options, sys.executable, *program], timeout_s)
+
+
+def run_command(command: Sequence[str], timeout_s: float, variables: Mapping[str, str] | None = None) -> str:
+    """What it prints, with these environment variables, too; one that fails ends the bench, with that."""
     own = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    done = subprocess.run(command, timeout=timeout_s, **own)
+    done = subprocess.run(command, timeout=timeout_s, env={**os.environ, **(variables or {})}, **own)
     if done.returncode:
         sys.exit(f"{' '.join(command)}: exit code {done.returncode}:\n{done.stdout}")
     return done.stdout

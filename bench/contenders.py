@@ -29,6 +29,7 @@ from ringreduce.transport.base import Steps, complete
 
 Contender = Callable[[np.ndarray[Any, Any]], object]
 PUBLIC, ORDERED, MPI_NAME, GLOO, HOROVOD = "allreduce_", "ordered()", "MPI_Allreduce", "torch gloo", "Horovod"
+RING = "torch ring"
 BY_HAND = "by hand"
 DTYPES = ("float32", "float64", "int32", "int64", "float16", "bfloat16")
 
@@ -47,6 +48,8 @@ def contenders(dtype: str) -> dict[str, Contender]:
         found[MPI_NAME] = lambda array: neutral().Allreduce(MPI.IN_PLACE, array)
     if has("torch"):
         found[GLOO] = gloo_allreduce
+        if dtype not in ("float16", "bfloat16"):
+            found[RING] = ring_allreduce
     return found
 
 
@@ -111,6 +114,14 @@ def gloo_allreduce(array: np.ndarray[Any, Any]) -> None:
     torch.distributed.all_reduce(as_torch(array))
 
 
+def ring_allreduce(array: np.ndarray[Any, Any]) -> None:
+    """The same over the backend "ring"."""
+    import torch
+
+    start_gloo()
+    torch.distributed.all_reduce(as_torch(array), group=ring_group())
+
+
 def as_torch(array: np.ndarray[Any, Any]) -> Any:
     """The same memory as a tensor; NumPy's bfloat16 is not known to torch.from_numpy."""
     import torch
@@ -146,6 +157,7 @@ def start_gloo() -> None:
     )
 
 
+@functools.cache
 def ring_group() -> Any:
     """All ranks once more, over the torch.distributed backend "ring"."""
     import torch
@@ -161,6 +173,7 @@ def stop_gloo() -> None:
         import torch
 
         torch.distributed.destroy_process_group()
+        ring_group.cache_clear()
         start_gloo.cache_clear()
 
 

@@ -1,16 +1,17 @@
 """A rank dies: how long until the others have completed their next step? Run it alone.
 
     python bench/elastic.py                # 5 deaths each: about two minutes; --runs 20 for the tails
-    python bench/elastic.py --who torch    # only the rows with this in their name
+    python bench/elastic.py --who torch    # only the rows with this in their name; --alone: without the peers
     python bench/elastic.py --steady       # what --elastic costs while nobody dies
 
 Rows: who dies, and how the job goes on: `elastic` in the same processes, `restarts` by `ringrun --restarts 1` from a
-file, as everybody else does it. The deaths come at steps from the first one after init() on. A step is an all-reduce of
-4 MB and a commit, or with `torch` a forward and backward pass of 25 MB of parameters, DistributedOptimizer's step and a
-commit. Columns, medians in ms, on the slowest rank: `heard`, from the death until the ranks have the list of those that
-are left (the agent sees the death, ringrun decides); until their handles have `failed` and the state is restored; until
-the old engine has `stopped`; until all have `met`; the new `engine`; the next `step`, and the `usual` one. `total`, its
-95th percentile, and `above`, what it is above a usual step. `#wrong`: elements.
+file, `torchrun` likewise by torchrun --max-restarts with gloo. The deaths come at steps from the first one after
+init() on. A step is an all-reduce of 4 MB and a commit, or with `torch` a forward and backward pass of 25 MB of
+parameters, DistributedOptimizer's step and a commit. Columns, medians in ms, on the slowest rank: `heard`, from the
+death until the ranks have the list of those that are left (the agent sees the death, ringrun decides); until their
+handles have `failed` and the state is restored; until the old engine has `stopped`; until all have `met`; the new
+`engine`; the next `step`, and the `usual` one. `total`, its 95th percentile, and `above`, what it is above a usual
+step. `#wrong`: elements.
 
 --steady: a tenth of the steps take less than the `fast step`; `processor`: time that all threads of a rank take for a
 step, on the rank that takes most; `switches`: how often a step gives up the core.
@@ -25,13 +26,15 @@ import os
 import resource
 import signal
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from common import Column, Report, machine, parse, parser, run_job
+from common import Column, Report, beside, machine, parse, parser, run_command, run_job
+from contenders import has
 
 PARTS = {"heard": "heard", "failed": "failed", "stopped": "stopped", "met": "met", "new engine": "engine"}
 COLUMNS = (
@@ -178,12 +181,58 @@ def work(folder: Path, kind: str, dies: int, how: str, at: int) -> None:
     (folder / f"{rank}.end").write_text(json.dumps(result))
 
 
-def run(who: Who, at: int, flags: list[str]) -> dict[str, Any]:
-    """One job; what the slowest rank has found, and the count of wrong elements of all."""
+def work_by_torchrun(folder: Path, dies: int, at: int) -> None:
+    """The same by torch.distributed alone: all ranks are started again, and read the state from a file."""
+    import numpy as np
+    import torch
+    from torch import distributed
+
+    rank, kept, death = int(os.environ["RANK"]), folder / "state.npy", folder / "death"
+    distributed.init_process_group("gloo")
+    is_first = not death.exists()
+    start = 0 if is_first else at
+    parameters = torch.zeros(COUNT) if is_first else torch.from_numpy(np.load(kept))
+    took_s: list[float] = []
+    for step in range(start, at + STEPS_AFTER):
+        if step == at and is_first:
+            if rank == 0:
+                np.save(kept, parameters.numpy())
+            distributed.barrier()
+            if rank == dies:
+                death.write_text(repr(time.monotonic()))
+                os.kill(os.getpid(), signal.SIGKILL)
+        began_s = time.monotonic()
+        gradient = torch.ones(COUNT)
+        distributed.all_reduce(gradient)
+        parameters += gradient / distributed.get_world_size()
+        took_s.append(time.monotonic() - began_s)
+        if step == at:
+            found = {"total": 1e3 * (time.monotonic() - float(death.read_text())), "step": 1e3 * took_s[-1]}
+            (folder / f"{rank}.json").write_text(json.dumps(found))
+    median_s, wrong = statistics.median(took_s), int((parameters != at + STEPS_AFTER).sum())
+    result = {"wrong": wrong, "median_s": median_s, "fast_s": min(took_s), "cpu_s": 0, "switches": 0}
+    (folder / f"{rank}.end").write_text(json.dumps(result))
+    distributed.destroy_process_group()
+
+
+def torchrun(size: int, program: list[str]) -> str:
+    """What a job of torchrun prints whose ranks are started again."""
+    options = ["--standalone", "--nproc-per-node", str(size), "--max-restarts", "3"]
+    # ranks that share the agent's store find the addresses of before the restart in it (torch 2.13), and fail
+    variables = {"OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    return run_command([sys.executable, beside("torchrun"), *options, *program], 120, variables)
+
+
+def run(who: Who, at: int, flags: list[str] | None) -> dict[str, Any]:
+    """One job of ringrun, by torchrun without flags; what the slowest rank has found, and all wrong elements."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        worker = ["--worker", name, "torch" if who.is_torch else "numpy", str(who.rank), who.how, str(at)]
-        printed = run_job([*flags, "-np", str(who.size)], [__file__, *worker], 120)
+        kind = "torchrun" if flags is None else "torch" if who.is_torch else "numpy"
+        program = [__file__, "--worker", name, kind, str(who.rank), who.how, str(at)]
+        if flags is None:
+            printed = torchrun(who.size, program)
+        else:
+            printed = run_job([*flags, "-np", str(who.size)], program, 120)
         ends = [json.loads(each.read_text()) for each in folder.glob("*.end")]
         if len(ends) < who.size - (who.rank >= 0):
             raise SystemExit(f"the job failed:\n{printed}")
@@ -213,8 +262,10 @@ def deaths(options: argparse.Namespace) -> Report:
     for name, who in WHO.items():
         if options.who not in name:
             continue
-        ways = [("elastic", ["--elastic"], times)]
-        ways += [("restarts", ["--restarts", "1"], times[-1:])] if who.restarts and not options.who else []
+        ways: list[tuple[str, list[str] | None, list[int]]] = [("elastic", ["--elastic"], times)]
+        if who.restarts and not options.alone:
+            ways += [("restarts", ["--restarts", "1"], times)]
+            ways += [("torchrun", None, times)] if has("torch") and who.how == "kill" else []
         for how, flags, moments in ways:
             found = [run(who, at, flags) for at in moments]
             totals = sorted(each["total"] for each in found)
@@ -223,7 +274,8 @@ def deaths(options: argparse.Namespace) -> Report:
             medians["above"] = statistics.median(each["total"] - each["usual"] for each in found)
             p95 = totals[min(len(totals) - 1, math.ceil(0.95 * len(totals)) - 1)]
             wrong = sum(each["wrong"] for each in found)
-            report.add({"who": name, "how": how, **medians, "p95": p95, "wrong": wrong, "all": found})
+            times_us = {"runs_us": [round(1e3 * each["total"], 2) for each in found]}
+            report.add({"who": name, "how": how, **medians, "p95": p95, "wrong": wrong, "all": found, **times_us})
     return report
 
 
@@ -261,7 +313,8 @@ def interval(count: int) -> tuple[int, int]:
 def arguments() -> argparse.Namespace:
     """The command line."""
     made = parser(__doc__, runs=5)
-    made.add_argument("--who", default="", help="a part of the names of the rows to measure, without --restarts (all)")
+    made.add_argument("--who", default="", help="a part of the names of the rows to measure (all)")
+    made.add_argument("--alone", action="store_true", help="without --restarts and torchrun")
     made.add_argument("--steady", action="store_true", help="nobody dies")
     made.add_argument("--worker", nargs=5, help=argparse.SUPPRESS)
     return parse(made)
@@ -272,7 +325,10 @@ def main() -> None:
     options = arguments()
     if options.worker:
         folder, kind, dies, how, at = options.worker
-        work(Path(folder), kind, int(dies), how, int(at))
+        if kind == "torchrun":
+            work_by_torchrun(Path(folder), int(dies), int(at))
+        else:
+            work(Path(folder), kind, int(dies), how, int(at))
         return
     (steady if options.steady else deaths)(options).finish(options)
 

@@ -13,8 +13,10 @@ Every rank has all gradients of a model (`bench/models.py`), float32, and all ge
                            less the time of the same backward without DDP
     DDP ring               the same over the torch.distributed backend "ring"
     MPI_Allreduce, packed  a sum of one buffer; packing it, dividing it and unpacking it are not counted
+    Horovod's way          the same, and they are counted: how Horovod reduces on CPUs, without its thread
     fused window, simplest a sum in place by bench/fused_window.py: the algorithm alone, two MPI barriers a slot
     Horovod                as ours, measured after all others, since its thread polls
+    floor: raw TCP         with --hosts: a stream of as many bytes as each host must send, from one host to another
     floor: one copy        every rank copies all gradients once, all at the same time
 
 Columns: time of all tensors together (median of several runs, the rows in turns, of the slowest rank); how often the
@@ -27,6 +29,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import operator
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -37,7 +40,7 @@ from common import Column, Report, about, in_turns, is_printing, microseconds, p
 from contenders import has, missing, stop_gloo
 from models import MODELS
 from network import Network, why_not
-from reducers import ALONE, DDP, DDP_RING, FLOOR, NUMPY, Gradients, Reducer, arguments, horovod, reducers
+from reducers import ALONE, DDP, DDP_RING, FLOOR, NUMPY, WIRE, Gradients, Reducer, arguments, horovod, reducers
 
 import ringreduce as rr
 
@@ -60,14 +63,14 @@ def measured(
 ) -> dict[str, dict[str, Any]]:
     """The times of all, in turns, with what DDP's backward takes by itself subtracted from DDP's; then the checks."""
     times = in_turns({name: reducer.run for name, reducer in compared.items()}, runs, seconds)
+    alone = times.pop(ALONE, None)
     found = {name: microseconds(each) for name, each in times.items()}
-    if ALONE in found:
-        alone = found.pop(ALONE)["time_us"]
+    if alone:
         for name in (DDP, DDP_RING):
-            found[name] |= {"with_backward_us": found[name]["time_us"], "backward_alone_us": alone}
-            found[name]["time_us"] -= alone
+            less = microseconds(list(map(operator.sub, times[name], alone)))
+            found[name] = {**less, "backward_alone_us": microseconds(alone)["time_us"]}
     for name, row in found.items():
-        row["wrong"] = None if name == FLOOR else total(gradients.wrong(compared[name]))
+        row["wrong"] = None if name in (FLOOR, WIRE) else total(gradients.wrong(compared[name]))
     return found
 
 
@@ -128,6 +131,7 @@ def on_hosts(options: argparse.Namespace) -> None:
 def main() -> None:
     """Measure model by model."""
     made = parser(__doc__, runs=7)
+    made.add_argument("--only", nargs="+", metavar="NAME", help=f"these rows, {NUMPY} and {FLOOR} only")
     made.add_argument("--hosts", type=int, default=0, metavar="H", help="start a rank on each of so many, as root")
     made.add_argument("--rate", type=int, default=1000, metavar="MBIT", help="of their links (1000)")
     options = arguments(made)
@@ -142,7 +146,10 @@ def main() -> None:
     base: dict[str, tuple[float, float]] = {}
     for select, model in [(select, model) for select in selects for model in options.models]:
         gradients = Gradients(MODELS[model]())
-        found = measured(select(gradients), gradients, options.runs, seconds_per_run(options, SECONDS_PER_RUN))
+        compared = select(gradients)
+        if options.only:
+            compared = {name: each for name, each in compared.items() if name in (NUMPY, FLOOR, *options.only)}
+        found = measured(compared, gradients, options.runs, seconds_per_run(options, SECONDS_PER_RUN))
         if select is reducers:
             base[model] = found[FLOOR]["time_us"], found[NUMPY]["time_us"]
         for row in rows(model, gradients, found, *base[model]):

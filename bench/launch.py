@@ -203,6 +203,7 @@ def main() -> None:
             took_s, cpu_s = (statistics.median(each[key] for each in found) for key in ("s", "cpu_s"))
             row = {"ranks": size, "who": f"  {name}", "time_ms": took_s * 1e3, "rank_us": took_s * 1e6 / size}
             most = {key: max(each[key] for each in found) for key in found[0] if key in ("threads", "descriptors")}
+            row["runs_us"] = [round(each["s"] * 1e6) for each in found]
             report.add({**row, "cpu_ms": cpu_s * 1e3, **most, "wrong": sum(each["wrong"] for each in found)})
     report.finish(options)
 

@@ -1,76 +1,82 @@
-"""The picture of README: a model's gradients, ours beside the peers, drawn from the table in docs/benchmarks.md.
+"""The picture of README and docs/benchmarks.md: a model's gradients on 2 ranks, as SVG, for light and dark pages.
 
-    python bench/picture.py      writes docs/gradients.svg; a test compares it with the table
-
-Nothing is measured here: `ringrun -np 2 python bench/gradients.py` measures.
+bench/tables.py writes it, from the figures that the tables have, too.
 """
 
 from __future__ import annotations
 
 import html
-import re
-from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
-PICTURE = ROOT / "docs" / "gradients.svg"
+from figures import DDP, DDP_RING, HOROVOD, MPI, OURS, TUNED, Figure, Machine, Row, digits
+
 BARS = {
-    "ringreduce": ("ringreduce", "#d62728"),
-    'DDP over "ring"': ('PyTorch DDP over "ring"', "#ff9896"),
-    "`MPI_Allreduce`": ("MPI_Allreduce, packed *", "#1f77b4"),
-    "DDP over gloo": ("PyTorch DDP over gloo", "#17becf"),
-    "one copy": ("one copy", "#9e9e9e"),
+    OURS: ("ringreduce", "#d62728"),
+    DDP_RING: ('PyTorch DDP over "ring"', "#ff9896"),
+    TUNED: ("MPI_Allreduce, tuned", "#6baed6"),
+    MPI: ("MPI_Allreduce, default", "#1f77b4"),
+    HOROVOD: ("Horovod's way *", "#9467bd"),
+    DDP: ("PyTorch DDP over gloo", "#17becf"),
 }
-"""The figures of a row that are drawn, what each is called, and its colour: that of bench/plots.py."""
-MODELS = {"ResNet-50": "ResNet-50, 102 MB", "GPT-2": "GPT-2, 498 MB"}
-MACHINE = "EPYC, 2026-11-23"
-LABELS, LONGEST, HEIGHT, TEXT = 180, 290, 22, 'font-family="sans-serif" font-size="13"'
-STYLE = "<style>text { fill: #222 } @media (prefers-color-scheme: dark) { text { fill: #ddd } }</style>"
+"""What each bar is called, and its colour: that of bench/plots.py."""
+LIMIT = "#9e9e9e"
+LABELS, LONGEST, HEIGHT, TEXT = 180, 240, 22, 'font-family="sans-serif" font-size="13"'
+STYLE = (
+    "<style>text { fill: #222 } .range { stroke: #222 } "
+    "@media (prefers-color-scheme: dark) { text { fill: #ddd } .range { stroke: #ddd } }</style>"
+)
 """No background: the picture has the page's, light or dark."""
 
 
-def measured(model: str) -> dict[str, str]:
-    """The milliseconds of each figure of this model with 2 ranks, from the table in docs/benchmarks.md."""
-    table = (ROOT / "docs" / "benchmarks.md").read_text()
-    row = rf"^\| {model}'s gradients, 2 ranks \| {MACHINE} \| \*\*([\d.]+) ms\*\* \| (.*) \|$"
-    [(ours, others)] = re.findall(row, table, re.MULTILINE)
-    return {name: ms for name, _, ms in (each.rpartition(" ") for each in [f"ringreduce {ours}", *others.split(", ")])}
-
-
-def bars(model: str, top: int) -> list[str]:
-    """A heading, and below it a bar for each row; the longest is that of DDP."""
-    times = measured(model)
-    lines = [f'<text x="10" y="{top + 15}" {TEXT} font-weight="bold">{MODELS[model]}</text>']
-    for number, (name, (label, colour)) in enumerate(BARS.items(), 1):
-        y, width = top + number * HEIGHT, LONGEST * float(times[name]) / max(map(float, times.values()))
-        lines += [
-            f'<text x="{LABELS - 8}" y="{y + 14}" {TEXT} text-anchor="end">{html.escape(label)}</text>',
-            f'<rect x="{LABELS}" y="{y + 2}" width="{width:.1f}" height="{HEIGHT - 5}" fill="{colour}"/>',
-            f'<text x="{LABELS + width + 6:.1f}" y="{y + 14}" {TEXT}>{times[name]} ms</text>',
-        ]
+def bars(shown: Row, top: int) -> list[str]:
+    """A heading, and below it a bar for each contender, with a line from the fastest to the slowest run."""
+    drawn = [(*BARS[name], shown.who[name]) for name in BARS if name in shown.who]
+    drawn += [(shown.limit[0], LIMIT, shown.limit[1])] if shown.limit else []
+    longest = max(figure.high for *_, figure in drawn)
+    lines = [f'<text x="10" y="{top + 15}" {TEXT} font-weight="bold">{html.escape(shown.what)}</text>']
+    for number, (label, colour, figure) in enumerate(drawn, 1):
+        lines += bar(label, colour, figure, LONGEST / longest, top + number * HEIGHT)
     return lines
 
 
-def picture() -> str:
+def bar(label: str, colour: str, figure: Figure, scale: float, y: int) -> list[str]:
+    """One of them."""
+    low, width, high = (scale * max(0, each) for each in (figure.low, figure.median, figure.high))
+    middle = y + 2 + (HEIGHT - 5) / 2
+    return [
+        f'<text x="{LABELS - 8}" y="{y + 14}" {TEXT} text-anchor="end">{html.escape(label)}</text>',
+        f'<rect x="{LABELS}" y="{y + 2}" width="{width:.1f}" height="{HEIGHT - 5}" fill="{colour}"/>',
+        f'<path class="range" d="M{LABELS + low:.1f} {middle}H{LABELS + high:.1f}"/>',
+        f'<text x="{LABELS + max(width, high) + 6:.1f}" y="{y + 14}" {TEXT}>{digits(figure.median)} ms</text>',
+    ]
+
+
+def picture(found: Machine) -> str:
     """The drawing, as SVG."""
-    height = len(MODELS) * (len(BARS) + 1) * HEIGHT + 76
-    first = 30
-    title = "Time to average a model's gradients, 2 ranks on 2 cores, float32"
-    body = [line for n, model in enumerate(MODELS) for line in bars(model, first + n * ((len(BARS) + 1) * HEIGHT + 6))]
+    rows = found.gradients("2 ranks", "2 ranks", "one copy")
+    title = "Time to average a model's gradients, float32: median, and range of all runs"
+    body, top = [], 30
+    for each in rows:
+        body += bars(each, top)
+        top += (len([name for name in BARS if name in each.who]) + 2) * HEIGHT + 6
     small = TEXT.replace("13", "11")
+    machine = f"{found.about('processor')}, {found.about('cores')} cores, {found.kept['date']}"
+    versions = f"{found.about('mpi')}, torch {found.about('torch')}"
+    notes = [
+        "* one packed buffer by MPI_Allreduce, as published; packing and unpacking counted.",
+        f"bench/gradients.py; {machine}; {versions}.",
+        *(["A QUICK RUN: NO FIGURES TO QUOTE."] if found.is_quick else []),
+    ]
+    height = top + 12 + 16 * len(notes)
     return "\n".join(
         [
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 540 {height}" width="540" height="{height}">',
             STYLE,
             f'<text x="10" y="20" {TEXT}>{title}</text>',
             *body,
-            f'<text x="10" y="{height - 24}" {small}>* one buffer, as Horovod does it on CPUs (published); '
-            "its packing is not counted.</text>",
-            f'<text x="10" y="{height - 8}" {small}>bench/gradients.py, {MACHINE}; '
-            "Open MPI 5.0.11, torch 2.13.0.</text>",
+            *(
+                f'<text x="10" y="{top + 20 + 16 * line}" {small}>{html.escape(note)}</text>'
+                for line, note in enumerate(notes)
+            ),
             "</svg>\n",
         ]
     )
-
-
-if __name__ == "__main__":
-    PICTURE.write_text(picture())

@@ -26,7 +26,8 @@ UNCOMPILED = "ringreduce, no compiler"
 DDP, DDP_RING, ALONE, HOROVOD = "DDP gloo", "DDP ring", "its backward alone", "Horovod"
 WINDOW = "fused window, simplest"
 PACKED, ONE_BY_ONE, FLOOR = "MPI_Allreduce, packed", "MPI_Allreduce, each", "floor: one copy"
-PIECE = 1 << 20
+HOROVODS_WAY, WIRE = "Horovod's way", "floor: raw TCP"
+PIECE, PERIOD = 1 << 20, 61
 
 
 def arguments(made: argparse.ArgumentParser) -> argparse.Namespace:
@@ -89,15 +90,20 @@ class Gradients:
             flat = array.reshape(-1)
             for low in range(0, flat.size, PIECE):
                 part = flat[low : low + PIECE].astype(np.float64)
-                expected = sum(known(low, part.size, number, rank).astype(np.float64) for rank in range(size))
-                expected /= size if reducer.averages else 1
+                summed = np.add.reduce([period(low, number, rank) for rank in range(size)]).astype(np.float64)
+                expected = np.resize(summed / size if reducer.averages else summed, part.size)
                 found += int((np.abs(part - expected) > 1e-6 * np.abs(expected)).sum())
         return found
 
 
 def known(low: int, count: int, tensor: int, rank: int) -> np.ndarray[Any, Any]:
     """Elements low, low + 1 ... of a tensor on a rank."""
-    return (np.arange(low, low + count) % 61 + 7 * tensor + 3 * rank) % 127
+    return np.resize(period(low, tensor, rank), count)
+
+
+def period(low: int, tensor: int, rank: int) -> np.ndarray[Any, Any]:
+    """The first of them, of which the others are repetitions."""
+    return (np.arange(low, low + PERIOD) % PERIOD + 7 * tensor + 3 * rank) % 127
 
 
 def reducers(gradients: Gradients) -> dict[str, Reducer]:
@@ -113,9 +119,12 @@ def reducers(gradients: Gradients) -> dict[str, Reducer]:
         found[TORCH] = ours(gradients, rrt, [torch.from_numpy(array) for array in gradients.arrays])
         found |= data_parallel(gradients)
     found[PACKED] = packed(gradients)
+    found[HOROVODS_WAY] = horovods_way(gradients)
     flat = [each.reshape(-1) for each in gradients.arrays]
     if len(set(rr.info().hosts)) == 1:
         found[WINDOW] = Reducer(fused_window(flat), lambda: gradients.arrays, averages=False)
+    else:
+        found[WIRE] = wire(gradients)
     found[FLOOR] = Reducer(gradients.pack, lambda: gradients.views)
     return found
 
@@ -155,6 +164,29 @@ def packed(gradients: Gradients) -> Reducer:
     from mpi4py import MPI
 
     return Reducer(lambda: neutral().Allreduce(MPI.IN_PLACE, gradients.packed), lambda: gradients.views, averages=False)
+
+
+def horovods_way(gradients: Gradients) -> Reducer:
+    """On CPUs, as published: pack, one MPI_Allreduce, divide, unpack; without its agreement and its thread."""
+    from mpi4py import MPI
+
+    def run() -> None:
+        gradients.pack()
+        neutral().Allreduce(MPI.IN_PLACE, gradients.packed)
+        np.multiply(gradients.packed, np.float32(1 / neutral().size), out=gradients.packed)
+        for view, array in zip(gradients.views, gradients.arrays, strict=True):
+            np.copyto(array, view)
+
+    return Reducer(run, lambda: gradients.arrays)
+
+
+def wire(gradients: Gradients) -> Reducer:
+    """A raw stream from the first host to the second, of as many bytes as each host must send at least."""
+    from hosts_worker import RawStreams
+
+    raw = RawStreams()
+    hosts = len(raw.leaders)
+    return Reducer(lambda: raw.one(2 * (hosts - 1) * gradients.nbytes // hosts), lambda: ())
 
 
 def one_by_one(gradients: Gradients) -> Reducer:

@@ -12,6 +12,7 @@ rank takes. Rows:
     one copy            the same, and all ranks copy their gradients once at the same time: what nobody can do without
     ringreduce          optimizer = ringreduce.torch.DistributedOptimizer(...)
     grouped by hand     ringreduce.grouped_allreduce_async_ of all gradients after backward
+    MPI_Allreduce       all gradients packed after backward, one MPI_Allreduce of them, divided and unpacked
     DDP gloo            DistributedDataParallel(model, gradient_as_bucket_view=True)
     DDP ring            the same over the torch.distributed backend "ring"
     Horovod             as ours; measured after all others, since its thread polls
@@ -58,6 +59,7 @@ SECONDS_PER_RUN = 1.0
 WARM_UP_STEPS = 9  # in the first 8 a DistributedOptimizer reduces nothing while backward runs
 ALONE, BARRIER, COPY = "compute alone", "compute, barrier", "one copy"
 OURS, BY_HAND, DDP, DDP_RING, HOROVOD = "ringreduce", "grouped by hand", "DDP gloo", "DDP ring", "Horovod"
+MPI_NAME = "MPI_Allreduce"
 LOCAL = (ALONE, BARRIER, COPY)  # rows without communication
 COLUMNS = (
     Column("batch", "batch", "", 6, "d"),
@@ -95,6 +97,7 @@ class Trainee(NamedTuple):
 def arguments() -> argparse.Namespace:
     """The command line."""
     made = parser(__doc__, runs=9)
+    made.add_argument("--only", nargs="+", metavar="NAME", help="these rows, and those without communication")
     made.add_argument("--batches", nargs="+", type=int, default=None, metavar="N", help="sequences of a rank (1 4)")
     options = parse(made)
     options.batches = options.batches or ([1] if options.quick else [1, 4])
@@ -125,7 +128,7 @@ def trainees(model: Any) -> dict[str, Trainee]:
 
     import ringreduce.torch as rrt
 
-    alone, barrier, copied, ours, by_hand, ddp, ddp_ring = (copy.deepcopy(model) for _ in range(7))
+    alone, barrier, copied, ours, by_hand, by_mpi, ddp, ddp_ring = (copy.deepcopy(model) for _ in range(8))
     start_gloo()
     wrap = functools.partial(torch.nn.parallel.DistributedDataParallel, gradient_as_bucket_view=True)
     distributed = rrt.DistributedOptimizer(optimizer_of(ours), named_parameters=ours.named_parameters())
@@ -135,6 +138,7 @@ def trainees(model: Any) -> dict[str, Trainee]:
         COPY: Trainee(copied, optimizer_of(copied), copy_gradients),
         OURS: Trainee(ours, distributed),
         BY_HAND: Trainee(by_hand, optimizer_of(by_hand), reduce_by_hand),
+        MPI_NAME: Trainee(by_mpi, optimizer_of(by_mpi), reduce_by_mpi),
         DDP: Trainee(wrap(ddp), optimizer_of(ddp)),
         DDP_RING: Trainee(wrap(ddp_ring, process_group=ring_group()), optimizer_of(ddp_ring)),
     }
@@ -163,6 +167,30 @@ def memory_for(model: Any) -> list[Any]:
 def reduce_by_hand(model: Any) -> None:
     """What a user writes who has no DistributedOptimizer."""
     rr.synchronize(rr.grouped_allreduce_async_(gradients_in(model), name="gradients"))
+
+
+def reduce_by_mpi(model: Any) -> None:
+    """What a user of mpi4py writes, and Horovod does on CPUs: one packed buffer."""
+    from mpi4py import MPI
+
+    targets, packed = packed_for(model)
+    for gradient, target in zip(gradients_in(model), targets, strict=True):
+        target.copy_(gradient)
+    neutral().Allreduce(MPI.IN_PLACE, packed.numpy())
+    packed /= neutral().size
+    for gradient, target in zip(gradients_in(model), targets, strict=True):
+        gradient.copy_(target)
+
+
+@functools.cache
+def packed_for(model: Any) -> tuple[list[Any], Any]:
+    """A place for each gradient in one buffer, and the buffer."""
+    import torch
+
+    parameters = list(model.parameters())
+    packed = torch.zeros(sum(each.numel() for each in parameters))
+    parts = packed.split([each.numel() for each in parameters])
+    return [part.view_as(each) for part, each in zip(parts, parameters, strict=True)], packed
 
 
 def hook_us(count: int) -> float:
@@ -240,8 +268,8 @@ def wrong_elements(trainee: Trainee, batch: tuple[Any, Any], expected: Sequence[
 
 def measured(compared: dict[str, Trainee], batch: tuple[Any, Any], options: argparse.Namespace) -> dict[str, Any]:
     """What stands in the rows of one batch."""
-    for trainee in compared.values():
-        for _ in range(WARM_UP_STEPS):
+    for name, trainee in compared.items():
+        for _ in range(1 if name in LOCAL else WARM_UP_STEPS):
             trainee.step(*batch)
     actions = {name: lambda trainee=trainee: trainee.step(*batch) for name, trainee in compared.items()}
     times = in_turns(actions, options.runs, seconds_per_run(options, SECONDS_PER_RUN))
@@ -251,7 +279,8 @@ def measured(compared: dict[str, Trainee], batch: tuple[Any, Any], options: argp
         ratio = statistics.median(map(operator.truediv, each, times[ALONE]))
         row["overhead_percent"] = None if name == ALONE else 100 * (ratio - 1)
         if name not in (ALONE, BARRIER) and BARRIER in times:
-            row["added_ms"] = 1e3 * statistics.median(map(operator.sub, each, times[BARRIER]))
+            added = microseconds(list(map(operator.sub, each, times[BARRIER])))
+            row |= {"added_ms": added["time_us"] / 1e3, "added_runs_us": added["runs_us"]}
         found[name] = row
     return found
 
@@ -264,6 +293,8 @@ def compare(report: Report, who: Any, options: argparse.Namespace) -> None:
         batch = batch_of(number, model.position.num_embeddings)
         expected = averages(copy.deepcopy(model), batch)
         compared = who(model)
+        if options.only:
+            compared = {name: each for name, each in compared.items() if name in (*LOCAL, *options.only)}
         wrong = {
             name: wrong_elements(trainee, batch, expected) for name, trainee in compared.items() if name not in LOCAL
         }

@@ -41,12 +41,14 @@ def on_files(files, config):
 def on_page_markdown(markdown, page, **_):
     """Turn links of the repository into those of the site.
 
-    A page with a wide drawing gets the room of the table of contents.
+    A page with a wide drawing gets the room of the table of contents, one with a wide table the navigation's, too.
     """
     if any(
         len(line) > 96 for block in re.findall(r"```text\n(.*?)```", markdown, re.DOTALL) for line in block.splitlines()
     ):
         page.meta["hide"] = ["toc"]
+    if re.search(r"^\|(-+:?\|){8}", markdown, re.MULTILINE):  # a table of so many columns
+        page.meta["hide"] = ["navigation", "toc"]
     if page.file.src_uri == "reference.md":
         markdown = REFERENCE.sub(whole_docstring, markdown)
     if page.file.src_uri.startswith("examples/"):

@@ -121,7 +121,10 @@ def test_gradients_and_horovod(tmp_path, horovod):
     kept = outcome(finished, tmp_path, "model who tensors size time algbw of floor of ours #wrong")
     who = [row["who"] for row in kept["rows"]]
     assert who[-1] == "Horovod", "whose thread polls: it comes after all others"
-    ours, peers = {"ringreduce, NumPy", "ringreduce, torch"}, {"DDP gloo", "DDP ring", "fused window, simplest"}
+    ours, peers = (
+        {"ringreduce, NumPy", "ringreduce, torch"},
+        {"DDP gloo", "DDP ring", "fused window, simplest", "Horovod's way"},
+    )
     assert ours | peers | {"floor: one copy"} < {*who}
     times = {row["who"]: row["time_us"] for row in kept["rows"]}
     for row in kept["rows"]:
@@ -146,11 +149,19 @@ def test_the_halves(tmp_path, ranks):
 def test_a_training_step(tmp_path, horovod):
     finished = ringrun(PYTHON, 2, BENCH / "train_step.py", "--quick", *files(tmp_path), **horovod)
     kept = outcome(finished, tmp_path)
-    assert len(table(finished, "batch", "who", "parameters", "time", "added", "overhead", "#wrong")) == 8
+    assert len(table(finished, "batch", "who", "parameters", "time", "added", "overhead", "#wrong")) == 9
     assert "# a hook takes " in finished.stdout
     overheads = {row["who"].strip(): row["overhead_percent"] for row in kept["rows"]}
     local = ["compute alone", "compute, barrier", "one copy"]
-    assert list(overheads) == [*local, "ringreduce", "grouped by hand", "DDP gloo", "DDP ring", "Horovod"]
+    assert list(overheads) == [
+        *local,
+        "ringreduce",
+        "grouped by hand",
+        "MPI_Allreduce",
+        "DDP gloo",
+        "DDP ring",
+        "Horovod",
+    ]
     assert overheads.pop("compute alone") is None
     assert None not in overheads.values()
 
@@ -413,6 +424,42 @@ def test_everything_for_gpus_is_run_and_told_whatever_fails(tmp_path):
 def test_what_there_was_no_time_for_is_told_and_is_no_success(tmp_path):
     finished = run([PYTHON, PROGRAMS / "everything.py", tmp_path, "--minutes", 0], PYTHONPATH=BOTH, returncode=1)
     assert "begun" not in finished.stdout
+
+
+@pytest.fixture
+def runner(monkeypatch):
+    """bench/run.py, which finds the other modules beside itself."""
+    monkeypatch.syspath_prepend(BENCH)
+    return bench_module("run")
+
+
+def test_the_whole_set_is_taken_once(runner, tmp_path):
+    command = [PYTHON, BENCH / "run.py", "--results", tmp_path, "--quick", "--only", "start"]
+    assert "1 of 1: start" in run(command).stdout
+    [path] = tmp_path.iterdir()
+    kept = json.loads(path.read_text())
+    [job] = kept["sets"]["start"]
+    assert kept["quick"]
+    assert job["command"].startswith("python bench/launch.py --ranks 8 ")
+    assert [row["who"] for row in job["rows"]] == ["mpirun", "ringrun"]
+    assert "has them all" in run(command).stdout
+    assert json.loads(path.read_text()) == kept
+    results = runner.Results(tmp_path, quick=False)
+    assert len(results.missing()) == sum(each.jobs for each in runner.SETS.values()), "a quick run counts for nothing"
+    assert {name for name, number in results.missing() if number} == {
+        name for name, each in runner.SETS.items() if each.jobs > 1
+    }
+    results.write()
+    assert "has figures of a whole run" in run(command, returncode=1).stdout
+
+
+def test_the_fastest_of_mpis_settings_for_about_that_size_is_taken(runner, tmp_path):
+    results = runner.Results(tmp_path, quick=False)
+    assert runner.setting(("tuning, 2 ranks", 44), results) is None
+    rows = [(40, "slow", 2.5, "1"), (40, "fast", 1.5, "2"), (900, "other", 0.5, "3")]
+    rows = [{"size": a, "who": b, "time_us": c, "setting": {"coll": d}} for a, b, c, d in rows]
+    results.jobs("tuning, 2 ranks").append({"rows": rows})
+    assert runner.setting(("tuning, 2 ranks", 44), results) == ("fast", {"OMPI_MCA_coll": "2"})
 
 
 CHECKED = "check nan", "check divergence:10"

@@ -3,7 +3,6 @@
 import ast
 import dataclasses
 import importlib
-import importlib.util
 import re
 from pathlib import Path
 
@@ -62,7 +61,14 @@ def test_a_file_to_save_is_no_diff():
 
 def test_links_lead_somewhere():
     """Those of docs/ are checked by `mkdocs build --strict`, with their anchors."""
-    for page in ("README.md", "CONTRIBUTING.md", "SECURITY.md", "examples/README.md", "bench/README.md", "bench/LOG.md"):
+    for page in (
+        "README.md",
+        "CONTRIBUTING.md",
+        "SECURITY.md",
+        "examples/README.md",
+        "bench/README.md",
+        "bench/LOG.md",
+    ):
         folder = (ROOT / page).parent
         for target in re.findall(r"\]\((?!https?:)([^)#]+)", (ROOT / page).read_text()):
             assert (folder / target).exists(), f"{page}: {target}"
@@ -74,12 +80,63 @@ def test_every_page_is_in_the_navigation():
     assert sorted([*listed, "README.md"]) == sorted([*PAGES, *added])
 
 
-def test_the_picture_shows_the_table_of_bench():
-    spec = importlib.util.spec_from_file_location("picture", ROOT / "bench" / "picture.py")
-    drawn = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(drawn)
-    assert drawn.PICTURE.read_text() == drawn.picture(), "python bench/picture.py"
-    assert "white" not in drawn.picture(), "the page's background may be dark"
+@pytest.fixture
+def tables(monkeypatch):
+    """bench/tables.py, which finds the other modules beside itself."""
+    monkeypatch.syspath_prepend(ROOT / "bench")
+    return importlib.import_module("tables")
+
+
+def written(tables, found):
+    """The pages and the picture that these results make."""
+    pages = [tables.rewritten(path.read_text(), found) for path in tables.PAGES]
+    return [*pages, tables.picture(found[0])]
+
+
+def test_figures_and_picture_are_those_of_bench_results(tables):
+    found = tables.machines()
+    there = [path.read_text() for path in (*tables.PAGES, tables.PICTURE)]
+    assert there == written(tables, found), "python bench/tables.py"
+    assert "white" not in there[-1], "the page's background may be dark"
+    for jobs in found[0].sets.values():
+        for row in (row for job in jobs for row in job.get("rows", ())):
+            assert not row["wrong"]
+            row["runs_us"] = [each * 3 for each in row["runs_us"]]
+    assert all(map(str.__ne__, there, written(tables, found))), "each of them changes with its figures"
+
+
+def test_no_figure_of_speed_is_typed_by_hand(tables):
+    for path in tables.PAGES:
+        typed = tables.REGION.sub("", path.read_text())
+        assert re.findall(r".*\d (?:ms|µs|times|GB/s)\b.*|.*\d %.*|.*\d times.*", typed) == [], path.name
+
+
+def job(*rows, **more):
+    """As bench/run.py keeps it."""
+    return {
+        "header": {},
+        "load": 0.1,
+        "commit": "c",
+        "rows": [{"model": "gpt2", "wrong": 0, **row} for row in rows],
+        **more,
+    }
+
+
+def test_a_figure_is_the_median_of_all_runs_and_a_faster_peer_is_told(tables):
+    ours, peer = {"who": "ringreduce, NumPy"}, {"who": "DDP gloo"}
+    jobs = [job(ours | {"runs_us": [9e3, 1e4]}, peer | {"runs_us": [8e3, 7e3]}), job(ours | {"runs_us": [1.2e6]})]
+    kept = {"machine": "m", "quick": False, "date": "2026-01-02", "sets": {"gradients, 2 ranks": jobs}}
+    found = tables.Machine(kept)
+    assert "| Gradients of GPT-2, 2 ranks, ms | 10.0<br>9.00–1,200 | **7.50**<br>7.00–8.00 |" in tables.main_table(
+        found
+    )
+    assert "| 10.0 (9.00–1,200) | DDP over gloo 7.50 (7.00–8.00): 1.33 times |" in tables.slower(found)
+    assert (
+        "fastest in 0 of 1 rows. A peer is faster in: gradients of GPT-2, 2 ranks (DDP over gloo)."
+        in tables.summary(found)
+    )
+    assert "quick" not in tables.summary(found)
+    assert "quick run" in tables.summary(tables.Machine({**kept, "quick": True}))
 
 
 def test_messages_that_have_an_answer_are_those_of_the_code():
@@ -97,49 +154,6 @@ def test_messages_that_have_an_answer_are_those_of_the_code():
 def test_every_kind_of_straggler_has_a_cure():
     told = dict(re.findall(r"^\| ([a-z ]+) \| `([^`]+)`", PAGES["is-it-slow.md"], re.MULTILINE))
     assert told == {kind: text for kind, (text, _) in KINDS.items()}
-
-
-def rows_of(page):
-    """The cells of all rows of its tables; DDP over gloo is only "DDP" in bench/LOG."""
-    plain = page.replace("**", "").replace("DDP over gloo", "DDP")
-    return [re.split(r" ?\| ", row) for row in re.findall(r"^\| ?(.*?) ?\|$", plain, re.MULTILINE)]
-
-
-def not_measured(page, measured):
-    """What does not stand in the same row of bench/LOG, same machine, or is left out of which runs these were.
-
-    The first row of a name counts.
-    """
-    cells = {first.partition(" (")[0]: rest for first, *rest in reversed(rows_of(measured))}
-    wrong, what = [], ""
-    for first, *rest in rows_of(page):
-        what = first or what
-        if len(rest) == 3 and (machine := re.match("(EPYC|Xeon), ([-0-9]+)$", rest[0])):
-            cell = cells[what][machine[1] == "Xeon"]
-            runs = re.findall(f"{machine[2]}, ([^:;]+): ringreduce", cell)  # five of them, say
-            wrong += [f"{what}: {each}" for each in runs if each not in rest[1]]
-            parts = [machine[2], *f"ringreduce {rest[1]}, {rest[2]}".strip(", ").split(", ")]
-            wrong += [f"{what}: {part}" for part in parts if not re.search(re.escape(part) + r"(?![\d]|[.,]\d)", cell)]
-        elif first.isdigit():  # the sizes of one buffer
-            columns = [cells[first][number] for number in (4, 5, 6)]
-            wrong += [] if columns == rest else [f"{first}: {rest}"]
-    return wrong
-
-
-def test_figures_of_benchmarks_are_those_of_their_row_in_bench():
-    page, measured = PAGES["benchmarks.md"], (ROOT / "bench" / "LOG.md").read_text()
-    assert not_measured(page, measured) == []
-    changes = [("73.0", "95.2"), ("**14.0", "**22.6"), ("(5.4 to", "(5.3 to"), ("**989**", "2182"), (", five runs", "")]
-    for figure, other in changes:
-        assert len(not_measured(page.replace(figure, other, 1), measured)) == 1, figure
-
-
-def test_halves_of_an_allreduce_that_are_slower_than_mpis_are_told():
-    [[what, *cells]] = [row for row in rows_of((ROOT / "bench" / "LOG.md").read_text()) if "`halves.py`" in row[0]]
-    told = PAGES["benchmarks.md"].partition("## Where ringreduce is slower")[2]
-    speeds = [re.findall(r"[\d.]+", cell.partition(";")[0]) for cell in cells]
-    for name, *speed in zip(re.findall(r"`(\w+)`", what), *speeds, strict=True):
-        assert min(map(float, speed)) >= 1 or f"**`{name}` of 64 MiB" in told, name
 
 
 def shown(value):

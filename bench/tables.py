@@ -1,0 +1,204 @@
+"""Writes the figures of bench/results into docs/benchmarks.md and README.md, and draws docs/gradients.svg from them.
+
+    python bench/tables.py       a test compares: what is there is what this would write
+
+It replaces what stands between `<!-- figures: NAME -->` and `<!-- end of figures -->`; REGIONS has the names. Nothing
+is measured here: bench/run.py measures.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+
+from figures import DDP, DDP_RING, HOROVOD, MPI, OURS, PEERS, TUNED, Figure, Machine, Row, bytes_text, digits, machines
+from picture import picture
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = (ROOT / "docs" / "benchmarks.md", ROOT / "README.md")
+PICTURE = ROOT / "docs" / "gradients.svg"
+REGION = re.compile(r"(<!-- figures: ([a-z ]+) -->\n).*?(<!-- end of figures -->)", re.DOTALL)
+NAMES = {DDP: "DDP over gloo", DDP_RING: 'DDP over "ring"', MPI: "MPI", TUNED: "tuned MPI", HOROVOD: "Horovod's way"}
+QUICK = """**This was a quick run on a busy machine, with tiny models and one job each. It shows that everything
+runs, and nothing about speed. `python bench/run.py` measures.**
+"""
+
+
+def main_table(found: Machine) -> str:
+    """Five questions."""
+    return table(found.questions(), PEERS, limit=True)
+
+
+def calls_table(found: Machine) -> str:
+    """One call, by size."""
+    headings = {OURS: "`allreduce_`", DDP: "gloo", DDP_RING: 'backend "ring"', MPI: "`MPI_Allreduce`"}
+    return table(found.calls(), (DDP, DDP_RING, MPI), limit=False, headings=headings)
+
+
+def table(rows: Sequence[Row], peers: Sequence[str], limit: bool, headings: dict[str, str] | None = None) -> str:
+    """Rows of figures; the lowest median of each is bold."""
+    shown = [OURS, *(name for name in peers if any(name in each.who for each in rows))]
+    heads = [(headings or {}).get(name, name) for name in shown] + (["limit"] if limit else [])
+    lines = ["| | " + " | ".join(heads) + " |", "|---|" + "---:|" * len(heads)]
+    for each in rows:
+        cells = [cell(each, name) for name in shown]
+        if limit:
+            cells.append(f"{digits(each.limit[1].median)}<br>{each.limit[0]}" if each.limit else "")
+        lines.append(f"| {each.what}, {each.unit} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def cell(of: Row, name: str) -> str:
+    """The median, the range below it, and of ours the other way."""
+    if name not in of.who:
+        return "–"
+    figure = of.who[name]
+    median = f"**{digits(figure.median)}**" if of.fastest() == name else digits(figure.median)
+    also = f"{of.also[0]}: {digits(of.also[1].median)}" if of.also and name == OURS else ""
+    return "<br>".join(filter(None, [median, figure.range, also]))
+
+
+def slower(found: Machine) -> str:
+    """Every row of the page in which a peer is faster."""
+    lines = ["| | ringreduce | faster |", "|---|---:|---|"]
+    rows = {each.what: each for each in [*found.questions(), *found.calls(), *found.others()]}
+    for each in rows.values():
+        peers = sorted(each.faster(), key=lambda found: found[1].median)
+        said = "<br>".join(comparison(each, name, figure) for name, figure in peers)
+        lines += [f"| {each.what}, {each.unit} | {with_range(each.who[OURS])} | {said} |"] if peers else []
+    return "\n".join(lines)
+
+
+def comparison(each: Row, name: str, figure: Figure) -> str:
+    """One peer, and how many times as fast it is."""
+    ours = each.who[OURS]
+    overlap = ", ranges overlap" if ours.low <= figure.high else ""
+    return f"{peer_of(each, name)} {with_range(figure)}: {digits(ours.median / figure.median)} times{overlap}"
+
+
+def peer_of(each: Row, name: str) -> str:
+    """Who that is in this row."""
+    if each.what.startswith("Starting"):
+        return "mpirun"
+    if "dies" in each.what:
+        return "torchrun over gloo"
+    if each.what.startswith("One call"):
+        return {DDP: "gloo", DDP_RING: 'backend "ring"'}.get(name, NAMES[name])
+    return NAMES[name]
+
+
+def with_range(figure: Figure) -> str:
+    """`14.0 (13.9–15.7)`."""
+    return f"{digits(figure.median)} ({figure.range})" if figure.range else digits(figure.median)
+
+
+def machine_text(found: Machine) -> str:
+    """Which machine, when, which versions, how loaded."""
+    loads = [float(job["load"]) for jobs in found.sets.values() for job in jobs]
+    commits = dict.fromkeys(str(job["commit"]) for jobs in found.sets.values() for job in jobs)
+    versions = [f"{name} {found.about(key)}" for name, key in (("Python", "python"), ("NumPy", "numpy"))]
+    versions += [f"mpi4py {found.about('mpi4py')}", found.about("mpi"), f"torch {found.about('torch')}"]
+    horovod = found.about("horovod")
+    versions += ["no Horovod: it is not installed" if horovod == "absent" else f"Horovod {horovod}"]
+    return (
+        f"{name_of(found)}, no GPU; ringreduce {found.about('ringreduce')} at {', '.join(commits)}; "
+        f"{', '.join(versions)}. Settings of ringreduce: {found.about('settings')}; of MPI, on one host, by ringrun: "
+        f"{found.about('mpi_settings')}. One thread a rank. Load of the machine in the minute before a job: "
+        f"{min(loads)} to {max(loads)}."
+    )
+
+
+def name_of(found: Machine) -> str:
+    """Which machine, and when."""
+    return f"{found.about('processor')}, {found.about('cores')} cores, {found.kept['date']}"
+
+
+def summary(found: Machine) -> str:
+    """The first lines of the page."""
+    rows = found.questions()
+    first = [each for each in rows if each.fastest() == OURS]
+    lost = [f"{lowered(each.what)} ({peer_of(each, each.fastest())})" for each in rows if each not in first]
+    text = f"**{name_of(found)}:** ringreduce is the fastest in {len(first)} of {len(rows)} rows. "
+    text += f"A peer is faster in: {'; '.join(lost)}.\n" if lost else "\n"
+    return (QUICK + "\n" if found.is_quick else "") + text
+
+
+def lowered(text: str) -> str:
+    """Inside a sentence."""
+    return text[0].lower() + text[1:]
+
+
+def tuning(found: Machine) -> str:
+    """Which of MPI's settings was taken."""
+    lines = ["| where | buffer | tried | fastest | times as fast as the default |", "|---|---:|---:|---|---:|"]
+    for name in (each for each in found.sets if each.startswith("tuning, ")):
+        rows, where = found.rows(name), name.removeprefix("tuning, ")
+        for size in dict.fromkeys(row["size"] for row in rows):
+            of = [row for row in rows if row["size"] == size]
+            best = min(of, key=lambda row: float(row["time_us"]))
+            gain = digits(1 / best["of_default"])
+            lines.append(f"| {where} | {bytes_text(size)} | {len(of)} | {best['who']} | {gain} |")
+        failed = {
+            name: why for job in found.sets[name] for name, why in job.get("header", {}).get("failed", {}).items()
+        }
+        lines += [f"| {where} | | | failed: {each} | |" for each in failed]
+    return "\n".join(lines)
+
+
+def readme(found: Machine) -> str:
+    """The picture's caption, and where we lose."""
+    rows = [each for each in found.gradients("2 ranks", "2 ranks", "one copy") if OURS in each.who]
+    lines = [QUICK] if found.is_quick else []
+    for each in rows[:1]:
+        peers = ", ".join(f"{NAMES[name]} {digits(each.who[name].median)}" for name in PEERS if name in each.who)
+        lines.append(f"{each.what}: ringreduce {digits(each.who[OURS].median)} ms, {peers}.")
+    lost = [size for size, each in zip(call_sizes(found), found.calls(), strict=True) if MPI in dict(each.faster())]
+    where = [lowered(each.what) for each in found.questions() if each.what[:10] == "A training" and [*each.faster()]]
+    where += [f"single calls of up to {bytes_text(max(lost))}"] if lost else []
+    said = f" A peer is faster in {', '.join(where)}." if where else ""
+    return "\n".join([*lines, f"({name_of(found)}.){said} [Benchmarks](docs/benchmarks.md) has all figures."])
+
+
+def call_sizes(found: Machine) -> list[int]:
+    """Of the rows of `calls`."""
+    return sorted({int(each["size"]) for each in found.rows("calls, 2 ranks")})
+
+
+def others(rest: Iterable[Machine]) -> str:
+    """Earlier machines, each with its own tables."""
+    parts = [
+        f"## {each.about('processor')}, {each.kept['date']}\n\n{machine_text(each)}\n\n{main_table(each)}\n"
+        for each in rest
+        if not each.is_quick
+    ]
+    return "\n".join(parts)
+
+
+REGIONS: dict[str, Callable[[list[Machine]], str]] = {
+    "summary": lambda all_: summary(all_[0]),
+    "questions": lambda all_: main_table(all_[0]),
+    "machine": lambda all_: machine_text(all_[0]),
+    "slower": lambda all_: slower(all_[0]),
+    "calls": lambda all_: calls_table(all_[0]),
+    "tuning": lambda all_: tuning(all_[0]),
+    "others": lambda all_: others(all_[1:]),
+    "readme": lambda all_: readme(all_[0]),
+}
+
+
+def rewritten(page: str, found: list[Machine]) -> str:
+    """A page, with today's figures."""
+    return REGION.sub(lambda part: f"{part[1]}{REGIONS[part[2]](found)}\n{part[3]}", page)
+
+
+def main() -> None:
+    """All pages, and the picture."""
+    found = machines()
+    for path in PAGES:
+        path.write_text(rewritten(path.read_text(encoding="utf-8"), found), encoding="utf-8")
+    PICTURE.write_text(picture(found[0]), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
