@@ -33,7 +33,10 @@ def main_table(found: Machine) -> str:
 def calls_table(found: Machine) -> str:
     """One call, by size."""
     headings = {OURS: "`allreduce_`", DDP: "gloo", DDP_RING: 'backend "ring"', MPI: "`MPI_Allreduce`"}
-    return table(found.calls(), (DDP, DDP_RING, MPI), limit=False, headings=headings)
+    rows = [
+        each._replace(what=each.what.removeprefix("One call of ").removesuffix(", 2 ranks")) for each in found.calls()
+    ]
+    return table(rows, (DDP, DDP_RING, MPI), limit=False, headings=headings)
 
 
 def table(rows: Sequence[Row], peers: Sequence[str], limit: bool, headings: dict[str, str] | None = None) -> str:
@@ -42,19 +45,20 @@ def table(rows: Sequence[Row], peers: Sequence[str], limit: bool, headings: dict
     heads = [(headings or {}).get(name, name) for name in shown] + (["limit"] if limit else [])
     lines = ["| | " + " | ".join(heads) + " |", "|---|" + "---:|" * len(heads)]
     for each in rows:
-        cells = [cell(each, name) for name in shown]
+        fastest = min((name for name in shown if name in each.who), key=lambda name: each.who[name].median)
+        cells = [cell(each, name, name == fastest) for name in shown]
         if limit:
             cells.append(f"{digits(each.limit[1].median)}<br>{each.limit[0]}" if each.limit else "")
         lines.append(f"| {each.what}, {each.unit} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 
-def cell(of: Row, name: str) -> str:
+def cell(of: Row, name: str, is_fastest: bool) -> str:
     """The median, the range below it, and of ours the other way."""
     if name not in of.who:
         return "–"
     figure = of.who[name]
-    median = f"**{digits(figure.median)}**" if of.fastest() == name else digits(figure.median)
+    median = f"**{digits(figure.median)}**" if is_fastest else digits(figure.median)
     also = f"{of.also[0]}: {digits(of.also[1].median)}" if of.also and name == OURS else ""
     return "<br>".join(filter(None, [median, figure.range, also]))
 
