@@ -22,7 +22,7 @@ TEST_COMMAND = (
 SESSIONS = list(dict.fromkeys(block.page for block in blocks("sh")))
 DIFFS = list({block.text: block for block in blocks("diff")}.values())
 OF_TORCH = [diff for diff in DIFFS if "import torch\n" in diff.text]
-TUTORIALS = {"install.md", "numpy.md", "pytorch.md", "ddp.md", "horovod.md", "jax.md", "keras.md", "tensorflow.md"}
+TUTORIALS = {"install.md", "numpy.md", "pytorch.md", "ddp.md", "horovod.md", "jax.md", "keras.md"}
 
 
 def session(page):

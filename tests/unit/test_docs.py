@@ -42,9 +42,7 @@ def test_what_is_no_command_is_marked_as_text():
     assert len(re.findall(r"^```", DOCS, re.MULTILINE)) == 2 * len(BLOCKS), "a fence that support/pages.py cannot read"
 
 
-@pytest.mark.parametrize(
-    "page", ["numpy.md", "pytorch.md", "ddp.md", "horovod.md", "jax.md", "keras.md", "tensorflow.md"]
-)
+@pytest.mark.parametrize("page", ["numpy.md", "pytorch.md", "ddp.md", "horovod.md", "jax.md", "keras.md"])
 def test_a_tutorial_shows_a_whole_file_its_output_and_then_what_has_changed(page):
     [program] = blocks("python", page=page, title="train.py")
     assert program.number < blocks("text", page=page, title="output")[0].number
