@@ -29,7 +29,8 @@ SlurmdParameters=config_overrides
 SchedulerParameters=batch_sched_delay=0,sched_interval=1
 ReturnToService=2
 KillWait=5
-NodeName={nodes} CPUs={cpus}
+GresTypes=gpu
+NodeName={nodes} CPUs={cpus} Gres=gpu:1
 PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE
 """
 
@@ -41,6 +42,7 @@ def start_slurm(hosts: Hosts, cpus: int = 2) -> None:
     (folder / "state").mkdir()
     config = CONFIG.format(folder=folder, nodes=",".join(hosts.names), cpus=cpus)
     (folder / "etc" / "slurm.conf").write_text(config)
+    (folder / "etc" / "gres.conf").write_text("Name=gpu File=/dev/null\n")  # to ask for; it is none
     key = folder / "munge.key"
     key.write_bytes(os.urandom(128))
     key.chmod(0o400)

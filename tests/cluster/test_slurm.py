@@ -2,6 +2,8 @@
 
 import os
 import re
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -71,6 +73,27 @@ def test_sbatch_takes_the_example(slurm, python):
     assert "[0] parameters are identical on all 4 ranks" in output.read_text()
     assert float(re.search(r"test accuracy: ([\d.]+)", output.read_text()).group(1)) > 0.97
     slurm.assert_nothing_is_left()
+
+
+def test_the_example_with_gpus_saves_when_signalled_goes_back_into_the_queue_and_resumes(slurm):
+    output, path = slurm.folder / "output.txt", f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    two = ["--ntasks-per-node=1", "--gpus-per-node=1", "--chdir", ROOT, "--output", output]
+    small = ["--model=resnet18", "--pixels=32", "--batch=4", "--workers=0", "--every=2", "--epochs=1", "--warmup=1"]
+    command = ["sbatch", "--parsable", *two, ROOT / "examples" / "slurm-gpu.sbatch", *small]
+    checkpoint = slurm.folder / "imagenet.pt"
+    number = slurm.run(0, [*command, "--checkpoint", checkpoint], env={"PATH": path}).stdout.strip()
+    wait_until(lambda: output.exists() and "] epoch 0" in output.read_text(), within_s=120)
+    slurm.check(0, ["scancel", "--batch", "--signal=USR1", number])
+    wait_until(lambda: "JobState=PENDING" in slurm.check(0, ["scontrol", "show", "job", number]), within_s=60)
+    first = output.read_text()
+    assert f"SIGUSR1: stopped; --resume goes on from {checkpoint}\n" in first
+    slurm.check(0, ["scontrol", "update", f"JobId={number}", "StartTime=now"])  # by itself after two minutes
+    wait_until(lambda: not slurm.check(0, ["squeue", "--noheader"]), within_s=120)
+    assert "ExitCode=0:0" in slurm.check(0, ["scontrol", "show", "job", number]), output.read_text()
+    done = [float(each) for each in re.findall(r"epoch (\d\.\d+): ", output.read_text())]
+    assert done == pytest.approx([step * 8 / 240 for step in range(2, 31, 2)], abs=1e-3), "each step once"
+    assert "[0] epoch 1 of 1: validation loss" in output.read_text().removeprefix(first)
+    slurm.wait_until_gone()  # torch leaves a folder in /tmp
 
 
 def test_a_rank_that_dies_on_the_other_node(slurm, python):
