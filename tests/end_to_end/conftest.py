@@ -9,6 +9,7 @@ from tests.support import environments, jobs
 
 PROGRAMS = Path(__file__).parent / "programs"
 FRONT_ENDS = ["accelerate", "transformers", "lightning"]
+FRAMEWORKS = ["jax", "optax", "equinox", "flax", "orbax-checkpoint", "keras", "tensorflow-cpu"]
 
 
 def run(command, *, timeout_s=120, cwd=jobs.ROOT, returncode=None, **variables):
@@ -27,6 +28,20 @@ def front_ends():
     """PYTHONPATH with PyTorch's front ends, for the Python that runs the tests."""
     path = environments.packages("TEST_FRONT_ENDS_PYTHON", ".venv-test-front-ends", *FRONT_ENDS)
     return {"PYTHONPATH": f"{path}:{jobs.ROOT}", "OMP_NUM_THREADS": "1"}
+
+
+@pytest.fixture(scope="session")
+def frameworks():
+    """PYTHONPATH with the frameworks, for the Python that runs the tests, whose MPI they use."""
+    path = environments.packages("TEST_FRAMEWORKS_PYTHON", ".venv-test-frameworks", *FRAMEWORKS)
+    return {"PYTHONPATH": path, "TF_CPP_MIN_LOG_LEVEL": "2"}
+
+
+@pytest.fixture
+def packages(request):
+    """packages(page): variables by which its programs find what the tests' own environment lacks."""
+    of = {"front-ends.md": "front_ends", "jax.md": "frameworks", "keras.md": "frameworks"}
+    return lambda page: request.getfixturevalue(of[page]) if page in of else {}
 
 
 @pytest.fixture

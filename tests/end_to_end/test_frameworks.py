@@ -10,24 +10,16 @@ import pytest
 
 from tests.end_to_end.conftest import PROGRAMS, ringrun
 from tests.end_to_end.test_mpi_suite import PYTEST
-from tests.support import environments, jobs
+from tests.support import jobs
 from tests.support.jobs import ROOT
 
 pytestmark = [pytest.mark.timeout(900), pytest.mark.xdist_group("frameworks")]
 PYTHON = Path(sys.executable)
-PACKAGES = ["jax", "optax", "equinox", "flax", "orbax-checkpoint", "keras", "tensorflow-cpu"]
 EVERYWHERE = [
     *(("jax", "jax", ranks) for ranks in (1, 2, 3, 4)),
     *(("tensorflow", "tensorflow", ranks) for ranks in (1, 2, 3)),
     *(("keras", backend, ranks) for backend, ranks in [("torch", 2), ("torch", 3), ("jax", 2), ("tensorflow", 2)]),
 ]
-
-
-@pytest.fixture(scope="session")
-def frameworks():
-    """PYTHONPATH with the frameworks, for the Python that runs the tests, whose MPI they use."""
-    path = environments.packages("TEST_FRAMEWORKS_PYTHON", ".venv-test-frameworks", *PACKAGES)
-    return {"PYTHONPATH": path, "TF_CPP_MIN_LOG_LEVEL": "2"}
 
 
 def passes(ranks, arguments, variables):

