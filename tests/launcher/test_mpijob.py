@@ -12,6 +12,8 @@ import pytest
 import yaml
 
 from ringrun import cli
+from ringrun.config import resolve as config
+from ringrun.join import command
 from tests.launcher import loopback_sshd
 from tests.support.jobs import ROOT, run
 from tests.support.patience import wait_until
@@ -46,10 +48,11 @@ def test_the_image_is_built_from_what_is_there_for_the_user_that_the_pods_have()
     extras.read(ROOT / "setup.cfg")
     named = ",".join(re.findall(r"EXTRAS=(\S+)", IMAGE)).split(",")
     assert set(named) <= set(extras["options.extras_require"])
-    for command in re.findall(r"\bringrun (?:join )?(?:.*) python (\S+)", IMAGE):
-        assert (ROOT / command).is_file()
-    (joined,) = re.findall(r"\bringrun (join .*)", IMAGE)
-    assert cli.parse(["-np", "4", *joined.partition(" -np 4 ")[2].split()]).np == 4
+    for script in re.findall(r"\bringrun .* python (\S+)", IMAGE):
+        assert (ROOT / script).is_file()
+    (joined,) = re.findall(r"\bringrun join (.*)", IMAGE)
+    options = config.resolve(command._parser(), joined.split()[1:], {}).options
+    assert (options.nodes, options.slots_per_host) == ("2", "2")
 
 
 @pytest.mark.parametrize("container", [LAUNCHER, WORKER], ids=["launcher", "worker"])
