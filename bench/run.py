@@ -184,12 +184,18 @@ def tidy(value: Any) -> Any:
 
 
 def commit() -> str:
-    """Of this source."""
-    asked = ["git", "-C", str(BENCH), "describe", "--always", "--dirty"]
+    """Of this source; `-changed` where files differ from it, but for the results."""
+    changed = git("status", "--porcelain", "--untracked-files=no", "--", ":/", ":(top,exclude)bench/results")
+    return (git("rev-parse", "--short=8", "HEAD") or "unknown") + ("-changed" if changed else "")
+
+
+def git(*words: str) -> str:
+    """What it says; nothing where there is none."""
     try:
-        return subprocess.run(asked, capture_output=True, text=True).stdout.strip() or "unknown"
+        done = subprocess.run(["git", "-C", str(BENCH), *words], capture_output=True, text=True)
     except OSError:
-        return "unknown"
+        return ""
+    return done.stdout.strip()
 
 
 def arguments() -> argparse.Namespace:
