@@ -104,7 +104,7 @@ class Parser(argparse.ArgumentParser):
 def add_host_flags(add: Add) -> None:
     """Add the flags that say which hosts there are, and how they are reached."""
     add("-H", "--hosts", metavar="LIST", help="hosts and their slots, as in h1:4,h2:4")
-    add("--hostfile", "-hostfile", metavar="FILE", help="a file of them, as Open MPI, MPICH or Horovod have it")
+    add("--hostfile", "-hostfile", metavar="FILE", help="a file of hosts, in the format of Open MPI, MPICH or Horovod")
     add("-p", "--ssh-port", metavar="PORT", help="where sshd listens on other hosts")
     add("-i", "--ssh-identity-file", metavar="FILE", help="the private key for other hosts")
     interfaces = ("--network-interfaces", "--network-interface")

@@ -108,7 +108,7 @@ def parser(prog: str, usage: str, introduction: str) -> Parser:
     add("--output-filename", metavar="DIR", help="also keep all output, in DIR/rank.N/stdout and stderr")
     add("--report", metavar="DIR", help="write what steps wait for to DIR/report.html (ringrun report: again)")
     add("--metrics-port", metavar="PORT", help="serve metrics to Prometheus at 127.0.0.1:PORT, or at ADDRESS:PORT")
-    add("--stdin", metavar="RANK", help="let this rank read stdin, also from a terminal (for a debugger)")
+    add("--stdin", metavar="RANK", help="let this rank read stdin, even from a terminal (for a debugger)")
     add("--timeout", metavar="SECONDS", help="end the job when it takes longer, restarts included")
     add("--twice", metavar="N", help="run the first N steps twice, and say whose bits differ")
     add("--forward-signals", metavar="LIST", help="hand these to the ranks, as in USR1,USR2, so that they can save")

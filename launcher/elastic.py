@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 from .arguments import Add, parse_seconds, parse_times, whole
 from .errors import UsageError
+from .text import counted
 
 RECOVERY_LIMIT_S = 20.0
 """How long re-forming may take, beside the time after which a rank that keeps others waiting is killed."""
@@ -118,7 +119,7 @@ def with_size(elastic: Elastic, np: int, size: int) -> Elastic:
 def check_size(elastic: Elastic, size: int) -> None:
     """Raise UsageError if so many ranks, spares included, are too few."""
     if (np := size - elastic.spares) < elastic.min_np:
-        spares = f", beside {elastic.spares} spares" if elastic.spares else ""
+        spares = f", plus {counted(elastic.spares, 'spare')}" if elastic.spares else ""
         raise UsageError(f"--min-np {elastic.min_np}: the job would begin with {np} ranks{spares}")
     if elastic.max_np is not None and np > elastic.max_np:
         raise UsageError(f"--max-np {elastic.max_np}: the job would begin with {np} ranks")

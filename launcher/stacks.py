@@ -44,7 +44,7 @@ def run(arguments: Sequence[str]) -> int:
 def table(jobs: Sequence[RunningJob], now_s: float) -> list[str]:
     """Return the lines that list `jobs`."""
     if not jobs:
-        return ["no job of yours runs on this host"]
+        return ["no job of yours is running on this host"]
     rows = [("JOB", "RANKS", "SINCE", "COMMAND")]
     for job in jobs:
         age_s = now_s - job.since_s
@@ -74,8 +74,8 @@ def chosen(subcommand: str, arguments: Sequence[str], jobs: Sequence[RunningJob]
     for job in jobs:
         if text == str(job.pid):
             return job
-    running = f"your jobs are: {', '.join(str(job.pid) for job in jobs)}" if jobs else "no job of yours runs here"
+    running = f"your jobs are: {', '.join(str(job.pid) for job in jobs)}" if jobs else "no job of yours is running here"
     if not (text.isascii() and text.isdecimal()):
         raise UsageError(f"ringrun {subcommand} {text}: JOB is the process number of a ringrun; {running}")
-    what = "is no ringrun of yours with a running job" if Path(f"/proc/{int(text)}").exists() else "does not exist"
+    what = "is not a ringrun of yours with a running job" if Path(f"/proc/{int(text)}").exists() else "does not exist"
     raise UsageError(f"ringrun {subcommand} {text}: process {text} {what}; {running}")

@@ -102,7 +102,7 @@ def _say_once() -> None:
     from ringreduce.log import LOGGER
 
     if ringreduce.rank() == 0:
-        LOGGER.info('torch.distributed: "gloo", "mpi" or no backend means "ring" in this job, by torch_backend')
+        LOGGER.info('torch.distributed: "gloo", "mpi" or no backend means "ring" in this job, because of torch_backend')
 
 
 def _watch_groups(error_file: str) -> None:

@@ -247,7 +247,7 @@ class Agent:
         try:
             self._handle_messages(pid)
         except Exception as error:  # as without free descriptors: nobody else would end the rank
-            self._send(wire.Note(f"ringrun: {self._who} is ended: its agent has failed: {error!r}"))
+            self._send(wire.Note(f"ringrun: {self._who} was ended, since its agent failed: {error!r}"))
             if pid is not None:
                 processes.signal_group(pid, signal.SIGKILL)
             self._leave()  # the shim kills what is left
@@ -320,7 +320,7 @@ class Agent:
             return self._link.receive()
         except (EOFError, OSError, ValueError) as error:
             if isinstance(error, ValueError):  # ringrun is there, and hears of no other reason
-                self._send(wire.Note(f"ringrun: {self._who} is ended: {error}"))
+                self._send(wire.Note(f"ringrun: {self._who} was ended: {error}"))
             self._lost = error
             return wire.End()
 

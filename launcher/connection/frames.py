@@ -66,7 +66,7 @@ class FrameReader:
         data = bytes(self._unread[begin:end])
         if not hmac.compare_digest(self._unread[end : end + _TAG_BYTES], _tag(self._key, kind, self._number, data)):
             raise ValueError(
-                f"message {self._number} of this connection was changed, repeated, reordered, or put in on its way"
+                f"message {self._number} of this connection was changed, repeated, reordered or inserted on the way"
             )
         return data
 

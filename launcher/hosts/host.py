@@ -68,7 +68,7 @@ def check_name(name: str, where: str) -> None:
     if not name:
         raise UsageError(f"{where}: expected a host name, found nothing")
     if not _NAME.fullmatch(name):
-        user = " (the user of a host belongs into ~/.ssh/config)" if "@" in name else ""
+        user = " (the user of a host belongs in ~/.ssh/config)" if "@" in name else ""
         raise UsageError(
             f"{where}: expected a host name of letters, digits, '.', '-' and '_', got {quoted(name)}{user}"
         )

@@ -25,7 +25,7 @@ _MAX_SLOTS = tuple(
 )
 _KNOWN = (*_SLOTS, *_MAX_SLOTS)
 
-_SSH_CONFIG = "ringrun does not read it here; write it for this host into ~/.ssh/config"
+_SSH_CONFIG = "ringrun does not read it here; put it into ~/.ssh/config for this host"
 _REFUSED = {
     **dict.fromkeys(("user", "username", "user-name", "user_name", "port"), _SSH_CONFIG),
     "binding": "ringrun does not bind ranks host by host; take it out",
@@ -66,7 +66,7 @@ def discover(script: Sequence[str]) -> list[Host]:
             script, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace", timeout=_TIMEOUT_S
         )
     except subprocess.TimeoutExpired:
-        raise UsageError(f"{where}: it has not ended after {_TIMEOUT_S:g} s") from None
+        raise UsageError(f"{where}: it did not end within {_TIMEOUT_S:g} s") from None
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise UsageError(f"{where}: cannot be executed: {reason}") from None
@@ -118,7 +118,7 @@ def _parse_line(words: list[str], where: str) -> Host:
 
 def _why_not(key: str) -> str:
     if key in _KNOWN:
-        return f"{key}: the slots are said twice; expected them once"
+        return f"{key}: the slots are given twice; give them once"
     if key in _REFUSED:
         return f"{key}=: {_REFUSED[key]}"
     nearest = get_close_matches(key, [*_KNOWN, *_REFUSED], n=1)

@@ -78,7 +78,9 @@ class Conclusions:
 
     def started_too_slowly(self) -> int:
         """The time for the start was over."""
-        raise MachineError(self._not_started(f"the {self._ranks.job.start_timeout_s:g} s of --start-timeout were over"))
+        raise MachineError(
+            self._not_started(f"the {self._ranks.job.start_timeout_s:g} s of --start-timeout had passed")
+        )
 
     def ended_with_0(self, gone: set[int], waited: set[int], how: str, where: str) -> int:
         """The ranks `gone` ended with 0 while others `waited` for them."""
@@ -138,7 +140,7 @@ def _advice(cause: RankEnd, size: int) -> list[str]:
     starter = next((name for sign, name in _OF_TORCH.items() if sign in traceback), None)
     if starter is None or size == 1 or not ("init_process_group" in traceback or "TCPStore" in traceback):
         return []
-    cure = f"in place of {starter}, call the function that it was given, once in each rank"
+    cure = f"instead of {starter}, call the function that it was given, once in each rank"
     return [
-        f"ringrun: {starter} starts processes of rank {rank}'s own, though ringrun has started all {size} ranks; {cure}"
+        f"ringrun: {starter} starts more processes in rank {rank}, though ringrun has started all {size} ranks; {cure}"
     ]

@@ -114,8 +114,8 @@ class Losses:
             return
         hosts = listed(came.hosts)
         self._channel.broadcast(Hosts(hosts))
-        again = f"after its next commit the job is started again, with {came.size} ranks instead of {ranks}"
-        self._say(f"{hosts} came; {again}")
+        again = f"after its next commit the job starts again, with {came.size} ranks instead of {ranks}"
+        self._say(f"{hosts} joined; {again}")
 
     def too_late(self, now_s: float) -> str:
         """Return why the job cannot go on if ranks have not gone on in time after a loss, else nothing.
@@ -160,7 +160,7 @@ class Losses:
                     return found
                 self._kill(found, f"{_WAITED}: {why}")
             case Aborted(rank, said):
-                why = "MPICH itself ends no rank of an elastic job; to end one, prefer sys.exit()"
+                why = "in an elastic job MPICH itself ends no rank; to end a rank, use sys.exit()"
                 self._kill(Kill(frozenset({rank})), f"it called MPI_Abort: {why}; it said {said!r}")
             case Reported(rank, Meeting(number)):
                 members.meets(rank, number, now_s)

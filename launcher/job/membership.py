@@ -158,7 +158,7 @@ class Members:
             return None
         self._works = 0  # those are the cause
         return CannotGoOn(
-            f"rank {rank} did not catch the loss of {numbered('rank', others)}; a script goes on after one only inside "
+            f"rank {rank} did not catch the loss of {numbered('rank', others)}; a script survives a loss only inside "
             "a function that ringreduce's elastic.run wraps"
         )
 

@@ -127,7 +127,7 @@ def _try(
         say(f"ringrun: error: {error}")
         for host in sorted(came):
             cools_s = without.failed(host, CANNOT_START_S)
-            say(f"ringrun: going on without host {host}, which came and is left out for {cools_s:g} s")
+            say(f"ringrun: going on without host {host}, which has joined, but is left out for {cools_s:g} s")
         return Ending(error.exit_code, failed=True, scales_up=bool(came))
 
 

@@ -180,7 +180,7 @@ class Supervisor:
                 ranks.ends[rank] = RankEnd(rank, host, 0, 0, 0.0)
                 ranks.running.discard(rank)
                 self._end(shutdown.AFTER_FAILURE)
-                text = f"the command cannot be executed: {reason}, says rank {rank} on host {host}"
+                text = f"rank {rank} on host {host} cannot execute the command: {reason}"
                 self._conclusion = self._conclusion or raising(UsageError(text))
             case events.LauncherEnded() if self._losses and not ranks.missing:
                 # a host may be lost, with the MPI's daemon there; the agents outlive mpirun
@@ -190,7 +190,7 @@ class Supervisor:
             case events.Signalled(number) if number in self._job.forwarded:
                 self._forward(number)
             case events.Signalled(signal.SIGUSR2):
-                self._output.message(["ringrun: got SIGUSR2, which ends nothing; --forward-signals hands it to ranks"])
+                self._output.message(["ringrun: got SIGUSR2 and did nothing; --forward-signals USR2 hands it to ranks"])
             case events.Signalled(signal.SIGUSR1):
                 self._show_stacks("ringrun: what the ranks do:")
             case events.Signalled(number):
@@ -205,7 +205,7 @@ class Supervisor:
                 self._channel.broadcast(wire.Record(_RECORD_S))
                 deliver(live.encode(self._collector.latest()))
             case events.Deaf(reason):
-                self._end(shutdown.AFTER_TERMINATE, raising(MachineError(f"ranks cannot be heard any more: {reason}")))
+                self._end(shutdown.AFTER_TERMINATE, raising(MachineError(f"ranks can no longer be heard: {reason}")))
             case events.OutputClosed():
                 self._end(shutdown.AFTER_TERMINATE, lambda: 128 + signal.SIGPIPE)
 
@@ -276,7 +276,7 @@ class Supervisor:
         """How mpirun has ended, and who made it end, as far as it says so; MPICH says it on that rank's stderr."""
         how = f"{self._launcher.name} has ended with exit code {self._launcher.code}"
         who = outcome.aborted(self._launcher.tail)
-        return f"{how}: {who}, which ends only that rank here; to end one, prefer sys.exit()" if who else how
+        return f"{how}: {who}, which ends only that rank here; to end a rank, use sys.exit()" if who else how
 
     def _ask(self, deliver: Deliver = nobody) -> Question:
         """Ask all ranks that run what they do; `deliver` is called when they have answered, or have not in time."""
@@ -293,12 +293,12 @@ class Supervisor:
 
         Where a rank has ended in the middle, none of the others can go on.
         """
-        self._collector.note("stalls", f"says rank {rank}: {report}")
+        self._collector.note("stalls", f"rank {rank} says: {report}")
         if self._init.vanished and self._losses is None:
             self._end_without_vanished({rank})
             return
         now_s = time.monotonic()
-        headline = f"ringrun: the job is stalled, says rank {rank}: {report}"
+        headline = f"ringrun: the job is stalled; rank {rank} says: {report}"
         if now_s < self._stacks_again_s:
             self._output.message([headline])
         else:

@@ -72,7 +72,7 @@ def _join(resolved: config.Config, head: str) -> int:
     timeout_s = parse_seconds(options.join_timeout, "--join-timeout")
     place = _place(head, options)
     if place.count > 1 and place.head in LOOPBACK:  # nor does the head listen there
-        why = f"{place.head} is another host on each of {place.count} nodes ({place.why})"
+        why = f"{place.head} means another host on each of {place.count} nodes ({place.why})"
         raise UsageError(f"{why}; expected the head's name or address as the others reach it")
     authkey = read_key(options.key_file, os.environ)
     _refuse_hosts(resolved)
@@ -86,7 +86,7 @@ def _join(resolved: config.Config, head: str) -> int:
 
 def _place(head: str, options: Namespace) -> Place:
     if options.command and _HEAD.fullmatch(options.command[0]):
-        raise UsageError(f"{options.command[0]} stands where the command begins; it comes first: {_USAGE}")
+        raise UsageError(f"{options.command[0]} stands where the command begins; put it first: {_USAGE}")
     count = options.nodes and whole(options.nodes, "--nodes", 1, MAX_NODES)
     if match := _HEAD.fullmatch(head):
         if not count:
@@ -144,5 +144,5 @@ def _listener(directory: str, place: Place, authkey: bytes, job: Job) -> Listene
     try:
         return Listener(directory, addresses, _BACKLOG, port=port, authkey=authkey, lost_after_s=job.lost_after_s)
     except OSError as error:
-        what = f"port {port} of this host cannot be listened at: {error.strerror}"
-        raise MachineError(f"{what}; name another one on all nodes: MASTER_PORT, or HEAD:PORT") from error
+        what = f"port {port} of this host cannot be opened: {error.strerror}"
+        raise MachineError(f"{what}; choose another one on all nodes: MASTER_PORT, or HEAD:PORT") from error

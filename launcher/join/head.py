@@ -83,7 +83,7 @@ class _Joined(Ssh):
 
     def _problem(self, name: str, outcome: Outcome, said: str) -> Problem:
         why = said.strip() or f"its connection was lost (exit code {outcome.code})"
-        return Problem(f"it has run nothing: {why}", f"see what ringrun has written on {name}")
+        return Problem(f"it did not run the command: {why}", f"see what ringrun has written on {name}")
 
 
 @dataclass(frozen=True)

@@ -91,11 +91,11 @@ class Hub:
         before, link_before = self._nodes.get(node.host, (node, link))
         namesake = next((each.host for each, _ in self._nodes.values() if each.number == node.number >= 0), node.host)
         if link_before is None or before.number != node.number:
-            return f"a node called {node.host} has joined; give each host a name of its own"
+            return f"a node called {node.host} has already joined; give each host a name of its own"
         if node.host in LOOPBACK:
             return f"its host name is {node.host}; give it one of its own"
         if namesake != node.host:
-            return f"node {node.number} has joined; it is host {namesake}"
+            return f"node {node.number} has already joined, as host {namesake}"
         if link_before is not link:
             link_before.end()
         self._nodes[node.host] = node, link

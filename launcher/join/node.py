@@ -52,7 +52,7 @@ class Lender:
         with contextlib.closing(self._find_head(timeout_s)) as link:
             link.send(node)
             self.is_node = True
-            say(f"ringrun: {node.host} is a node of the job of {self._place.head}")
+            say(f"ringrun: {node.host} has joined the job of {self._place.head}")
             released = self._serve(link)
         if released.why:
             say(f"ringrun: error: {released.why}")

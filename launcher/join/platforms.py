@@ -43,7 +43,7 @@ def find_place(environ: Environ, hostname: str) -> Place | None:
             try:
                 return read(environ, hostname)
             except KeyError as error:
-                missing = f"{title} is known by {variable}, but {error.args[0]} is not set"
+                missing = f"{title} was recognized by {variable}, but {error.args[0]} is not set"
                 cure = "say --nodes N" if error.args[0] == "NNODES" else "set it, or say HEAD:PORT and --nodes N"
                 raise UsageError(f"{missing}; {cure}") from None
     return None

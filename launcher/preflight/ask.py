@@ -109,7 +109,7 @@ def read_answer(answer: Answer) -> Facts | Problem:
             continue
     last = (answer.stderr.strip().splitlines() or ["nothing"])[-1]
     return Problem(
-        f"its Python did not tell what is there: exit code {answer.code}, and it wrote: {last[:200]}",
+        f"its Python did not report what is there: exit code {answer.code}, and it wrote: {last[:200]}",
         "run that interpreter there by hand, with the same path, and see whether it works",
     )
 

@@ -138,7 +138,7 @@ def _other_files(facts: Facts, own: Facts, here: str) -> Iterator[_Row]:
     ):
         same_version = facts.ringreduce.text == own.ringreduce.text
         if same_version and theirs.digest and ours.digest and theirs.digest != ours.digest:
-            what = f"{name} there has the version of the one on {here}, but other files"
+            what = f"{name} there has the same version as on {here}, but different files"
             yield "error", "ringreduce", what, _SAME_INSTALLATION
 
 

@@ -18,18 +18,18 @@ _NOT_EXECUTABLE, _NOT_FOUND = 126, 127
 
 
 _KEY_CURE = (
-    "name the key with -i FILE, or let it in with: ssh-copy-id HOST; a key with a passphrase needs an agent: ssh-add. "
-    "Another user name there belongs into ~/.ssh/config"
+    "name the key with -i FILE, or install it: ssh-copy-id HOST; a key with a passphrase needs an agent: ssh-add. "
+    "Another user name there belongs in ~/.ssh/config"
 )
 _FIREWALL_CURE = "see that HOST is up and its network reaches this host: ping HOST; a firewall may drop ssh's packets"
-_NAME_CURE = "correct the name, or let this host know it: getent hosts HOST, /etc/hosts, ~/.ssh/config"
+_NAME_CURE = "correct the name, or make it known here: getent hosts HOST, /etc/hosts, ~/.ssh/config"
 
 # what ssh writes, and the problem and the cure that it means: TEXT stands for the line, HOST for the host's name;
 # the first that fits counts: the more exact before what follows from it
 _RULES = (
     (
         r"remote host identification has changed|host key for .* has changed",
-        "its host key is not the one that this host knows it by (Host key verification failed)",
+        "its host key has changed since this host saw it last (Host key verification failed)",
         "make sure that it is the same host (was it installed anew?), then: ssh-keygen -R HOST; ssh HOST",
     ),
     (
@@ -115,7 +115,7 @@ def srun_problem(code: int | None, text: str, not_run: str, timeout_s: float) ->
 
 def took_too_long(timeout_s: float, text: str) -> Problem:
     """Return the problem of a host that has not answered within the limit, having written `text`."""
-    said = f"; the last it wrote: {_short(_last_line(text))}" if text.strip() else ""
+    said = f"; its last line: {_short(_last_line(text))}" if text.strip() else ""
     return Problem(
         f"no answer within {timeout_s:g} s{said}",
         "see whether the host is overloaded or a network folder hangs there, or allow more: --start-timeout S",

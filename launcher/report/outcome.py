@@ -56,7 +56,7 @@ class RankEnd:
     device: str = ""
     ran_s: float | None = None
     oom: str = ""
-    lost: str = "its agent is gone, without a word"
+    lost: str = "its agent is gone without a word"
 
     @property
     def failed(self) -> bool:
@@ -162,7 +162,7 @@ def evidence(end: RankEnd, launcher_tail: Sequence[str] = ()) -> list[str]:
     if traceback := extract_traceback(end.tail):
         return traceback
     if words := [line for line in end.tail if _FORK_WARNING not in line]:
-        return ["the last it wrote to stderr:", *words[-_STDERR_LINES:]]
+        return ["its last lines on stderr:", *words[-_STDERR_LINES:]]
     if launcher_tail:
         return ["it wrote nothing to stderr; mpirun wrote:", *launcher_tail[-_STDERR_LINES:]]
     return ["it wrote nothing to stderr"]

@@ -144,7 +144,7 @@ def _advice(late: Sequence[Straggler], of_links: Mapping[tuple[str, str], Link],
     for (from_host, to_host), link in of_links.items():
         who = f"link from {from_host} to {to_host}"
         if link.share and link.share >= _FULL and who not in {each.who for each in late}:
-            used = f"the {who} is used to {100 * link.share:.0f} %: compression=int8 sends a quarter"
+            used = f"the {who} is {100 * link.share:.0f} % used: compression=int8 sends a quarter"
             saves.append((used, 0.75 * min(mean.exposed_s, link.most_s)))
     if why:
         saves.append((f"gradients are not reduced during backward: {why}", min(mean.exposed_s, mean.computing_s)))

@@ -101,8 +101,8 @@ def table(rows: Sequence[Row], size: int, width: int, height: int) -> list[str]:
     """Return the lines that show a job of `size` ranks, those of `rows`: as many ranks as fit, the latest first."""
     stepped = [each for each in rows if each.step]
     if not stepped:
-        said = f"{len(rows)} of {counted(size, 'rank')} record their steps, and none has ended one yet"
-        return [said, "a step ends when an optimizer of ringreduce's has stepped, or with rr.mark_step()"]
+        said = f"{len(rows)} of {counted(size, 'rank')} record their steps, and none has finished one yet"
+        return [said, "a step ends when a ringreduce optimizer has stepped, or with rr.mark_step()"]
     late = late_ms(stepped)
     lines = [line for text in _summary(stepped, late) for line in textwrap.wrap(text, width)]
     shown, place = list(rows), height - len(lines) - 1

@@ -42,7 +42,7 @@ def render(report: dict[str, Any]) -> str:
     try:
         return environment.get_template(TEMPLATE).render(report=report, plotly=plotly)
     except jinja2.UndefinedError as error:
-        raise UsageError(f"report.json lacks what a report has: {error}") from error
+        raise UsageError(f"report.json is incomplete: {error}") from error
 
 
 def quantity(value: Any, kind: str) -> str:

@@ -57,7 +57,7 @@ def test_hosts_that_cannot_be_reached_are_told_with_their_cures_and_the_others_m
     done = doctor(own_hosts, python, "-H", f"{NAMES},h9", "--start-timeout", "15", returncode=3)
     assert "\n  h1: it refuses the connection (port 22: Connection refused): no ssh server listens" in done.stdout
     assert "start sshd there, or name its port with -p PORT\n" in done.stdout
-    assert "\n  h2: its host key is not the one that this host knows it by (Host key verif" in done.stdout
+    assert "\n  h2: its host key has changed since this host saw it last (Host key verif" in done.stdout
     assert '/.ssh/known_hosts" -R "h2"; ssh h2\n' in done.stdout
     assert "\n  h9: its name is not known here (Could not resolve hostname: " in done.stdout
     assert list(matrix(done.stdout, "Gbit/s")) == ["h0", "h3"]

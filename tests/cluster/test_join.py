@@ -136,7 +136,7 @@ def test_a_signal_while_nodes_are_awaited(join, nodes, python):
     jobs = join(python, WHERE, only=[0, 1])
     wait_until(lambda: len(nodes.processes(0)) == 2 and nodes.processes(1))
     said = jobs[1].stderr.readline()
-    assert said == "ringrun: h1 is a node of the job of node0\n"
+    assert said == "ringrun: h1 has joined the job of node0\n"
     jobs[0].send_signal(signal.SIGTERM)
     codes, _, err, _ = ends(jobs)
     assert codes == [143, 143], err
@@ -198,7 +198,7 @@ def test_a_node_that_joins_later_is_a_new_host(first, join, nodes, python):
     codes, out, err, _ = ends(jobs)
     assert codes == [0] * (first + 1), err
     assert sorted(out.splitlines()) == [f"[{rank}] of {first + 1}" for rank in range(first + 1)]
-    came = f"ringrun: h{first}:1 came; after its next commit the job is started again"
+    came = f"ringrun: h{first}:1 joined; after its next commit the job starts again"
     assert f"{came}, with {first + 1} ranks instead of {first}\n" in err
     nodes.assert_nothing_is_left()
 

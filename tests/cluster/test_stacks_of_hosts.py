@@ -35,7 +35,7 @@ def test_a_job_that_hangs_is_asked_on_all_its_hosts(hosts, python):
     with log.open("w") as stderr:
         job = hosts.start(0, command, stdout=subprocess.DEVNULL, stderr=stderr)
     wait_until(lambda: all(stack in log.read_text() for stack in STACKS))
-    assert "ringrun: the job is stalled, says rank 0: allreduce 'layer3.w'" in log.read_text()
+    assert "ringrun: the job is stalled; rank 0 says: allreduce 'layer3.w'" in log.read_text()
     listed = hosts.check(0, [ringrun, "stacks"]).splitlines()
     assert len(listed) == 2, listed
     number, ranks, *_ = listed[1].split()

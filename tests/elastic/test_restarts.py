@@ -27,6 +27,6 @@ def test_hosts_that_come_are_taken_after_the_next_commit(python, tmp_path):
     flags = ["--elastic", "--restarts", 1, "-np", 2, "--max-np", 3, "--hostfile", hosts]
     done = jobs.run([jobs.ringrun(python), *flags, python, script, hosts], timeout_s=120, returncode=0)
     assert sorted(done.stdout.splitlines()) == [f"[{rank}] of 3 all steps True" for rank in range(3)]
-    came = "ringrun: localhost:4 came; after its next commit the job is started again, with 3 ranks instead of 2\n"
+    came = "ringrun: localhost:4 joined; after its next commit the job starts again, with 3 ranks instead of 2\n"
     assert came in done.stderr
     assert "failed" not in done.stderr

@@ -171,7 +171,7 @@ def test_a_rank_that_does_something_else_is_named_with_its_stack(finished, pytho
     done = finished(STALL.format(how=SLEEP, rank=rank), python, RINGREDUCE_STALL_CHECK_S="1", returncode=0)
     others = "1-2" if rank == 0 else "0-1"
     assert re.search(
-        r"ringrun: the job is stalled, says rank 0: allreduce 'layer3.w' \(float32\[3, 4\]\): waiting for \d s; "
+        r"ringrun: the job is stalled; rank 0 says: allreduce 'layer3.w' \(float32\[3, 4\]\): waiting for \d s; "
         rf"submitted by ranks {others} \(train.py:15\); missing: rank {rank}\. All ranks must submit it\n"
         rf"rank {rank} has submitted nothing yet\n",
         done.stdout,
@@ -188,7 +188,7 @@ def test_a_rank_that_does_something_else_is_named_with_its_stack(finished, pytho
     ("rank", "message"),
     [
         (1, r"\nrank 1 does not answer: it is stopped, or in C code that holds the GIL"),
-        (0, r"stalled, says rank [12]: rank [12] has waited for \d s; rank 0, which coordinates, does not answer"),
+        (0, r"stalled; rank [12] says: rank [12] has waited for \d s; rank 0, which coordinates, does not answer"),
     ],
 )
 def test_a_rank_that_is_stopped_is_told(finished, rank, message):
@@ -233,7 +233,7 @@ def test_a_stop_in_the_middle_of_an_operation_is_told(finished):
         returncode=0,
     )
     assert re.search(
-        r"says rank 0: allreduce 'big\{0\}' \(\S+:\d+\) is under way, and has not moved for \d s; "
+        r"rank 0 says: allreduce 'big\{0\}' \(\S+:\d+\) is under way, and has not moved for \d s; "
         r"rank 0 waits for rank [12]\n(.*\n)*rank 1 does not answer: it is stopped",
         done.stdout,
     ), done.stdout

@@ -131,7 +131,7 @@ def test_an_agent_that_loses_ringrun_ends_its_rank_and_the_systems_log_says_why(
     host = socket.gethostname()
     told = f"rank 1 of 3 on host {host} was ended: the connection to ringrun on host head is lost; {why}"
     assert logged == [(syslog.LOG_ERR, told)]
-    note = wire.Note(f"ringrun: rank 1 of 3 on host {host} is ended: {why}")
+    note = wire.Note(f"ringrun: rank 1 of 3 on host {host} was ended: {why}")
     assert link.sent == ([note] if isinstance(error, ValueError) else [])
 
 
@@ -160,7 +160,9 @@ def test_an_agent_that_fails_ends_its_rank_and_one_that_cannot_look_at_it_goes_o
     link = ScriptedLink(wire.Signal(signal.SIGTERM), wire.End())
     code = -signal.SIGKILL if broken == "look" else -signal.SIGTERM
     assert ends_its_rank(link, tmp_path, monkeypatch) == code
-    failed = f"rank 1 of 3 on host {socket.gethostname()} is ended: its agent has failed: OSError(24, 'no descriptor')"
+    failed = (
+        f"rank 1 of 3 on host {socket.gethostname()} was ended, since its agent failed: OSError(24, 'no descriptor')"
+    )
     assert link.sent == [wire.Note(f"ringrun: {failed}")] * (broken == "look")
 
 

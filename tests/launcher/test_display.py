@@ -65,7 +65,7 @@ def test_the_report_shows_what_a_hidden_rank_wrote(ringrun, script):
     done = ringrun("-np", 2, "--ranks", 0, *script(source), returncode=1)
     assert "[1]" not in done.stderr
     assert "ringrun: rank 1 of 2 failed first" in done.stderr
-    assert done.stderr.splitlines()[-4:-1] == ["the last it wrote to stderr:", "fine", "out of coffee"]
+    assert done.stderr.splitlines()[-4:-1] == ["its last lines on stderr:", "fine", "out of coffee"]
 
 
 def test_a_line_of_all_ranks_is_shown_once(ringrun, script):

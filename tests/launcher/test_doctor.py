@@ -253,7 +253,7 @@ def test_a_host_that_cannot_be_reached(ringrun):
     done = ringrun("doctor", "-H", "localhost,no-such-host.invalid", "--start-timeout", "20", returncode=3)
     assert "\nno-such-host.invalid *  its name is not known here (Could not resolve hostname: " in done.stdout
     assert "\nErrors:\n  no-such-host.invalid: its name is not known here (Could not resolve hostname: " in done.stdout
-    assert "; correct the name, or let this host know it: getent hosts no-such-host.invalid" in done.stdout
+    assert "; correct the name, or make it known here: getent hosts no-such-host.invalid" in done.stdout
     assert "\nThe links are not measured: that takes two hosts without errors.\n\n1 error, 0 warnings\n" in done.stdout
 
 

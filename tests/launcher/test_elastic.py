@@ -62,7 +62,7 @@ def test_survivors_hear_of_each_loss_and_the_job_ends_well(ringrun, python, wait
         ("kill-SEGV", "was killed by SIGSEGV"),
         ("kill-ABRT", "was killed by SIGABRT"),
         ("exit-7", "ended with exit code 7"),
-        ("agent", "was lost: its agent is gone, without a word"),
+        ("agent", "was lost: its agent is gone without a word"),
     ],
 )
 def test_every_kind_of_death_is_heard_of(action, how, ringrun, python, wait_until_gone):
@@ -86,7 +86,7 @@ def test_a_rank_that_ends_with_0_before_the_others_is_missed_but_did_not_fail(ri
     ("actions", "why", "told"),
     [
         (["1@0=kill-STOP", "0@0=suspect-1"], "it kept others waiting", "waiting for rank 1 where "),
-        (["1@0=abort-5"], "it called MPI_Abort", "MPICH itself ends no rank of an elastic job; "),
+        (["1@0=abort-5"], "it called MPI_Abort", "in an elastic job MPICH itself ends no rank; "),
     ],
 )
 def test_a_rank_is_killed(ringrun, python, actions, why, told):
@@ -154,7 +154,7 @@ SRUN = "srun ends the job when a rank is lost; leave --launcher srun out"
             "--blacklist-cooldown-range: expected the longer time last, got 9 5",
         ),
         ("--elastic --min-np 3", "--min-np 3: the job would begin with 2 ranks"),
-        ("--elastic --min-np 3 --spares 2", "--min-np 3: the job would begin with 2 ranks, beside 2 spares"),
+        ("--elastic --min-np 3 --spares 2", "--min-np 3: the job would begin with 2 ranks, plus 2 spares"),
     ],
 )
 def test_what_makes_no_sense_is_refused(arguments, message):

@@ -163,8 +163,8 @@ class Recorded:
 def test_ranks_hear_of_hosts_that_give_them_company(size, is_told):
     recorded = Recorded()
     Losses(4, Elastic(spares=1), recorded, recorded).announce(HostsCame(("h2:1", "h3:2"), size))
-    again = f"after its next commit the job is started again, with {size} ranks instead of 4"
-    told = [Hosts("h2:1, h3:2"), f"ringrun: h2:1, h3:2 came; {again}"]
+    again = f"after its next commit the job starts again, with {size} ranks instead of 4"
+    told = [Hosts("h2:1, h3:2"), f"ringrun: h2:1, h3:2 joined; {again}"]
     assert recorded.sent == (told if is_told else [])
 
 

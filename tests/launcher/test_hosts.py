@@ -79,7 +79,7 @@ NAME = "expected a host name of letters, digits, '.', '-' and '_'"
         ("[::1]:x", f"-H, item 1, '[::1]:x': slots: {NUMBER}, got 'x'"),
         ("h1 h2", f"-H, item 1, 'h1 h2': {NAME}, got 'h1 h2'"),
         ("-oProxyCommand=x", f"-H, item 1, '-oProxyCommand=x': {NAME}, got '-oProxyCommand=x'"),
-        ("me@h1", f"-H, item 1, 'me@h1': {NAME}, got 'me@h1' (the user of a host belongs into ~/.ssh/config)"),
+        ("me@h1", f"-H, item 1, 'me@h1': {NAME}, got 'me@h1' (the user of a host belongs in ~/.ssh/config)"),
         (
             "fe80::1:2",
             "-H, item 1, 'fe80::1:2': an IPv6 address stands in brackets, as in [fe80::1]:4, got 'fe80::1:2'",
@@ -142,7 +142,7 @@ def test_plain_names_leave_their_slots_unsaid_unless_one_is_repeated():
     assert parse_hostfile("[fe80::1]:3\n[::1] slots=2", "hosts") == [Host("fe80::1", 3), Host("::1", 2)]
 
 
-SSH = "ringrun does not read it here; write it for this host into ~/.ssh/config"
+SSH = "ringrun does not read it here; put it into ~/.ssh/config for this host"
 KEYS = "expected slots= or max_slots="
 
 
@@ -161,8 +161,8 @@ KEYS = "expected slots= or max_slots="
         ("h2 port=2222", f"port=: {SSH}"),
         ("h2:2 binding=rr", "binding=: ringrun does not bind ranks host by host; take it out"),
         ("h2 4", "expected key=value behind the host, as in slots=4, got '4'"),
-        ("h2:2 slots=2", "slots: the slots are said twice; expected them once"),
-        ("h2 max_slots=2 max-slots=2", "max-slots: the slots are said twice; expected them once"),
+        ("h2:2 slots=2", "slots: the slots are given twice; give them once"),
+        ("h2 max_slots=2 max-slots=2", "max-slots: the slots are given twice; give them once"),
         ("h2 slots=4 max_slots=2", "expected max_slots of at least the slots, 4, not 2"),
         ("slots=4", f"{NAME}, got 'slots=4'"),
         ("^h2", f"{NAME}, got '^h2'"),

@@ -88,7 +88,7 @@ def test_every_platform_is_tried():
 @pytest.mark.parametrize(
     ("environ", "message"),
     [
-        ({"NODE_RANK": "1"}, "torchrun is known by NODE_RANK, but NNODES is not set; say --nodes N"),
+        ({"NODE_RANK": "1"}, "torchrun was recognized by NODE_RANK, but NNODES is not set; say --nodes N"),
         ({"NODE_RANK": "1", "NNODES": "2"}, "but MASTER_ADDR is not set; set it, or say HEAD:PORT and --nodes N"),
         (
             {"NODE_RANK": "4", "NNODES": "4", "MASTER_ADDR": "h0"},
@@ -151,10 +151,10 @@ def test_a_key_that_others_may_know_is_none(text, mode, message, tmp_path):
     ("arguments", "message"),
     [
         (["true"], "nothing says which node this is; expected NODE_RANK, NNODES and MASTER_ADDR, or"),
-        (["--nodes", "2", "h0:1234", "true"], "h0:1234 stands where the command begins; it comes first: ringrun join"),
+        (["--nodes", "2", "h0:1234", "true"], "h0:1234 stands where the command begins; put it first: ringrun join"),
         (
             ["localhost:1234", "--nodes", "2", "true"],
-            r"localhost is another host on each of 2 nodes \(localhost:1234\)",
+            r"localhost means another host on each of 2 nodes \(localhost:1234\)",
         ),
         (["h0:1234", "true"], "h0:1234: how many nodes are there"),
         (["h0:1234", "--nodes", "2", "true"], "a job's nodes need a key: --key-file FILE, or the variable RINGRUN_KEY"),
@@ -291,9 +291,9 @@ def test_a_node_that_has_gone(nodes, tmp_path):
 @pytest.mark.parametrize(
     ("node", "why"),
     [
-        ((0, "other", 1), "node 0 has joined; it is host n0"),
-        ((0, "n0", 1), "a node called n0 has joined; give each host a name of its own"),
-        ((2, "n1", 1), "a node called n1 has joined; give each host a name of its own"),
+        ((0, "other", 1), "node 0 has already joined, as host n0"),
+        ((0, "n0", 1), "a node called n0 has already joined; give each host a name of its own"),
+        ((2, "n1", 1), "a node called n1 has already joined; give each host a name of its own"),
         ((3, "localhost", 1), "its host name is localhost; give it one of its own"),
     ],
 )

@@ -78,6 +78,6 @@ def test_a_program_that_forgets_to_join_is_told_last_of_all(ringrun, script, tmp
 )
 def test_a_failure_of_processes_that_a_rank_started_is_told_with_who_starts_ranks(traceback, starter):
     end = RankEnd(1, "here", 1, 1, 0.0, error=RankError("DistNetworkError", "EADDRINUSE", traceback))
-    told = f"ringrun: {starter} starts processes of rank 1's own, though ringrun has started all 2 ranks; in place of "
-    told += f"{starter}, call the function that it was given, once in each rank"
+    told = f"ringrun: {starter} starts more processes in rank 1, though ringrun has started all 2 ranks; instead "
+    told += f"of {starter}, call the function that it was given, once in each rank"
     assert said(RankEnded(end), ended(0))[0] == told if starter else "starts" not in str(said(RankEnded(end), ended(0)))

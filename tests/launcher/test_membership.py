@@ -13,7 +13,7 @@ from ringrun.elastic import Elastic
 from ringrun.job.membership import CannotGoOn, Kill, Members, Wake
 
 LOST = [("lost", {1: "a"}, 0.0), ("lost", {2: "b"}, 4.0)]
-WRAPPED = "a script goes on after one only inside a function that ringreduce's elastic.run wraps"
+WRAPPED = "a script survives a loss only inside a function that ringreduce's elastic.run wraps"
 
 
 def members(size=4, **options):

@@ -73,7 +73,7 @@ def test_root_cause(ends, cause):
         (128, 128, "exit code 128"),
         (255, 255, "exit code 255"),
         (-40, 168, "killed by signal 40 (unnamed), exit code 168"),
-        (None, 1, "its agent is gone, without a word"),
+        (None, 1, "its agent is gone without a word"),
     ],
 )
 def test_how_an_end_is_worded_and_its_exit_code(code, of_shell, words):
@@ -105,7 +105,7 @@ def test_evidence_is_the_best_there_is():
     many = tuple(f"line {count}" for count in range(30))
     assert outcome.evidence(end(0, 1, lost=(1,), tail=(*FIRST,))) == ["Traceback of 0"]
     assert outcome.evidence(end(0, 1, tail=("noise", *FIRST))) == FIRST
-    assert outcome.evidence(end(0, 1, tail=many)) == ["the last it wrote to stderr:", *many[-20:]]
+    assert outcome.evidence(end(0, 1, tail=many)) == ["its last lines on stderr:", *many[-20:]]
     assert outcome.evidence(end(0, 1), ["mpi words"])[-1] == "mpi words"
     assert outcome.evidence(end(0, -9, tail=(f"ringreduce: {FORK_WARNING}",))) == ["it wrote nothing to stderr"]
     assert outcome.evidence(end(0, 1)) == ["it wrote nothing to stderr"]

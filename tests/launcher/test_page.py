@@ -117,7 +117,7 @@ def test_a_page_of_everything_is_small_enough():
 
 
 def test_what_cannot_be_shown_is_an_error(monkeypatch):
-    with pytest.raises(UsageError, match=r"^report\.json lacks what a report has: .* has no attribute "):
+    with pytest.raises(UsageError, match=r"^report\.json is incomplete: .* has no attribute "):
         render({"version": 1})
     monkeypatch.setitem(sys.modules, "plotly.offline", None)
     with pytest.raises(

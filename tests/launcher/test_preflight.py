@@ -332,7 +332,7 @@ def test_any_output_is_facts_or_a_problem(stdout, stderr):
 def test_a_python_that_breaks_is_a_problem():
     told = read_answer(Answer("n1", b"", "Fatal Python error: no encodings\n", 1))
     assert told.what == (
-        "its Python did not tell what is there: exit code 1, and it wrote: Fatal Python error: no encodings"
+        "its Python did not report what is there: exit code 1, and it wrote: Fatal Python error: no encodings"
     )
 
 
@@ -383,7 +383,7 @@ def test_other_files_of_the_same_version_are_an_error(name):
     one, other = (facts(**{name: dataclasses.replace(getattr(GOOD, name), digest=digest)}) for digest in ("1a", "2b"))
     found = find({"h0": one, "h1": other, "h2": one}, "h0", QUESTION)
     assert [(each.host, each.severity, each.column) for each in found] == [("h1", "error", "ringreduce")]
-    assert found[0].what == f"{name} there has the version of the one on h0, but other files"
+    assert found[0].what == f"{name} there has the same version as on h0, but different files"
 
 
 def test_files_that_differ_by_content_or_by_name_have_other_digests(tmp_path):

@@ -261,7 +261,7 @@ def test_a_missing_interpreter_there(server):
         ({"user_key": "none"}, "ssh is refused there (Permission denied (publickey).)", "-i FILE"),
         ({"user_key": "loose"}, "the private key cannot be used (", "chmod 600"),
         ({"known": "unknown"}, "its host key is not known to this host", "accept it once by hand"),
-        ({"known": "changed"}, "its host key is not the one that this host knows it by", '-R "[h1]:'),
+        ({"known": "changed"}, "its host key has changed since this host saw it last", '-R "[h1]:'),
     ],
 )
 def test_a_host_that_refuses(options, what, cure, server):
@@ -300,7 +300,7 @@ Host closing
 
 def test_a_host_that_hangs_is_given_up(server):
     answer = over_ssh(server, timeout_s=1.0).run(["h1"], ["/bin/sh", "-c", "echo started >&2; sleep 5"])["h1"]
-    assert problem_of(answer).startswith("no answer within 1 s; the last it wrote: started")
+    assert problem_of(answer).startswith("no answer within 1 s; its last line: started")
 
 
 def test_a_wrong_configuration_of_ssh(server):

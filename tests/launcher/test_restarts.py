@@ -142,9 +142,9 @@ def test_a_job_goes_on_without_hosts_that_came_and_cannot_start_ranks():
     assert [tried.size for tried in run.jobs] == [2, 4, 2, 4, 2, 2]
     assert [line for line in run.said if "slots" not in line] == [
         "ringrun: error: no prted there",
-        "ringrun: going on without host h2.example, which came and is left out for 60 s",
+        "ringrun: going on without host h2.example, which has joined, but is left out for 60 s",
         "ringrun: error: no prted there",
-        "ringrun: going on without host h2.example, which came and is left out for 120 s",
+        "ringrun: going on without host h2.example, which has joined, but is left out for 120 s",
         "ringrun: restart 1 of 1 in 1 s",
     ]
     run = Attempts(scales_up, broken, OK)

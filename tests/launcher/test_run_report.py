@@ -42,7 +42,7 @@ def page(monkeypatch):
 
 
 def test_all_of_a_job_is_in_its_report(collector):
-    collector.note("stalls", "says rank 0: 'w' waits")
+    collector.note("stalls", "rank 0 says: 'w' waits")
     collector.note("elastic", "ranks 0,2 went on after 31 ms")
     collector.note("findings", "'w' is NaN", 2)
     collector.ended(RankEnd(1, "h0", 101, -9, 0.0, device="GPU 1"))
@@ -76,7 +76,7 @@ def test_all_of_a_job_is_in_its_report(collector):
     assert [(each["rss_max"] >> 30, each["shm_max"]) for each in found["memory"]] == [(3, 1 << 20)]
     assert [(each["rank"], each["host"]) for each in found["failures"]] == [(1, "h0")]
     assert [found[kind][0]["text"] for kind in ("stalls", "elastic", "findings")] == [
-        "says rank 0: 'w' waits", "ranks 0,2 went on after 31 ms", "'w' is NaN",
+        "rank 0 says: 'w' waits", "ranks 0,2 went on after 31 ms", "'w' is NaN",
     ]  # fmt: skip
     assert found["findings"][0]["rank"] == 2
 
@@ -102,7 +102,7 @@ def test_a_wire_that_is_full_and_what_prevents_overlap(collector):
     shares = [(each["from"], each["to"], each["bytes_per_step"], each["share"]) for each in found["links"]]
     assert shares == [(f"h{rank}", f"h{(rank + 1) % 3}", 1e7, 0.971) for rank in range(3)]
     texts = [each["text"] for each in found["advice"]]
-    assert "the link from h0 to h1 is used to 97 %: compression=int8 sends a quarter" in texts
+    assert "the link from h0 to h1 is 97 % used: compression=int8 sends a quarter" in texts
     assert "gradients are not reduced during backward: train.py:88 reads a gradient" in texts
     assert [each["saves_ms"] for each in found["advice"]] == sorted(
         (each["saves_ms"] for each in found["advice"]), reverse=True

@@ -104,7 +104,7 @@ def test_a_stall_is_told_once_with_all_stacks_and_no_quiet_rank_hides_it(ringrun
     python, path = program("late")
     done = ringrun("-np", 3, "--ranks", 0, "--stall-check-s", "0.7", python, path, returncode=0)
     lines = done.stderr.splitlines()
-    reports = [line for line in lines if line.startswith("ringrun: the job is stalled, says rank 0: ")]
+    reports = [line for line in lines if line.startswith("ringrun: the job is stalled; rank 0 says: ")]
     assert len(reports) >= 2, done.stderr  # after 0.7 s, after twice that and so on
     assert "allreduce 'late' (float64[3]): waiting for" in reports[0]
     assert "missing: rank 1. All ranks must submit it" in reports[0]
@@ -119,7 +119,7 @@ JOB = RunningJob(4711, 1000.0, 4, ("python", "my train.py"), "/nowhere/control")
 
 def test_the_list_of_jobs(monkeypatch):
     monkeypatch.setattr(stacks.time, "time", lambda: 50_125.0)  # the clock, which may have been set since it began
-    assert stacks.table([], 0.0) == ["no job of yours runs on this host"]
+    assert stacks.table([], 0.0) == ["no job of yours is running on this host"]
     head, row = stacks.table([JOB], 1125.0)
     since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(50_000.0))
     assert head.split() == ["JOB", "RANKS", "SINCE", "COMMAND"]
@@ -135,7 +135,10 @@ def test_the_list_of_jobs(monkeypatch):
         (["--all"], "ringrun stacks --all: expected at most one JOB"),
         (["x"], "ringrun stacks x: JOB is the process number of a ringrun; your jobs are: 4711"),
         (["³"], "ringrun stacks ³: JOB is the process number of a ringrun"),
-        ([str(os.getpid())], f"process {os.getpid()} is no ringrun of yours with a running job; your jobs are: 4711"),
+        (
+            [str(os.getpid())],
+            f"process {os.getpid()} is not a ringrun of yours with a running job; your jobs are: 4711",
+        ),
         (["4194999"], "process 4194999 does not exist"),
     ],
     ids=["two jobs", "a flag", "a word", "no digit", "this process", "no process"],

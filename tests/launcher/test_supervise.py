@@ -89,7 +89,7 @@ def test_ranks_that_do_not_come_are_named_with_their_hosts(monkeypatch):
     with pytest.raises(MachineError) as caught:
         Supervisor(job, fake, fake, fake, events).run()
     assert str(caught.value) == (
-        "the 0.2 s of --start-timeout were over when 2 of 4 ranks had started; missing: ranks 1,3 on h2, h3; "
+        "the 0.2 s of --start-timeout had passed when 2 of 4 ranks had started; missing: ranks 1,3 on h2, h3; "
         "mpirun wrote:\nssh: no route to h2"
     )
     assert fake.signals == [9]

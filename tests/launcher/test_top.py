@@ -81,7 +81,7 @@ def test_a_rank_of_which_less_is_known(changes, shown):
 def test_before_the_first_step_the_table_says_what_a_step_is():
     first = totals(0, 0, bytes=4_000_000)
     assert row(first, first).mb_s == 0
-    assert table([row(first, first)], 2, 200, 50)[0] == "1 of 2 ranks record their steps, and none has ended one yet"
+    assert table([row(first, first)], 2, 200, 50)[0] == "1 of 2 ranks record their steps, and none has finished one yet"
     assert "rr.mark_step()" in table([], 2, 200, 50)[1]
 
 
