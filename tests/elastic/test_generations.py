@@ -52,9 +52,11 @@ def test_mpi_abort_ends_one_rank_and_it_is_said_who_called_it(python):
     told = " ".join(done.stderr.split())
     assert "-- ringrun: rank 1 of 3 failed --" in told
     by_mpirun = (
-        "mpirun has ended with exit code 5: rank 1 called MPI_Abort, which ends only that rank here; to end one,"
+        "mpirun has ended with exit code 5: rank 1 called MPI_Abort, which ends only that rank here; to end a rank,"
     )
-    by_mpich = "ringrun killed it, since it called MPI_Abort: MPICH itself ends no rank of an elastic job; to end one,"
+    by_mpich = (
+        "ringrun killed it, since it called MPI_Abort: in an elastic job MPICH itself ends no rank; to end a rank,"
+    )
     assert by_mpirun in told or by_mpich in told
 
 

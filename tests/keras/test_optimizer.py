@@ -146,8 +146,8 @@ def test_what_is_refused():
     wrapped, built = hvd.DistributedOptimizer(sgd()), sgd()
     built.build(models.model().trainable_variables)
     for function, says in [
-        (lambda: hvd.DistributedOptimizer(wrapped), "is wrapped already; wrap it once"),
-        (lambda: hvd.DistributedOptimizer(optimizers.LossScaleOptimizer(wrapped)), "is wrapped already"),
+        (lambda: hvd.DistributedOptimizer(wrapped), "is already wrapped; wrap it once"),
+        (lambda: hvd.DistributedOptimizer(optimizers.LossScaleOptimizer(wrapped)), "is already wrapped"),
         (lambda: hvd.DistributedOptimizer(built, backward_passes_per_step=2), "gradient_accumulation_steps=2"),
         (lambda: hvd.DistributedOptimizer(sgd(), backward_passes_per_step=0), "expected 1 or more"),
         (lambda: hvd.DistributedOptimizer(sgd(), op=hvd.Max), "op=Max; expected Average, Sum or Adasum"),
@@ -207,7 +207,7 @@ def test_optimizers_of_ones_own(tmp_path, kind, options):
     trained.save(tmp_path / "model.keras")
     loaded = hvd.load_model(tmp_path / "model.keras", **options)
     assert type(loaded.optimizer).__name__ == kind.__name__
-    with pytest.raises(ValueError, match="this optimizer is wrapped already"):
+    with pytest.raises(ValueError, match="this optimizer is already wrapped"):
         hvd.DistributedOptimizer(loaded.optimizer)
 
 
