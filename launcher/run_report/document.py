@@ -16,12 +16,14 @@ from typing import Any
 
 from ..report.outcome import in_words
 from .analyse import Shares, Step, average, behind, gains, in_common, shares, usual
-from .causes import KINDS, Link, Straggler, host_names, links, named, stragglers
+from .causes import KINDS, Link, Straggler, host_names, links, stragglers
 from .collect import Bin, Collector, Event, Rank, seconds_of
+from .live import exposed_s
 
 VERSION = 1
 _MOST_TENSORS, _MOST_LINES = 50, 16
 _FULL = 0.8  # of what a link can carry
+_NOBODY = -1  # no rank
 _PARTS = ("computing", "exposed", "waiting", "hidden")
 
 Json = dict[str, Any]
@@ -42,7 +44,7 @@ def document(collector: Collector) -> Json:
         "version": VERSION,
         "written": _iso(datetime.now(timezone.utc).timestamp()),
         "job": job | {"hosts": Counter(hosts.values())},
-        "sentence": _sentence(parts, mean, late, hosts, bool(steps)),
+        "sentence": _sentence(parts, mean, late),
         "advice": _advice(late, of_links, mean, first.totals.get("no_overlap") or ""),
         "step": _times(_all(bins))
         | {f"{part}_ms": parts[part] for part in _PARTS}
@@ -106,9 +108,12 @@ def _steps(ranks: Mapping[int, Rank]) -> dict[int, dict[int, Step]]:
 
 def _of_totals(rank: Rank) -> Shares:
     """Return where the time of a rank went that has sent no step yet: nobody knows for whom it waited."""
-    steps = max(1, rank.totals.get("step") or 0)
-    step_s, blocked_s, hidden_s = (rank.totals.get(name, 0.0) / steps for name in ("step_s", "blocked_s", "hidden_s"))
-    return Shares(step_s, blocked_s, hidden_s)
+    said = rank.totals
+    step_s, blocked_s, hidden_s, moved_s = (
+        each / max(1, said["step"]) for each in (said["step_s"], said["blocked_s"], said["hidden_s"], exposed_s(said))
+    )
+    moved_s = min(moved_s, blocked_s)
+    return Shares(step_s, moved_s, hidden_s, {_NOBODY: blocked_s - moved_s})
 
 
 def _parts(mean: Shares) -> dict[str, float]:
@@ -119,19 +124,17 @@ def _parts(mean: Shares) -> dict[str, float]:
     return found | {"computing": _whole(round(found["step"] - found["exposed"] - found["waiting"], digits))}
 
 
-def _sentence(
-    parts: Mapping[str, float], mean: Shares, late: Sequence[Straggler], hosts: Mapping[int, str], is_split: bool
-) -> str:
+def _sentence(parts: Mapping[str, float], mean: Shares, late: Sequence[Straggler]) -> str:
+    """Return it; who is named is one of the stragglers, too."""
     if not parts["step"]:
         return "no step has ended yet"
-    names = "exposed communication" if is_split else "waiting and communication"
-    texts = [f"{parts['computing']} computing", f"{parts['exposed']} {names}"]
+    texts = [f"{parts['computing']} computing", f"{parts['exposed']} exposed communication"]
     if parts["waiting"]:
-        waited = {named(rank, hosts): waiting_s for rank, waiting_s in mean.waiting.items()}
-        waited |= {one.who: sum(mean.waiting[rank] for rank in one.ranks) for one in late if len(one.ranks) > 1}
-        who = max(waited, key=lambda name: waited[name])
-        most = "" if waited[who] >= _FULL * mean.waiting_s else "other ranks, most of it for "
-        texts.append(f"{parts['waiting']} waiting for {most}{who}")
+        waited = ((math.fsum(mean.waiting.get(rank, 0.0) for rank in one.ranks), one.who) for one in late)
+        waited_s, who = max(waited, default=(0.0, ""))
+        if waited_s < _FULL * mean.waiting_s:
+            who = "other ranks" + (f", most of it for {who}" if waited_s > mean.waiting_s / 2 else "")
+        texts.append(f"{parts['waiting']} waiting for {who}")
     return f"of a step's {parts['step']} ms, {', '.join(texts)}"
 
 

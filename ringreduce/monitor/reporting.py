@@ -2,7 +2,7 @@
 
     {"about": …}    once: what this rank is
     {"totals": …}   each second: sums over all steps but the first one
-    {"step": …}     the last steps, each once, some seconds after the start, then more and more seldom, and at the end
+    {"step": …}     the last steps, each once, a second after the start, then more and more seldom, and at the end
 
 A thread of its own does that, without MPI, and looks now and then what the rank's script does. What ringrun does not
 take is lost, and the job goes on.
@@ -28,14 +28,14 @@ from ringreduce.execution.host import Host
 from ringreduce.monitor import launcher_link
 from ringreduce.monitor.sampling import Sampler, memory
 from ringreduce.monitor.side_job import SideJob
-from ringreduce.monitor.steps import MOST, StepRecorder
+from ringreduce.monitor.steps import MOST, Step, StepRecorder
 from ringreduce.settings import PER_RANK, Settings
 from ringreduce.transport.base import EngineTransport
 from ringreduce.transport.traffic import Traffic
 
 SAMPLE_S = 20e-3, 50e-3  # between two samples; at random, since steps have a rhythm
 TOTALS_S = 1.0
-FIRST_STEPS_S, STEPS_S = 5.0, 60.0
+FIRST_STEPS_S, STEPS_S = 1.0, 60.0
 LAST_S = 0.2  # how long the last messages may take
 MOST_BYTES = 60_000  # of a message
 STEPS_OF_ALL, LEAST_STEPS = 1024, 4  # of all ranks together, of each rank
@@ -62,6 +62,7 @@ class Reporting:
         self._sampler = Sampler(recorder.thread)
         self._has_begun = self._has_told = False
         self._sent = -1  # the number of the last step that was sent
+        self._due: list[Step] = []  # to be sent
         self._next_s, self._steps_s, self._interval_s = 0.0, time.monotonic() + FIRST_STEPS_S, FIRST_STEPS_S
         self._ending = threading.Event()
         self._thread = threading.Thread(target=self._run, name="ringreduce reports", daemon=True)
@@ -82,8 +83,10 @@ class Reporting:
     def _finish(self) -> None:
         until_s = time.monotonic() + LAST_S
         self._send_totals()
-        while not self._send_steps() and time.monotonic() < until_s:
-            time.sleep(LAST_S / 100)
+        self._due = self._not_sent()
+        while self._due and time.monotonic() < until_s:
+            if not self._send_step():
+                time.sleep(LAST_S / 100)
 
     def _run(self) -> None:
         while not self._ending.wait(random.uniform(*SAMPLE_S)):  # noqa: S311 - no secret
@@ -101,9 +104,12 @@ class Reporting:
         if now_s >= self._next_s:
             self._next_s = now_s + TOTALS_S
             self._send_totals()
-        if now_s >= self._steps_s and self._send_steps(most=1):  # ringrun's socket holds few
+        if now_s >= self._steps_s:
+            self._due = self._not_sent()  # these alone, or ranks with short steps would send different ones
             self._interval_s = min(2 * self._interval_s, STEPS_S)
             self._steps_s = now_s + self._interval_s
+        if self._due:  # one by one: ringrun's socket holds few
+            self._send_step()
 
     def _send_totals(self) -> None:
         if not self._has_told:
@@ -114,17 +120,19 @@ class Reporting:
         sums = {**self._recorder.totals(), **self._sampler.totals()}
         self._send("totals", {"at_s": time.monotonic(), **sums, **sent, **others})
 
-    def _send_steps(self, most: int = STEPS_OF_ALL) -> bool:
-        """Send the next of the last steps; True when all are sent."""
+    def _not_sent(self) -> list[Step]:
+        """Of the last steps those that ringrun does not have."""
         kept = max(LEAST_STEPS, STEPS_OF_ALL // self._host.world.size)
-        left = [each for each in list(self._recorder.steps)[-kept:] if each.number > self._sent]
-        for step in left[:most]:
-            body = {"number": step.number, "from_s": step.from_s, "to_s": step.to_s, "waits": step.waits}
-            operations = {"operations": step.operations, "more": max(0, step.count - MOST)}
-            if not self._send("step", {**body, **operations}):
-                return False
-            self._sent = step.number
-        return len(left) <= most
+        return [each for each in list(self._recorder.steps)[-kept:] if each.number > self._sent]
+
+    def _send_step(self) -> bool:
+        """Send the next one that is due; True when ringrun has it."""
+        step = self._due[0]
+        body = {"number": step.number, "from_s": step.from_s, "to_s": step.to_s, "waits": step.waits}
+        operations = {"operations": step.operations, "more": max(0, step.count - MOST)}
+        if is_sent := self._send("step", {**body, **operations}):
+            self._sent = self._due.pop(0).number
+        return is_sent
 
     def _send(self, kind: str, body: dict[str, Any]) -> bool:
         return launcher_link.report(self._host.settings.error_file, measured={kind: shortened(body)})

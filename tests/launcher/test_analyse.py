@@ -1,5 +1,7 @@
 """Who keeps whom waiting, and why: of jobs in virtual time, of which the truth is known."""
 
+import re
+
 import pytest
 
 from ringrun.run_report import analyse
@@ -94,8 +96,11 @@ def test_each_straggler_is_named_with_its_kind_and_delay(job, expected, sync):
     job.sync, job.steps = sync, []
     collector = job.collected()
     collector.ranks[0].about["links"] = [[*link] for link in CAN_CARRY] if job.totals is slow_host else []
-    found = document(collector)["stragglers"]
+    report = document(collector)
+    found = report["stragglers"]
     assert [(each["kind"], each["who"]) for each in found] == [(kind, who) for kind, _, who in expected]
+    named = re.findall("waiting for (?:.* for )?(.*)", report["sentence"])
+    assert {*named} <= {"other ranks", *(who for _, _, who in expected)}
     for each, (_, delay_ms, _) in zip(found, expected, strict=True):
         assert each["delay_ms"] == pytest.approx(delay_ms, rel=0.1)
 

@@ -85,7 +85,8 @@ def test_before_a_step_was_sent_nobody_knows_for_whom_ranks_waited(collector):
     for rank in collector.ranks.values():
         rank.steps.clear()
     found = document(collector)
-    assert found["sentence"] == "of a step's 126 ms, 110 computing, 16 waiting and communication"
+    sentence = "of a step's 126 ms, 110 computing, 3 exposed communication, 13 waiting for other ranks"
+    assert found["sentence"] == sentence
     assert (found["stragglers"], found["timeline"]) == ([], None)
 
 

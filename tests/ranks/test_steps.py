@@ -176,6 +176,21 @@ def test_an_operation_is_ready_when_the_last_rank_has_submitted_it_and_is_told(s
     }
 
 
+def test_steps_that_are_sent_follow_one_another_however_short_they_are(sent, monkeypatch):
+    """So that those of all ranks are the same: only in such can be seen who waits for whom."""
+    settings, found = sent
+    monkeypatch.setattr(reporting, "STEPS_S", 60.0)
+
+    def program():
+        while len(numbers := [each["step"]["number"] for each in found if "step" in each]) < 3:
+            rr.mark_step()
+            time.sleep(1e-3)
+        return numbers
+
+    ((first, *others),) = run_ranks(1, program, settings=settings)
+    assert others == [first + 1, first + 2]
+
+
 def test_calls_of_the_fast_lane_are_operations_and_waits_too():
     def program():
         rr.stats()

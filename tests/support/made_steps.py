@@ -93,7 +93,7 @@ class MadeJob:
         times = {math.floor(math.log(step_s / len(steps)) / math.log(1.05)): len(steps)} if steps else {}
         now = {"at_s": 1e6 + second, "step": len(steps), "step_s": step_s, "blocked_s": blocked_s, "histogram": times}
         memory = {"rss": (rank + 1) << 30, "shm": 1 << 20, "fusion": 1 << 24}
-        return now | memory | {"hidden_s": 0.0, "no_overlap": ""} | (sums if steps else {})
+        return now | memory | {"moving_s": 0.2 * blocked_s, "hidden_s": 0.0, "no_overlap": ""} | (sums if steps else {})
 
 
 def _waited(step, pending, rank, now_s):
