@@ -12,6 +12,7 @@ from pathlib import Path
 
 from ..errors import LauncherError, UsageError
 from ..output.files import refusal, try_to_write
+from ..text import counted
 from .collect import Collector
 from .document import Json, document
 
@@ -57,7 +58,7 @@ class Writer:
             self._say(f"ringrun: {self._folder / PAGE}: {sentence}")
 
     def _write(self) -> str:
-        """Return what the page says in one sentence; nothing if it could not be written, which is said once."""
+        """Return what the page says in short; nothing if it could not be written, which is said once."""
         try:
             report = document(self._collector)
             replace(self._folder / DATA, json.dumps(report))
@@ -75,11 +76,12 @@ class Writer:
 
 
 def write_page(folder: Path, report: Json) -> str:
-    """Write the page that shows `report`; return what it says in one sentence."""
+    """Write the page that shows `report`; return what it says in short."""
     from .page import render  # its template is not needed by other commands
 
     replace(folder / PAGE, render(report))
-    return str(report["sentence"])
+    found = len(report["findings"])
+    return f"{counted(found, 'finding')} of --check; {report['sentence']}" if found else str(report["sentence"])
 
 
 def replace(path: Path, text: str) -> None:

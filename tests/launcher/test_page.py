@@ -101,6 +101,12 @@ def test_a_table_shows_what_the_report_says_and_not_something_else():
     assert [text if figure is None else figure for figure, text in row[8]] == [rank[key] for key in shown]
 
 
+def test_what_is_wrong_comes_first():
+    top, _, _ = render(REPORTS["16-ranks-failed"]()).partition("Where the time of a step goes")
+    for text in ("failed, exit code 1, 1 finding<", "This job failed", "1 finding of --check", "the first NaN"):
+        assert text in top
+
+
 def test_a_name_is_no_markup():
     report = REPORTS["16-ranks-failed"]()
     page = render(report | {"sentence": HOSTILE, "job": report["job"] | {"command": HOSTILE, "card": [HOSTILE]}})

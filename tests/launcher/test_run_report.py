@@ -193,6 +193,14 @@ def test_a_folder_that_cannot_be_used_is_refused_before_the_job_starts(tmp_path,
             Writer(directory, Collector(), said.append)
 
 
+@pytest.mark.parametrize("count", [1, 2])
+def test_the_last_line_begins_with_what_was_found(count, tmp_path, collector, said):
+    for _ in range(count):
+        collector.note("findings", "'w' is NaN", 2)
+    finished(tmp_path, collector, said)
+    assert said[0].startswith(f"ringrun: {tmp_path}/report.html: {count} finding{'s' * (count > 1)} of --check; of a ")
+
+
 def test_the_page_is_built_again(tmp_path, collector, said, capsys):
     report = finished(tmp_path, collector, said)
     (tmp_path / "report.html").unlink()
