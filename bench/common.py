@@ -8,11 +8,13 @@ ranks starting together. Waiting ranks sleep, so that a rank that is done takes 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import json
 import os
 import platform
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
@@ -28,6 +30,7 @@ import ringreduce as rr
 Action = Callable[[], object]
 MAX_CALLS = 1000
 QUICK_S = 0.01
+END_S = 20
 
 
 class Column(NamedTuple):
@@ -197,12 +200,27 @@ def run_job(options: Sequence[str], program: Sequence[str], timeout_s: float) ->
 
 
 def run_command(command: Sequence[str], timeout_s: float, variables: Mapping[str, str] | None = None) -> str:
-    """What it prints, with these environment variables, too; one that fails ends the bench, with that."""
+    """What it prints, with these environment variables, too; one that fails ends the bench, with that.
+
+    It gets SIGTERM when it takes too long, or this process is ended, so that it can end what it has started.
+    """
     own = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    done = subprocess.run(command, timeout=timeout_s, env={**os.environ, **(variables or {})}, **own)
-    if done.returncode:
-        sys.exit(f"{' '.join(command)}: exit code {done.returncode}:\n{done.stdout}")
-    return done.stdout
+    with subprocess.Popen(command, env={**os.environ, **(variables or {})}, start_new_session=True, **own) as job:
+        before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+        try:
+            printed, _ = job.communicate(timeout=timeout_s)
+        except BaseException:
+            os.killpg(job.pid, signal.SIGTERM)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                job.communicate(timeout=END_S)
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(job.pid, signal.SIGKILL)
+            raise
+        finally:
+            signal.signal(signal.SIGTERM, before)
+    if job.returncode:
+        sys.exit(f"{' '.join(command)}: exit code {job.returncode}:\n{printed}")
+    return str(printed)
 
 
 def is_printing() -> bool:

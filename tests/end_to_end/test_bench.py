@@ -9,6 +9,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -365,6 +366,33 @@ def test_a_wrong_element_fails_the_bench():
 def test_a_job_that_fails_ends_its_bench_with_what_it_printed():
     with pytest.raises(SystemExit, match=r"(?s)ringrun -np 2 .*: exit code 1:\n.*no such luck"):
         bench_module("common").run_job(["-np", "2"], ["-c", "raise SystemExit('no such luck')"], patient(60))
+
+
+RUNS = f"""
+import sys
+sys.path.insert(0, {str(BENCH)!r})
+from common import run_command
+run_command(sys.argv[2:], float(sys.argv[1]))
+"""
+TOLD = """
+import pathlib, signal, sys, time
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(pathlib.Path(sys.argv[1]).touch()))
+pathlib.Path(sys.argv[2]).touch()
+time.sleep(1000)
+"""
+
+
+@pytest.mark.parametrize("seconds", [2, 1000], ids=["it takes too long", "the bench is ended"])
+def test_what_a_bench_runs_is_told_to_end(tmp_path, seconds):
+    begun, told = tmp_path / "begun", tmp_path / "told"
+    command = [PYTHON, "-c", TOLD, told, begun]
+    bench = subprocess.Popen([PYTHON, "-c", RUNS, str(seconds), *command], stderr=subprocess.PIPE)
+    while not begun.exists():
+        time.sleep(0.05)
+    if seconds > 2:
+        bench.terminate()
+    bench.communicate(timeout=patient(60))
+    assert told.exists()
 
 
 NO_CUPY = "raise ImportError('there is none here')\n"
