@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -115,6 +116,7 @@ class Submitting:
             made.deadline_s = made.submitted_s + timeout_s
             if self._recorder.recording:
                 made.recorder = self._recorder
+                made.submitted_s = self._recorder.passed_s.pop(threading.get_ident(), made.submitted_s)
             if seen is not None and self.watch is not None:
                 self.watch.begin(made, seen, of_step)
             self._hand_over(state, made)

@@ -63,6 +63,7 @@ class StepRecorder:
         self.recording = self._always = False
         self.thread = threading.get_ident()  # that trains: so far the one that called init()
         self.steps: collections.deque[Step] = collections.deque(maxlen=KEPT)
+        self.passed_s: dict[int, float] = {}  # since when a thread, whose submission comes now, has waited for it
         self._lock = threading.RLock()  # a signal handler of the script may call a collective
         self._who: object = None
         self._others: set[object] = set()  # which have stepped since
@@ -115,6 +116,8 @@ class StepRecorder:
         """The fast lane has waited for an operation; algorithm None: which has not ended, and is submitted now."""
         if algorithm is not None:
             self._add(Operation(name, kind, nbytes, since_s, since_s, since_s, time.monotonic(), algorithm))
+        else:
+            self.passed_s[threading.get_ident()] = since_s
         self.waited(name, since_s)
 
     def _add(self, operation: Operation) -> None:

@@ -197,10 +197,13 @@ def test_calls_of_the_fast_lane_are_operations_and_waits_too():
         channel = rr.ordered()
         rr.mark_step()
         for _ in range(20):
+            time.sleep(0.005 * rr.rank())  # some of rank 0's are submitted in the end
             channel.allreduce_(np.ones(100))
         rr.mark_step()
         step = runtime.current("test").engine.recorder.steps[-1]
-        found = {each[:3] for each in step.operations}, len(step.waits) >= 20  # some are submitted in the end
+        for _, since_s, _ in step.waits:
+            assert [each for each in step.operations if each.submitted_s <= since_s < each.ended_s], "it was submitted"
+        found = {each[:3] for each in step.operations}, len(step.waits) >= 20
         return rr.stats()["operations"], rr.stats()["bytes"], *found
 
     assert run_ranks(2, program) == [(20, 16_000, {("ordered", "allreduce", 800)}, True)] * 2
