@@ -188,7 +188,8 @@ class Collector:
         with self.lock:
             self._rank(end.rank).end = end
         if end.failed:
-            self.note("failures", in_words(end), end.rank)
+            raised = f": {end.error.exception}: {end.error.message}" if end.error else ""
+            self.note("failures", in_words(end) + raised, end.rank)
 
     def note(self, kind: Kind, text: str, rank: int = -1) -> None:
         """Take a line that the user is to read, of `rank` if it is of one."""

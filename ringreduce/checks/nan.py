@@ -69,6 +69,7 @@ class Nan:
         """The first for that step, in what, in which backward pass."""
         self._late: Agreement | None = None  # for which other ranks have not come
         self._reported = self._skipped = 0
+        self._first = ""  # that was reported
 
     def look(self, _: object, __: object, details: Sequence[tuple[str, Any]], inputs: Sequence[Buffer]) -> Seen | None:
         """What is in arrays that are about to be sent; None: they are not to be added up."""
@@ -199,16 +200,18 @@ class Nan:
 
     def _act(self, agreed: Finding, zero: Sequence[Callable[[], object]]) -> None:
         """zero: each makes zeros of something that was reduced."""
+        self._first = self._first or agreed.text
+        self._reported += 1
+        if agreed.rank == self._own.world.rank and self._reported == 1:
+            launcher_link.report(self._own.settings.error_file, finding=agreed.text)
         if self._action == "raise":
             raise NanError(agreed.text)
         for each in zero if self._action == "zero" else ():
             each()
-        self._reported += 1
         if agreed.rank == self._own.world.rank:
             done = ", and everything reduced with it is zeroed" if self._action == "zero" else ""
-            LOGGER.log(_level(self._reported), f"check: {agreed.text}{done}; {self._reported} so far")
-            if self._reported == 1:
-                launcher_link.report(self._own.settings.error_file, finding=agreed.text)
+            first = f"; the first was of {self._first.partition(': ')[0]}" if self._reported > 1 else ""
+            LOGGER.log(_level(self._reported), f"check: {agreed.text}{done}; {self._reported} so far{first}")
 
     def _skip(self) -> None:
         self._skipped += 1

@@ -24,6 +24,7 @@ from ringreduce.errors import SettingsError
 from ringreduce.execution.signature import ranks_text
 from ringreduce.execution.submission import Submission
 from ringreduce.log import LOGGER
+from ringreduce.monitor import launcher_link
 
 UNNAMED = "without a name"
 Record = dict[str, list[Any]]  # by "STEP NAME": [step, name, before, after], in the order of submissions
@@ -79,10 +80,13 @@ class Twice:
             raise SystemExit(0)
         verdicts = allgather_object(first_difference(self._before, self._record))
         text = verdict(verdicts, self._steps, len(self._counts))
-        if runtime.current("check").world.rank != 0:
+        current, differs = runtime.current("check"), any(verdicts)
+        if current.world.rank != 0:
             raise SystemExit(0)
         LOGGER.warning(f"--twice: {text}")
-        raise SystemExit(int(any(verdicts)))
+        if differs:
+            launcher_link.report(current.settings.error_file, finding=f"--twice: {text}")
+        raise SystemExit(int(differs))
 
 
 def _arrived(made: Submission, rows: list[list[Any]], _: Exception | None) -> None:

@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from ringrun.connection.wire import RankError
 from ringrun.report.outcome import RankEnd
 from ringrun.run_report import collect
 from ringrun.run_report.collect import Collector, seconds_of
@@ -80,10 +81,14 @@ def test_what_makes_no_sense_is_dropped(text):
 
 def test_of_what_happens_the_newest_is_kept(clock):
     collector = Collector()
-    collector.begin(2)
+    collector.begin(3)
     for clock[0] in range(1000):
         collector.note("stalls", f"stall {clock[0]}")
     collector.ended(RankEnd(1, "h", 12, 3, 0.0))
     collector.ended(RankEnd(0, "h", 11, 0, 0.0))
+    collector.ended(RankEnd(2, "h", 13, 1, 0.0, error=RankError("ValueError", "bad batch", "…")))
     assert [each.text for each in collector.events["stalls"]] == [f"stall {at}" for at in range(800, 1000)]
-    assert [(each.rank, each.text) for each in collector.events["failures"]] == [(1, "exit code 3")]
+    assert [(each.rank, each.text) for each in collector.events["failures"]] == [
+        (1, "exit code 3"),
+        (2, "exit code 1: ValueError: bad batch"),
+    ]

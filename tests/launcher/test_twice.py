@@ -1,5 +1,6 @@
 """ringrun --twice: two runs of some steps, whose bits are compared; its exit code says whether they are the same."""
 
+import json
 import re
 
 import pytest
@@ -16,9 +17,10 @@ def test_the_second_run_follows_one_that_ended_well(codes, expected):
 
     def run_once(job):
         told.append(job.variables["RINGREDUCE_TWICE"])
+        assert job.report_directory == ("run" if len(told) == 2 else None)
         return codes.pop(0)
 
-    assert run(Job(2, ["train"]), 30, run_once) == expected
+    assert run(Job(2, ["train"], report_directory="run"), 30, run_once) == expected
     assert not codes
     numbers = [re.fullmatch("([12]):30:(/.*)", each).groups() for each in told]
     assert [number for number, _ in numbers] == ["1", "2"][: len(told)]
@@ -46,7 +48,7 @@ def test_what_cannot_run_twice_is_refused(flags, expected):
 
 
 @pytest.mark.parametrize("differs", [True, pytest.param(False, marks=pytest.mark.extended)])
-def test_a_job_runs_twice(ringrun, script, differs):
+def test_a_job_runs_twice(ringrun, script, tmp_path, differs):
     command = script(
         f"""
         import os
@@ -62,7 +64,10 @@ def test_a_job_runs_twice(ringrun, script, differs):
         raise SystemExit("it ends by itself")
         """
     )
-    result = ringrun("-np", 2, "--twice", 10, *command, returncode=int(differs))
+    result = ringrun("-np", 2, "--report", "run", "--twice", 10, *command, returncode=int(differs))
+    assert len(re.findall("run/report", result.stderr)) == 1
+    findings = json.loads((tmp_path / "run" / "report.json").read_text())["findings"]
+    assert [each["text"][:30] for each in findings] == ["--twice: 'w' differs in step 7"] * differs
     expected = (
         "'w' differs in step 7, on rank 1 before"
         if differs

@@ -138,15 +138,19 @@ def test_it_is_reported_once_and_counted(make, capfd):
     def program():
         with checked("nan"):
             take = make()
-            for step in [0, 1, STEP, 3, STEP, STEP]:
+            for step in [0, 1, STEP, 3, *[STEP] * 9]:
                 take(step, np.nan)
 
     run_ranks(3, program)
-    [line] = [line for line in capfd.readouterr().err.splitlines() if "check:" in line]
-    assert re.match(r"ringreduce: check: rank 1 of 3, .* 'b' .*, step 2: NaN in .*; 1 so far", line)
+    first, tenth = [line for line in capfd.readouterr().err.splitlines() if "check:" in line]
+    assert re.match(r"ringreduce: check: rank 1 of 3, .* 'b' .*, step 2: NaN in .*; 1 so far$", first)
+    assert re.search(r"; 10 so far; the first was of rank 1 of 3, .* 'b' \(.*\), step 2$", tenth)
 
 
-def test_a_gradient_that_overflows_in_16_bits_is_named_too():
+def test_a_gradient_that_overflows_in_16_bits_is_named_too(monkeypatch):
+    told = []
+    monkeypatch.setattr(nan.launcher_link, "report", lambda _, finding="", **__: finding and told.append(finding))
+
     def program():
         rr.check("nan:raise")
         take = in_16_bits()
@@ -157,6 +161,8 @@ def test_a_gradient_that_overflows_in_16_bits_is_named_too():
         take(1, 0)
 
     run_ranks(2, program)
+    (text,) = told
+    assert "'a'" in text, "ringrun knows it, though an error says it, too"
 
 
 def test_a_rank_that_has_joined_does_not_stop_the_others():
