@@ -14,7 +14,7 @@ _MOST = 20
 KINDS = {
     "core shared": (
         "another process runs on its core",
-        "end what else runs on its core, or let ringrun bind the ranks",
+        "end what else runs on its core, as top shows it",
     ),
     "data loader": ("it waits for its data loader", "its data loader needs more workers, or a faster disk"),
     "slow host": ("all ranks of this host compute longer", "look for other load, heat or a power limit there"),
@@ -112,7 +112,7 @@ def _straggler(
     caused_s = sum(each.waiting[rank] for each in others for rank in own if rank in each.waiting)
     lines = {rank: _seconds_at_lines(each) for rank, each in ranks.items()}
     loading = {rank: sum(s for line, s in own.items() if line.endswith(_LOADER)) for rank, own in lines.items()}
-    core_wait = {rank: each.recent("core_wait_s") / max(1.0, each.recent("step")) for rank, each in ranks.items()}
+    core_wait = {rank: each.each_step_s("core_wait_s") for rank, each in ranks.items()}
     known = sorted({line for rank in own for line in lines.get(rank, ())})
     more = {line: excess({rank: each.get(line, 0.0) for rank, each in lines.items()}, own) for line in known}
     where = max(more, key=lambda line: more[line], default="")
@@ -123,7 +123,8 @@ def _straggler(
         kind, where = "data loader", max(known, key=lambda line: (line.endswith(_LOADER), more[line]))
     elif kind == "slow host" or more.get(where, 0.0) < late_s / 4:
         where = ""
-    return Straggler(who, kind, late_s, caused_s, caused_s / max(1, len(others)), where.removesuffix(_LOADER), own)
+    saves_s = min(late_s, caused_s / max(1, len(others)))
+    return Straggler(who, kind, late_s, caused_s, saves_s, where.removesuffix(_LOADER), own)
 
 
 def _seconds_at_lines(rank: Rank) -> dict[str, float]:

@@ -58,6 +58,10 @@ class Rank:
         before = self._before.get(name) or {}
         return {key: value - before.get(key, 0) for key, value in (self.totals.get(name) or {}).items()}
 
+    def each_step_s(self, name: str) -> float:
+        """Return how much of the total `name` came with each step of that time."""
+        return self.recent(name) / max(1.0, self.recent("step"))
+
     @property
     def _before(self) -> Said:
         """The totals that the newest are compared with: none, if there are no others."""

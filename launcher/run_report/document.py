@@ -18,11 +18,13 @@ from ..report.outcome import in_words
 from .analyse import Shares, Step, average, behind, gains, in_common, shares, usual
 from .causes import KINDS, Link, Straggler, host_names, links, stragglers
 from .collect import Bin, Collector, Event, Rank, seconds_of
-from .live import exposed_s
+from .live import STEP_ENDS, exposed_s
 
 VERSION = 1
 _MOST_TENSORS, _MOST_LINES = 50, 16
 _FULL = 0.8  # of what a link can carry
+_MUCH = 0.1  # of a step
+_MORE_CORES = "take fewer ranks on a host, or fewer threads in each, than it has cores, and end what else runs there"
 _NOBODY = -1  # no rank
 _PARTS = ("computing", "exposed", "waiting", "hidden")
 
@@ -45,7 +47,7 @@ def document(collector: Collector) -> Json:
         "written": _iso(datetime.now(timezone.utc).timestamp()),
         "job": job | {"hosts": Counter(hosts.values())},
         "sentence": _sentence(parts, mean, late),
-        "advice": _advice(late, of_links, mean, first.totals.get("no_overlap") or ""),
+        "advice": _advice(late, of_links, mean, ranks, first.totals.get("no_overlap") or ""),
         "step": _times(_all(bins))
         | {f"{part}_ms": parts[part] for part in _PARTS}
         | {"examples_per_s": _examples_per_s(ranks)},
@@ -127,7 +129,7 @@ def _parts(mean: Shares) -> dict[str, float]:
 def _sentence(parts: Mapping[str, float], mean: Shares, late: Sequence[Straggler]) -> str:
     """Return it; who is named is one of the stragglers, too."""
     if not parts["step"]:
-        return "no step has ended yet"
+        return f"no step has ended: {STEP_ENDS}"
     texts = [f"{parts['computing']} computing", f"{parts['exposed']} exposed communication"]
     if parts["waiting"]:
         waited = ((math.fsum(mean.waiting.get(rank, 0.0) for rank in one.ranks), one.who) for one in late)
@@ -138,7 +140,13 @@ def _sentence(parts: Mapping[str, float], mean: Shares, late: Sequence[Straggler
     return f"of a step's {parts['step']} ms, {', '.join(texts)}"
 
 
-def _advice(late: Sequence[Straggler], of_links: Mapping[tuple[str, str], Link], mean: Shares, why: str) -> list[Json]:
+def _advice(
+    late: Sequence[Straggler],
+    of_links: Mapping[tuple[str, str], Link],
+    mean: Shares,
+    ranks: Mapping[int, Rank],
+    why: str,
+) -> list[Json]:
     """Return what would help, the most first."""
     saves = [
         (f"{each.who}{', at ' + each.where if each.where else ''}: {KINDS[each.kind][1]}", each.saves_s)
@@ -149,6 +157,9 @@ def _advice(late: Sequence[Straggler], of_links: Mapping[tuple[str, str], Link],
         if link.share and link.share >= _FULL and who not in {each.who for each in late}:
             used = f"the {who} is {100 * link.share:.0f} % used: compression=int8 sends a quarter"
             saves.append((used, 0.75 * min(mean.exposed_s, link.most_s)))
+    core_wait_s = min((each.each_step_s("core_wait_s") for each in ranks.values()), default=0.0)
+    if core_wait_s >= _MUCH * mean.step_s > 0:
+        saves.append((f"all ranks wait for a CPU core: {_MORE_CORES}", core_wait_s))
     if why:
         saves.append((f"gradients are not reduced during backward: {why}", min(mean.exposed_s, mean.computing_s)))
     worth = {text: saves_s for text, saves_s in saves if saves_s >= 0.01 * mean.step_s}
@@ -183,7 +194,6 @@ def _examples_per_s(ranks: Mapping[int, Rank]) -> float | None:
 
 def _rank_row(number: int, rank: Rank, own: Shares | None, hosts: Mapping[int, str]) -> Json:
     own, totals, end = own or Shares(), rank.totals, rank.end
-    steps = max(1, totals.get("step") or 0)
     return {
         "rank": number,
         "host": hosts[number],
@@ -192,9 +202,9 @@ def _rank_row(number: int, rank: Rank, own: Shares | None, hosts: Mapping[int, s
         "steps": totals.get("step") or 0,
         "step_ms": _rounded(own.step_s, 1e3),
         **{f"{part}_ms": _rounded(getattr(own, f"{part}_s"), 1e3) for part in _PARTS},
-        "core_wait_ms": _rounded((totals.get("core_wait_s") or 0.0) / steps, 1e3),
+        "core_wait_ms": _rounded(rank.each_step_s("core_wait_s"), 1e3),
         **{name: totals.get(name) or 0 for name in ("rss", "shm", "fusion")},
-        "end": in_words(end) if end else "",
+        "end": "" if end is None else in_words(end) if end.failed or not end.code else "ended by ringrun",
     }
 
 

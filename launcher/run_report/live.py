@@ -10,6 +10,8 @@ from ..text import columns, counted, shortened
 Totals = Mapping[str, Any]
 """What a rank has said last, as `Collector.latest` has it."""
 
+STEP_ENDS = "a step ends when a ringreduce optimizer has stepped, or with rr.mark_step()"
+
 _NOT_SENT = ("histogram", "by_algorithm", "by_name", "sent", "send_s")  # long, and not shown
 
 _SILENT_S = 5.0
@@ -102,7 +104,7 @@ def table(rows: Sequence[Row], size: int, width: int, height: int) -> list[str]:
     stepped = [each for each in rows if each.step]
     if not stepped:
         said = f"{len(rows)} of {counted(size, 'rank')} record their steps, and none has finished one yet"
-        return [said, "a step ends when a ringreduce optimizer has stepped, or with rr.mark_step()"]
+        return [said, STEP_ENDS]
     late = late_ms(stepped)
     lines = [line for text in _summary(stepped, late) for line in textwrap.wrap(text, width)]
     shown, place = list(rows), height - len(lines) - 1

@@ -37,6 +37,7 @@ SAMPLE_S = 20e-3, 50e-3  # between two samples; at random, since steps have a rh
 TOTALS_S = 1.0
 FIRST_STEPS_S, STEPS_S = 1.0, 60.0
 LAST_S = 0.2  # how long the last messages may take
+NOT_TOLD = {*PER_RANK, "report"}  # of the settings
 MOST_BYTES = 60_000  # of a message
 STEPS_OF_ALL, LEAST_STEPS = 1024, 4  # of all ranks together, of each rank
 VERSIONS = "numpy", "mpi4py", "torch", "jax", "tensorflow", "keras", "cupy"
@@ -153,7 +154,7 @@ def about(host: Host, settings: Settings, algorithms: Algorithms, clock_ahead_us
     if world.rank:
         return own
     values = {name: [value, defaults[name]] for name, value in dataclasses.asdict(settings).items()}
-    changed = {name: pair for name, pair in values.items() if pair[0] != pair[1] and name not in PER_RANK}
+    changed = {name: pair for name, pair in values.items() if pair[0] != pair[1] and name not in NOT_TOLD}
     links = [(*pair, 1e9 * gbs) for pair, gbs in host.links.gbs]
     return {**own, "settings": changed, "links": links, "algorithms": algorithms.table()}
 

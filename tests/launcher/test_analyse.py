@@ -99,6 +99,7 @@ def test_each_straggler_is_named_with_its_kind_and_delay(job, expected, sync):
     report = document(collector)
     found = report["stragglers"]
     assert [(each["kind"], each["who"]) for each in found] == [(kind, who) for kind, _, who in expected]
+    assert all(each["saves_ms"] <= max(one["delay_ms"] for one in found) for each in report["advice"])
     named = re.findall("waiting for (?:.* for )?(.*)", report["sentence"])
     assert {*named} <= {"other ranks", *(who for _, _, who in expected)}
     for each, (_, delay_ms, _) in zip(found, expected, strict=True):

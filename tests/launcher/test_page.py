@@ -103,8 +103,14 @@ def test_a_table_shows_what_the_report_says_and_not_something_else():
 
 def test_what_is_wrong_comes_first():
     top, _, _ = render(REPORTS["16-ranks-failed"]()).partition("Where the time of a step goes")
-    for text in ("failed, exit code 1, 1 finding<", "This job failed", "1 finding of --check", "the first NaN"):
+    for text in ("failed, exit code 1, 1 finding<", "This job failed", "1 finding of --check", "he first NaN: "):
         assert text in top
+
+
+def test_where_no_step_has_ended_nothing_is_said_of_its_time():
+    page = render(REPORTS["nothing"]())
+    for text in ("stands out", "made the others wait", 'id="chart-ranks"', "Computing (ms)"):
+        assert text not in page
 
 
 def test_a_name_is_no_markup():

@@ -46,6 +46,7 @@ def test_all_of_a_job_is_in_its_report(collector):
     collector.note("elastic", "ranks 0,2 went on after 31 ms")
     collector.note("findings", "'w' is NaN", 2)
     collector.ended(RankEnd(1, "h0", 101, -9, 0.0, device="GPU 1"))
+    collector.ended(RankEnd(2, "h0", 102, -15, 0.0, sent=(15,)))
     collector.card, collector.exit_code = ["-- ringrun: rank 1 of 3 failed first --"], 137
     found = json.loads(json.dumps(document(collector)))
     job, step = found["job"], found["step"]
@@ -63,7 +64,8 @@ def test_all_of_a_job_is_in_its_report(collector):
         parts = [each[f"{part}_ms"] for part in ("computing", "exposed", "waiting")]
         assert sum(parts) == pytest.approx(each["step_ms"], abs=1)
         assert each["waiting_ms"] == pytest.approx(0 if each["rank"] == 1 else 20, abs=0.5)
-    assert [(each["device"], each["end"][:18]) for each in found["ranks"]][1] == ("GPU 1", "killed by signal 9")
+    ends = [(each["device"], each["end"][:18]) for each in found["ranks"]]
+    assert ends == [("", ""), ("GPU 1", "killed by signal 9"), ("", "ended by ringrun")]
     (late,) = found["stragglers"]
     assert (late["who"], late["caused_ms"]) == ("rank 1", pytest.approx(40, rel=0.02))
     assert found["advice"][0]["text"].startswith("rank 1: give it less to do")
@@ -90,21 +92,29 @@ def test_before_a_step_was_sent_nobody_knows_for_whom_ranks_waited(collector):
     assert (found["stragglers"], found["timeline"]) == ([], None)
 
 
-def test_before_a_step_has_ended_there_is_little_to_say():
-    assert document(Collector(["x"]))["sentence"] == "no step has ended yet"
+def test_before_a_step_has_ended_there_is_little_to_say(collector):
+    sentence = "no step has ended: a step ends when a ringreduce optimizer has stepped, or with rr.mark_step()"
+    for rank in collector.ranks.values():
+        rank.steps.clear()
+        rank.totals |= {"step": 0, "step_s": 0.0, "blocked_s": 0.0, "moving_s": 0.0, "core_wait_s": 9.0}
+    for each in (collector, Collector(["x"])):
+        found = document(each)
+        assert (found["sentence"], found["advice"]) == (sentence, [])
 
 
-def test_a_wire_that_is_full_and_what_prevents_overlap(collector):
+def test_a_wire_that_is_full_cores_that_are_too_few_and_what_prevents_overlap(collector):
     for rank, each in collector.ranks.items():
         each.about |= {"host": f"h{rank}", "links": [[f"h{rank}", f"h{other}", 1e9] for other in range(3)]}
         each.totals |= {"sent": {str((rank + 1) % 3): 200e6}, "send_s": {str((rank + 1) % 3): 0.206}}
-        each.totals |= {"no_overlap": "train.py:88 reads a gradient"}
+        each.totals |= {"no_overlap": "train.py:88 reads a gradient", "core_wait_s": 20 * 0.015 * (1 + rank)}
     found = document(collector)
     shares = [(each["from"], each["to"], each["bytes_per_step"], each["share"]) for each in found["links"]]
     assert shares == [(f"h{rank}", f"h{(rank + 1) % 3}", 1e7, 0.971) for rank in range(3)]
     texts = [each["text"] for each in found["advice"]]
     assert "the link from h0 to h1 is 97 % used: compression=int8 sends a quarter" in texts
     assert "gradients are not reduced during backward: train.py:88 reads a gradient" in texts
+    (cores,) = [each["saves_ms"] for each in found["advice"] if each["text"].startswith("all ranks wait for a CPU")]
+    assert cores == 15, "the least that one waits"
     assert [each["saves_ms"] for each in found["advice"]] == sorted(
         (each["saves_ms"] for each in found["advice"]), reverse=True
     )

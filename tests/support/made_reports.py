@@ -204,7 +204,8 @@ def _events(size, failed):
 def of_nothing() -> dict:
     """Return the report of a job that has not ended its first step."""
     report = made(2, 2, 3)
-    report |= {key: type(value)() for key, value in report.items() if isinstance(value, list)}
+    ranks = [each | {key: 0 for key in each if key.endswith("_ms") or key == "steps"} for each in report["ranks"]]
+    report |= {key: type(value)() for key, value in report.items() if isinstance(value, list)} | {"ranks": ranks}
     step = dict.fromkeys(report["step"], 0) | {"examples_per_s": None}
     report["job"]["hosts"] = {}
     return report | {"step": step, "timeline": None, "versions": {}, "no_overlap": "", "sentence": "no step has ended"}
