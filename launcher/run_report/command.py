@@ -20,9 +20,14 @@ def run(arguments: Sequence[str]) -> int:
         return 0
     if len(arguments) != 1 or arguments[0].startswith("-"):
         raise UsageError(f"ringrun report {shlex.join(arguments)}: expected one DIR, that of ringrun --report DIR")
-    folder = Path(arguments[0])
+    path = Path(arguments[0])
+    folder = path.parent if path.name == DATA else path
     try:
         sentence = write_page(folder, _read(folder / DATA))
+    except FileNotFoundError as error:
+        raise UsageError(
+            f"ringrun report {folder}: there is no {folder / DATA}: a job writes it with --report"
+        ) from error
     except OSError as error:
         raise UsageError(f"ringrun report {folder}: {error.filename or folder}: {error.strerror or error}") from error
     except (ValueError, KeyError, TypeError) as error:

@@ -214,8 +214,9 @@ def test_the_last_line_begins_with_what_was_found(count, tmp_path, collector, sa
 def test_the_page_is_built_again(tmp_path, collector, said, capsys):
     report = finished(tmp_path, collector, said)
     (tmp_path / "report.html").unlink()
-    assert command.run([str(tmp_path)]) == 0
-    assert capsys.readouterr().out == f"{tmp_path}/report.html: {report['sentence']}\n"
+    for path in (tmp_path, tmp_path / "report.json"):
+        assert command.run([str(path)]) == 0
+        assert capsys.readouterr().out == f"{tmp_path}/report.html: {report['sentence']}\n"
     assert (tmp_path / "report.html").read_text() == f"<p>{report['sentence']}"
     assert command.run(["--help"]) == 0
     assert capsys.readouterr().out.startswith("ringrun report: builds report.html")
@@ -226,7 +227,8 @@ def test_the_page_is_built_again(tmp_path, collector, said, capsys):
     [
         ([], None, "ringrun report : expected one DIR, that of ringrun --report DIR"),
         (["--all"], None, "ringrun report --all: expected one DIR"),
-        (["run"], None, "ringrun report run: run/report.json: No such file or directory"),
+        (["run"], None, "ringrun report run: there is no run/report.json: a job writes it with --report"),
+        (["file"], None, "ringrun report file: file/report.json: Not a directory"),
         (["run"], "{", "ringrun report run: run/report.json is not a run report: JSONDecodeError("),
         (["run"], "[1]", "ringrun report run: run/report.json is not a run report: ValueError('expected a JSON object"),
         (["run"], "{}", "ringrun report run: run/report.json is not a run report: ValueError('expected a JSON object"),
@@ -241,6 +243,7 @@ def test_the_page_is_built_again(tmp_path, collector, said, capsys):
 def test_where_there_is_no_report(arguments, text, why, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("run").mkdir()
+    Path("file").touch()
     if text is not None:
         Path("run", "report.json").write_text(text)
     with pytest.raises(UsageError, match=re.escape(why)):
