@@ -32,7 +32,6 @@ class Straggler:
     kind: str
     delay_s: float
     caused_s: float
-    saves_s: float
     where: str = ""
     ranks: tuple[int, ...] = ()
 
@@ -64,6 +63,10 @@ class Link:
         return min(1.0, self.rate / self.measured) if self.measured and self.busy_s else None
 
 
+Links = Mapping[tuple[str, str], Link]
+"""By the names of the hosts from which and to which they go."""
+
+
 def host_names(ranks: Mapping[int, Rank]) -> dict[int, str]:
     """Return each rank's host; hosts with one name, as containers may be, get their number, too."""
     numbers: dict[str, set[int]] = defaultdict(set)
@@ -75,9 +78,7 @@ def host_names(ranks: Mapping[int, Rank]) -> dict[int, str]:
     }
 
 
-def stragglers(
-    shares: Mapping[int, Shares], gains: Gains, ranks: Mapping[int, Rank], links: Mapping[tuple[str, str], Link]
-) -> list[Straggler]:
+def stragglers(shares: Mapping[int, Shares], gains: Gains, ranks: Mapping[int, Rank], links: Links) -> list[Straggler]:
     """Return them, those that others waited for the longest first."""
     hosts = host_names(ranks)
     mean = average(shares.values())
@@ -123,8 +124,7 @@ def _straggler(
         kind, where = "data loader", max(known, key=lambda line: (line.endswith(_LOADER), more[line]))
     elif kind == "slow host" or more.get(where, 0.0) < late_s / 4:
         where = ""
-    saves_s = min(late_s, caused_s / max(1, len(others)))
-    return Straggler(who, kind, late_s, caused_s, saves_s, where.removesuffix(_LOADER), own)
+    return Straggler(who, kind, late_s, caused_s, where.removesuffix(_LOADER), own)
 
 
 def _seconds_at_lines(rank: Rank) -> dict[str, float]:
@@ -133,8 +133,8 @@ def _seconds_at_lines(rank: Rank) -> dict[str, float]:
     return {line: samples * each_s for line, samples in rank.recent_each("lines").items()}
 
 
-def links(ranks: Mapping[int, Rank]) -> dict[tuple[str, str], Link]:
-    """Return what goes over the links between hosts, by their names."""
+def links(ranks: Mapping[int, Rank]) -> Links:
+    """Return what goes over the links between hosts."""
     hosts = host_names(ranks)
     of_world = {rank.about.get("rank", origin): hosts[origin] for origin, rank in ranks.items()}
     of_number = {rank.about.get("host_number"): hosts[origin] for origin, rank in ranks.items()}
@@ -152,7 +152,7 @@ def links(ranks: Mapping[int, Rank]) -> dict[tuple[str, str], Link]:
     return found
 
 
-def _slow_links(found: Mapping[tuple[str, str], Link], exposed_s: float, size: int) -> Sequence[Straggler]:
+def _slow_links(found: Links, exposed_s: float, size: int) -> Sequence[Straggler]:
     """Return the links that carry half of what most can, or less: their delay is what sending takes longer there.
 
     In a ring all links wait for the slowest, and seem to be as slow; but one that has room for twice as much is not.
@@ -164,5 +164,5 @@ def _slow_links(found: Mapping[tuple[str, str], Link], exposed_s: float, size: i
         if link.nbytes and link.capacity <= min(usual, 4 * link.rate) / 2:
             delay_s = min(exposed_s, link.most_s * (1 - link.capacity / usual))
             who = f"link from {from_host} to {to_host}"
-            slow.append(Straggler(who, "slow link", delay_s, delay_s * size, delay_s))
+            slow.append(Straggler(who, "slow link", delay_s, delay_s * size))
     return slow

@@ -9,14 +9,14 @@ of the last sampled steps where a step's time went, stragglers, timeline
 import math
 import shlex
 from collections import Counter, defaultdict, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime, timezone
 from typing import Any
 
 from ..report.outcome import in_words
 from .analyse import Shares, Step, average, behind, gains, in_common, shares, usual
-from .causes import KINDS, Link, Straggler, host_names, links, stragglers
+from .causes import KINDS, Link, Links, Straggler, host_names, links, stragglers
 from .collect import Bin, Collector, Event, Rank, seconds_of
 from .live import STEP_ENDS, exposed_s
 
@@ -40,6 +40,7 @@ def document(collector: Collector) -> Json:
     of_links = {pair: link for pair, link in all_links.items() if link.nbytes}
     late = stragglers(measured, gains(steps), ranks, all_links)
     first = next((each for each in ranks.values() if each.about.get("rank") == 0), Rank(deque()))
+    no_overlap = first.totals.get("no_overlap") or ""
     mean = average(measured.values())
     parts = _parts(mean)
     return {
@@ -47,11 +48,11 @@ def document(collector: Collector) -> Json:
         "written": _iso(datetime.now(timezone.utc).timestamp()),
         "job": job | {"hosts": Counter(hosts.values())},
         "sentence": _sentence(parts, mean, late),
-        "advice": _advice(late, of_links, mean, ranks, first.totals.get("no_overlap") or ""),
-        "step": _times(_all(bins))
+        "advice": _advice(late, of_links, mean, ranks, no_overlap),
+        "step": _times(bins.values())
         | {f"{part}_ms": parts[part] for part in _PARTS}
         | {"examples_per_s": _examples_per_s(ranks)},
-        "over_time": [{"t_s": at_s} | _times(each) for at_s, each in bins.items() if each.steps],
+        "over_time": [{"t_s": at_s} | _times([each]) for at_s, each in bins.items() if each.steps],
         "ranks": [_rank_row(rank, each, measured.get(rank), hosts) for rank, each in sorted(ranks.items())],
         "stragglers": [_straggler_row(each) for each in late],
         "timeline": _timeline(steps, [rank for each in late for rank in each.ranks]),
@@ -64,7 +65,7 @@ def document(collector: Collector) -> Json:
             {"name": name, "value": str(value), "default": str(default)}
             for name, (value, default) in (first.about.get("settings") or {}).items()
         ],
-        "no_overlap": first.totals.get("no_overlap") or "",
+        "no_overlap": no_overlap,
         "failures": [
             {"rank": each.rank, "host": hosts.get(each.rank, ""), "text": each.text} for each in events["failures"]
         ],
@@ -141,17 +142,13 @@ def _sentence(parts: Mapping[str, float], mean: Shares, late: Sequence[Straggler
 
 
 def _advice(
-    late: Sequence[Straggler],
-    of_links: Mapping[tuple[str, str], Link],
-    mean: Shares,
-    ranks: Mapping[int, Rank],
-    why: str,
+    late: Sequence[Straggler], of_links: Links, mean: Shares, ranks: Mapping[int, Rank], why: str
 ) -> list[Json]:
     """Return what would help, the most first."""
-    saves = [
-        (f"{each.who}{', at ' + each.where if each.where else ''}: {KINDS[each.kind][1]}", each.saves_s)
-        for each in late
-    ]
+    saves = []
+    for each in late:
+        saves_s = min(each.delay_s, each.caused_s / max(1, len(ranks) - len(each.ranks)))
+        saves.append((f"{each.who}{', at ' + each.where if each.where else ''}: {KINDS[each.kind][1]}", saves_s))
     for (from_host, to_host), link in of_links.items():
         who = f"link from {from_host} to {to_host}"
         if link.share and link.share >= _FULL and who not in {each.who for each in late}:
@@ -168,19 +165,13 @@ def _advice(
     ]
 
 
-def _all(bins: Mapping[float, Bin]) -> Bin:
-    total = Bin()
-    for each in bins.values():
-        total.add(each)
-    return total
-
-
-def _times(found: Bin) -> Json:
+def _times(bins: Iterable[Bin]) -> Json:
     """Return how many steps there were, and how long they took."""
-    count, left = sum(found.steps.values()), 0
+    steps: Counter[int] = sum((each.steps for each in bins), Counter())
+    count, left = sum(steps.values()), 0
     quantiles: dict[str, float] = {}
-    for index in sorted(found.steps):
-        left += found.steps[index]
+    for index in sorted(steps):
+        left += steps[index]
         for name, share in (("p5_ms", 0.05), ("median_ms", 0.5), ("p95_ms", 0.95)):
             if left >= share * count and name not in quantiles:
                 quantiles[name] = _rounded(seconds_of(index), 1e3)
