@@ -155,11 +155,9 @@ def shares(steps: Collection[Mapping[int, Step]]) -> dict[int, Shares]:
 
 def average(each: Collection[Shares]) -> Shares:
     """Return what the time of all ranks went to."""
-    found, count = Shares(), max(1, len(each))
+    count = max(1, len(each))
+    found = Shares(*(sum(getattr(one, name) for one in each) / count for name in ("step_s", "exposed_s", "hidden_s")))
     for one in each:
-        found.step_s += one.step_s / count
-        found.exposed_s += one.exposed_s / count
-        found.hidden_s += one.hidden_s / count
         for rank, waiting_s in one.waiting.items():
             found.waiting[rank] += waiting_s / count
     return found

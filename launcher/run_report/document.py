@@ -111,12 +111,10 @@ def _steps(ranks: Mapping[int, Rank]) -> dict[int, dict[int, Step]]:
 
 def _of_totals(rank: Rank) -> Shares:
     """Return where the time of a rank went that has sent no step yet: nobody knows for whom it waited."""
-    said = rank.totals
-    step_s, blocked_s, hidden_s, moved_s = (
-        each / max(1, said["step"]) for each in (said["step_s"], said["blocked_s"], said["hidden_s"], exposed_s(said))
-    )
-    moved_s = min(moved_s, blocked_s)
-    return Shares(step_s, moved_s, hidden_s, {_NOBODY: blocked_s - moved_s})
+    said, steps = rank.totals, max(1, rank.totals["step"])
+    moved_s = min(exposed_s(said), said["blocked_s"])
+    waiting = {_NOBODY: (said["blocked_s"] - moved_s) / steps}
+    return Shares(said["step_s"] / steps, moved_s / steps, said["hidden_s"] / steps, waiting)
 
 
 def _parts(mean: Shares) -> dict[str, float]:

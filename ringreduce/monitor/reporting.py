@@ -129,9 +129,8 @@ class Reporting:
     def _send_step(self) -> bool:
         """Send the next one that is due; True when ringrun has it."""
         step = self._due[0]
-        body = {"number": step.number, "from_s": step.from_s, "to_s": step.to_s, "waits": step.waits}
-        operations = {"operations": step.operations, "more": max(0, step.count - MOST)}
-        if is_sent := self._send("step", {**body, **operations}):
+        body = {name: getattr(step, name) for name in ("number", "from_s", "to_s", "waits", "operations")}
+        if is_sent := self._send("step", {**body, "more": max(0, step.count - MOST)}):
             self._sent = self._due.pop(0).number
         return is_sent
 

@@ -16,6 +16,7 @@ from ringrun.run_report.document import document
 from ringrun.run_report.write import Writer
 from tests.support.made_steps import BUCKETS, MadeJob
 from tests.support.patience import wait_until
+from tests.support.tiers import extended
 
 LATE = MadeJob(3, lambda rank, _, bucket: 0.005 * (rank == 1 and bucket < BUCKETS))
 
@@ -253,7 +254,7 @@ def test_where_there_is_no_report(arguments, text, why, tmp_path, monkeypatch):
 # whole runs
 
 TRAINS = """
-    import sys, time
+    import os, sys, time
     import numpy as np
     import ringreduce as rr
     rr.init()
@@ -262,24 +263,27 @@ TRAINS = """
         mine = [rr.allreduce_async(np.full(1000, rr.rank() + k, np.float32), name=f"g{k}") for k in range(2)]
         sums = [rr.synchronize(each) for each in mine]
         rr.mark_step(examples=4)
-    if len(sys.argv) > 3 and rr.rank() == 1:
+    if "raises" in sys.argv and rr.rank() == 1:
         raise ValueError("of rank 1")
+    if "is killed" in sys.argv and rr.rank() == 0:
+        os.kill(os.getpid(), 9)
 """
 
 
-@pytest.mark.parametrize("fails", [False, True])
-def test_a_job_leaves_a_report_also_when_it_fails(fails, ringrun, script, tmp_path):
-    arguments = ["0.02", "100", "fails"] if fails else ["0.02", "12"]
-    done = ringrun("-np", 2, "--report", "run", *script(TRAINS), *arguments, returncode=int(fails))
+@pytest.mark.parametrize(("end", "code"), [("", 0), ("raises", 1), pytest.param("is killed", 137, marks=extended)])
+def test_a_job_leaves_a_report_also_when_it_fails(end, code, ringrun, script, tmp_path):
+    arguments = ["0.02", "100", end] if end else ["0.02", "12"]
+    done = ringrun("-np", 2, "--report", "run", *script(TRAINS), *arguments, returncode=code)
     found = json.loads((tmp_path / "run" / "report.json").read_text())
-    assert found["job"]["state"] == ("failed" if fails else "finished")
-    assert found["sentence"].startswith("of a step's ")
+    assert found["job"]["state"] == ("failed" if end else "finished")
+    assert re.match("of a step's .* waiting for ", found["sentence"])
+    assert found["timeline"] is not None
     assert {each["name"] for each in found["tensors"]} == {"g0", "g1"}
     assert found["step"]["examples_per_s"] > 0
     assert "ringrun: run/report" in done.stderr
-    if fails:
+    if end == "raises":
         assert "ValueError: of rank 1" in found["job"]["card"]
         assert found["failures"][0]["rank"] == 1
-    else:
+    elif not end:
         assert found["step"]["count"] == 11
         assert [len(each["operations"]) for each in found["timeline"]["ranks"]] == [2, 2]
