@@ -42,13 +42,13 @@ def calls_table(found: Machine) -> str:
 def table(rows: Sequence[Row], peers: Sequence[str], limit: bool, headings: dict[str, str] | None = None) -> str:
     """Rows of figures; the lowest median of each is bold."""
     shown = [OURS, *(name for name in peers if any(name in each.who for each in rows))]
-    heads = [(headings or {}).get(name, name) for name in shown] + (["limit"] if limit else [])
+    heads = [(headings or {}).get(name, name) for name in shown] + (["for scale"] if limit else [])
     lines = ["| | " + " | ".join(heads) + " |", "|---|" + "---:|" * len(heads)]
     for each in rows:
         fastest = min((name for name in shown if name in each.who), key=lambda name: each.who[name].median)
         cells = [cell(each, name, name == fastest) for name in shown]
         if limit:
-            cells.append(f"{digits(each.limit[1].median)}<br>{each.limit[0]}" if each.limit else "")
+            cells.append(f"{digits(each.limit[1].median)}<br>{each.limit[0]}" if each.limit else "–")
         lines.append(f"| {each.what}, {each.unit} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
@@ -108,7 +108,7 @@ def machine_text(found: Machine) -> str:
     return (
         f"{name_of(found)}, no GPU; ringreduce {found.about('ringreduce')} at {', '.join(commits)}; "
         f"{', '.join(versions)}. Settings of ringreduce: {found.about('settings')}; of MPI, on one host, by ringrun: "
-        f"{found.about('mpi_settings')}. One thread a rank. Load of the machine in the minute before a job: "
+        f"{found.about('mpi_settings')}. One thread a rank. Load average when a job began, from the job before: "
         f"{min(loads)} to {max(loads)}."
     )
 
@@ -123,7 +123,9 @@ def summary(found: Machine) -> str:
     rows = found.questions()
     first = [each for each in rows if each.fastest() == OURS]
     lost = [f"{lowered(each.what)} ({peer_of(each, each.fastest())})" for each in rows if each not in first]
-    text = f"**{name_of(found)}:** ringreduce is the fastest in {len(first)} of {len(rows)} rows. "
+    clear = sum(each.is_clear for each in first)
+    text = f"**{name_of(found)}:** ringreduce is the fastest in {len(first)} of {len(rows)} rows "
+    text += f"({clear} of them in every single run). "
     text += f"A peer is faster in: {'; '.join(lost)}.\n" if lost else "\n"
     return (QUICK + "\n" if found.is_quick else "") + text
 
@@ -158,9 +160,9 @@ def readme(found: Machine) -> str:
         peers = ", ".join(f"{NAMES[name]} {digits(each.who[name].median)}" for name in PEERS if name in each.who)
         lines.append(f"{each.what}: ringreduce {digits(each.who[OURS].median)} ms, {peers}.")
     lost = [size for size, each in zip(call_sizes(found), found.calls(), strict=True) if MPI in dict(each.faster())]
-    where = [lowered(each.what) for each in found.questions() if each.what[:10] == "A training" and [*each.faster()]]
+    where = [lowered(each.what) for each in found.questions() if not each.what.startswith("One ") and [*each.faster()]]
     where += [f"single calls of up to {bytes_text(max(lost))}"] if lost else []
-    said = f" A peer is faster in {', '.join(where)}." if where else ""
+    said = f" A peer is faster in: {'; '.join(where)}." if where else ""
     return "\n".join([*lines, f"({name_of(found)}.){said} [Benchmarks](docs/benchmarks.md) has all figures."])
 
 
