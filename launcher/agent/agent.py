@@ -45,6 +45,8 @@ from .stack_dumper import StackDumper
 
 _CHUNK_BYTES = 1 << 16
 _PORT_DIGITS = 5
+_PORTS, _PORT_TRIES = range(20000, 30000), 20
+"""Below those that Linux gives to connections: another program's could get the port before the script listens there."""
 
 
 class Agent:
@@ -78,7 +80,7 @@ class Agent:
     def run(self, command: Sequence[str]) -> NoReturn:
         """Run `command` to its end and stay until ringrun says so."""
         wanted = self._settings.master_port if self._place.rank == 0 else ""
-        self._send(wire.Hello(self._place.rank, self._place.size, socket.gethostname(), _free_port(wanted)))
+        self._send(wire.Hello(self._place.rank, self._place.size, socket.gethostname(), free_port(wanted)))
         setup = self._await_setup()
         if self._place.local_rank == 0:
             kept_commits.sweep()
@@ -382,19 +384,26 @@ def _detach() -> None:
     processes.adopt_orphans()
 
 
-def _free_port(wanted: str) -> int:
+def free_port(wanted: str) -> int:
     """Return a TCP port of this host that nothing listens on just now: `wanted`, if given, or 0 if it is taken."""
-    if wanted and not (wanted.isascii() and wanted.isdecimal() and len(wanted) <= _PORT_DIGITS):
+    if not wanted:
+        some = (_PORTS[int.from_bytes(os.urandom(4), "big") % len(_PORTS)] for _ in range(_PORT_TRIES))
+        return next(filter(None, map(_unused, (*some, 0))), 0)
+    if not (wanted.isascii() and wanted.isdecimal() and len(wanted) <= _PORT_DIGITS):
         return 0
+    return _unused(int(wanted))
+
+
+def _unused(port: int) -> int:
+    """The port, one of the kernel's choice for 0; 0 if something listens there."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            probe.bind(("", int(wanted or 0)))
+            probe.bind(("", port))
             probe.listen()
         except (OSError, OverflowError):
             return 0
-        port: int = probe.getsockname()[1]
-        return port
+        return int(probe.getsockname()[1])
 
 
 def main() -> NoReturn:

@@ -183,6 +183,13 @@ def test_a_master_port_that_is_in_use_is_told_before_any_rank_starts(ringrun):
 
 
 @pytest.mark.without_mpi
+def test_no_connection_can_take_the_master_port_before_the_script_listens_there(ringrun):
+    done = ringrun("-np", 2, "sh", "-c", "echo $MASTER_PORT")
+    [port] = {int(line.split()[-1]) for line in done.stdout.splitlines()}
+    assert port < int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+
+
+@pytest.mark.without_mpi
 @pytest.mark.parametrize("port", ["none", "65536", "-1", "9" * 5000])
 def test_a_master_port_that_is_none_is_told_too(ringrun, port):
     done = ringrun("-np", 2, "echo", "started", env={"MASTER_PORT": port})

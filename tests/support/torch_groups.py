@@ -2,11 +2,11 @@
 
 import contextlib
 import os
-import socket
 
 import torch.distributed as dist
 
 import ringreduce as rr
+from ringrun.agent.agent import free_port
 
 
 @contextlib.contextmanager
@@ -31,6 +31,4 @@ def groups_outlive_models():
 
 def new_store():
     """Let env:// find a store of its own: at the port of the last one that might answer, with old addresses."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        os.environ["MASTER_PORT"] = str(rr.broadcast_object(free.getsockname()[1], 0))
+    os.environ["MASTER_PORT"] = str(rr.broadcast_object(free_port(""), 0))
