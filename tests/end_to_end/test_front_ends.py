@@ -1,13 +1,12 @@
 """Programs of PyTorch and its front ends, with no line changed: over gloo, and under ringrun --torch-backend ring."""
 
-import socket
 import sys
-from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from ringrun.agent.agent import free_port
 from tests.end_to_end.conftest import PROGRAMS, ringrun
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.xdist_group("frameworks")]
@@ -36,10 +35,11 @@ if __name__ == "__main__":
 
 
 def ports(count):
-    """So many that are free."""
-    with ExitStack() as stack:
-        sockets = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
-        return [each.getsockname()[1] for each in sockets]
+    """So many that are free, and that no connection is given meanwhile."""
+    found = set()
+    while len(found) < count:
+        found.add(free_port(""))
+    return sorted(found)
 
 
 def trained(folder, ranks, **options):

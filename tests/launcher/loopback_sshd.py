@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from ringrun.agent.agent import free_port
 from tests.support.patience import wait_until
 
 SSHD = shutil.which("sshd", path=f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin")
@@ -56,7 +57,7 @@ def sshd(folder: Path, *lines: str) -> Iterator[Server]:
     """Run a server that lets `folder`/user in, and whose key is in `folder`/known, not in `folder`/unknown."""
     for name in ("host", "another_host", "user", "stranger"):
         subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(folder / name)], check=True)
-    port = free_port()
+    port = free_port("")
     _write_known_hosts(folder, "known", port, "host")
     _write_known_hosts(folder, "changed", port, "another_host")
     (folder / "unknown").write_text("")
@@ -94,12 +95,6 @@ def _write_known_hosts(folder: Path, name: str, port: int, key: str) -> None:
     kind, text = (folder / f"{key}.pub").read_text().split()[:2]
     names = [f"[{host}]:{port}" for host in ("127.0.0.1", "127.0.0.2", "127.0.0.3", "h1", "h2", "h3")]
     (folder / name).write_text(f"{','.join(names)} {kind} {text}\n")
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def _is_taken(port: int) -> bool:
