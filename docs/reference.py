@@ -4,6 +4,7 @@ Each line that begins with a name, as in - `ringreduce.init`: …, is written an
 puts the whole docstring in its place.
 """
 
+import importlib.util
 import re
 from pathlib import Path
 
@@ -52,7 +53,8 @@ def line(package, name):
 def written(text):
     """The text of the page, its lines as the code has them now."""
     extensions = griffe.load_extensions(FOLDER / "docstrings.py")
-    package = griffe.load("ringreduce", search_paths=[FOLDER.parent], extensions=extensions, resolve_aliases=True)
+    installed = Path(importlib.util.find_spec("ringreduce").origin).parents[1]
+    package = griffe.load("ringreduce", search_paths=[installed], extensions=extensions, resolve_aliases=True)
     return LINE.sub(lambda found: line(package, found[1]), text)
 
 
