@@ -96,6 +96,11 @@ def mpi_settings() -> str:
     return " ".join(f"{name}={value}" for name, value in sorted(kept.items())) or "default"
 
 
+def mpi_variables(setting: Mapping[str, str]) -> dict[str, str]:
+    """Parameters of Open MPI as environment variables, which ringrun and mpirun pass on."""
+    return {f"OMPI_MCA_{name}": value for name, value in setting.items()}
+
+
 def package_version(name: str) -> str:
     """The version of an installed package, without importing it; `absent` without one."""
     from importlib import metadata

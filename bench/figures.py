@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -70,6 +70,11 @@ class Row(NamedTuple):
         return ((name, each) for name, each in self.who.items() if ours and each.median < ours.median)
 
 
+def fastest_of(rows: Iterable[dict[str, Any]], size: int) -> dict[str, Any]:
+    """MPI's fastest setting for so many bytes, of those that bench/mpi_tuning.py has tried."""
+    return min((row for row in rows if row["size"] == size), key=lambda row: float(row["time_us"]))
+
+
 def digits(value: float) -> str:
     """Three of them: 0.78, 14.0, 1,294."""
     places = 0 if abs(value) >= 99.95 else 1 if abs(value) >= 9.995 else 2
@@ -87,6 +92,11 @@ class Machine:
     def is_quick(self) -> bool:
         """These are no figures to quote."""
         return bool(self.kept["quick"])
+
+    @property
+    def name(self) -> str:
+        """Which machine, and when."""
+        return f"{self.about('processor')}, {self.about('cores')} cores, {self.kept['date']}"
 
     @property
     def headers(self) -> list[dict[str, Any]]:

@@ -37,12 +37,14 @@ from common import (
     is_printing,
     machine,
     microseconds,
+    mpi_variables,
     parse,
     parser,
     run_command,
     seconds_per_run,
     total,
 )
+from figures import fastest_of
 from network import Network, why_not
 from reducers import Gradients, packed
 
@@ -90,11 +92,6 @@ def settings(quick: bool) -> dict[str, dict[str, str]]:
     return {DEFAULT: {}, **dict(list(found.items())[: 1 if quick else None])}
 
 
-def variables(setting: dict[str, str]) -> dict[str, str]:
-    """As environment variables, which ringrun and mpirun pass on."""
-    return {f"OMPI_MCA_{name}": value for name, value in setting.items()}
-
-
 def work(options: argparse.Namespace) -> None:
     """One rank: the times of all sizes; no engine of ours runs."""
     found = []
@@ -119,7 +116,7 @@ def measured(setting: dict[str, str], options: argparse.Namespace, network: Netw
         else:
             command = [beside("ringrun"), "-np", str(options.ranks), sys.executable, *program]
         try:
-            run_command(command, TIMEOUT_S, variables(setting))
+            run_command(command, TIMEOUT_S, mpi_variables(setting))
         except (SystemExit, subprocess.TimeoutExpired) as error:
             return {"failed": [line for line in str(error).splitlines() if line.strip("- ")][-1]}
         found: dict[str, Any] = json.loads(file.read_text())
@@ -136,7 +133,7 @@ def compare(options: argparse.Namespace, network: Network | None) -> None:
     for name, setting in tried.items():
         try_one(name, setting, report, measured(setting, options, network))
     if not network and len(tried) > 1 and options.ranks <= (os.cpu_count() or 1):
-        names = {fastest(report.rows, size)["who"].strip() for size in options.sizes} | {DEFAULT}
+        names = {fastest_of(report.rows, size)["who"].strip() for size in options.sizes} | {DEFAULT}
         for name in sorted(names):
             setting = tried[name] | SPINNING
             try_one(f"{name}, spinning", setting, report, measured(setting, options, network))
@@ -155,11 +152,6 @@ def try_one(name: str, setting: dict[str, str], report: Report, found: dict[str,
     for row in found["rows"]:
         default = next((each["time_us"] for each in report.rows if each["size"] == row["size"]), row["time_us"])
         report.add({**row, "who": f"  {name}", "setting": setting, "of_default": row["time_us"] / default})
-
-
-def fastest(rows: list[dict[str, Any]], size: int) -> dict[str, Any]:
-    """Of those of this size."""
-    return min((row for row in rows if row["size"] == size), key=lambda row: float(row["time_us"]))
 
 
 def main() -> None:

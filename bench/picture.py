@@ -59,11 +59,10 @@ def picture(found: Machine) -> str:
         body += bars(each, top)
         top += (len([name for name in BARS if name in each.who]) + 2) * HEIGHT + 6
     small = TEXT.replace("13", "11")
-    machine = f"{found.about('processor')}, {found.about('cores')} cores, {found.kept['date']}"
     versions = f"{found.about('mpi')}, torch {found.about('torch')}"
     notes = [
         "* one packed buffer by MPI_Allreduce, as published; packing and unpacking counted.",
-        f"bench/gradients.py; {machine}; {versions}.",
+        f"bench/gradients.py; {found.name}; {versions}.",
         *(["A QUICK RUN: NO FIGURES TO QUOTE."] if found.is_quick else []),
     ]
     height = top + 12 + 16 * len(notes)

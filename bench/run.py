@@ -27,7 +27,8 @@ import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from common import beside, machine, run_command
+from common import beside, machine, mpi_variables, run_command
+from figures import fastest_of
 
 BENCH = Path(__file__).resolve().parent
 JOBS, TIMEOUT_S = 3, 900
@@ -146,8 +147,8 @@ def setting(tuned: tuple[str, int], results: Results) -> tuple[str, dict[str, st
     if not rows:
         return None
     size = min((row["size"] for row in rows), key=lambda each: abs(each - nbytes))
-    best = min((row for row in rows if row["size"] == size), key=lambda row: float(row["time_us"]))
-    return best["who"].strip(), {f"OMPI_MCA_{key}": value for key, value in best["setting"].items()}
+    best = fastest_of(rows, size)
+    return best["who"].strip(), mpi_variables(best["setting"])
 
 
 def run_one(name: str, results: Results) -> dict[str, Any]:

@@ -12,7 +12,22 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
-from figures import DDP, DDP_RING, HOROVOD, MPI, OURS, PEERS, TUNED, Figure, Machine, Row, bytes_text, digits, machines
+from figures import (
+    DDP,
+    DDP_RING,
+    HOROVOD,
+    MPI,
+    OURS,
+    PEERS,
+    TUNED,
+    Figure,
+    Machine,
+    Row,
+    bytes_text,
+    digits,
+    fastest_of,
+    machines,
+)
 from picture import picture
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -106,16 +121,11 @@ def machine_text(found: Machine) -> str:
     horovod = found.about("horovod")
     versions += ["no Horovod: it is not installed" if horovod == "absent" else f"Horovod {horovod}"]
     return (
-        f"{name_of(found)}, no GPU; ringreduce {found.about('ringreduce')} at {', '.join(commits)}; "
+        f"{found.name}, no GPU; ringreduce {found.about('ringreduce')} at {', '.join(commits)}; "
         f"{', '.join(versions)}. Settings of ringreduce: {found.about('settings')}; of MPI, on one host, by ringrun: "
         f"{found.about('mpi_settings')}. One thread a rank. Load average when a job began, from the job before: "
         f"{min(loads)} to {max(loads)}."
     )
-
-
-def name_of(found: Machine) -> str:
-    """Which machine, and when."""
-    return f"{found.about('processor')}, {found.about('cores')} cores, {found.kept['date']}"
 
 
 def summary(found: Machine) -> str:
@@ -124,7 +134,7 @@ def summary(found: Machine) -> str:
     first = [each for each in rows if each.fastest() == OURS]
     lost = [f"{lowered(each.what)} ({peer_of(each, each.fastest())})" for each in rows if each not in first]
     clear = sum(each.is_clear for each in first)
-    text = f"**{name_of(found)}:** ringreduce is the fastest in {len(first)} of {len(rows)} rows "
+    text = f"**{found.name}:** ringreduce is the fastest in {len(first)} of {len(rows)} rows "
     text += f"({clear} of them in every single run). "
     text += f"A peer is faster in: {'; '.join(lost)}.\n" if lost else "\n"
     return (QUICK + "\n" if found.is_quick else "") + text
@@ -142,7 +152,7 @@ def tuning(found: Machine) -> str:
         rows, where = found.rows(name), name.removeprefix("tuning, ")
         for size in dict.fromkeys(row["size"] for row in rows):
             of = [row for row in rows if row["size"] == size]
-            best = min(of, key=lambda row: float(row["time_us"]))
+            best = fastest_of(of, size)
             gain = digits(1 / best["of_default"])
             lines.append(f"| {where} | {bytes_text(size)} | {len(of)} | {best['who']} | {gain} |")
         failed = {
@@ -163,7 +173,7 @@ def readme(found: Machine) -> str:
     where = [lowered(each.what) for each in found.questions() if not each.what.startswith("One ") and [*each.faster()]]
     where += [f"single calls of up to {bytes_text(max(lost))}"] if lost else []
     said = f" A peer is faster in: {'; '.join(where)}." if where else ""
-    return "\n".join([*lines, f"({name_of(found)}.){said} [Benchmarks](docs/benchmarks.md) has all figures."])
+    return "\n".join([*lines, f"({found.name}.){said} [Benchmarks](docs/benchmarks.md) has all figures."])
 
 
 def call_sizes(found: Machine) -> list[int]:

@@ -82,8 +82,16 @@ def load(weights):
     return model, lambda text: list(text.encode())
 
 
-def main(argv=None):
-    """Train the adapters, and save them; returns the model."""
+def go_on(model, trained, file, device):
+    """Load adapters that were saved."""
+    saved = torch.load(file, map_location=device)
+    if {name: each.shape for name, each in saved.items()} != {name: each.shape for name, each in trained.items()}:
+        sys.exit(f"--adapters {file}: made for another model, other --layers or another --rank")
+    model.load_state_dict(saved, strict=False)
+
+
+def arguments(argv):
+    """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--weights", type=Path, metavar="DIR", help="a model as save_pretrained() writes it")
     parser.add_argument("--adapters", type=Path, metavar="FILE", help="go on with adapters that were saved")
@@ -93,8 +101,12 @@ def main(argv=None):
     for name, default in {"rank": 8, "alpha": 16, "batch": 16, "context": 128, "steps": 200}.items():
         parser.add_argument(f"--{name}", type=int, default=default, help="(%(default)s)")
     parser.add_argument("--lr", type=float, default=5e-3, help="(%(default)s)")
-    args = parser.parse_args(argv)
+    return parser.parse_args(argv)
 
+
+def main(argv=None):
+    """Train the adapters, and save them; returns the model."""
+    args = arguments(argv)
     hvd.init()
     if args.batch % hvd.size():
         sys.exit(
@@ -105,10 +117,7 @@ def main(argv=None):
     model, encode = load(args.weights)
     trained = add_lora(model.to(device), args.layers.split(","), args.rank, args.alpha)
     if args.adapters:
-        saved = torch.load(args.adapters, map_location=device)
-        if {name: each.shape for name, each in saved.items()} != {name: each.shape for name, each in trained.items()}:
-            sys.exit(f"--adapters {args.adapters}: made for another model, other --layers or another --rank")
-        model.load_state_dict(saved, strict=False)
+        go_on(model, trained, args.adapters, device)
     hvd.broadcast_parameters(trained, root_rank=0)  # the frozen weights are the same already
     optimizer = torch.optim.AdamW(trained.values(), lr=args.lr, weight_decay=0.0)
     optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=trained.items())

@@ -101,6 +101,9 @@ class Submitting:
         Raises: InputError when the name is already pending, or this rank is not in the process set; PeerLostError when
                 a rank has left.
         """
+        recorder = self._recorder if self._recorder.recording else None
+        # first, so that a submission that is refused leaves it to no later one
+        since_s = recorder.passed_s.pop(threading.get_ident(), None) if recorder else None
         line = calling_line(3) if line is None else line
         tensors = inputs if signed is None else signed
         seen = None if self.watch is None else self.watch.look(name, names, details, inputs)
@@ -114,9 +117,7 @@ class Submitting:
                 signature, process_set, inputs, outputs, finish, payload, line, waits, key, self._wait, self._poll, then
             )
             made.deadline_s = made.submitted_s + timeout_s
-            if self._recorder.recording:
-                made.recorder = self._recorder
-                made.submitted_s = self._recorder.passed_s.pop(threading.get_ident(), made.submitted_s)
+            made.recorder, made.submitted_s = recorder, since_s or made.submitted_s
             if seen is not None and self.watch is not None:
                 self.watch.begin(made, seen, of_step)
             self._hand_over(state, made)

@@ -97,7 +97,7 @@ def test_ringrun_itself(own_hosts, train, system_log):
 def test_no_commits_stay_on_a_host_that_a_restart_leaves_out(own_hosts, python):
     flags = ["--elastic", "--max-failures", 0, "--restarts", 1, "--blacklist-cooldown-range", 100, 100]
     done = own_hosts.ringrun(python, *flags, "-H", "h0:1,h1:1", python, PROGRAMS / "commits.py", returncode=0)
-    assert done.stdout == "[0] ended with 1\n"
+    assert done.stdout == "[0] ended with 1\n", done.stderr
     assert "restarts leave out host h1 for 100 s" in done.stderr
     own_hosts.assert_nothing_is_left()
 
