@@ -44,6 +44,8 @@ class Losses:
         self._members = Members(size, elastic)
         self._reports: dict[int, str] = {}  # of the ranks that ringrun has killed: why
         self._lost_at_s: float | None = None
+        self._unexplained: set[int] = set()  # dead ranks of which it is not said yet how they have ended
+        self._recoveries: list[str] = []  # said after that
         self._gone: list[RankEnded] = []  # agents were lost
         self._gone_due_s = math.inf
 
@@ -88,18 +90,22 @@ class Losses:
     def _act(self, events: Sequence[Event], decision: Membership | CannotGoOn | None, now_s: float) -> str:
         self._members.await_rest(now_s)
         if isinstance(decision, CannotGoOn):
+            self._say_recoveries()
             return decision.why
         if isinstance(decision, Membership):
             self._channel.broadcast(decision)
         for event in events:
             if not isinstance(event, RankEnded):
                 continue
+            self._unexplained.discard(event.end.rank)
             if isinstance(decision, Membership) and event.end.code == 0:
                 gone = f"rank {event.end.rank} ended with exit code 0 before others did"
                 self._say(f"{gone}; going on {self._with_whom()}")
             if (end := self.explained(event.end)).failed:
                 self._note(f"rank {end.rank} was lost ({in_words(end)}); going on {self._with_whom()}")
                 self._output.message(self._card(end, self._with_whom()))
+        if not self._unexplained:
+            self._say_recoveries()
         return ""
 
     def report_late(self, end: RankEnd) -> None:
@@ -146,6 +152,7 @@ class Losses:
         members = self._members
         match event:
             case RankDied(rank, code) if code:
+                self._unexplained.add(rank)
                 return self._lost({rank: _how(code)}, now_s)
             case RankEnded(end) if end.code == 0:
                 return members.ended(end.rank, now_s)
@@ -182,8 +189,13 @@ class Losses:
     def _report_recovery(self, now_s: float) -> None:
         if self._lost_at_s is not None:
             took_ms = (now_s - self._lost_at_s) * 1000
-            self._say(f"{numbered('rank', self._members.ranks)} went on after {took_ms:.0f} ms")
+            self._recoveries.append(f"{numbered('rank', self._members.ranks)} went on after {took_ms:.0f} ms")
         self._lost_at_s = None
+
+    def _say_recoveries(self) -> None:
+        for text in self._recoveries:
+            self._say(text)
+        self._recoveries.clear()
 
     def _say(self, text: str) -> None:
         self._output.message([f"ringrun: {text}"])

@@ -48,6 +48,7 @@ class Hub:
         self._nodes: dict[str, tuple[wire.Node, Link | None]] = {own.host: (own, None)}  # no link to the head itself
         self._programs: dict[int, Program] = {}
         self._numbers = itertools.count()
+        self._release: wire.Release | None = None  # the job has ended
         self._callers = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._callers.bind(f"{directory}/{RSH_SOCKET}")
         self._callers.listen(_BACKLOG)
@@ -72,11 +73,12 @@ class Hub:
             self.release(code, why)
 
     def release(self, code: int, why: str) -> None:
-        """Let all nodes go, and wait for them a while."""
+        """Let all nodes go, and wait for them a while; one that has sent its name, and is not taken yet, goes, too."""
+        self._release = wire.Release(code, why)
         for _, link in self._nodes.copy().values():
             if link:
                 with contextlib.suppress(OSError):
-                    link.send(wire.Release(code, why))
+                    link.send(self._release)
         with contextlib.suppress(OSError):
             self._callers.shutdown(socket.SHUT_RDWR)  # wakes up who waits there
         self.close()
@@ -99,6 +101,9 @@ class Hub:
         if link_before is not link:
             link_before.end()
         self._nodes[node.host] = node, link
+        if self._release:  # looked at last: another thread lets go those that it finds
+            with contextlib.suppress(OSError):
+                link.send(self._release)
         return ""
 
     def left(self, host: str, link: Link) -> None:

@@ -1,20 +1,22 @@
 """Hosts that come while an elastic job runs, and hosts that fail and are left out: without processes."""
 
 import queue
+import re
 from dataclasses import replace
 
 import pytest
 
 from ringrun import cli
 from ringrun.agent import kept_commits
-from ringrun.connection.wire import Hosts
+from ringrun.connection.wire import Hosts, Initialized, Reformed
 from ringrun.elastic import LONGEST_COOLDOWN_S, Elastic
 from ringrun.errors import UsageError
 from ringrun.hosts import Host, is_here
-from ringrun.job.events import HostsCame
+from ringrun.job.events import HostsCame, RankDied, RankEnded, Reported
 from ringrun.job.growth import CANNOT_START_S, Blacklist, Growth, HostWatch, InUse
 from ringrun.job.losses import Losses
 from ringrun.job.plan import Job
+from ringrun.report.outcome import RankEnd
 
 
 class Clock:
@@ -166,6 +168,22 @@ def test_ranks_hear_of_hosts_that_give_them_company(size, is_told):
     again = f"after its next commit the job starts again, with {size} ranks instead of 4"
     told = [Hosts("h2:1, h3:2"), f"ringrun: h2:1, h3:2 joined; {again}"]
     assert recorded.sent == (told if is_told else [])
+
+
+def test_how_a_rank_was_lost_is_said_before_the_others_went_on():
+    """Survivors are quicker than the last words of the dead."""
+    recorded = Recorded()
+    losses = Losses(3, Elastic(), recorded, recorded)
+    for rank in range(3):
+        losses.handle(Reported(rank, Initialized()))
+    losses.handle(RankDied(1, -9))
+    for rank in (0, 2):
+        losses.handle(Reported(rank, Reformed(1)))
+    assert [each for each in recorded.sent if isinstance(each, str)] == []
+    losses.handle(RankEnded(RankEnd(1, "h", 12, -9, 0.0)))
+    said = [each for each in recorded.sent if isinstance(each, str)]
+    assert any("rank 1 of 3 " in line for line in said[:-1]), said
+    assert re.fullmatch("ringrun: ranks 0,2 went on after [0-9]+ ms", said[-1])
 
 
 @pytest.mark.parametrize(

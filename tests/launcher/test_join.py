@@ -257,6 +257,28 @@ def test_the_head_stays_until_its_nodes_have_gone(nodes):
     assert not releasing.is_alive()
 
 
+def test_a_node_that_is_not_taken_yet_when_the_job_ends_goes_with_its_code(nodes, monkeypatch):
+    """It believes that it has joined once it has sent its name."""
+    asker, at_the_door, may_come_in = nodes(1), threading.Event(), threading.Event()
+    admit = Hub.admit
+
+    def late(self, *arguments):
+        at_the_door.set()
+        assert may_come_in.wait(30)
+        return admit(self, *arguments)
+
+    monkeypatch.setattr(Hub, "admit", late)
+    link = nodes.speak(1, "n1", 1)
+    assert at_the_door.wait(30)
+    releasing = threading.Thread(target=asker.release, args=(7,))
+    releasing.start()
+    releasing.join(0.2)
+    may_come_in.set()
+    assert link.receive() == wire.Release(7, "")
+    link.close()
+    releasing.join(30)
+
+
 def test_input_output_and_exit_codes_are_the_command_s_own(nodes, tmp_path):
     nodes(2).await_all(2, 60.0)
     argv = OverJoin(str(tmp_path), 60.0).rsh(str(tmp_path))

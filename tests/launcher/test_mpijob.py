@@ -18,6 +18,7 @@ from ringrun.join import command
 from tests.launcher import loopback_sshd
 from tests.support.jobs import ROOT, run
 from tests.support.patience import wait_until
+from tests.support.sources import found
 
 SPEC = yaml.safe_load((ROOT / "examples" / "mpijob.yaml").read_text())["spec"]
 PODS = {name: each["template"]["spec"] for name, each in SPEC["mpiReplicaSpecs"].items()}
@@ -39,7 +40,7 @@ def test_the_launcher_runs_a_command_line_of_ringruns_with_a_slot_for_each_rank(
 def test_the_image_is_built_from_what_is_there_for_the_user_that_the_pods_have():
     """No registry and no daemon here: its lines are read."""
     allowed = (ROOT / "docker" / "Dockerfile.dockerignore").read_text().splitlines()
-    assert [name for name in allowed if name[0] == "!" and not (ROOT / name[1:]).exists()] == []
+    assert [name for name in allowed if name[0] == "!" and not found(name[1:]).exists()] == []
     copied = [line.split()[-2] for line in IMAGE.splitlines() if line.startswith("COPY ") and "--from" not in line]
     assert copied == [".", "examples"]
     user = WORKER["securityContext"]["runAsUser"]

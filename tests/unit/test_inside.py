@@ -9,15 +9,9 @@ import ringreduce
 import ringrun
 from tests.support.jobs import ROOT
 from tests.support.pages import PAGES
+from tests.support.sources import found
 
-INSTALLED = {"ringreduce": ringreduce, "launcher": ringrun}
 INSIDE = ("architecture.md", "invariants.md", "after-a-death.md")
-
-
-def found(file):
-    """Where it is: a package may be installed elsewhere."""
-    folder, _, rest = file.partition("/")
-    return Path(INSTALLED[folder].__file__).parent / rest if folder in INSTALLED else ROOT / file
 
 
 def definitions(path):
