@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ class Parts:
     def of(self, names: Mapping[torch.Tensor, str]) -> list[Part]:
         """The optimizer's parameters, which are called so; then the other parameters of its model, and buffers.
 
-        Cost: GPU tensors are copied; the first time a model is looked for among all objects of the process.
+        Cost: GPU tensors are copied; the first time a few looks through all objects of the process, to find the model.
         """
         owned = {id(parameter): (name, parameter) for parameter, name in names.items()}
         model = self._model()
@@ -41,20 +41,47 @@ class Parts:
         ]
 
 
-def _model_of(owned: Mapping[int, Any]) -> torch.nn.Module | None:
-    """The smallest module that has most of the parameters: no optimizer knows its model."""
-    modules = [each for each in gc.get_objects() if issubclass(type(each), torch.nn.Module)]
-    sizes = [(_count_in(module, owned), module) for module in modules]
+def _model_of(owned: Mapping[int, tuple[str, torch.Tensor]]) -> torch.nn.Module | None:
+    """The smallest module that has most of the parameters: no optimizer knows its model.
+
+    It is looked for upwards, from the first parameter that is in a module. Not among `gc.get_objects()`: Python cannot
+    finish a tuple that another thread is just making while a list of all objects has it.
+    """
+    above: list[torch.nn.Module] = []
+    for _, parameter in owned.values():
+        if above := _above(parameter):
+            break
+    sizes = [(sum(id(each) in owned for each in module.parameters()), module) for module in above]
     most = max((count for count, _ in sizes), default=0)
-    best = [module for count, module in sizes if count == most > 0]
+    best = [module for count, module in sizes if count == most]
     return min(best, key=lambda each: sum(1 for _ in each.modules()), default=None)
 
 
-def _count_in(module: torch.nn.Module, owned: Mapping[int, Any]) -> int:
-    try:
-        return sum(id(each) in owned for each in module.parameters())
-    except (AttributeError, RuntimeError):  # another thread is building this one: it is not the optimizer's
-        return 0
+def _above(parameter: torch.Tensor) -> list[torch.nn.Module]:
+    """The modules that have it, those that have these, and so on."""
+    found: dict[int, torch.nn.Module] = {}
+    level: list[Any] = [parameter]
+    while level:
+        level = [each for each in _holders(level) if id(each) not in found]
+        found |= {id(each): each for each in level}
+    return list(found.values())
+
+
+def _holders(things: Sequence[Any]) -> list[torch.nn.Module]:
+    """The modules of which one of these is a parameter or a module, by way of the dicts that modules keep them in."""
+    dicts = [each for each in gc.get_referrers(*things) if isinstance(each, dict)]
+    referrers = gc.get_referrers(*dicts) if dicts else []
+    # a module's attributes are in a dict, too, or, where nobody has asked for that, in the module itself
+    attributes = [each for each in referrers if type(each) is dict]
+    referrers += gc.get_referrers(*attributes) if attributes else []
+    wanted = set(map(id, things))
+    modules = {id(each): each for each in referrers if issubclass(type(each), torch.nn.Module)}
+    return [each for each in modules.values() if wanted.intersection(map(id, _held_by(each)))]
+
+
+def _held_by(module: torch.nn.Module) -> list[Any]:
+    attributes = vars(module)  # one that another thread is building has not got all
+    return [each for name in ("_parameters", "_modules") for each in attributes.get(name, {}).values()]
 
 
 def _bytes_of(tensor: torch.Tensor) -> Any:
