@@ -58,6 +58,10 @@ class Buffer:
         """The buffer as an array of the caller's kind, in the same memory."""
         return self.flat.view(self.dtype).reshape(self.shape)
 
+    def zero(self) -> None:
+        """Make all elements zero."""
+        self.flat.fill(0)
+
 
 class NotContiguousError(UnsupportedArrayError):
     """Memory that is to be written to is not C-contiguous."""

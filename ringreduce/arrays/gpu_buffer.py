@@ -6,9 +6,10 @@ that point, for other streams to wait for; `follow` makes the caller's stream wa
 
 from __future__ import annotations
 
+import contextlib
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from ringreduce.arrays.buffer import Buffer, NotContiguousError
@@ -89,6 +90,24 @@ class GpuBuffer(Buffer):
     def array(self) -> Any:
         """See `Buffer.array`."""
         return self.owner
+
+    @contextlib.contextmanager
+    def on_stream(self) -> Iterator[Any]:
+        """Let CuPy work where the calling thread works with this library, which is the stream that it yields."""
+        with cuda.device(self.index):
+            before, address = cupy().cuda.get_current_stream(), self.address(self.current_stream(self.index))
+            if before.ptr == address:
+                yield before
+                return
+            with cupy().cuda.ExternalStream(address, self.index) as stream:
+                yield stream
+            if cupy().cuda.get_current_stream() != before:  # a `with` has ended the caller's stream.use()
+                before.use()
+
+    def zero(self) -> None:
+        """See `Buffer.zero`."""
+        with self.on_stream():
+            self.flat.fill(0)
 
     def ready(self) -> Event:
         """An event after everything that the caller's stream has queued so far."""

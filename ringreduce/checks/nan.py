@@ -26,9 +26,11 @@ from typing import Any
 
 from ringreduce import runtime
 from ringreduce.arrays.buffer import Buffer
+from ringreduce.arrays.dtypes import ElementType
+from ringreduce.arrays.gpu_buffer import any_on_gpu
 from ringreduce.checks import scan
 from ringreduce.checks.agreement import Agreement, Finding
-from ringreduce.errors import InputError, NanError, StalledError
+from ringreduce.errors import NanError, StalledError
 from ringreduce.execution.submission import Submission
 from ringreduce.log import LOGGER
 from ringreduce.monitor import launcher_link
@@ -46,6 +48,8 @@ Key = tuple[Any, ...]  # equal for an operation of this step and that of the nex
 class Seen:
     """What was seen in a submission."""
 
+    factor: float  # by which its largest element may grow
+    unread: list[tuple[int, ElementType, Callable[[], int]]]  # tensors whose largest elements a GPU is to find
     problem: str = ""  # NaN or infinity
     number: int = 0  # of the tensor that has it
     is_large: bool = False  # the sum may overflow
@@ -53,6 +57,16 @@ class Seen:
     finding: Finding | None = None
     agreement: Agreement | Exception | None = None
     is_settled: bool = False
+
+    def read(self) -> None:
+        """Look at the largest elements; waits for the GPU where they are there."""
+        for number, element, largest in self.unread:
+            bits = largest()
+            if problem := scan.problem(bits, element):
+                self.problem, self.number = problem, number
+                break
+            self.is_large |= bits > scan.summable(element, self.factor)
+        self.unread = []
 
 
 class Nan:
@@ -73,23 +87,15 @@ class Nan:
 
     def look(self, _: object, __: object, details: Sequence[tuple[str, Any]], inputs: Sequence[Buffer]) -> Seen | None:
         """What is in arrays that are about to be sent; None: they are not to be added up."""
-        known, seen = dict(details), Seen()
+        known = dict(details)
         if known.get("op") not in ADDED:
             return None
         factor = float(self._own.world.size)
         for name in ("prescale_factor", "postscale_factor"):
             factor *= max(1.0, abs(known[name]))
-        for number, each in enumerate(inputs):
-            if each.on_gpu:
-                raise InputError(
-                    f"check=nan looks at host memory only, but an array is on {each.device}: call check('')"
-                )
-            if each.element.kind in "fc" and each.count:
-                largest = scan.largest(each.flat, each.element)
-                if problem := scan.problem(largest, each.element):
-                    seen.problem, seen.number = problem, number
-                    break
-                seen.is_large |= largest > scan.summable(each.element, factor)
+        seen = Seen(factor, [(at, each.element, scan.largest(each)) for at, each in _floats(inputs)])
+        if not any_on_gpu(inputs, ()):
+            seen.read()
         return seen
 
     def begin(self, made: Submission, seen: Seen, of_step: bool) -> None:
@@ -104,7 +110,7 @@ class Nan:
                 self._skip()
             if seen.problem:
                 self._note(made, seen, key)
-            elif seen.is_large:
+            elif seen.is_large or seen.unread:
                 made.finish = functools.partial(self._finish_of_step, made.finish, seen, key)
             return
         seen.step = self._counts.pop(key, 0)
@@ -117,10 +123,11 @@ class Nan:
 
     def _find(self, made: Submission, seen: Seen) -> Finding | None:
         """What is to be named: of what was submitted, or in the sum of what is over."""
+        seen.read()
         problem, number, in_sum = seen.problem, seen.number, not seen.problem
         if in_sum and seen.is_large:
-            problems = [scan.problem(scan.largest(each.flat, each.element), each.element) for each in made.outputs]
-            number, problem = next(((at, each) for at, each in enumerate(problems) if each), (0, ""))
+            problems = [(at, scan.problem(scan.largest(each)(), each.element)) for at, each in _floats(made.outputs)]
+            number, problem = next((each for each in problems if each[1]), (0, ""))
         if problem:
             world, (kind, _, tensors, *_) = self._own.world, made.signature
             what = f"rank {world.rank} of {world.size}, {kind} {tensors[number].name!r} ({made.line}), step {seen.step}"
@@ -145,6 +152,7 @@ class Nan:
         """See `Submission.then`."""
         if error is None:
             try:
+                made.follow()
                 found = self._find(made, seen)
                 seen.agreement = Agreement(self._own.engine, f"check.nan.{made.key}", made.process_set, found)
             except Exception as exc:  # which the thread that waits raises
@@ -157,7 +165,7 @@ class Nan:
         agreed = self._find(made, seen) if seen.agreement is None else seen.agreement.wait()
         if agreed is not None and not seen.is_settled:
             seen.is_settled = self._action != "raise"
-            self._act(agreed, [functools.partial(each.flat.fill, 0) for each in made.outputs])
+            self._act(agreed, [each.zero for each in made.outputs])
         return finish(made)
 
     def before_step(self, optimizer: Any) -> None:
@@ -218,6 +226,11 @@ class Nan:
         LOGGER.debug(
             f"check: a step with infinities that no optimizer took, as GradScaler skips them; {self._skipped} so far"
         )
+
+
+def _floats(buffers: Sequence[Buffer]) -> list[tuple[int, Buffer]]:
+    """Those that may have a NaN, with their numbers."""
+    return [(at, each) for at, each in enumerate(buffers) if each.element.kind in "fc" and each.count]
 
 
 def _first_bad(parameters: Sequence[Any]) -> str:

@@ -8,25 +8,46 @@ signed integers the largest is that of the positive numbers, of unsigned ones th
 from __future__ import annotations
 
 import functools
-from typing import Any
+from collections.abc import Callable
 
 import numpy as np
 
+from ringreduce.arrays.buffer import Buffer
 from ringreduce.arrays.dtypes import ElementType
+from ringreduce.arrays.gpu_buffer import GpuBuffer
 
 BLOCK_BYTES = 512 << 10  # the second of two passes finds it in a core's cache
 
 
-def largest(flat: Any, element: ElementType) -> int:
-    """The bits of the largest of a NumPy array's floating-point elements, without its sign.  Cost: reads it once."""
+def largest(buffer: Buffer) -> Callable[[], int]:
+    """What returns the bits of the largest of an array's floating-point elements, without its sign.
+
+    Cost: reads it once. On a GPU that is queued on the caller's stream, and to call what is returned is to wait for it.
+    """
+    element = buffer.element
     size = element.itemsize if element.kind == "f" else element.itemsize // 2  # complex: both parts
-    signed, unsigned = flat.view(f"i{size}"), flat.view(f"u{size}")
-    found, without_sign, step = 0, (1 << (8 * size - 1)) - 1, BLOCK_BYTES // size
+    without_sign = (1 << (8 * size - 1)) - 1
+    if isinstance(buffer, GpuBuffer):
+        return _queued(buffer, size, without_sign)
+    signed, unsigned = buffer.flat.view(f"i{size}"), buffer.flat.view(f"u{size}")
+    found, step = 0, BLOCK_BYTES // size
     for low in range(0, len(signed), step):
         positive = int(np.maximum.reduce(signed[low : low + step]))
         negative = int(np.maximum.reduce(unsigned[low : low + step])) & without_sign
         found = max(found, positive, negative)
-    return found
+    return lambda: found
+
+
+def _queued(buffer: GpuBuffer, size: int, without_sign: int) -> Callable[[], int]:
+    with buffer.on_stream() as stream:
+        parts = buffer.flat.view(f"i{size}").max(), buffer.flat.view(f"u{size}").max()
+
+    def read() -> int:
+        with buffer.on_stream():
+            positive, negative = (int(each.get(stream=stream)) for each in parts)
+        return max(positive, negative & without_sign)
+
+    return read
 
 
 def problem(bits: int, element: ElementType) -> str:

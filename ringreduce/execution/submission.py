@@ -165,10 +165,14 @@ class Submission(Handle):
             self._follow = self.retire(self)
         self._end()
 
-    def _result(self) -> Any:
-        """As in Handle; the caller's later work on the GPU comes after the engine's."""
+    def follow(self) -> None:
+        """When it is over: let the calling thread's later work on the GPU come after the engine's."""
         if self._follow is not None:
             self._follow()
+
+    def _result(self) -> Any:
+        """See `Handle`."""
+        self.follow()
         return self.finish(self)
 
     def fail(self, error: Exception) -> None:

@@ -53,7 +53,8 @@ def empty_sparse(parameter: torch.Tensor, sparse_dim: int) -> torch.Tensor:
     """The sparse gradient of a rank that computed none."""
     indices = torch.empty((sparse_dim, 0), dtype=torch.int64, device=parameter.device)
     values = torch.empty((0, *parameter.shape[sparse_dim:]), dtype=parameter.dtype, device=parameter.device)
-    return torch.sparse_coo_tensor(indices, values, parameter.shape, check_invariants=False)
+    # there is nothing to check; but False makes torch 2.11 warn that nobody has said whether to
+    return torch.sparse_coo_tensor(indices, values, parameter.shape, check_invariants=True)
 
 
 def layout_of(gradient: torch.Tensor) -> int:

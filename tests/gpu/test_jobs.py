@@ -1,5 +1,6 @@
 """Jobs on a GPU: tests/gpu itself on 1, 2 and 4 ranks, a rank that is killed, and the benches in their quick form."""
 
+import importlib.util
 import json
 import re
 import sys
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.end_to_end.conftest import ringrun, run
+from tests.support import jobs
 from tests.support.jobs import ROOT
 
 PYTHON = Path(sys.executable)
@@ -29,6 +31,48 @@ for step in range(10**6):
     handles = [rr.allreduce_async_(each, name=f"t{k}") for k, each in enumerate(tensors)]
     for handle in handles:
         rr.synchronize(handle)
+"""
+
+
+ELASTIC = """
+import os, signal
+import cupy, torch
+import ringreduce.torch as hvd
+
+hvd.init()
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(20, 300), torch.nn.Tanh(), torch.nn.Linear(300, 5)).cuda()
+optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.05), model.named_parameters())
+state = hvd.elastic.TorchState(model=model, optimizer=optimizer, step=0)
+
+@hvd.elastic.run
+def train(state):
+    while state.step < 60:
+        if state.step == 20 and os.environ["RANK"] == "1":
+            os.kill(os.getpid(), signal.SIGKILL)
+        optimizer.zero_grad()
+        model(torch.randn(32, 20, device="cuda")).square().mean().backward()
+        optimizer.step()
+        state.step += 1
+        state.commit()
+
+train(state)
+sums = hvd.allgather_object([each.detach().cpu().numpy().tobytes() for each in model.parameters()])
+print("done:", hvd.size(), "ranks, equal:", all(each == sums[0] for each in sums), hvd.info().gpu_algorithm, flush=True)
+"""
+
+IN_JAX = """
+import jax, jax.numpy as jnp, numpy as np
+import ringreduce.jax as hvd
+
+hvd.init()
+rank, size = hvd.rank(), hvd.size()
+array, total = jnp.arange(1000.0) * (rank + 1), np.arange(1000.0) * size * (size + 1) / 2
+np.testing.assert_allclose(hvd.allreduce(array, op=hvd.Sum), total)
+np.testing.assert_allclose(jax.jit(lambda each: hvd.allreduce(2 * each, op=hvd.Sum))(array), 2 * total)
+gradient = jax.grad(lambda each: (hvd.allreduce(each, op=hvd.Sum) ** 2).sum())(array)
+np.testing.assert_allclose(gradient, 2 * size * total)
+print("done on", hvd.allreduce(array).device, flush=True)
 """
 
 
@@ -57,10 +101,36 @@ def test_a_rank_that_is_killed_ends_the_job(tmp_path, variables):
     assert run(["pgrep", "-f", str(script)]).stdout == "", "nothing is left"
 
 
-def test_examples_train_on_the_gpu(tmp_path):
+def test_an_elastic_job_goes_on_without_a_rank_that_is_killed(tmp_path):
+    torch_with_cuda()
+    script = tmp_path / "train.py"
+    script.write_text(ELASTIC)
+    command = [jobs.ringrun(PYTHON), "--elastic", "--min-np", 2, "-np", 4, PYTHON, script]
+    finished = run(command, timeout_s=120, returncode=0)
+    assert finished.stdout.count("done: 3 ranks, equal: True ipc: ") == 3
+
+
+def test_jax_on_the_gpu(tmp_path):
+    """Its arrays go through the host's memory."""
+    if importlib.util.find_spec("jax") is None:
+        pytest.skip("JAX is not installed")
+    script = tmp_path / "train.py"
+    script.write_text(IN_JAX)
+    variables = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    finished = ringrun(PYTHON, 2, script, timeout_s=120, returncode=0, **variables)
+    if "done on TFRT_CPU" in finished.stdout:
+        pytest.skip("JAX sees no GPU")
+    assert finished.stdout.count("done on cuda:0") == 2
+
+
+def torch_with_cuda():
     torch = pytest.importorskip("torch", reason="torch is not installed")
     if not torch.cuda.is_available():
         pytest.skip("torch sees no GPU")
+
+
+def test_examples_train_on_the_gpu(tmp_path):
+    torch_with_cuda()
     flags = ["--steps", "3", "--batch", "12", "--width", "32", "--depth", "2", "--checkpoint", tmp_path / "gpt.pt"]
     for name, arguments in {"train_gpt": flags, "torch_resnet": [], "torch_ddp": [], "numpy_lenet": ["--gpu"]}.items():
         finished = ringrun(PYTHON, 2, ROOT / "examples" / f"{name}.py", *arguments, timeout_s=300, returncode=0)

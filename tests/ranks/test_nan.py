@@ -2,6 +2,7 @@
 
 import contextlib
 import re
+import sys
 import time
 
 import numpy as np
@@ -11,7 +12,9 @@ import ringreduce as rr
 from ringreduce import runtime
 from ringreduce.checks import nan
 from ringreduce.execution.lane import Known
+from ringreduce.settings import Settings
 from ringreduce.testing import run_ranks
+from tests.support import fake_torch
 from tests.support.tiers import extended
 from tests.support.world import on_every_world_with_torch
 
@@ -249,6 +252,10 @@ WRONG = {
         lambda: rr.grouped_allreduce([arrays(4e4, "float16"), arrays(1, "float16")], op=rr.Sum),
         "infinity in the sum",
     ),
+    "beside integers": (
+        lambda: rr.grouped_allreduce([arrays(7, "int32"), arrays(-4e4, "float16")], op=rr.Sum),
+        "infinity in the sum",
+    ),
     "complex": (lambda: rr.allreduce(arrays(complex(1, np.nan), "complex64", 1)), "rank 1 of 2, .*NaN .*complex64"),
     "a number": (lambda: rr.allreduce([1.0, -np.inf][rr.rank()]), "rank 1 of 2, .* infinity in this .*float64"),
     "rows": (lambda: rr.reducescatter(arrays(np.nan, rank=0)), "rank 0 of 2, reducescatter 'noname.*NaN in this"),
@@ -332,10 +339,53 @@ def test_the_check_goes_on_in_the_next_world_of_an_elastic_job():
     run_ranks(1, program)
 
 
-def test_an_array_on_a_gpu_is_refused(gpu):
-    def program():
-        rr.check("nan")
-        with pytest.raises(rr.InputError, match=r"check=nan looks at host memory only, but an array is on cuda:0"):
-            rr.allreduce(gpu.ones(3))
+def of_library(request, gpu, monkeypatch):
+    """(array): a copy on the GPU, which is there late; (result): on the host."""
+    if request == "cupy":
+        return gpu.array, gpu.asnumpy
+    monkeypatch.setitem(sys.modules, "torch", fake_torch)
+    return fake_torch.tensor, fake_torch.Tensor.cpu
 
-    run_ranks(1, program)
+
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("library", ["cupy", "torch"])
+@pytest.mark.parametrize("action", ["raise", "zero"])
+def test_arrays_on_a_gpu(gpu, monkeypatch, action, library, in_place):
+    """They are looked at where they are, before they are overwritten, and ranks may wait in any order."""
+    put, get = of_library(library, gpu, monkeypatch)
+    begin = rr.allreduce_async_ if in_place else rr.allreduce_async
+
+    def program():
+        rr.check(f"nan:{action}")
+        for step in range(3):
+            names = [name for name, each in gradients(STEP).items() if each.size and each.dtype == np.float32]
+            values = gradients(STEP if step == 1 else step, -np.inf)
+            handles = [begin(put(values[name]), name=name, op=rr.Sum) for name in names]
+            for name, handle in list(zip(names, handles, strict=True))[:: 1 - 2 * rr.rank()]:
+                is_bad = (step, name) == (1, "b")
+                message = r"rank 1 of 2, allreduce 'b' .*, step 1: infinity in this rank's own values"
+                with (
+                    pytest.raises(rr.NanError, match=message)
+                    if is_bad and action == "raise"
+                    else contextlib.nullcontext()
+                ):
+                    result = get(handle.wait())
+                    sums = {"a": 2 * (STEP if step == 1 else step) + 1, "b": 1 - 2 * step}
+                    np.testing.assert_array_equal(result, 0 if is_bad else sums[name])
+
+    run_ranks(2, program, settings=Settings(cuda_slot_bytes=4096, cuda_nccl=False))
+
+
+@pytest.mark.parametrize("hosts", [(0, 0), (0, 1)])
+@pytest.mark.parametrize("library", ["cupy", "torch"])
+def test_a_sum_on_a_gpu_that_overflows(gpu, monkeypatch, library, hosts):
+    put, _ = of_library(library, gpu, monkeypatch)
+
+    def program():
+        rr.check("nan:raise")
+        for step in range(3):
+            made = put(arrays(4e4, "float16")), put(arrays(2**30, "int32")), put(arrays(1, "float16"))
+            with pytest.raises(rr.NanError, match=rf"step {step}: infinity in the sum of finite values \(float16"):
+                rr.grouped_allreduce(made, op=rr.Sum)
+
+    run_ranks(2, program, hosts=hosts, settings=Settings(cuda_slot_bytes=4096, cuda_nccl=False))
