@@ -8,9 +8,11 @@ is measured here: bench/run.py measures.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 from figures import (
     DDP,
@@ -32,9 +34,12 @@ from picture import picture
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = (ROOT / "docs" / "benchmarks.md", ROOT / "README.md")
+RESULTS = ROOT / "bench" / "results"
 PICTURE = ROOT / "docs" / "gradients.svg"
 REGION = re.compile(r"(<!-- figures: ([a-z ]+) -->\n).*?(<!-- end of figures -->)", re.DOTALL)
 NAMES = {DDP: "DDP over gloo", DDP_RING: 'DDP over "ring"', MPI: "MPI", TUNED: "tuned MPI", HOROVOD: "Horovod's way"}
+GPU_NAMES = {"resnet50": "ResNet-50", "gpt2": "GPT-2"}
+GPU_BAR_FROM = 64 << 20
 QUICK = """**This was a quick run on a busy machine, with tiny models and one job each. It shows that everything
 runs, and nothing about speed. `python bench/run.py` measures.**
 """
@@ -191,6 +196,59 @@ def others(rest: Iterable[Machine]) -> str:
     return "\n".join(parts)
 
 
+def gpus(_: list[Machine]) -> str:
+    """What bench/gpu/all.py has left in the folders of bench/results, one for each GPU."""
+    return "\n\n".join(on_gpu(path) for path in sorted(RESULTS.iterdir()) if path.is_dir())
+
+
+def on_gpu(folder: Path) -> str:
+    """A GPU's tables: gradients, training steps; and what its kernels reach."""
+    kept = {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in folder.glob("*.json")}
+    about = kept["gradients-2"]["header"]
+    head = (
+        f"{about['gpus']} × {about['gpu']}, {about['date']}; driver {about['driver']}, CUDA "
+        f"{about['driver_cuda']}, CuPy {about['cupy']}, torch {about['torch']}, {about['mpi']}."
+    )
+    gradients = {count: kept[f"gradients-{count}"]["rows"] for count in (2, 4)}
+    cells = {
+        f"Gradients of {GPU_NAMES[row['model']]}, {count} ranks, ms": {
+            each["who"].strip(): each for each in rows if each["model"] == row["model"]
+        }
+        for count, rows in gradients.items()
+        for row in rows
+    }
+    steps = kept["train_step-2"]["rows"]
+    cells_of_steps = {
+        f"A step of a {row['model']} net, 2 ranks, ms": {
+            each["who"].strip(): each for each in steps if each["model"] == row["model"]
+        }
+        for row in steps
+    }
+    reached = [row["of_copy_percent"] for row in kept["kernels"]["rows"] if row["size"] >= GPU_BAR_FROM]
+    kernels = f"{digits(min(reached))} to {digits(max(reached))} % of the speed of a copy of as many bytes"
+    return "\n\n".join(
+        [
+            head,
+            by_who(cells),
+            by_who(cells_of_steps),
+            f"From {bytes_text(GPU_BAR_FROM)} on, our kernels reach {kernels}.",
+        ]
+    )
+
+
+def by_who(rows: dict[str, dict[str, Any]]) -> str:
+    """Medians, a column for each contender; the lowest of those that reduce is bold."""
+    who = list(next(iter(rows.values())))
+    lines = ["| | " + " | ".join(who) + " |", "|---|" + "---:|" * len(who)]
+    for what, of in rows.items():
+        lowest = min((each["time_ms"], name) for name, each in of.items() if name != "compute alone")[1]
+        times = {name: digits(of[name]["time_ms"]) for name in who}
+        lines.append(
+            f"| {what} | " + " | ".join(f"**{times[name]}**" if name == lowest else times[name] for name in who) + " |"
+        )
+    return "\n".join(lines)
+
+
 REGIONS: dict[str, Callable[[list[Machine]], str]] = {
     "summary": lambda all_: summary(all_[0]),
     "questions": lambda all_: main_table(all_[0]),
@@ -199,6 +257,7 @@ REGIONS: dict[str, Callable[[list[Machine]], str]] = {
     "calls": lambda all_: calls_table(all_[0]),
     "tuning": lambda all_: tuning(all_[0]),
     "others": lambda all_: others(all_[1:]),
+    "gpus": gpus,
     "readme": lambda all_: readme(all_[0]),
 }
 

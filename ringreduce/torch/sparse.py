@@ -51,10 +51,9 @@ def sparse_allreduce_async(
 
 def empty_sparse(parameter: torch.Tensor, sparse_dim: int) -> torch.Tensor:
     """The sparse gradient of a rank that computed none."""
-    indices = torch.empty((sparse_dim, 0), dtype=torch.int64, device=parameter.device)
-    values = torch.empty((0, *parameter.shape[sparse_dim:]), dtype=parameter.dtype, device=parameter.device)
-    # there is nothing to check; but False makes torch 2.11 warn that nobody has said whether to
-    return torch.sparse_coo_tensor(indices, values, parameter.shape, check_invariants=True)
+    # not by sparse_coo_tensor: in torch 2.11 it warns, whatever one says, that nobody has said whether to check it
+    made = torch.empty((0,), dtype=parameter.dtype, device=parameter.device, layout=torch.sparse_coo)
+    return made.sparse_resize_and_clear_(parameter.shape, sparse_dim, parameter.dim() - sparse_dim)
 
 
 def layout_of(gradient: torch.Tensor) -> int:
