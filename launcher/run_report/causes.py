@@ -18,7 +18,7 @@ KINDS = {
     ),
     "data loader": ("it waits for its data loader", "its data loader needs more workers, or a faster disk"),
     "slow host": ("all ranks of this host compute longer", "look for other load, heat or a power limit there"),
-    "slow link": ("it carries half of what others do, or less", "see ringrun doctor; compression=int8 sends a quarter"),
+    "slow link": ("it carries half of what others do, or less", "see ringrun doctor; compression=int4 sends an eighth"),
     "computes longer": ("it computes longer than others", "give it less to do, or find what else it does"),
 }
 """Kinds of stragglers: what each means, and what to do."""

@@ -112,7 +112,7 @@ def test_a_wire_that_is_full_cores_that_are_too_few_and_what_prevents_overlap(co
     shares = [(each["from"], each["to"], each["bytes_per_step"], each["share"]) for each in found["links"]]
     assert shares == [(f"h{rank}", f"h{(rank + 1) % 3}", 1e7, 0.971) for rank in range(3)]
     texts = [each["text"] for each in found["advice"]]
-    assert "the link from h0 to h1 is 97 % used: compression=int8 sends a quarter" in texts
+    assert "the link from h0 to h1 is 97 % used: compression=int4 sends an eighth" in texts
     assert "gradients are not reduced during backward: train.py:88 reads a gradient" in texts
     (cores,) = [each["saves_ms"] for each in found["advice"] if each["text"].startswith("all ranks wait for a CPU")]
     assert cores == 15, "the least that one waits"

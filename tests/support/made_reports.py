@@ -111,7 +111,7 @@ def _advice(who, slow, step):
     return rows(
         "text saves_ms",
         (f"{who}: its data loader is late in each step; more workers, or a faster disk there", step["waiting_ms"]),
-        ("the wire between hosts is 97 % used: compression int8 sends a quarter", 5.6),
+        ("the wire between hosts is 97 % used: compression=int4 sends an eighth", 5.6),
     )
 
 
