@@ -98,7 +98,7 @@ def comparison(each: Row, name: str, figure: Figure) -> str:
     """One peer, and how many times as fast it is."""
     ours = each.who[OURS]
     overlap = ", ranges overlap" if ours.low <= figure.high else ""
-    return f"{peer_of(each, name)} {with_range(figure)}: {digits(ours.median / figure.median)} times{overlap}"
+    return f"{peer_of(each, name)} {with_range(figure)}: {digits(ours.median / figure.median)}× as fast{overlap}"
 
 
 def peer_of(each: Row, name: str) -> str:
@@ -124,12 +124,12 @@ def machine_text(found: Machine) -> str:
     versions = [f"{name} {found.about(key)}" for name, key in (("Python", "python"), ("NumPy", "numpy"))]
     versions += [f"mpi4py {found.about('mpi4py')}", found.about("mpi"), f"torch {found.about('torch')}"]
     horovod = found.about("horovod")
-    versions += ["no Horovod: it is not installed" if horovod == "absent" else f"Horovod {horovod}"]
+    versions += ["Horovod not installed" if horovod == "absent" else f"Horovod {horovod}"]
     return (
         f"{found.name}, no GPU; ringreduce {found.about('ringreduce')} at {', '.join(commits)}; "
-        f"{', '.join(versions)}. Settings of ringreduce: {found.about('settings')}; of MPI, on one host, by ringrun: "
-        f"{found.about('mpi_settings')}. One thread a rank. Load average when a job began, from the job before: "
-        f"{min(loads)} to {max(loads)}."
+        f"{', '.join(versions)}. Settings of ringreduce: {found.about('settings')}; those that ringrun passes to MPI "
+        f"on one host: {found.about('mpi_settings')}. One thread per rank. Load average at the start of a job, left by the "
+        f"one before: {min(loads)} to {max(loads)}."
     )
 
 
@@ -137,12 +137,30 @@ def summary(found: Machine) -> str:
     """The first lines of the page."""
     rows = found.questions()
     first = [each for each in rows if each.fastest() == OURS]
-    lost = [f"{lowered(each.what)} ({peer_of(each, each.fastest())})" for each in rows if each not in first]
     clear = sum(each.is_clear for each in first)
-    text = f"**{found.name}:** ringreduce is the fastest in {len(first)} of {len(rows)} rows "
-    text += f"({clear} of them in every single run). "
-    text += f"A peer is faster in: {'; '.join(lost)}.\n" if lost else "\n"
+    text = (
+        f"**{found.name}:** ringreduce has the lowest median in {len(first)} of {len(rows)} rows; in {clear} of these "
+    )
+    text += f"its slowest run beats every other's fastest.{against(rows)}\n"
+    lost: dict[str, list[str]] = {}
+    for each in rows:
+        if each not in first:
+            lost.setdefault(peer_of(each, each.fastest()), []).append(lowered(each.what))
+    text += "\nThe lowest in the others:\n\n" if lost else ""
+    for peer, what in lost.items():
+        also = ", which is ringreduce as DDP's backend" if peer == NAMES[DDP_RING] else ""
+        text += f"- **{peer}**{also}: {'; '.join(what)}\n"
     return (QUICK + "\n" if found.is_quick else "") + text
+
+
+def against(rows: Sequence[Row]) -> str:
+    """A sentence on gradients on one host, where most of training's communication is."""
+    of = [each.who for each in rows if each.what.startswith("Gradients") and each.what.endswith("ranks")]
+    said = []
+    for peer in (DDP, TUNED):
+        ratios = [who[peer].median / who[OURS].median for who in of if {peer, OURS} <= who.keys()]
+        said += [f"{NAMES[peer]} takes {digits(min(ratios))} to {digits(max(ratios))} times as long"] if ratios else []
+    return f" For a model's gradients on one host, {', '.join(said)}." if said else ""
 
 
 def lowered(text: str) -> str:
@@ -152,7 +170,7 @@ def lowered(text: str) -> str:
 
 def tuning(found: Machine) -> str:
     """Which of MPI's settings was taken."""
-    lines = ["| where | buffer | tried | fastest | times as fast as the default |", "|---|---:|---:|---|---:|"]
+    lines = ["| where | buffer | tried | fastest | speedup over the default |", "|---|---:|---:|---|---:|"]
     for name in (each for each in found.sets if each.startswith("tuning, ")):
         rows, where = found.rows(name), name.removeprefix("tuning, ")
         for size in dict.fromkeys(row["size"] for row in rows):
@@ -225,13 +243,13 @@ def on_gpu(folder: Path) -> str:
         for row in steps
     }
     reached = [row["of_copy_percent"] for row in kept["kernels"]["rows"] if row["size"] >= GPU_BAR_FROM]
-    kernels = f"{digits(min(reached))} to {digits(max(reached))} % of the speed of a copy of as many bytes"
+    kernels = f"{digits(min(reached))} to {digits(max(reached))} % of the speed of copying as many bytes"
     return "\n\n".join(
         [
             head,
             by_who(cells),
             by_who(cells_of_steps),
-            f"From {bytes_text(GPU_BAR_FROM)} on, our kernels reach {kernels}.",
+            f"For buffers of {bytes_text(GPU_BAR_FROM)} and more, our kernels (pack, sum, unpack) run at {kernels}.",
         ]
     )
 

@@ -134,16 +134,17 @@ def test_a_figure_is_the_median_of_all_runs_and_a_faster_peer_is_told(tables):
     assert "| Gradients of GPT-2, 2 ranks, ms | 10.0<br>9.00–1,200 | **7.50**<br>7.00–8.00 |" in tables.main_table(
         found
     )
-    assert "| 10.0 (9.00–1,200) | DDP over gloo 7.50 (7.00–8.00): 1.33 times |" in tables.slower(found)
+    assert "| 10.0 (9.00–1,200) | DDP over gloo 7.50 (7.00–8.00): 1.33× as fast |" in tables.slower(found)
     said = tables.summary(found)
-    assert "fastest in 0 of 1 rows (0 of them in every single run). A peer is faster in: gradients of GPT-2" in said
-    assert "2 ranks (DDP over gloo)." in said
+    assert "the lowest median in 0 of 1 rows; in 0 of these its slowest" in said
+    assert "DDP over gloo takes 0.75 to 0.75 times as long." in said
+    assert "- **DDP over gloo**: gradients of GPT-2, 2 ranks\n" in said
     other = tables.Machine(
         {**kept, "sets": {"gradients, 2 ranks": [job(ours | {"runs_us": [6e3, 7e3]}, jobs[0]["rows"][1])]}}
     )
-    assert "1 of 1 rows (0 of them" in tables.summary(other)
+    assert "1 of 1 rows; in 0 of these" in tables.summary(other)
     jobs[0]["rows"][0]["runs_us"], jobs[1:] = [5e3, 6.9e3], []
-    assert "1 of 1 rows (1 of them" in tables.summary(found)
+    assert "1 of 1 rows; in 1 of these" in tables.summary(found)
     assert "quick" not in tables.summary(found)
     assert "quick run" in tables.summary(tables.Machine({**kept, "quick": True}))
 
