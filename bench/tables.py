@@ -128,8 +128,8 @@ def machine_text(found: Machine) -> str:
     return (
         f"{found.name}, no GPU; ringreduce {found.about('ringreduce')} at {', '.join(commits)}; "
         f"{', '.join(versions)}. Settings of ringreduce: {found.about('settings')}; those that ringrun passes to MPI "
-        f"on one host: {found.about('mpi_settings')}. One thread per rank. Load average at the start of a job, left by the "
-        f"one before: {min(loads)} to {max(loads)}."
+        f"on one host: {found.about('mpi_settings')}. One thread per rank. Load average at the start of a job, "
+        f"from the one before: {min(loads)} to {max(loads)}."
     )
 
 
