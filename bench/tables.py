@@ -18,9 +18,11 @@ from figures import (
     DDP,
     DDP_RING,
     HOROVOD,
+    MODELS,
     MPI,
     OURS,
     PEERS,
+    RESULTS,
     TUNED,
     Figure,
     Machine,
@@ -34,11 +36,9 @@ from picture import picture
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = (ROOT / "docs" / "benchmarks.md", ROOT / "README.md")
-RESULTS = ROOT / "bench" / "results"
 PICTURE = ROOT / "docs" / "gradients.svg"
 REGION = re.compile(r"(<!-- figures: ([a-z ]+) -->\n).*?(<!-- end of figures -->)", re.DOTALL)
 NAMES = {DDP: "DDP over gloo", DDP_RING: 'DDP over "ring"', MPI: "MPI", TUNED: "tuned MPI", HOROVOD: "Horovod's way"}
-GPU_NAMES = {"resnet50": "ResNet-50", "gpt2": "GPT-2"}
 GPU_BAR_FROM = 64 << 20
 QUICK = """**This was a quick run on a busy machine, with tiny models and one job each. It shows that everything
 runs, and nothing about speed. `python bench/run.py` measures.**
@@ -227,31 +227,31 @@ def on_gpu(folder: Path) -> str:
         f"{about['gpus']} × {about['gpu']}, {about['date']}; driver {about['driver']}, CUDA "
         f"{about['driver_cuda']}, CuPy {about['cupy']}, torch {about['torch']}, {about['mpi']}."
     )
-    gradients = {count: kept[f"gradients-{count}"]["rows"] for count in (2, 4)}
-    cells = {
-        f"Gradients of {GPU_NAMES[row['model']]}, {count} ranks, ms": {
-            each["who"].strip(): each for each in rows if each["model"] == row["model"]
-        }
-        for count, rows in gradients.items()
-        for row in rows
+    gradients = {
+        f"Gradients of {MODELS[model]}, {count} ranks, ms": of
+        for count in (2, 4)
+        for model, of in by_model(kept[f"gradients-{count}"]["rows"]).items()
     }
-    steps = kept["train_step-2"]["rows"]
-    cells_of_steps = {
-        f"A step of a {row['model']} net, 2 ranks, ms": {
-            each["who"].strip(): each for each in steps if each["model"] == row["model"]
-        }
-        for row in steps
-    }
+    steps = by_model(kept["train_step-2"]["rows"])
+    steps = {f"A step of a {model} net, 2 ranks, ms": of for model, of in steps.items()}
     reached = [row["of_copy_percent"] for row in kept["kernels"]["rows"] if row["size"] >= GPU_BAR_FROM]
     kernels = f"{digits(min(reached))} to {digits(max(reached))} % of the speed of copying as many bytes"
     return "\n\n".join(
         [
             head,
-            by_who(cells),
-            by_who(cells_of_steps),
+            by_who(gradients),
+            by_who(steps),
             f"For buffers of {bytes_text(GPU_BAR_FROM)} and more, our kernels (pack, sum, unpack) run at {kernels}.",
         ]
     )
+
+
+def by_model(rows: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Each model's rows, by contender."""
+    found: dict[str, dict[str, Any]] = {}
+    for row in rows:
+        found.setdefault(row["model"], {})[row["who"].strip()] = row
+    return found
 
 
 def by_who(rows: dict[str, dict[str, Any]]) -> str:

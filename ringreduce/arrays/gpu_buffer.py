@@ -99,10 +99,12 @@ class GpuBuffer(Buffer):
             if before.ptr == address:
                 yield before
                 return
-            with cupy().cuda.ExternalStream(address, self.index) as stream:
-                yield stream
-            if cupy().cuda.get_current_stream() != before:  # a `with` has ended the caller's stream.use()
-                before.use()
+            try:
+                with cupy().cuda.ExternalStream(address, self.index) as stream:
+                    yield stream
+            finally:
+                if cupy().cuda.get_current_stream() != before:  # a `with` has ended the caller's stream.use()
+                    before.use()
 
     def zero(self) -> None:
         """See `Buffer.zero`."""

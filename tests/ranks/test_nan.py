@@ -376,6 +376,20 @@ def test_arrays_on_a_gpu(gpu, monkeypatch, action, library, in_place):
     run_ranks(2, program, settings=Settings(cuda_slot_bytes=4096, cuda_nccl=False))
 
 
+def test_cupy_s_current_stream_stays_that_of_the_caller(gpu, monkeypatch):
+    put, _ = of_library("torch", gpu, monkeypatch)
+
+    def program():
+        rr.check("nan:zero")
+        arrays_there, mine = [put(arrays(value)) for value in (1.0, np.nan)], gpu.cuda.Stream(non_blocking=True)
+        mine.use()
+        for each in arrays_there:
+            rr.allreduce_(each)
+            assert gpu.cuda.get_current_stream() == mine
+
+    run_ranks(2, program, settings=Settings(cuda_slot_bytes=4096, cuda_nccl=False))
+
+
 @pytest.mark.parametrize("hosts", [(0, 0), (0, 1)])
 @pytest.mark.parametrize("library", ["cupy", "torch"])
 def test_a_sum_on_a_gpu_that_overflows(gpu, monkeypatch, library, hosts):
