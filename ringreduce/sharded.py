@@ -8,6 +8,8 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+
 from ringreduce import runtime, trees
 from ringreduce.api.process_sets import ProcessSet, global_process_set
 from ringreduce.compression import Compression, Compressor
@@ -126,11 +128,8 @@ class ShardedArrays:
         if not self._accumulation.add(grads):
             return None
         grads = self._accumulation.take(grads)
-        whole = dict(trees.named_leaves(grads))
-        if {name: each.shape for name, each in whole.items()} != {k: each.shape for k, each in self._params.items()}:
-            raise InputError("ShardedOptimizer: the gradients are not of the form and shapes of the parameters")
-        begun = [(names, shards.reduce([whole[name] for name in names])) for names, shards in self._shards]
-        pieces = {name: piece for names, wait in begun for name, piece in zip(names, wait(), strict=True)}
+        whole = self._whole_gradients(grads)
+        pieces = self._reduced(whole)
         self._whole = None
         if self._shared is not None:
             self._shared.barrier().wait()
@@ -150,6 +149,29 @@ class ShardedArrays:
         return result
 
     __call__ = step
+
+    def _whole_gradients(self, grads: Any) -> dict[str, Any]:
+        """By name; raises InputError where they are not of the form of the parameters."""
+        numbers = int | float | complex
+        named = trees.named_leaves(grads)
+        whole = {name: np.asarray(each) if isinstance(each, numbers) else each for name, each in named}
+        shapes = [{name: each.shape for name, each in arrays.items()} for arrays in (whole, self._params)]
+        for name in {**shapes[1], **shapes[0]} if shapes[0] != shapes[1] else ():
+            got, expected = (each.get(name, "none") for each in shapes)
+            if got != expected:
+                raise InputError(
+                    "ShardedOptimizer: the gradients are not of the form and shapes of the parameters: the shape of "
+                    f"{name!r} is {got}, expected {expected}"
+                )
+        return whole
+
+    def _reduced(self, whole: dict[str, Any]) -> dict[str, Any]:
+        """This rank's pieces of the gradients, of their types; those that are reduced together have one meanwhile."""
+        begun = [
+            (names, shards.reduce(_of_one_type([whole[name] for name in names]))) for names, shards in self._shards
+        ]
+        pieces = [pair for names, wait in begun for pair in zip(names, wait(), strict=True)]
+        return {name: piece.astype(whole[name].dtype, copy=False) for name, piece in pieces}
 
     def _look_at_the_world(self) -> None:
         self._exchange.check_world()
@@ -221,6 +243,12 @@ class ShardedArrays:
         else:
             vars(self.optimizer).update(pieces)
         self._whole = lambda: state_dict
+
+
+def _of_one_type(arrays: list[Any]) -> list[Any]:
+    """Arrays that are reduced in one memory; all of the widest type, where they differ."""
+    types = {each.dtype for each in arrays}
+    return arrays if len(types) == 1 else [each.astype(np.result_type(*types), copy=False) for each in arrays]
 
 
 def _state_of(optimizer: Any) -> Any:

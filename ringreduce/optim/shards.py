@@ -16,7 +16,7 @@ from ringreduce.api.process_sets import ProcessSet, number_of
 from ringreduce.arrays.buffer import Buffer
 from ringreduce.arrays.view import as_buffer
 from ringreduce.compression import Compression
-from ringreduce.errors import InputError
+from ringreduce.errors import InputError, UnsupportedArrayError
 from ringreduce.execution.signature import calling_line
 from ringreduce.ops import Adasum, ReduceOp
 from ringreduce.optim.exchange import Exchange, Finish
@@ -44,7 +44,7 @@ class Shards:
     """
 
     def __init__(self, name: str, names: Sequence[str], counts: Sequence[int], exchange: Exchange) -> None:
-        self.name, self._names = name, tuple(names) if len(names) > 1 else None
+        self.name, self.names = name, tuple(names)
         self.exchange, self.size, self.rank = exchange, exchange.size, exchange.process_set.rank() or 0
         self.bounds = [at[self.rank : self.rank + 2] for at in cut_together(counts, self.size)]
         self._reduced: Buffer | None = None
@@ -67,12 +67,13 @@ class Shards:
         if self.size == 1:
             return lambda: [each.reshape(-1) for each in arrays]
         pairs = [self.exchange.compression.compress(each) for each in arrays]
-        inputs = [as_buffer(each) for each, _ in pairs]
+        inputs = [self._gradient(number, each) for number, (each, _) in enumerate(pairs)]
+        self._check_types(inputs)
         counts = [high - low for low, high in self.bounds]
         if self._reduced is None or self._reduced.element is not inputs[0].element:
             self._reduced = inputs[0].empty((sum(counts),))
         whole = self._reduced.array()
-        arguments = arguments_of("reducescatter", None, self.exchange.op, *self.exchange.scales)
+        arguments = arguments_of("allreduce", None, self.exchange.op, *self.exchange.scales)
         details = (*arguments.details, ("frozen", frozen))
         wait = self._submit("reduce_shards", "", inputs, [self._reduced], line, details, arguments.check, of_step)
 
@@ -83,6 +84,20 @@ class Shards:
             return [self.exchange.compression.decompress(part, context) for part, (_, context) in both]
 
         return finish
+
+    def _gradient(self, number: int, array: Any) -> Buffer:
+        try:
+            return as_buffer(array)
+        except UnsupportedArrayError as exc:
+            raise UnsupportedArrayError(f"ShardedOptimizer: the gradient of {self.names[number]!r}: {exc}") from exc
+
+    def _check_types(self, inputs: Sequence[Buffer]) -> None:
+        for name, each in zip(self.names, inputs, strict=True):
+            if each.element is not inputs[0].element:
+                raise InputError(
+                    f"ShardedOptimizer: the gradient of {name!r} is {each.element.name}, that of {self.names[0]!r} is "
+                    f"{inputs[0].element.name}; expected one type, that of their parameters"
+                )
 
     def gather(self, arrays: Sequence[Any], what: str = "") -> Callable[[], object]:
         """Begin to give every rank's pieces of arrays to all, in place.  what: tells apart those at the same time."""
@@ -110,7 +125,7 @@ class Shards:
                 self.name + what,
                 number,
                 details=details,
-                names=self._names,
+                names=self.names if len(self.names) > 1 else None,
                 check=check,
                 inputs=inputs,
                 outputs=outputs,

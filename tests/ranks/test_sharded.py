@@ -162,3 +162,69 @@ def test_an_elastic_state_of_ranks_that_have_changed():
             params,
             lambda name, each: np.testing.assert_allclose(each, dict(rr.trees.named_leaves(whole))[name], rtol=1e-5),
         )
+
+
+ODD = {
+    "a scalar": {"a": np.array(3.0), "b": np.arange(5.0)},
+    "scalars only": {"a": np.array(3.0), "b": np.array(-1.0, np.float32)},
+    "an empty one": {"a": np.zeros((0, 3)), "b": np.arange(2.0)},
+    "empty ones only": {"a": np.zeros((0, 3)), "b": np.zeros(0)},
+    "one element each": {"a": np.ones((1, 1)), "b": np.full(1, 2, np.float32)},
+    "a tree of one": np.array(2.5),
+    "types": {"a": np.ones(3, np.float16), "b": np.arange(4.0), "c": np.arange(2, dtype=np.complex64)},
+}
+
+
+@pytest.mark.parametrize("params", ODD.values(), ids=ODD)
+@pytest.mark.parametrize("shared", [False, True])
+def test_odd_shapes_and_more_ranks_than_elements(params, shared):
+    def program():
+        made = []
+        for sharded in (False, True):
+            tree = copy.deepcopy(params) if isinstance(params, dict) else params.copy()
+            if sharded:
+                optimizer = rr.ShardedOptimizer(Momentum, tree, shared_parameters=shared)
+                tree = optimizer.params
+            else:
+                optimizer = rr.DistributedOptimizer(Momentum(tree))
+            for step in range(3):
+                optimizer.step(rr.trees.map_leaves(tree, lambda _, each: each * (1 + rr.rank()) + step))  # noqa: B023
+            made.append((tree, optimizer.state_dict()))
+        (expected, state), (found, sharded_state) = made
+        same(found, expected)
+        same(sharded_state, state)
+        optimizer.load_state_dict(sharded_state)
+
+    run_ranks(3, program, settings=DETERMINISTIC)
+
+
+f4, ints = np.float32, np.arange(3)
+GRADIENTS = {
+    "wider": ([np.ones(3, f4), np.arange(2.0), np.float64(3)], None),
+    "wider, first": ([np.arange(3.0), np.ones(2, f4), 0.5], None),
+    "whole numbers": ([ints, np.ones(2, f4), 2], None),
+    "whole numbers only": ([ints, ints[1:], np.int32(4)], None),
+    "turned": ([np.ones(6, f4)[::2], np.arange(2, dtype=f4)[::-1], np.array(1, f4)], None),
+    "texts": ([np.array(["x", "y", "z"]), np.ones(2, f4), f4(1)], "the gradient of 'a': elements of type <U"),
+    "masked": ([np.ones(3, f4), np.ma.masked_array([1, 2], [0, 1], f4), f4(1)], "of 'b': a masked array would lose"),
+    "too long": ([np.ones(3, f4), np.ones(3, f4), f4(1)], r"the shape of 'b' is \(3,\), expected \(2,\)"),
+    "missing": ([np.ones(3, f4), None, f4(1)], r"the shape of 'b' is none, expected \(2,\)"),
+}
+
+
+@pytest.mark.parametrize(("grads", "message"), GRADIENTS.values(), ids=GRADIENTS)
+def test_gradients_of_other_types_and_those_that_do_not_fit(grads, message):
+    def trained(wrap):
+        params = {"a": np.arange(3, dtype=f4), "b": np.ones(2, f4), "c": np.array(0.5, f4)}
+        wrap(Momentum, params).step({name: each if message else each * (1 + rr.rank()) for name, each in given})
+        return params
+
+    def program():
+        if message:
+            with pytest.raises(rr.InputError, match=message):
+                trained(rr.ShardedOptimizer)
+        else:
+            same(trained(rr.ShardedOptimizer), trained(lambda kind, params: rr.DistributedOptimizer(kind(params))))
+
+    given = list(zip("abc", grads, strict=True))
+    run_ranks(3, program, settings=DETERMINISTIC)

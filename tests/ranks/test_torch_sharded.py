@@ -54,6 +54,44 @@ def test_the_bits_are_those_of_a_distributed_optimizer(hosts, options, name):
         assert_equal(result, results[0])
 
 
+class Odd(torch.nn.Module):
+    """A scalar, as CLIP's logit_scale; one that is empty, frozen, transposed, of one element, of another type."""
+
+    def __init__(self):
+        super().__init__()
+        self.logit_scale = torch.nn.Parameter(torch.tensor(2.0))
+        self.empty = torch.nn.Parameter(torch.zeros(0, 4))
+        self.frozen = torch.nn.Parameter(torch.arange(2.0), requires_grad=False)
+        self.turned = torch.nn.Parameter(torch.arange(6.0).reshape(2, 3).T / 6)
+        self.one = torch.nn.Parameter(torch.full((1, 1), 0.5))
+        self.wide = torch.nn.Parameter(torch.tensor(0.25, dtype=torch.float64))
+
+    def loss(self, step):
+        x = torch.arange(3.0) / 3 + torch.tensor(1.0 + step + hvd.rank()).sin()
+        y = ((x @ self.turned).sum() + self.one.sum() * x[0]) * self.logit_scale * self.wide
+        return y.tanh() + self.empty.sum()
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("options", [{}, SHARED], ids=str)
+def test_scalars_and_empty_ones_and_more_ranks_than_elements(name, options):
+    def program():
+        made = []
+        for wrap in (plain, sharded):
+            model, optimizer = wrap(Odd(), name, **(options if wrap is sharded else {}))
+            for step in range(12):
+                optimizer.zero_grad()
+                model.loss(step).backward()
+                optimizer.step()
+                if step == 6:
+                    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+            made.append((bits(model), optimizer.state_dict()))
+        assert_equal(made[0][0], made[1][0])
+        torch.testing.assert_close(made[0][1], made[1][1], rtol=0, atol=0)
+
+    run_ranks(4, program, settings=DETERMINISTIC)
+
+
 def frozen(model, optimizer, step):
     """A part is frozen for a while; and one rank lacks a gradient."""
     model[0].weight.requires_grad_(step not in (2, 3))
