@@ -9,8 +9,9 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+import itertools
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ringreduce import runtime, trees
@@ -272,12 +273,10 @@ class ReducingOptimizer(WrappingOptimizer):
         place, name = _place_of_gradients(function, self._gradients)
         if name not in kwargs and place >= len(args):
             raise TypeError(f"DistributedOptimizer: no gradients were passed; expected them as {name}")
-        others = [each for at, each in enumerate(args) if name in kwargs or at != place]
-        others += [each for key, each in kwargs.items() if key != name]
         grads = kwargs[name] if name in kwargs else args[place]
         if not self._accumulation.add(grads):
-            return others[0] if others else None
-        reduced = self._reduce(grads, others)
+            return next(iter(_passed(function, args, kwargs, place, name).values()), None)
+        reduced = self._reduce(grads, lambda: _passed(function, args, kwargs, place, name))
         if name in kwargs:
             return self._step(function, *args, **{**kwargs, name: reduced})
         return self._step(function, *args[:place], reduced, *args[place + 1 :], **kwargs)
@@ -289,7 +288,7 @@ class ReducingOptimizer(WrappingOptimizer):
         grads = [grad for grad, _ in pairs]
         if not self._accumulation.add(grads):
             return None
-        reduced = self._reduce(grads, [param for _, param in pairs])
+        reduced = self._reduce(grads, lambda: {"params": [param for _, param in pairs]})
         pairs = [(grad, param) for grad, (_, param) in zip(reduced, pairs, strict=True)]
         return self._step(function, pairs, *args[1:], **kwargs)
 
@@ -298,15 +297,14 @@ class ReducingOptimizer(WrappingOptimizer):
         runtime.stepped(id(self))
         return result
 
-    def _reduce(self, grads: Any, others: Sequence[Any]) -> Any:
+    def _reduce(self, grads: Any, passed: Callable[[], dict[str, Any]]) -> Any:
         """A tree of the form of `grads` with every array reduced over all ranks, in few messages.
 
-        others: what is passed besides: the parameters.
+        passed: returns what is passed besides, such as the parameters, by name.
         """
         if self._exchange.size > 1:
-            divergence.compare(
-                self, self._exchange.process_set, lambda: others or getattr(self._optimizer, "__dict__", {})
-            )
+            owner = getattr(self._optimizer, "__self__", self._optimizer)  # of a method
+            divergence.compare(self, self._exchange.process_set, lambda: {**getattr(owner, "__dict__", {}), **passed()})
         arrays, names, whole = taken_apart(self._accumulation.take(grads))
         return whole(self._exchange.reduce(arrays, names=names))
 
@@ -319,12 +317,27 @@ def has_state_dict(optimizer: Any) -> bool:
     return hasattr(optimizer, "state_dict") and hasattr(optimizer, "load_state_dict")
 
 
+def _passed(
+    function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], place: int, gradients: str
+) -> dict[str, Any]:
+    """The arguments of a call by name, but for the gradients, which are at that place or have that name."""
+    names = [each.name for each in _parameters_of(function) if each.kind <= each.POSITIONAL_OR_KEYWORD]
+    named = itertools.zip_longest(names[: len(args)], args)
+    by_place = {name or f"argument {at}": each for at, (name, each) in enumerate(named)}
+    others = [pair for at, pair in enumerate(by_place.items()) if gradients in kwargs or at != place]
+    return dict(others) | {name: each for name, each in kwargs.items() if name != gradients}
+
+
+def _parameters_of(function: Callable[..., Any]) -> list[inspect.Parameter]:
+    try:
+        return list(inspect.signature(function).parameters.values())
+    except (TypeError, ValueError):  # of C
+        return []
+
+
 def _place_of_gradients(function: Callable[..., Any], chosen: int | str | None) -> tuple[int, str]:
     """The place and the name of the argument that holds the gradients; InputError where that is not clear."""
-    try:
-        parameters = list(inspect.signature(function).parameters.values())
-    except (TypeError, ValueError):  # of C
-        parameters = []
+    parameters = _parameters_of(function)
     named = [each for each in parameters if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)]
     places = {each.name: sys.maxsize if each.kind is each.KEYWORD_ONLY else at for at, each in enumerate(named)}
     if isinstance(chosen, int):

@@ -12,6 +12,7 @@ import numpy as np
 
 from ringreduce import runtime, trees
 from ringreduce.api.process_sets import ProcessSet, global_process_set
+from ringreduce.checks import divergence
 from ringreduce.compression import Compression, Compressor
 from ringreduce.errors import InputError
 from ringreduce.ops import Average, ReduceOp
@@ -129,6 +130,8 @@ class ShardedArrays:
             return None
         grads = self._accumulation.take(grads)
         whole = self._whole_gradients(grads)
+        if self._exchange.size > 1:
+            divergence.compare(self, self._exchange.process_set, self._alike)
         pieces = self._reduced(whole)
         self._whole = None
         if self._shared is not None:
@@ -172,6 +175,11 @@ class ShardedArrays:
         ]
         pieces = [pair for names, wait in begun for pair in zip(names, wait(), strict=True)]
         return {name: piece.astype(whole[name].dtype, copy=False) for name, piece in pieces}
+
+    def _alike(self) -> dict[str, Any]:
+        """What all ranks should have alike: the parameters, and numbers such as a learning rate."""
+        numbers = {name: each for name, each in trees.leaves(_state_of(self.optimizer)) if not hasattr(each, "shape")}
+        return {**numbers, **self._params}
 
     def _look_at_the_world(self) -> None:
         self._exchange.check_world()

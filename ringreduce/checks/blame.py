@@ -7,31 +7,49 @@ from collections.abc import Mapping
 
 from ringreduce.execution.signature import ranks_text
 
-TRAINS, OWNED, BUFFER = 1, 2, 4
-"""Flags of an array: gradients are computed for it; the optimizer has it; it is no parameter."""
+TRAINS, OWNED, BUFFER, NUMBER = 1, 2, 4, 8
+"""Flags: gradients are computed for an array; the optimizer has it; it is no parameter; it is no array but a number."""
+KINDS = (NUMBER, 0, BUFFER)
+"""In the order in which they are reported: a learning rate that differs is why parameters do."""
+_WORDS = {NUMBER: "value", 0: "parameter", BUFFER: "buffer"}
 SHOWN = 3
 
-Ranks = Mapping[int, tuple[int, int]]  # an array's fingerprint and flags, by rank
-Compared = dict[str, dict[int, tuple[int, int]]]  # by its name
+Ranks = Mapping[int, tuple[str, int]]  # an array's fingerprint, or a number, and flags, by rank
+Compared = dict[str, dict[int, tuple[str, int]]]  # by its name
+
+
+def kind_of(flags: int) -> int:
+    """One of KINDS."""
+    return flags & (BUFFER | NUMBER)
+
+
+def _of_kind(compared: Compared, kind: int) -> Compared:
+    return {name: ranks for name, ranks in compared.items() if kind_of(next(iter(ranks.values()))[1]) == kind}
+
+
+def differing(compared: Compared, kind: int, steps: Mapping[int, int]) -> Compared:
+    """What ranks have differently of a kind, or some lack.  steps: how many steps each rank has made."""
+    ours = _of_kind(compared, kind)
+    return {name: ranks for name, ranks in ours.items() if len(ranks) < len(steps) or len({*ranks.values()}) > 1}
 
 
 def text(compared: Compared, kind: int, equal_at: int | None, at: int, steps: Mapping[int, int]) -> str:
-    """Which arrays differ, on which ranks, since when, and why, where that can be told.
+    """Which arrays, or numbers, differ, on which ranks, since when, and why, where that can be told.
 
-    kind:  0, parameters; or BUFFER.
     equal_at, at: after how many steps they were equal the last time, None for never, and were not any more.
     steps: how many steps each rank has made; those that are missing in `compared` lack the array.
     """
-    ours = {name: ranks for name, ranks in compared.items() if next(iter(ranks.values()))[1] & BUFFER == kind}
-    differing = {name: ranks for name, ranks in ours.items() if len(ranks) < len(steps) or len({*ranks.values()}) > 1}
-    first, *others = differing
-    what = "buffer" if kind else "parameter"
+    differ, count = differing(compared, kind, steps), len(_of_kind(compared, kind))
+    first, *others = differ
     shown = ", ".join(map(repr, others[:SHOWN])) + (", …" if len(others) > SHOWN else "")
-    so_do = f"; so do {len(others)} more of {len(ours)}: {shown}" if others else f"; the other {len(ours) - 1} do not"
+    so_do = f"; so do {len(others)} more of {count}: {shown}" if others else f"; the other {count - 1} do not"
+    so_do = so_do if count > 1 else ""
     since = f"equal after {equal_at}" if equal_at is not None else "not compared before"
-    differ = _who({rank: differing[first].get(rank) for rank in steps})
-    why = _why(differing, kind, equal_at, steps)
-    return f"after {at} steps ({since}) {what} {first!r} differs: {differ}{so_do}. {why}"
+    by_rank = {rank: differ[first].get(rank) for rank in steps}
+    who = _values({rank: each and each[0] for rank, each in by_rank.items()}) if kind == NUMBER else _who(by_rank)
+    values = list(differing(compared, NUMBER, steps)) if kind == 0 else []
+    why = _why(differ, kind, equal_at, steps, values)
+    return f"after {at} steps ({since}) {_WORDS[kind]} {first!r} differs: {who}{so_do}. {why}"
 
 
 def _groups(values: Mapping[int, object]) -> list[list[int]]:
@@ -40,6 +58,15 @@ def _groups(values: Mapping[int, object]) -> list[list[int]]:
     for rank, value in values.items():
         found[value].append(rank)
     return sorted(found.values(), key=len, reverse=True)
+
+
+def _values(values: Mapping[int, str | None]) -> str:
+    """Such as `rank 1 has 0.01, ranks 0,2-7 have 0.1`; the smallest group first."""
+    groups = sorted(_groups(values), key=len)
+    said = [
+        f"{ranks_text(each)} {'have' if each[1:] else 'has'} {values[each[0]] or 'none'}" for each in groups[:SHOWN]
+    ]
+    return ", ".join(said) + (", …" if len(groups) > SHOWN else "")
 
 
 def _who(values: Mapping[int, object]) -> str:
@@ -52,7 +79,7 @@ def _who(values: Mapping[int, object]) -> str:
     return " from ".join(map(ranks_text, groups))
 
 
-def _why(differing: Compared, kind: int, equal_at: int | None, steps: Mapping[int, int]) -> str:
+def _why(differing: Compared, kind: int, equal_at: int | None, steps: Mapping[int, int], values: list[str]) -> str:
     for flag, without in ((TRAINS, "is frozen (requires_grad=False)"), (OWNED, "is not in the optimizer")):
         for name, ranks in differing.items():
             lack = [rank for rank, (_, flags) in ranks.items() if not flags & flag]
@@ -62,6 +89,11 @@ def _why(differing: Compared, kind: int, equal_at: int | None, steps: Mapping[in
         *groups, most = sorted(_groups(steps), key=lambda each: steps[each[0]])
         fewer = ", ".join(f"{ranks_text(each)} took {steps[each[0]]} steps" for each in groups)
         return f"{fewer}, {ranks_text(most)} {steps[most[0]]}: some ranks skipped steps that others took"
+    if kind == NUMBER:
+        return (
+            "If it steers training, as a learning rate does, all ranks must decide it alike: a scheduler or a callback "
+            "that looks at a loss must get the average of all ranks' (allreduce)"
+        )
     if kind == BUFFER:
         return (
             "Each rank computes buffers such as BatchNorm's from its own data: use rr.torch.SyncBatchNorm, or "
@@ -74,6 +106,8 @@ def _why(differing: Compared, kind: int, equal_at: int | None, steps: Mapping[in
             "They were never found equal: call broadcast_parameters(model.state_dict(), root_rank=0) before training, "
             "or give all ranks the same seed"
         )
+    if values:
+        return f"So does value {values[0]!r}, since the same time: look there first"
     return (
         "All ranks took the same number of steps, with equal gradients: something else has changed it, such as code "
         "that runs on some ranks only, or faulty memory"

@@ -2,8 +2,11 @@
 
     before the first gradient   a rank that has frozen a parameter would not take part in its reduction
     every N reductions          the parameters as they are then, before that step
-      one all-reduce            32 bytes: have all ranks equal parameters, and equal buffers?
-      if not: one allgather     32 bytes for each of them, once
+      one all-reduce            of 14 numbers: are all arrays equal, and all values that steer, such as learning rates?
+      if not: another one       of what each rank has, by name
+
+What has been reported is compared apart from the rest, so it hides nothing that begins to differ later; where it is
+found equal again it is forgotten. All-reduces, as ranks that have joined take part in them.
 
 But for the first time nobody waits for a rank that is late: a comparison is submitted where a gradient has arrived,
 which every rank's program passes, also that of a rank that skips steps, and is looked at where the next one has.
@@ -11,6 +14,9 @@ which every rank's program passes, also that of a rank that skips steps, and is 
 
 from __future__ import annotations
 
+import functools
+import itertools
+import json
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -19,49 +25,88 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ringreduce import runtime, trees
-from ringreduce.api.gather import allgather_async
-from ringreduce.api.process_sets import ProcessSet
+from ringreduce.api.process_sets import ProcessSet, number_of
 from ringreduce.api.reduce import allreduce_async
 from ringreduce.arrays.view import as_buffer
 from ringreduce.checks import blame
-from ringreduce.checks.blame import BUFFER, OWNED, TRAINS
+from ringreduce.checks.blame import KINDS, NUMBER, OWNED, TRAINS, kind_of
 from ringreduce.checks.fingerprint import fingerprint
+from ringreduce.errors import CollectiveError, UnsupportedArrayError
 from ringreduce.execution.submission import Handle
 from ringreduce.log import LOGGER
 from ringreduce.monitor import launcher_link
-from ringreduce.ops import Min
+from ringreduce.ops import Max, Min
+
+MOST_REPORTS = 10
+"""From that one on each report doubles the steps to the next comparison: what differs anew for ever fills no disk."""
+_NEVER = 1 << 62
+_GROUPS = [(kind, is_known) for kind in KINDS for is_known in (False, True)]
+_used: weakref.WeakKeyDictionary[Any, Counter[str]] = weakref.WeakKeyDictionary()  # names of operations, by engine
 
 
 class Part(NamedTuple):
-    """An array of a model."""
+    """What all ranks should have alike.
+
+    read: returns a number, or an array's bytes, as `fingerprint` takes them; what raises is not compared.
+    """
 
     name: str
-    data: Any  # its bytes
+    read: Callable[[], Any]
     flags: int = TRAINS | OWNED
+
+
+def parts_of(tree: Any) -> list[Part]:
+    """The arrays and the numbers of nested dicts, lists and tuples; other leaves are left out."""
+    leaves = [(name, leaf) for name, leaf in trees.leaves(tree) if hasattr(leaf, "shape") or _is_number(leaf)]
+    return [Part(name, functools.partial(_number_or_bytes, leaf)) for name, leaf in leaves]
+
+
+def _is_number(leaf: Any) -> bool:
+    return isinstance(leaf, bool | int | float | complex)
+
+
+def _number_or_bytes(leaf: Any) -> Any:
+    if _is_number(leaf) or isinstance(leaf, np.generic):
+        return leaf.item() if isinstance(leaf, np.generic) else leaf
+    buffer = as_buffer(leaf)
+    if buffer.on_gpu:
+        raise UnsupportedArrayError("it is on a GPU")
+    return buffer.flat.view(np.uint8)
 
 
 class Divergence:
     """Compares what the ranks of an optimizer's process set have.
 
-    every: reductions between two comparisons.  parts: returns what is compared.
+    every: steps between two comparisons.  parts: returns what is compared; names may come twice.
+    steps_each: how many steps there are from one reduction to the next.
+
+    The check fails no job: what cannot be read is left out, with a warning, and where a rank is lost, or has left after
+    its last step, the check ends, while the training's own operations raise what there is to raise.
     """
 
-    def __init__(self, every: int, process_set: ProcessSet, parts: Callable[[], Iterable[Part]]) -> None:
-        self._every, self._set, self.parts = every, process_set, parts
+    def __init__(
+        self, every: int, process_set: ProcessSet, parts: Callable[[], Iterable[Part]], steps_each: int = 1
+    ) -> None:
+        self._every = max(1, every // steps_each)  # reductions
+        self._set, self.parts, self._steps_each = process_set, parts, steps_each
         self._name = ""  # of its operations: another one for each optimizer
         self._counts: Counter[str] = Counter()
-        self._reductions = self._steps = 0
-        self._equal_at: dict[int, int] = {}  # after how many steps the parameters (0), or the BUFFERs, were equal
-        self._reported: set[int] = set()
-        self._names: dict[int, str] = {}  # by fingerprint
-        self._rows: list[list[int]] = []
-        """What is being compared: rank, name, fingerprint, flags; 0 names the number of steps."""
+        self._reductions = self._steps = self._reports = 0
+        self._equal_at: dict[int, int] = {}  # after how many steps all of a kind, but for what is known, were equal
+        self._known: dict[str, int] = {}  # what was reported, with its kind; alike on all ranks
+        self._found: dict[str, tuple[int, str]] = {}  # what this rank has: flags and fingerprint, or number, by name
+        self._record = b""  # of it what is not known, for the others
+        self._has_warned = False
         self._pending: tuple[Callable[[Any], object], Handle] | None = None
 
-    def begin(self) -> None:
-        """Gradients are about to be reduced: the first time, compare, and wait for the others."""
+    def begin(self, names: Iterable[str] = ()) -> None:
+        """Gradients are about to be reduced: the first time, compare, and wait for the others.
+
+        names: of the gradients, by which ranks tell optimizers apart that they do not use in one order.
+        """
         if not self._reductions:
             self._reductions = 1
+            self._name = self._unused_name(names)
             self._compare()
             self._look(waits=True)
 
@@ -77,80 +122,129 @@ class Divergence:
 
     def stepped(self, waits: bool = False) -> None:
         """The optimizer has stepped.  waits: all ranks call this where they do."""
-        self._steps += 1
+        self._steps += self._steps_each
         self._look(waits)
 
+    def in_order(self) -> None:
+        """All three, of an optimizer that all ranks call equally often."""
+        self.begin()
+        self.reduced([""])
+        self.stepped(waits=True)
+
+    def _unused_name(self, names: Iterable[str]) -> str:
+        key = fingerprint(repr((number_of(self._set, "check"), sorted(names))).encode())
+        used = _used.setdefault(runtime.current("check").engine, Counter())
+        used[f"{key:x}"] += 1
+        return f"check.divergence.{key:x}.{used[f'{key:x}']}"
+
     def _look(self, waits: bool = False) -> None:
-        while self._pending and (waits or self._pending[1].poll()):
-            (then, handle), self._pending = self._pending, None
-            then(handle.wait())
+        try:
+            while self._pending and (waits or self._pending[1].poll()):
+                (then, handle), self._pending = self._pending, None
+                then(handle.wait())
+        except CollectiveError as exc:
+            self._end(exc)
+
+    def _end(self, why: object) -> None:
+        LOGGER.info(f"check=divergence ends: {why}")
+        self._every = _NEVER
+
+    def _read(self) -> None:
+        """Find out what this rank has."""
+        self._found, odd = {}, []
+        for name, read, flags in self.parts():
+            try:
+                value = read()
+                found = (NUMBER, repr(value)) if _is_number(value) else (flags, f"{fingerprint(value):x}")
+            except Exception as exc:  # of anyone's array
+                odd.append(f"{name!r}: {str(exc).partition('. ')[0]}")
+                continue
+            names = itertools.chain([name], (f"{name} ({number})" for number in itertools.count(2)))
+            self._found[next(each for each in names if each not in self._found)] = found
+        if odd:
+            self._warn(f"{len(odd)} of an optimizer's arrays are not compared; the first is {odd[0]}")
+        elif not self._found:
+            self._warn("an optimizer passes no parameters and has no arrays as attributes: nothing of it is compared")
+
+    def _warn(self, text: str) -> None:
+        if not self._has_warned and self._set.rank() == 0:
+            LOGGER.warning(f"check=divergence: {text}")
+        self._has_warned = True
 
     def _compare(self) -> None:
-        at, rank = self._reductions - 1, runtime.current("check").world.rank
-        parts = list(self.parts())
-        if not self._name:
-            owned = sorted((each.name, len(each.data)) for each in parts if each.flags & OWNED)
-            self._name = f"check.divergence.{fingerprint(repr(owned).encode()):x}"
-        self._names = {fingerprint(each.name.encode()): each.name for each in parts}
-        own = zip(self._names, parts, strict=True)
-        self._rows = [[rank, name, fingerprint(each.data), each.flags] for name, each in own]
-        wholes = []
-        for kind in (0, BUFFER):
-            rows = sorted(row[1:] for row in self._rows if row[3] & BUFFER == kind)
-            wholes.append(fingerprint(np.array(rows, np.int64).tobytes()))
-        self._rows.append([rank, 0, self._steps, 0])
-        ends = np.array([wholes, [~each for each in wholes]])
-        handle = allreduce_async(ends, name=self._name, op=Min, process_set=self._set)
-        self._pending = (lambda least: self._compared(at, *least.tolist())), handle
+        at, rank, can = (self._reductions - 1) * self._steps_each, runtime.current("check").world.rank, 1
+        try:
+            self._read()
+        except Exception as exc:  # of the user's own classes; the other ranks wait for this one
+            LOGGER.warning(f"check=divergence ends: rank {rank} cannot read what to compare: {exc!r}")
+            can = 0
+        wholes = [fingerprint(repr(sorted(self._of(*group).items())).encode()) for group in _GROUPS]
+        unknown = {name: each for name, each in self._found.items() if name not in self._known}
+        self._record = json.dumps([rank, self._steps, unknown]).encode()
+        numbers = np.array([*wholes, *(~each for each in wholes), -len(self._record), can])
+        try:
+            handle = allreduce_async(numbers, name=self._name, op=Min, process_set=self._set)
+            self._pending = (lambda least: self._compared(at, least.tolist())), handle
+        except CollectiveError as exc:
+            self._end(exc)
 
-    def _compared(self, at: int, least: list[int], most: list[int]) -> None:
-        """least, most: of all ranks' fingerprints, of parameters and of buffers; the complements of the second."""
-        differ = {kind for kind, low, high in zip((0, BUFFER), least, most, strict=True) if low != ~high}
-        news = differ - self._reported
-        self._reported |= news
-        if news:
-            rows = np.array(self._rows)
-            handle = allgather_async(rows, name=f"{self._name}.all", process_set=self._set)
-            equal_at = dict(self._equal_at)
-            self._pending = (lambda rows: self._report(news, equal_at, at, rows.tolist())), handle
-        self._equal_at |= dict.fromkeys({0, BUFFER} - differ, at)
+    def _of(self, kind: int, is_known: bool) -> dict[str, tuple[int, str]]:
+        found = self._found.items()
+        return {name: each for name, each in found if kind_of(each[0]) == kind and (name in self._known) == is_known}
 
-    def _report(self, kinds: set[int], equal_at: dict[int, int], at: int, rows: list[list[int]]) -> None:
-        if self._set.rank() != 0:
+    def _compared(self, at: int, least: list[int]) -> None:
+        """least: of all ranks' fingerprints, of their complements, and the end of `_compare`'s numbers."""
+        *ends, longest, can = least
+        if not can:
+            self._every = _NEVER
             return
-        steps = {rank: value for rank, name, value, _ in rows if name == 0}
+        lows, highs = ends[: len(_GROUPS)], ends[len(_GROUPS) :]
+        equal = {group for group, low, high in zip(_GROUPS, lows, highs, strict=True) if low == ~high}
+        self._known = {name: kind for name, kind in self._known.items() if (kind, True) not in equal}
+        news = [kind for kind in KINDS if (kind, False) not in equal]
+        if news:
+            records = np.zeros((self._set.size() or 1, -longest), np.uint8)
+            records[self._set.rank(), : len(self._record)] = np.frombuffer(self._record, np.uint8)
+            handle = allreduce_async(records, name=f"{self._name}.all", op=Max, process_set=self._set)
+            equal_at = dict(self._equal_at)
+            self._pending = (lambda records: self._report(news, equal_at, at, records)), handle
+        self._equal_at = dict.fromkeys(KINDS, at)  # what is reported now is known from now on
+
+    def _report(self, kinds: list[int], equal_at: dict[int, int], at: int, records: Any) -> None:
+        steps: dict[int, int] = {}
         compared: blame.Compared = {}
-        for rank, name, value, flags in rows:
-            if name:
-                known = self._names.get(name, f"one that rank 0 lacks, {name:x}")
-                compared.setdefault(known, {})[rank] = value, flags
-        for kind in sorted(kinds):
-            text = f"check=divergence: {blame.text(compared, kind, equal_at.get(kind), at, steps)}"
-            LOGGER.error(text)
-            launcher_link.report(runtime.current("check").settings.error_file, finding=text)
+        for record in filter(None, (row.tobytes().rstrip(b"\0") for row in records)):  # a joined rank's is empty
+            rank, steps[rank], found = json.loads(record)
+            for name, (flags, value) in found.items():
+                compared.setdefault(name, {})[rank] = value, flags
+        self._reports += 1
+        if self._reports >= MOST_REPORTS:
+            self._every *= 2
+        current = runtime.current("check")
+        for kind in kinds:
+            differing = blame.differing(compared, kind, steps)
+            self._known |= dict.fromkeys(differing, kind)
+            if differing and current.world.rank == min(steps):
+                text = f"check=divergence: {blame.text(compared, kind, equal_at.get(kind), at, steps)}"
+                LOGGER.error(text)
+                launcher_link.report(current.settings.error_file, finding=text)
 
 
 _of_optimizers: weakref.WeakKeyDictionary[Any, tuple[Any, Divergence]] = weakref.WeakKeyDictionary()
 
 
-def compare(optimizer: Any, process_set: ProcessSet, tree: Callable[[], Any]) -> None:
-    """Compare arrays of an optimizer that is about to reduce all gradients, and to step; called by all ranks.
+def compare(optimizer: Any, process_set: ProcessSet, tree: Callable[[], Any], steps_each: int = 1) -> None:
+    """Compare what an optimizer has that is about to reduce all gradients, and to step; called by all ranks.
 
-    tree: returns the arrays, in any nesting; what is none of at least one dimension, in host memory, is left out.
+    optimizer: whatever stands for it.  tree: returns its arrays and numbers, in any nesting; see `parts_of`.
+    steps_each: how many steps there are from one call to the next.
     """
     current = runtime.current("check")
     if not current.checks.divergence:
         return
-
-    def parts() -> Iterable[Part]:
-        arrays = [(name, as_buffer(each)) for name, each in trees.leaves(tree()) if getattr(each, "shape", ())]
-        return [Part(name, each.flat.view(np.uint8)) for name, each in arrays if not each.on_gpu]
-
     made_for = current.engine, current.checks.divergence
     if optimizer not in _of_optimizers or _of_optimizers[optimizer][0] != made_for:
-        _of_optimizers[optimizer] = made_for, Divergence(current.checks.divergence, process_set, parts)
+        _of_optimizers[optimizer] = made_for, Divergence(current.checks.divergence, process_set, list, steps_each)
     divergence = _of_optimizers[optimizer][1]
-    divergence.parts = parts
-    divergence.begin()
-    divergence.reduced([""])
-    divergence.stepped(waits=True)
+    divergence.parts = lambda: parts_of(tree())
+    divergence.in_order()

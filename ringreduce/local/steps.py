@@ -10,7 +10,9 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from ringreduce import runtime
+from ringreduce.api.process_sets import global_process_set
 from ringreduce.api.submit import submit_and_wait
+from ringreduce.checks import divergence
 from ringreduce.errors import CollectiveError, InputError, MismatchError
 from ringreduce.local.options import Options, Outer, fragments_of, mean
 from ringreduce.log import LOGGER
@@ -93,7 +95,7 @@ class LocalSteps:
             if current.checks.divergence and current.world.rank == 0:
                 LOGGER.warning(
                     f"check=divergence: parameters of a {self.options.function} differ between two averages, as they "
-                    "should; they are not compared"
+                    "should; the averages are compared"
                 )
 
     def _agree(self, state: dict[str, Any]) -> None:
@@ -153,6 +155,12 @@ class LocalSteps:
             if of_outer is not None:
                 state["outer"][name] = of_outer
             arrays.write(found[name], anchor + (arrays.read(found[name]) - value))
+        divergence.compare(
+            self,
+            global_process_set,
+            lambda: {**state["anchors"], "of the outer optimizer": state["outer"]},
+            self.options.interval,
+        )
 
     def begin_from_anchors(self) -> None:
         """Give up what is on its way and what this rank has learned since the last average.

@@ -163,7 +163,7 @@ class Reducer:
     def _begin(self, taken: list[GradientBucket]) -> None:
         """Begin to reduce buckets; waits only for layouts that this rank does not know."""
         if self._divergence is not None:
-            self._divergence.begin()
+            self._divergence.begin(each.name for each in self._gradients.values())
         unknown = [each for bucket in taken for each in bucket.trained if each.layout == UNKNOWN]
         for gradient in unknown:
             gradient.ask_layout(self.exchange)

@@ -48,7 +48,7 @@ class DeltaReducer(TorchReducer):
 
     def starts(self) -> list[tuple[Gradient, torch.Tensor]]:
         """The trained parameters, and a copy of each; none where there is nobody to reduce with."""
-        self.exchange.check_world()
+        self._look_at_the_world()
         trained = [each for each in self._gradients.values() if each.parameter.requires_grad]
         return [(each, each.parameter.detach().clone()) for each in trained] if self.exchange.size > 1 else []
 
@@ -63,6 +63,8 @@ class DeltaReducer(TorchReducer):
             (delta,) = finish()
             parameter.copy_(start + delta)
         self.clear()
+        if self._divergence is not None:
+            self._divergence.in_order()
         runtime.stepped(id(self))
 
 

@@ -175,6 +175,7 @@ class TorchReducer(Reducer):
         self.sparse_as_dense = sparse_as_dense
         self._hooks = GradientHooks(self)
         self._parts = Parts()
+        self.groups: Callable[[], list[dict[str, Any]]] = list  # of its optimizer
 
     def add(self, named: Iterable[tuple[str, Any]]) -> None:
         """Reduce what belongs to these parameters too."""
@@ -185,7 +186,7 @@ class TorchReducer(Reducer):
 
     def parts(self) -> list[Part]:
         """See `optim.reducer`."""
-        return self._parts.of(self.names)
+        return self._parts.of(self.names, self.groups())
 
     @property
     def names(self) -> dict[Any, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -9,8 +10,9 @@ from typing import Any
 
 import torch
 
+from ringreduce import trees
 from ringreduce.checks.blame import BUFFER, OWNED, TRAINS
-from ringreduce.checks.divergence import Part
+from ringreduce.checks.divergence import Part, parts_of
 
 
 class Parts:
@@ -20,8 +22,8 @@ class Parts:
         self._model: Callable[[], torch.nn.Module | None] = lambda: None
         self._count = 0  # of the parameters for which it was found
 
-    def of(self, names: Mapping[torch.Tensor, str]) -> list[Part]:
-        """The optimizer's parameters, which are called so; then the other parameters of its model, and buffers.
+    def of(self, names: Mapping[torch.Tensor, str], groups: Sequence[Mapping[str, Any]]) -> list[Part]:
+        """The optimizer's parameters, which are called so, and options; then what else its model has.
 
         Cost: GPU tensors are copied; the first time a few looks through all objects of the process, to find the model.
         """
@@ -34,11 +36,22 @@ class Parts:
         for name, each in [*model.named_parameters(), *model.named_buffers()] if model is not None else ():
             if id(each) not in owned:
                 named.append((name, each, 0 if isinstance(each, torch.nn.Parameter) else BUFFER))
-        return [
-            Part(name, _bytes_of(each), flags | (TRAINS if each.requires_grad else 0))
+        return _options(groups) + [
+            Part(name, functools.partial(_bytes_of, each), flags | (TRAINS if each.requires_grad else 0))
             for name, each, flags in named
-            if each.layout == torch.strided and not each.is_meta
+            if not each.is_meta
         ]
+
+
+def _options(groups: Sequence[Mapping[str, Any]]) -> list[Part]:
+    """Such as lr, and "lr of group 1"."""
+    found = []
+    for number, group in enumerate(groups):
+        for name, value in trees.leaves({key: each for key, each in group.items() if key != "params"}):
+            called = f"{name} of group {number}" if number else name
+            is_tensor = isinstance(value, torch.Tensor) and not value.dim()  # as a learning rate may be
+            found += [Part(called, value.item)] if is_tensor else parts_of({called: value})
+    return found
 
 
 def _model_of(owned: Mapping[int, tuple[str, torch.Tensor]]) -> torch.nn.Module | None:
@@ -85,4 +98,5 @@ def _held_by(module: torch.nn.Module) -> list[Any]:
 
 
 def _bytes_of(tensor: torch.Tensor) -> Any:
-    return tensor.detach().contiguous().cpu().reshape(-1).view(torch.uint8).numpy()
+    host = tensor.detach().resolve_conj().resolve_neg().contiguous().cpu()
+    return host.reshape(-1).view(torch.uint8).numpy()

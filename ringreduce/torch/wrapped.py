@@ -119,6 +119,9 @@ def wrap(optimizer: torch.optim.Optimizer, mixin: Any, **attributes: Any) -> Any
     if hasattr(scheduled, "_wrapped_by_lr_sched"):
         wrapped.__dict__["step"] = _watched_step(wrapped)
     wrapped.__dict__.update(attributes)
+    if (reducer := wrapped.__dict__.get("_reducer")) is not None:
+        reference = weakref.ref(wrapped)
+        reducer.groups = lambda: getattr(reference(), "param_groups", [])
     return wrapped
 
 
