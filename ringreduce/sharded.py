@@ -12,12 +12,13 @@ import numpy as np
 
 from ringreduce import runtime, trees
 from ringreduce.api.process_sets import ProcessSet, global_process_set
+from ringreduce.arrays.memory import Memory
 from ringreduce.checks import divergence
 from ringreduce.compression import Compression, Compressor
 from ringreduce.errors import InputError
 from ringreduce.ops import Average, ReduceOp
 from ringreduce.optim.exchange import Exchange
-from ringreduce.optim.shards import Shards, exchange_of
+from ringreduce.optim.shards import Shards, check_apart, exchange_of
 from ringreduce.optim.shared_parameters import SharedParameters
 from ringreduce.optimizer import Accumulation, has_state_dict
 
@@ -52,7 +53,8 @@ def ShardedOptimizer(  # noqa: N802 - beside DistributedOptimizer
     number of ranks, and is no collective.
 
     Cost:   the bytes of a DistributedOptimizer, in two halves.
-    Raises: InputError for arrays that cannot be changed in place, and gradients of another form.
+    Raises: InputError for arrays that cannot be changed in place, or have memory in common, as one array under two
+            names has; and for gradients of another form.
     Source: ZeRO's stage 1 (Rajbhandari et al., 2020).
 
     >>> optimizer = ShardedOptimizer(lambda pieces: Momentum(pieces, lr=0.1), params)                  # doctest: +SKIP
@@ -96,6 +98,7 @@ class ShardedArrays:
                     f"ShardedOptimizer: parameter {name!r} is a {type(each).__qualname__} that cannot be cut in place; "
                     "expected a writable, contiguous array of NumPy or CuPy"
                 )
+        check_apart([Memory.of(name, each) for name, each in self._params.items()])
         if self._shared is not None:
             self._params = self._shared.move(self._params)
             self.params = trees.map_leaves(params, lambda name, _: self._params[name])

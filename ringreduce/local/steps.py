@@ -149,12 +149,15 @@ class LocalSteps:
         sent, self._sent = self._sent, None
         del _unfinished[id(self)]
         state, found, arrays = self._state(), self.parameters(), self._arrays
+        new = {}  # all are read before one is written: two may have the same memory
         for name, value, gradient in zip(sent.names, sent.values, sent.finish(), strict=True):
             anchor, of_outer = sent.outer(state["anchors"][name], gradient, state["outer"].get(name))
             state["anchors"][name] = anchor
             if of_outer is not None:
                 state["outer"][name] = of_outer
-            arrays.write(found[name], anchor + (arrays.read(found[name]) - value))
+            new[name] = anchor + (arrays.read(found[name]) - value)
+        for name, values in new.items():
+            arrays.write(found[name], values)
         divergence.compare(
             self,
             global_process_set,

@@ -15,7 +15,7 @@ Named = list[tuple[str, Any]]
 def name_parameters(owned: Sequence[Any], named_parameters: Iterable[tuple[str, Any]] | None) -> Named:
     """The optimizer's parameters with their names, numbered by default; raises InputError for a missing or equal one.
 
-    Parameters are told apart by identity.
+    Parameters are told apart by identity: of several names of one, as tied weights have, the first is taken.
     """
     if named_parameters is None:
         return [(f"parameter.{number}", parameter) for number, parameter in enumerate(owned)]
@@ -26,12 +26,12 @@ def name_parameters(owned: Sequence[Any], named_parameters: Iterable[tuple[str, 
     duplicates = sorted(name for name, count in counts.items() if count > 1)
     if duplicates:
         raise InputError(f"named_parameters: names must differ; given more than once: {', '.join(duplicates)}")
-    named_ids = {id(parameter) for _, parameter in named}
+    named_ids = {id(parameter): name for name, parameter in named[::-1]}
     unnamed = sum(id(parameter) not in named_ids for parameter in owned)
     if unnamed:
         raise InputError(f"named_parameters: {unnamed} of the optimizer's {len(owned)} parameters have no name in it")
     owned_ids = {id(parameter) for parameter in owned}
-    return [(name, parameter) for name, parameter in named if id(parameter) in owned_ids]
+    return [(name, each) for name, each in named if id(each) in owned_ids and named_ids[id(each)] == name]
 
 
 def group_parameters(named: Named, groups: int | Sequence[Sequence[Any]] | None) -> list[list[Any]]:

@@ -7,13 +7,14 @@ which may be empty. `reduce` is the first half of an all-reduce, `gather` the se
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from ringreduce import runtime
 from ringreduce.api.arguments import arguments_of
 from ringreduce.api.process_sets import ProcessSet, number_of
 from ringreduce.arrays.buffer import Buffer
+from ringreduce.arrays.memory import Memory, in_common
 from ringreduce.arrays.view import as_buffer
 from ringreduce.compression import Compression
 from ringreduce.errors import InputError, UnsupportedArrayError
@@ -35,6 +36,15 @@ def exchange_of(op: ReduceOp, compression: Any, predivide: float, process_set: P
             "use a DistributedOptimizer, which reduces whole gradients"
         )
     return Exchange(op, compression, predivide, process_set)
+
+
+def check_apart(memory: Iterable[Memory]) -> None:
+    """Raise InputError where two parameters have memory in common: their pieces would be stepped by different ranks."""
+    if which := in_common(memory):
+        raise InputError(
+            f"ShardedOptimizer: parameters {which}; expected memory of their own, as each rank steps a piece of each: "
+            "pass tied weights as one parameter, with the sum of their gradients, or use a DistributedOptimizer"
+        )
 
 
 class Shards:

@@ -13,7 +13,6 @@ The memory is a file that never has a name, so whatever kills a rank leaves noth
 
 from __future__ import annotations
 
-import itertools
 import os
 from typing import Any
 
@@ -44,16 +43,12 @@ class SharedParameters:
         return barrier_async(self._set, waits=waits)
 
     def move(self, arrays: dict[str, Any]) -> dict[str, Any]:
-        """The first rank's arrays, which all ranks have in shared memory; all ranks must call it.
+        """The first rank's arrays, which lie apart, in memory that all ranks share; all ranks must call it.
 
         Raises: InputError on all ranks where they are on several hosts, and where there is not so much memory.
         """
         if not all(isinstance(each, np.ndarray) for each in arrays.values()):
             raise InputError(f"{OPTION}: expected NumPy arrays")
-        in_order = sorted((each.ctypes.data, each.nbytes, name) for name, each in arrays.items() if each.size)
-        for (low, nbytes, name), (high, _, other) in itertools.pairwise(in_order):
-            if high < low + nbytes:
-                raise InputError(f"{OPTION}: {name!r} and {other!r} have the same memory; expected one parameter")
         counts = [-(-each.nbytes // ALIGNMENT) * ALIGNMENT for each in arrays.values()]
         parts = zip(np.split(self._memory(sum(counts) or 1), np.cumsum(counts)), arrays.items(), strict=False)
         moved = {name: part[: each.nbytes].view(each.dtype).reshape(each.shape) for part, (name, each) in parts}

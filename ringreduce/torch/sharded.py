@@ -61,7 +61,8 @@ def ShardedOptimizer(  # noqa: N802 - beside DistributedOptimizer
     Cost:   the bytes of a DistributedOptimizer, in two halves, and an agreement for each; memory for 1/P of the state,
             and after backward for 1/P of the gradients.
     Raises: InputError (a ValueError) for op=Adasum, fewer than 16 bits, sparse gradients, an optimizer that is known to
-            need whole parameters; else as DistributedOptimizer.
+            need whole parameters, and two parameters that have memory in common (tied weights are one parameter, which
+            may have several names); else as DistributedOptimizer.
     Source: ZeRO's stage 1 (Rajbhandari et al., 2020); torch's ZeroRedundancyOptimizer.
     """
     exchange = exchange_of(op, compression, gradient_predivide_factor, process_set)

@@ -15,10 +15,11 @@ from typing import Any
 
 import torch
 
+from ringreduce.arrays.memory import Memory
 from ringreduce.errors import BackwardError, CollectiveError, InputError
 from ringreduce.optim.buckets import DENSE, GradientBucket, fill
 from ringreduce.optim.exchange import Begun, Exchange
-from ringreduce.optim.shards import Shards
+from ringreduce.optim.shards import Shards, check_apart
 from ringreduce.optim.shared_parameters import OPTION, SharedParameters
 from ringreduce.torch.gradient import Gradient
 from ringreduce.torch.hooks import too_often
@@ -86,11 +87,20 @@ class Shard(Gradient):
         self._address = -1  # of the parameter, when its piece was taken
         self._of_piece: _Piece | None = None
 
-    def take_piece(self, low: int, high: int) -> None:
-        """Have the piece in the parameter's memory, which may be another one now."""
-        if (low, high) != self.bounds or self.parameter.data_ptr() != self._address:
+    def take_piece(self, low: int, high: int) -> bool:
+        """Have the piece in the parameter's memory, which may be another one now; True when it is."""
+        is_another = (low, high) != self.bounds or self.parameter.data_ptr() != self._address
+        if is_another:
             self.bounds, self._address = (low, high), self.parameter.data_ptr()
             self.piece.data = flat(self.parameter)[low:high]
+        return is_another
+
+    @property
+    def memory(self) -> Memory:
+        """The parameter's."""
+        parameter = self.parameter
+        nbytes = 0 if parameter.is_meta else parameter.nbytes
+        return Memory(str(parameter.device), parameter.data_ptr(), nbytes, self.name)
 
     def check_memory(self) -> None:
         """Raise InputError where the parameter cannot have other memory."""
@@ -170,10 +180,10 @@ class ShardBucket(GradientBucket):
         self.shards = Shards(self.name, [each.name for each in members], counts, exchange)
         self.take_pieces()
 
-    def take_pieces(self) -> None:
-        """Have this rank's pieces where the parameters are now."""
-        for member, (low, high) in zip(self.members, self.shards.bounds, strict=True):
-            member.take_piece(low, high)
+    def take_pieces(self) -> bool:
+        """Have this rank's pieces where the parameters are now; True when one is elsewhere than it was."""
+        moved = [each.take_piece(*bounds) for each, bounds in zip(self.members, self.shards.bounds, strict=True)]
+        return any(moved)
 
     def begin(self, exchange: Exchange, line: str) -> None:
         """Begin to reduce all gradients, those of frozen parameters as zeros."""
@@ -216,6 +226,7 @@ class ShardReducer(GradientReducer):
     def add(self, named: Iterable[tuple[str, Any]]) -> None:
         """Divide these parameters, in the order in which backward is likely to compute their gradients."""
         shards = [Shard(name, parameter, self) for name, parameter in named][::-1]
+        check_apart([each.memory for each in (*self._gradients.values(), *shards)])
         for shard in shards:
             shard.position, shard.is_loose = len(self._gradients), False
             self._gradients[id(shard.parameter)] = shard
@@ -275,8 +286,9 @@ class ShardReducer(GradientReducer):
             for shard in self._gradients.values():
                 shard.check_address()
             self.shared.barrier().wait()
-        for bucket in self.buckets:
-            bucket.take_pieces()
+        moved = [bucket.take_pieces() for bucket in self.buckets]
+        if any(moved):
+            check_apart([each.memory for each in self._gradients.values()])
         for shard in self._gradients.values():
             shard.hand_over()
 

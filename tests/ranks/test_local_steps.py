@@ -123,3 +123,49 @@ def test_what_cannot_be_done_is_refused():
         r"the parameters' checksum.*call broadcast_parameters first", rr.MismatchError, parameters=[np.zeros(2) + mine]
     )
     refused(r"function=LocalSGD, but", rr.MismatchError, wrap=(rr.DiLoCo, rr.LocalSGD)[mine])
+
+
+class Ascent:
+    """Adds gradients in place."""
+
+    def __init__(self, params):
+        self.params = params
+
+    def step(self, grads):
+        for name, grad in grads.items():
+            self.params[name] += grad
+
+
+@pytest.mark.parametrize("framework", ["numpy", "torch"])
+@pytest.mark.parametrize("options", [{}, {"delay": 1}], ids=str)
+@pytest.mark.parametrize("ends", [[(0, 6), (0, 6)], [(0, 4), (2, 6)]], ids=["tied", "tied in part"])
+def test_memory_that_stands_under_two_names_is_averaged_once(ends, options, framework):
+    """Against the same addition to arrays of one name."""
+
+    def added(names):
+        flat = np.zeros(6)
+        params = {name: flat[slice(*each)] for name, each in names.items()}
+        if framework == "numpy":
+            optimizer = rr.DiLoCo(Ascent(params), params, sync_every=2, **options)
+        else:
+            params = {name: torch.nn.Parameter(torch.from_numpy(each)) for name, each in params.items()}
+            optimizer = torch.optim.SGD(params.values(), lr=1.0, maximize=True)
+            optimizer = rr.DiLoCo(optimizer, params.items(), sync_every=2, **options)
+        for step in range(5):
+            whole = (np.arange(6.0) + step) * (1 + rr.rank())  # of what every name has a part, added for each
+            counts = [sum(low <= at < high for low, high in ends) for at in range(6)]
+            grads = {name: (whole if len(names) > 1 else whole * counts)[slice(*each)] for name, each in names.items()}
+            if framework == "numpy":
+                optimizer.step(grads)
+            else:
+                for name, each in grads.items():
+                    params[name].grad = torch.from_numpy(each.copy())
+                optimizer.step()
+        own = flat.copy()
+        with optimizer.averaged():
+            return {"own": own, "averaged": flat.copy()}
+
+    def program():
+        assert_close(added(dict(zip("ab", ends, strict=True))), added({"all": (0, 6)}))
+
+    run_ranks(2, program)

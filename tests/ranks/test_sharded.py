@@ -1,6 +1,7 @@
 """ShardedOptimizer of NumPy's arrays, on threads."""
 
 import copy
+import types
 
 import numpy as np
 import pytest
@@ -106,7 +107,8 @@ def test_the_bits_are_those_of_a_distributed_optimizer_and_so_is_the_state(hosts
 )
 def test_what_cannot_be_cut_is_refused(arguments, message):
     class OnGpu:
-        flags = np.ones(1).flags
+        flags, device, nbytes = np.ones(1).flags, 0, 8
+        data = types.SimpleNamespace(ptr=4096)
 
     def program():
         with pytest.raises(rr.InputError, match=message):
@@ -227,4 +229,45 @@ def test_gradients_of_other_types_and_those_that_do_not_fit(grads, message):
             same(trained(rr.ShardedOptimizer), trained(lambda kind, params: rr.DistributedOptimizer(kind(params))))
 
     given = list(zip("abc", grads, strict=True))
+    run_ranks(3, program, settings=DETERMINISTIC)
+
+
+def views(*parts):
+    """Of one flat buffer, by name."""
+    flat = np.arange(12.0)
+    return {name: flat[slice(*ends)] for name, ends in zip("abc", parts, strict=False)}
+
+
+WHOLE = np.arange(6.0)
+IN_COMMON = {
+    "one array": ({"out": WHOLE, "embed": [WHOLE]}, "'embed.0' and 'out' have the same memory"),
+    "a view of it": ({"out": WHOLE, "embed": WHOLE[:]}, "'embed' and 'out' have the same memory"),
+    "of another shape": ({"out": WHOLE, "embed": WHOLE.reshape(2, 3)}, "'embed' and 'out' have the same memory"),
+    "of another type": ({"out": WHOLE, "embed": WHOLE.view("f4")}, "'embed' and 'out' have the same memory"),
+    "a base and a part": (views((0, 12), (4, 5)), "'a' and 'b' have memory in common; expected memory of their own"),
+    "slices": (views((0, 3), (3, 8), (7, 12)), "'b' and 'c' have memory in common"),
+    "a scalar": ({"a": WHOLE, "b": WHOLE[3:4].reshape(())}, "'a' and 'b' have memory in common"),
+}
+
+
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize(("params", "message"), IN_COMMON.values(), ids=IN_COMMON)
+def test_memory_under_two_names_is_refused(params, message, shared):
+    def program():
+        with pytest.raises(rr.InputError, match=f"ShardedOptimizer: parameters {message}"):
+            rr.ShardedOptimizer(Momentum, params, shared_parameters=shared)
+
+    run_ranks(2, program)
+
+
+def test_views_of_one_buffer_that_lie_apart_are_stepped_in_it():
+    def program():
+        params, whole = (views((0, 3), (3, 3), (3, 12)) for _ in range(2))
+        optimizer, plain = rr.ShardedOptimizer(Momentum, params), rr.DistributedOptimizer(Momentum(whole))
+        for step in range(3):
+            optimizer.step(grads_of(params, step))
+            plain.step(grads_of(whole, step))
+        same(params, whole)
+        np.testing.assert_array_equal(params["a"].base, whole["a"].base)
+
     run_ranks(3, program, settings=DETERMINISTIC)

@@ -159,10 +159,6 @@ def test_gradients_that_are_gone_or_unlike_are_errors():
         sharded(gaps)
 
 
-def tied(model):
-    model[3].weight.data = model[0].weight.data.view(-1)[: 5 * 33].view(5, 33)
-
-
 def seen_by_another(model):
     model[0].weight.data = torch.ones(40, 7)[:33]
 
@@ -171,18 +167,11 @@ def seen_by_another(model):
     ("change", "hosts", "memory", "message"),
     [
         (seen_by_another, [0, 0], "/dev/shm", "'0.weight' on cpu has no host memory of its own"),
-        (tied, [0, 0], "/dev/shm", "'3.weight' on cpu has no host memory of its own"),
-        (
-            lambda model: setattr(model[2].bias, "data", model[2].weight.data),
-            [0, 0],
-            "/dev/shm",
-            "have the same memory",
-        ),
         (lambda model: model.to("meta"), [0, 0], "/dev/shm", "'3.weight' on meta has no host memory of its own"),
         (lambda model: model, [0, 1], "/dev/shm", "the ranks are on several hosts; expected one"),
         (lambda model: model, [0, 0], "/nowhere", r"/nowhere has no 0.0 MB \(No such file or directory\); enlarge it"),
     ],
-    ids=["view", "tied in part", "tied", "meta", "hosts", "no memory"],
+    ids=["view", "meta", "hosts", "no memory"],
 )
 def test_parameters_that_cannot_be_shared(monkeypatch, change, hosts, memory, message):
     def program():
@@ -219,3 +208,75 @@ def test_shared_parameters_that_leave_their_memory_and_ranks_that_change():
             after(1, optimizer, model)
 
     run_ranks(2, goes_on)
+
+
+def tied_in_part(model):
+    model[3].weight.data = model[0].weight.data.view(-1)[: 5 * 33].view(5, 33)
+
+
+def tied(model):
+    model[2].bias.data = model[2].weight.data
+
+
+TIED = {
+    tied_in_part: "'0.weight' and '3.weight' have memory in common|'3.weight' and '0.weight' have memory in common",
+    tied: "'2.bias' and '2.weight' have the same memory",
+}
+
+
+@pytest.mark.parametrize(("change", "message"), TIED.items(), ids=[each.__name__ for each in TIED])
+@pytest.mark.parametrize("shared", [False, True])
+@each_rank_of(2)
+def test_parameters_with_memory_in_common_are_refused_whenever_they_are_tied(change, message, shared):
+    model = model_of()
+    change(model)
+    with pytest.raises(ringreduce.InputError, match=message):
+        sharded(model, shared_parameters=shared)
+    if not shared:
+        model, optimizer = sharded()
+        after(1, optimizer, model)
+        change(model)
+        with pytest.raises(ringreduce.InputError, match=message):
+            after(2, optimizer, model, first=1)
+    model, optimizer = sharded()
+    with pytest.raises(ringreduce.InputError, match=r"'0.bias' and 'group.1.parameter.0' have the same memory"):
+        optimizer.add_param_group({"params": [torch.nn.Parameter(model[0].bias.data)]})
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_one_parameter_under_two_names_is_reduced_and_stepped_once(shared):
+    def program():
+        made = []
+        for wrap in (hvd.DistributedOptimizer, hvd.ShardedOptimizer):
+            model = model_of()
+            model.tied = torch.nn.Linear(7, 33, bias=False)
+            model.tied.weight = model[0].weight
+            named = list(model.named_parameters(remove_duplicate=False))
+            assert len(named) == 6
+            options = {"shared_parameters": shared} if wrap is hvd.ShardedOptimizer else {}
+            optimizer = wrap(torch.optim.Adam(model.parameters(), lr=0.01), named[::-1], **options)
+            assert len(optimizer._parameter_names) == 5
+            for step in range(3):
+                optimizer.zero_grad()
+                loss = loss_of(model[:4], step) + model.tied(torch.ones(1, 7)).square().mean()
+                loss.backward()
+                optimizer.step()
+            made.append(bits(model))
+        assert_equal(*made)
+
+    run_ranks(3, program, settings=DETERMINISTIC)
+
+
+@each_rank_of(3)
+def test_parameters_that_are_views_of_one_buffer_that_lie_apart():
+    made = []
+    for wrap in (plain, sharded):
+        flat, at = torch.arange(500.0).cos() / 3, 0
+        model = model_of()
+        for each in model.parameters():
+            each.data, at = flat[at : at + each.numel()].view(each.shape), at + each.numel()
+        _, optimizer = wrap(model)
+        after(3, optimizer, model)
+        made.append(flat)
+    torch.testing.assert_close(*made)
+    return made[1]

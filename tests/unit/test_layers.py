@@ -20,7 +20,7 @@ ORDER = """
 _version, errors, log, not_there, pickling < mxnet, run_function, checks.setting, checks.fingerprint <
 kernels.native < kernels.half < kernels.quantized <
 settings, arrays.dtypes, partition, trees < gpu.runtime < gpu.device_selection < arrays.buffer < arrays.gpu_buffer <
-arrays.torch_tensor, arrays.dlpack, checks.scan < compression < ops, arrays.view, fusion < mpi < world <
+arrays.torch_tensor, arrays.dlpack, arrays.memory, checks.scan < compression < ops, arrays.view, fusion < mpi < world <
 transport.waiting, transport.futex, transport.counters, transport.traffic < transport.in_flight < transport.base <
 transport.window, transport.blocks <
 transport.message, transport.threads, transport.subset, monitor.excepthook, monitor.launcher_link, monitor.steps <
