@@ -9,6 +9,7 @@ import numpy as np
 
 from ringreduce.arrays.gpu_buffer import is_cupy, uploaded
 from ringreduce.arrays.torch_tensor import is_torch
+from ringreduce.errors import UnsupportedArrayError
 
 
 def to_numpy(array: Any) -> Any:
@@ -16,6 +17,8 @@ def to_numpy(array: Any) -> Any:
     if is_torch(array):
         array = array.detach().cpu()
         return (array.float() if _is_bfloat16(array) else array).numpy()
+    if isinstance(array, np.ma.MaskedArray):
+        raise UnsupportedArrayError("a masked array would lose its mask; pass array.filled(value)")
     array = array.get() if is_cupy(array) else np.asarray(array)
     return array.astype(np.float32) if _is_bfloat16(array) else array
 

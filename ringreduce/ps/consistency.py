@@ -14,7 +14,19 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
+
 Gradients = dict[str, Any]
+
+
+def _mean(arrays: Sequence[Any]) -> Any:
+    """Of NumPy's arrays of one type, in this; of whole numbers in float64. 16 bits are summed in 32."""
+    own = arrays[0].dtype
+    mean = arrays[0].astype(np.result_type(own, np.float32))
+    for each in arrays[1:]:
+        mean += each
+    mean /= len(arrays)
+    return mean.astype(own, copy=False) if own.kind in "fc" else mean
 
 
 class Consistency:
@@ -93,12 +105,8 @@ class Sync(Consistency):
     def _step(self) -> None:
         if not self.pushes or len(self._pushed) < len(self.pushes):
             return
-        total, *others = (self._pushed[worker] for worker in self.pushes)
-        for name, array in total.items():
-            for each in others:
-                array += each[name]
-            array /= len(self.pushes)
-        self._apply(total)
+        pushed = [self._pushed[worker] for worker in self.pushes]
+        self._apply({name: _mean([each[name] for each in pushed]) for name in pushed[0]})
         for worker in self.pushes:
             self.pushes[worker] += 1
         self._pushed.clear()

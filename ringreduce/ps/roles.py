@@ -74,7 +74,7 @@ def begin(
     passed = dict(enumerate(allgather_object(mine, name="parameter server")))
     workers = [each for each in passed if each not in ranks]
     _check_equal("number of servers and compression", {each: of[:2] for each, of in passed.items()})
-    _check_equal("parameters", {each: passed[each][2] for each in workers})
+    _check_parameters({each: passed[each][2] for each in workers})
     _check_equal("mode and staleness", {each: passed[each][3:] for each in ranks})
     layout = shards_of(passed[workers[0]][2], len(ranks))
     return Job(workers, ranks, {each: each for each in passed}, layout, ordered())
@@ -121,6 +121,14 @@ def _check_equal(what: str, values: Mapping[int, Any]) -> None:
     for rank, value in values.items():
         if value != expected:
             raise InputError(f"ps: {what}: rank {first} has {_shown(expected)}, but rank {rank} {_shown(value)}")
+
+
+def _check_parameters(keys: Mapping[int, Sequence[Key]]) -> None:
+    named = {rank: {key.name: f"{key.dtype}{list(key.shape)}" for key in held} for rank, held in keys.items()}
+    first, expected = next(iter(named.items()))
+    for rank, held in named.items():
+        for name in {**expected, **held} if held != expected else ():
+            _check_equal(f"parameter {name!r}", {each: [named[each].get(name, "none")] for each in (first, rank)})
 
 
 def _shown(values: Sequence[Any]) -> str:

@@ -6,17 +6,20 @@ import contextvars
 import math
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, get_args
+
+import numpy as np
 
 from ringreduce.compression import AnyCompressor, Compression
 from ringreduce.errors import CollectiveError, InputError
 from ringreduce.ps import messages
 from ringreduce.ps.arrays import to_numpy
 from ringreduce.ps.consistency import Consistency, Gradients, Sync
+from ringreduce.ps.layout import Key
 from ringreduce.ps.roles import Mode, begin, regrouped, retried
 
-Rule = Callable[[dict[str, Any], Gradients], None]
+Rule = Callable[[dict[str, Any], Gradients], Mapping[str, Any] | None]
 
 
 class Served(NamedTuple):
@@ -32,9 +35,10 @@ class Served(NamedTuple):
 class Server:
     """One of the servers; made on each rank where `is_server()`, while the others make a `Worker`.
 
-    rule:        the optimizer: rule(parameters, gradients) changes the arrays of `parameters` in place. Both are dicts
-                 of NumPy arrays by name, of this server's part: whole arrays, and rows of large ones. Called by one
-                 thread at a time. `ringreduce.torch.ps_rule` makes one of a torch optimizer.
+    rule:        the optimizer: rule(parameters, gradients) changes the arrays of `parameters` in place and returns
+                 None, or returns a dict of new ones, of the same names and shapes. Both are dicts of NumPy arrays by
+                 name, of this server's part: whole arrays, and rows of large ones; gradients have the types of the
+                 parameters. Called by one thread at a time. `ringreduce.torch.ps_rule` makes one of a torch optimizer.
     mode:        "sync": the mean of all workers' gradients, in step, as a ring does; "async": each as it comes;
                  "ssp": as async, but no worker is more than `staleness` pushes ahead of another when it pulls.
     servers:     how many of the last ranks are servers; by default as `ringrun --servers` says. Equal on all ranks.
@@ -42,7 +46,8 @@ class Server:
                  that workers push from other hosts only: `Compression.int8`, `.int4`.
     place:       makes arrays of the NumPy arrays that come, for a rule of another library: cupy.asarray.
 
-    Raises: InputError (a ValueError) for wrong arguments, and where ranks do not agree.
+    Raises: InputError (a ValueError) for wrong arguments, and where ranks do not agree; serve() for what a rule returns
+            that is no such dict.
     Source: Li et al., "Scaling Distributed Machine Learning with the Parameter Server", OSDI 2014.
     """
 
@@ -62,6 +67,7 @@ class Server:
         self._rule, self._compression, self._place = rule, compression, place or (lambda array: array)
         self._job = begin(servers, compression, mode=mode, staleness=staleness or 0)
         begun = messages.receive(self._job.channel, self._job.workers[0], compression)
+        self._keys = [Key(name, each.shape, each.dtype) for name, each in begun.arrays.items()]
         self._parameters = {name: self._place(array.copy()) for name, array in begun.arrays.items()}
         if mode == "sync":
             self._consistency: Consistency = Sync(self._job.workers, self._apply)
@@ -118,7 +124,7 @@ class Server:
             self._received += message.nbytes
         match message.kind:
             case messages.PUSH:
-                consistency.push(worker, {name: self._place(each) for name, each in message.arrays.items()})
+                consistency.push(worker, message.arrays)
             case messages.PULL:
                 self._send(worker)
             case messages.DONE:
@@ -128,12 +134,40 @@ class Server:
     def _send(self, worker: int) -> None:
         with self._consistency.changed:
             self._consistency.wait_to_pull(worker)
-            arrays = {name: to_numpy(each) for name, each in self._parameters.items()}
+            arrays = {
+                key.name: to_numpy(self._parameters[key.name]).astype(key.dtype, copy=False) for key in self._keys
+            }
             packed = messages.pack(messages.REPLY, arrays, self._compression)
             self._sent += sum(each.nbytes for each in packed)
         for handle in messages.send(self._job.channel, self._job.ranks[worker], packed):
             handle.wait()
 
     def _apply(self, gradients: Gradients) -> None:
-        self._rule(self._parameters, gradients)
+        returned = self._rule(self._parameters, {name: self._place(each) for name, each in gradients.items()})
+        self._parameters = self._checked(self._parameters if returned is None else returned)
         self._applied += 1
+
+    def _checked(self, parameters: Mapping[str, Any]) -> dict[str, Any]:
+        """The parameters after a rule; raises InputError for others than there are."""
+        if not isinstance(parameters, Mapping):
+            raise InputError(
+                f"ps.Server: the rule returned a {type(parameters).__qualname__}; expected None, where it changes the "
+                "arrays of `parameters` in place, or a dict of new arrays by their names"
+            )
+        shapes = {name: np.shape(each) for name, each in parameters.items()}
+        expected = {key.name: key.shape for key in self._keys}
+        for name in {**expected, **shapes} if shapes != expected else ():
+            got, of = shapes.get(name, "nothing"), expected.get(name, "nothing")
+            if got != of:
+                raise InputError(f"ps.Server: parameter {name!r} after the rule: got {got}, expected {of}")
+        return {key.name: _as_held(parameters[key.name], key) for key in self._keys}
+
+
+def _as_held(array: Any, key: Key) -> Any:
+    """An array of NumPy, or a number, in the parameter's type; raises InputError where that would change its kind."""
+    if not isinstance(array, np.ndarray | np.generic | int | float | complex):
+        return array
+    array = np.asarray(array)
+    if not np.can_cast(array.dtype, key.dtype, "same_kind"):
+        raise InputError(f"ps.Server: parameter {key.name!r} after the rule: got {array.dtype}, expected {key.dtype}")
+    return array.astype(key.dtype, copy=False)

@@ -5,10 +5,15 @@ from __future__ import annotations
 import types
 from typing import Any
 
+import numpy as np
+
 from ringreduce import runtime, trees
+from ringreduce.arrays.memory import Memory, in_common
+from ringreduce.arrays.torch_tensor import is_torch
 from ringreduce.compression import AnyCompressor, Compression, wire_of
 from ringreduce.errors import InputError
 from ringreduce.execution.submission import Handle
+from ringreduce.log import LOGGER
 from ringreduce.ps import messages
 from ringreduce.ps.arrays import as_kind, to_numpy
 from ringreduce.ps.layout import Key, joined
@@ -16,6 +21,7 @@ from ringreduce.ps.roles import begin, regrouped, retried
 
 MOST_UNANSWERED, UNANSWERED_BYTES = 16, 64 << 20
 """In an elastic job, so many pushes are kept between two pulls, and no more bytes than these but for one push."""
+NO_NUMBERS = "OSUmM"  # kinds of NumPy's types: objects, texts, times
 
 
 class Worker:
@@ -35,7 +41,7 @@ class Worker:
         self, parameters: Any, servers: int | None = None, compression: AnyCompressor = Compression.none
     ) -> None:
         self._tree, self._compression = parameters, compression
-        named = {name: to_numpy(leaf) for name, leaf in trees.named_leaves(parameters)}
+        named = _numbers_of("ps.Worker: parameter", parameters)
         self._keys = [Key(name, each.shape, each.dtype) for name, each in named.items()]
         if not self._keys:
             raise InputError("ps.Worker: no parameters; expected arrays, in dicts, lists or tuples")
@@ -48,6 +54,7 @@ class Worker:
         self._unanswered: list[list[messages.Packed]] = []  # pushes since the last pull, in an elastic job
         self._closed = False
         if self.index == 0:
+            _warn_of_tied(parameters, named)
             self._post(messages.BEGIN, named)
             self._flush()
 
@@ -64,19 +71,13 @@ class Worker:
     def push(self, gradients: Any) -> None:
         """Send gradients, a tree of the form and shapes of the parameters; returns at once, they may change again.
 
+        They travel in the types of the parameters: float64 for float32 ones is rounded, whole numbers become floats.
+
         Cost:   all gradients, to each server its part; in an elastic job MOST_UNANSWERED pushes without a pull, or
                 UNANSWERED_BYTES of them, wait as a pull does, since until then they are kept.
-        Raises: InputError for another form; PeerLostError.
+        Raises: InputError for another form, and types that cannot become the parameters'; PeerLostError.
         """
-        arrays = {name: to_numpy(leaf) for name, leaf in trees.named_leaves(gradients)}
-        for key in self._keys:
-            if key.name not in arrays or arrays[key.name].shape != key.shape:
-                what = f"shape {arrays[key.name].shape}" if key.name in arrays else "nothing"
-                raise InputError(f"push: gradient {key.name!r}: got {what}, expected shape {key.shape}")
-        if len(arrays) > len(self._keys):
-            extra = next(name for name in arrays if name not in {key.name for key in self._keys})
-            raise InputError(f"push: gradient {extra!r} belongs to no parameter")
-        packed = self._post(messages.PUSH, arrays)
+        packed = self._post(messages.PUSH, self._fitting(gradients))
         self._pushes += 1
         if runtime.current("ps").is_elastic:
             self._unanswered.append(packed)
@@ -84,6 +85,26 @@ class Worker:
         nbytes = sum(each.nbytes for push in self._unanswered for parts in push for each in parts)
         if len(self._unanswered) == MOST_UNANSWERED or nbytes > UNANSWERED_BYTES:
             retried(self._pull, self._recover)
+
+    def _fitting(self, gradients: Any) -> dict[str, Any]:
+        """Gradients of the shapes and types of the parameters, by name: what a server cannot use ends here."""
+        where = f"push on rank {runtime.current('ps').world.rank}: gradient"
+        arrays = _numbers_of(where, gradients)
+        for key in self._keys:
+            array = arrays.get(key.name)
+            if array is None or array.shape != key.shape:
+                what = "nothing" if array is None else f"shape {array.shape}"
+                raise InputError(f"{where} {key.name!r}: got {what}, expected shape {key.shape}")
+            if not np.can_cast(array.dtype, key.dtype, "same_kind"):
+                raise InputError(
+                    f"{where} {key.name!r}: got {array.dtype}, expected {key.dtype}, the parameter's type, or one that "
+                    "can become it"
+                )
+            arrays[key.name] = array.astype(key.dtype, copy=False)
+        if len(arrays) > len(self._keys):
+            extra = next(name for name in arrays if name not in {key.name for key in self._keys})
+            raise InputError(f"{where} {extra!r} belongs to no parameter")
+        return arrays
 
     def close(self) -> None:
         """Tell the servers that this worker has finished, and wait for the others; `with` does so. Idempotent."""
@@ -150,3 +171,29 @@ class Worker:
         for index, server in enumerate(self._job.servers):
             missing = self._pushes - said[server][me]
             self._outbox += [(server, packed[index]) for packed in self._unanswered[-missing:] if missing]
+
+
+def _numbers_of(what: str, tree: Any) -> dict[str, Any]:
+    """NumPy arrays by name; raises InputError, which begins with `what`, for what has no numbers."""
+    found = {}
+    for name, leaf in trees.named_leaves(tree):
+        try:
+            found[name] = to_numpy(leaf)
+        except (TypeError, ValueError, RuntimeError) as exc:
+            raise InputError(f"{what} {name!r}: {exc}") from exc
+        if found[name].dtype.kind in NO_NUMBERS:
+            raise InputError(f"{what} {name!r} is a {type(leaf).__qualname__} of {found[name].dtype}; expected numbers")
+    return found
+
+
+def _warn_of_tied(parameters: Any, named: dict[str, Any]) -> None:
+    """Of arrays that can be changed in place: a functional program may begin with one array for several parameters."""
+    changeable = [
+        name for name, leaf in trees.named_leaves(parameters) if isinstance(leaf, np.ndarray) or is_torch(leaf)
+    ]
+    dense = {name: named[name] for name in changeable if named[name].flags.forc}
+    if which := in_common(Memory.of(name, each) for name, each in dense.items()):
+        LOGGER.warning(
+            f"ps.Worker: parameters {which}, but servers hold an array for each, and step it by its own gradients; "
+            "pass tied weights as one parameter"
+        )

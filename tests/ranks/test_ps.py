@@ -210,7 +210,8 @@ def test_a_wrong_argument_is_said(program, message):
 @pytest.mark.parametrize(
     ("differs", "message"),
     [
-        ("parameters", r"parameters: rank 0 has Key\(name='w', shape=\(1,\).*, but rank 1 Key\(name='w', shape=\(2,\)"),
+        ("parameters", r"ps: parameter 'w': rank 0 has float64\[1\], but rank 1 float64\[2\]"),
+        ("names", r"ps: parameter 'v': rank 0 has float64\[1\], but rank 1 none"),
         (
             "compression",
             "number of servers and compression: rank 0 has 1, NoneCompressor, but rank 1 1, FP16Compressor",
@@ -226,7 +227,10 @@ def test_ranks_that_do_not_agree_are_told(differs, message):
         shape = 1 + rank * (differs == "parameters")
         fp16 = differs == "compression" and rank == 1
         wire = rr.Compression.fp16 if fp16 else rr.Compression.none
-        return rr.ps.Worker({"w": np.zeros(shape)}, servers=1, compression=wire)
+        more = {f"b{at}": np.zeros(3) for at in range(100)} | (
+            {"v": np.zeros(1)} if differs == "names" and not rank else {}
+        )
+        return rr.ps.Worker({**more, "w": np.zeros(shape)}, servers=1, compression=wire)
 
     with pytest.raises(rr.InputError, match=message):
         run_ranks(3, program)
@@ -274,3 +278,157 @@ def test_pushes_without_pulls_are_not_all_kept_for_a_loss(monkeypatch, mode, kep
     first, second, _ = run_ranks(3, program)
     assert max(kept) < most
     assert min(first.min(), second.min()) > 0
+
+
+def frozen(array):
+    """As an array of a library whose arrays cannot be changed."""
+    array = np.array(array)
+    array.flags.writeable = False
+    return array
+
+
+def new_ones(parameters, gradients):
+    return {name: each - RATE * gradients[name] for name, each in parameters.items()}
+
+
+def rebinds(parameters, gradients):
+    for name, gradient in gradients.items():
+        parameters[name] = parameters[name] - RATE * np.float64(gradient)
+
+
+def same_ones(parameters, gradients):
+    sgd(parameters, gradients)
+    return parameters
+
+
+RULES = {"in place": sgd, "new ones": new_ones, "rebinds": rebinds, "the same ones": same_ones}
+
+
+FIRST = {"w": np.arange(10, dtype="f4").reshape(5, 2), "scalar": np.array(3.0), "half": np.ones(1, np.float16)}
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+@pytest.mark.parametrize("rule", RULES)
+def test_what_a_rule_returns_is_used(rule, mode):
+    """Two workers, and two servers that hold rows each; gradients of a wider type, and whole numbers."""
+
+    def program():
+        if rr.ps.is_server(2):
+            return rr.ps.Server(RULES[rule], mode, servers=2, place=frozen if rule == "new ones" else None).serve()
+        with rr.ps.Worker(FIRST, servers=2) as worker:
+            for step in range(3):
+                pushed = {name: each.astype(np.float64) * (1 + worker.index) + step for name, each in FIRST.items()}
+                worker.push(pushed if step else {name: each.astype(int) for name, each in pushed.items()})
+                types = [each.dtype for each in worker.pull().values()]
+        return types
+
+    *types, one, other = run_ranks(4, program)
+    assert types == [[each.dtype for each in FIRST.values()]] * 2
+    parts = one.parameters | other.parameters
+    parts["w"] = np.concatenate([parts.pop("w[0:2]"), parts.pop("w[2:5]")])
+    for name, each in FIRST.items():  # workers pushed each * (1 + index) + step
+        expected = each - RATE * (each * 9.0 + 6) / (2 if mode == "sync" else 1)
+        np.testing.assert_array_equal(parts[name], expected.astype(each.dtype), strict=True)
+
+
+RETURNED = {
+    "a list": (
+        lambda parameters, gradients: list(gradients.values()),
+        "the rule returned a list; expected None, where",
+    ),
+    "with its state": (
+        lambda parameters, gradients: (new_ones(parameters, gradients), 1),
+        "the rule returned a tuple; expected None",
+    ),
+    "one of two": (lambda p, g: {"b": p["b"]}, r"parameter 'w' after the rule: got nothing, expected \(2, 3\)"),
+    "one more": (lambda p, g: {**p, "v": p["b"]}, r"parameter 'v' after the rule: got \(3,\), expected nothing"),
+    "broadcast": (
+        lambda p, g: {**p, "b": p["b"] - g["w"]},
+        r"parameter 'b' after the rule: got \(2, 3\), expected \(3,\)",
+    ),
+    "complex": (lambda p, g: {**p, "b": p["b"] * 1j}, "parameter 'b' after the rule: got complex128, expected float64"),
+    "taken away": (lambda p, g: p.__delitem__("b"), "parameter 'b' after the rule: got nothing"),
+    "put in its place": (
+        lambda p, g: p.update(b=p["b"].sum()),
+        r"parameter 'b' after the rule: got \(\), expected \(3,\)",
+    ),
+}
+
+
+@pytest.mark.parametrize(("rule", "message"), RETURNED.values(), ids=RETURNED)
+def test_what_is_no_set_of_new_parameters_is_refused(rule, message):
+    first = {"w": np.ones((2, 3)), "b": np.zeros(3)}
+
+    def program():
+        if rr.ps.is_server(1):
+            return rr.ps.Server(rule, servers=1).serve()
+        with rr.ps.Worker(first, servers=1) as worker:
+            worker.push(first)
+            return worker.pull()
+
+    with pytest.raises(rr.InputError, match=f"ps.Server: {message}"):
+        run_ranks(2, program)
+
+
+class Unreadable:
+    def __array__(self, *_, **__):
+        raise RuntimeError("gone")
+
+
+HELD = {"w": np.ones(3, np.float32), "count": np.arange(2)}
+WRONG_TYPES = {
+    "complex": ({"w": np.ones(3, complex)}, r"push on rank 1: gradient 'w': got complex128, expected float32"),
+    "fractions of whole numbers": ({"count": np.ones(2)}, "'count': got float64, expected int64, the parameter's type"),
+    "texts": ({"w": np.array(["a", "b", "c"])}, "'w' is a ndarray of <U1; expected numbers"),
+    "objects": ({"w": np.ones(3, object)}, "'w' is a ndarray of object; expected numbers"),
+    "masked": ({"w": np.ma.masked_array([1.0, 2, 3], [0, 1, 0])}, "'w': a masked array would lose its mask"),
+    "unreadable": ({"w": Unreadable()}, "'w': gone"),
+    "no such array": ({"W": np.ones(3)}, "gradient 'W' belongs to no parameter"),
+}
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+@pytest.mark.parametrize(("pushed", "message"), WRONG_TYPES.values(), ids=WRONG_TYPES)
+@each_rank_of(3)
+def test_types_that_cannot_become_the_parameters_fail_on_the_worker(pushed, message, mode):
+    def rule(parameters, gradients):
+        assert [gradients[name].dtype for name in HELD] == [np.float32, np.float64 if mode == "sync" else np.int64]
+        parameters["w"] -= gradients["w"]
+
+    if rr.ps.is_server(1):
+        return rr.ps.Server(rule, mode, servers=1).serve().parameters["w"]
+    with rr.ps.Worker(HELD, servers=1) as worker:
+        if worker.index == 1:
+            with pytest.raises(rr.InputError, match=message):
+                worker.push({**HELD, **pushed})
+        worker.push({"w": np.array([True, False, True]), "count": np.array([1, 3], np.uint8)})
+    return np.array([0, 1, 0], np.float32) if mode == "sync" else np.array([-1, 1, -1], np.float32)
+
+
+@pytest.mark.parametrize(
+    ("held", "message"),
+    [
+        ({"w": np.array(["a"])}, "ps.Worker: parameter 'w' is a ndarray of <U1; expected numbers"),
+        ({"w": {"v": object()}}, "ps.Worker: parameter 'w.v' is a object of object; expected numbers"),
+        ({"w": np.array(["2026-01-01"], "M8[D]")}, r"ps.Worker: parameter 'w' is a ndarray of datetime64\[D\]"),
+    ],
+)
+@each_rank_of(1)
+def test_parameters_that_are_no_numbers_are_refused(held, message):
+    with pytest.raises(rr.InputError, match=message):
+        rr.ps.Worker(held)
+
+
+def test_tied_parameters_are_told_of(capsys):
+    def program(params):
+        if rr.ps.is_server(1):
+            return rr.ps.Server(sgd, servers=1).serve()
+        rr.ps.Worker(params, servers=1).close()
+        return None
+
+    flat = np.arange(6.0)
+    run_ranks(3, lambda: program({"a": flat[:3], "b": flat[3:], "c": flat[2:2], "d": np.zeros((2, 4))[:, 1:3]}))
+    assert "ps.Worker" not in capsys.readouterr().err
+    run_ranks(3, lambda: program({"embed": flat, "out": flat.reshape(2, 3).T}))
+    [said] = [each for each in capsys.readouterr().err.splitlines() if "ps.Worker" in each]
+    assert "parameters 'embed' and 'out' have the same memory, but servers hold an array for each" in said
