@@ -31,6 +31,7 @@ FORMS = """\
   - an optimizer of Keras 3
   - an object with step(grads), update(params, grads) or apply_gradients(pairs of (gradient, parameter))
   - a callable on gradients"""
+CHECKED_STEPS = 3
 METHODS = ("step", "update", "apply_gradients")
 _GRADIENT_NAMES = ("grads", "gradients", "grad", "gradient", "updates")
 """Names of an argument that holds gradients; optax calls it updates."""
@@ -239,6 +240,38 @@ class WrappingOptimizer:
             raise InputError(f"DistributedOptimizer: a {what} has no __dict__; give it state_dict and load_state_dict")
         attributes: dict[str, Any] = vars(self._optimizer)
         return attributes
+
+
+class InPlace:
+    """Sees in its first steps that an optimizer changes arrays in place: new ones that it makes would be nobody's.
+
+    function: which the user has called.  arrays: the parameters, by name.
+    """
+
+    def __init__(self, function: str, optimizer: Any, arrays: dict[str, Any]) -> None:
+        self._function, self._arrays, self._unchecked = function, arrays, CHECKED_STEPS
+        while isinstance(optimizer, WrappingOptimizer):
+            optimizer = optimizer._optimizer
+        self._optimizer = optimizer
+        self._held = self._attributes() & {id(each) for each in arrays.values()}
+
+    def _attributes(self) -> set[int]:
+        return {id(leaf) for _, leaf in trees.leaves(getattr(self._optimizer, "__dict__", {}))}
+
+    def check(self, returned: Any) -> None:
+        """Raise InputError where a step has returned new arrays, or put new ones into the optimizer's attributes."""
+        if not self._unchecked:
+            return
+        self._unchecked -= 1
+        found = dict(trees.leaves(returned)) if isinstance(returned, dict | list | tuple) or "" in self._arrays else {}
+        shapes = [{name: getattr(each, "shape", None) for name, each in tree.items()} for tree in (found, self._arrays)]
+        gone = self._held - self._attributes()
+        for name, array in self._arrays.items():
+            if id(array) in gone or (shapes[0] == shapes[1] and found[name] is not array):
+                raise InputError(
+                    f"{self._function}: the optimizer returned, or keeps, a new array for {name!r}; expected it to "
+                    "change the one that it has in place, as w -= … and w[...] = … do, and to return no other"
+                )
 
 
 class ReducingOptimizer(WrappingOptimizer):

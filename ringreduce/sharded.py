@@ -20,7 +20,7 @@ from ringreduce.ops import Average, ReduceOp
 from ringreduce.optim.exchange import Exchange
 from ringreduce.optim.shards import Shards, check_apart, exchange_of
 from ringreduce.optim.shared_parameters import SharedParameters
-from ringreduce.optimizer import Accumulation, has_state_dict
+from ringreduce.optimizer import Accumulation, InPlace, has_state_dict
 
 
 def ShardedOptimizer(  # noqa: N802 - beside DistributedOptimizer
@@ -40,7 +40,8 @@ def ShardedOptimizer(  # noqa: N802 - beside DistributedOptimizer
     optimizer: a torch.optim.Optimizer: see `ringreduce.torch.ShardedOptimizer`, which has further options. Else a
         function that makes one: it gets a tree of the form of the parameters, with this rank's piece of each, in one
         dimension, in the memory of the parameters. It returns an object with step(grads), or a callable on gradients,
-        which changes these in place, element by element. It is called again when the ranks have changed.
+        which changes these in place, element by element, and returns no new ones. It is called again when the ranks
+        have changed.
     named_parameters: the parameters: an array of NumPy or CuPy, or nested dicts, lists and tuples of arrays.
     shared_parameters: of NumPy's arrays and ranks on one host: have the parameters in memory that all ranks share, with
         the first rank's values; all ranks make the optimizer at once. From then on `optimizer.params` are the
@@ -122,6 +123,7 @@ class ShardedArrays:
             self._pieces |= zip(names, shards.own([each.reshape(-1) for each in arrays]), strict=True)
         self._given = trees.map_leaves(self.params, lambda name, _: self._pieces[name])
         self.optimizer = self._make(self._given)
+        self._in_place = InPlace("ShardedOptimizer", self.optimizer, self._pieces)
 
     def step(self, grads: Any) -> Any:
         """Reduce these gradients to the ranks that own them, step this rank's pieces, and get all ranks' parameters.
@@ -146,6 +148,7 @@ class ShardedArrays:
                 raise InputError(
                     f"ShardedOptimizer: the optimizer has another array for {name!r} now; change it in place"
                 )
+        self._in_place.check(result)
         if self._shared is not None:
             self._shared.barrier().wait()
         else:

@@ -15,7 +15,7 @@ from ringreduce.compression import AnyCompressor, Compression
 from ringreduce.errors import InputError
 from ringreduce.local.options import Options, Outer
 from ringreduce.local.steps import LocalSteps, Parameters
-from ringreduce.optimizer import METHODS, WrappingOptimizer
+from ringreduce.optimizer import METHODS, InPlace, WrappingOptimizer
 
 
 def LocalSGD(  # noqa: N802 - torch's and torchft's name
@@ -124,13 +124,15 @@ class HasLocalSteps:
 class LocalOptimizer(HasLocalSteps, WrappingOptimizer):
     """Calls the wrapped optimizer, then averages parameters when it is time; made by `LocalSGD` and `DiLoCo`."""
 
-    OWN = ("_optimizer", "_local", "_state", "_options", "_parameters")
+    OWN = ("_optimizer", "_local", "_state", "_options", "_parameters", "_in_place")
 
     def __init__(self, optimizer: Any, parameters: Any, options: Options) -> None:
         self._optimizer, self._parameters, self._options = optimizer, parameters, options
         self._state: dict[str, Any] = {}
         found = _named(parameters, options.function)
         self._local = LocalSteps(options, _Arrays(), lambda: found, lambda: self._state)
+        tree = parameters if isinstance(parameters, dict | list | tuple) else {"": parameters}
+        self._in_place = InPlace(options.function, optimizer, dict(trees.named_leaves(tree)))
         runtime.current(options.function)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LocalOptimizer:
@@ -143,6 +145,7 @@ class LocalOptimizer(HasLocalSteps, WrappingOptimizer):
     def _call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self._local.begin()
         result = function(*args, **kwargs)
+        self._in_place.check(result)
         self._local.end()
         return result
 

@@ -151,7 +151,7 @@ class LocalSteps:
         state, found, arrays = self._state(), self.parameters(), self._arrays
         new = {}  # all are read before one is written: two may have the same memory
         for name, value, gradient in zip(sent.names, sent.values, sent.finish(), strict=True):
-            anchor, of_outer = sent.outer(state["anchors"][name], gradient, state["outer"].get(name))
+            anchor, of_outer = self._stepped(sent.outer, name, gradient)
             state["anchors"][name] = anchor
             if of_outer is not None:
                 state["outer"][name] = of_outer
@@ -164,6 +164,20 @@ class LocalSteps:
             lambda: {**state["anchors"], "of the outer optimizer": state["outer"]},
             self.options.interval,
         )
+
+    def _stepped(self, outer: Outer, name: str, gradient: Any) -> tuple[Any, Any]:
+        """The new anchor and state; raises InputError where an outer optimizer returns anything else."""
+        state = self._state()
+        anchor = state["anchors"][name]
+        returned = outer(anchor, gradient, state["outer"].get(name))
+        shape = getattr(returned[0], "shape", None) if isinstance(returned, tuple) and len(returned) == 2 else None
+        if shape != anchor.shape:
+            kind = type(returned).__qualname__
+            raise InputError(
+                f"{self.options.function}: outer returned a {kind} for {name!r}; expected a tuple of the new "
+                f"anchor, of shape {tuple(anchor.shape)}, and the new state"
+            )
+        return returned
 
     def begin_from_anchors(self) -> None:
         """Give up what is on its way and what this rank has learned since the last average.

@@ -19,6 +19,8 @@ from ringreduce.sweeps.study import Direction, Finished, Study, TrialState
 from ringreduce.sweeps.teams import HEAD, Team, answer, tried
 from ringreduce.sweeps.trial import Pruned, Trial
 
+MOST_SHOWN = 4
+
 
 class Sweep(NamedTuple):
     """What a sweep has found; the same on all ranks."""
@@ -104,6 +106,12 @@ def _outcome(objective: Callable[[Trial], float], trial: Trial) -> tuple[TrialSt
     outcomes: list[_Outcome] = allgather_object(own, "sweep.outcome", trial.process_set)
     failed = [each for each in outcomes if each.state == "failed"]
     if not failed:
+        if own.rank == outcomes[0].rank and len({each[1:3] for each in outcomes}) > 1:
+            said = ", ".join(f"rank {each.rank} {each.state} {each.value}" for each in outcomes[:MOST_SHOWN])
+            LOGGER.warning(
+                f"sweep: trial {trial.number}: the team's ranks returned different values: {said}; the first one's "
+                "counts: let all return the average, rr.allreduce(value, process_set=trial.process_set)"
+            )
         return outcomes[0][1:4]
     first = min(failed, key=lambda each: each.is_consequence)
     if own.rank == outcomes[0].rank:

@@ -169,3 +169,19 @@ def test_memory_that_stands_under_two_names_is_averaged_once(ends, options, fram
         assert_close(added(dict(zip("ab", ends, strict=True))), added({"all": (0, 6)}))
 
     run_ranks(2, program)
+
+
+OUTERS = {
+    "only the anchor": (lambda anchor, gradient, state: anchor - gradient, "returned a ndarray for 'a'"),
+    "in place": (lambda anchor, gradient, state: None, "returned a NoneType for 'a'"),
+    "another shape": (lambda anchor, gradient, state: (gradient.sum(), state), "returned a tuple for 'a'"),
+}
+
+
+@pytest.mark.parametrize(("outer", "message"), OUTERS.values(), ids=OUTERS)
+@each_rank_of(2)
+def test_an_outer_optimizer_returns_an_anchor_and_a_state(outer, message):
+    params = {"a": np.ones(2)}
+    optimizer = rr.DiLoCo(Ascent(params), params, sync_every=1, outer=outer)
+    with pytest.raises(rr.InputError, match=f"DiLoCo: outer {message}; expected a tuple of the new anchor, of shape"):
+        optimizer.step({"a": np.ones(2)})

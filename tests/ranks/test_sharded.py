@@ -271,3 +271,63 @@ def test_views_of_one_buffer_that_lie_apart_are_stepped_in_it():
         np.testing.assert_array_equal(params["a"].base, whole["a"].base)
 
     run_ranks(3, program, settings=DETERMINISTIC)
+
+
+class Rebinds(Momentum):
+    """Its arrays are new ones after a step, in an attribute."""
+
+    def step(self, grads):
+        self.params = rr.trees.map_leaves(self.params, lambda name, each: each - 1)
+
+
+class RebindsOne:
+    def __init__(self, w):
+        self.w, self.last = w, None
+
+    def step(self, grad):
+        self.w = self.w - grad
+
+
+class Keeps(Momentum):
+    """Changes its arrays in place, has them under another name at first, and returns them."""
+
+    def __init__(self, params):
+        super().__init__(params)
+        self.last = params
+
+    def step(self, grads):
+        super().step(grads)
+        self.last = rr.trees.map_leaves(self.params, lambda _, each: each.copy())
+        return self.params
+
+
+def functional(pieces):
+    return lambda grads: {name: each - grads[name] for name, each in pieces.items()}
+
+
+NEW_ONES = {
+    "returned": (functional, {"a": np.ones(5), "b": np.ones(2)}, "'a'"),
+    "an attribute": (Rebinds, {"a": np.ones(5), "b": [np.ones(2)]}, "'a'"),
+    "an attribute, of one array": (RebindsOne, np.ones(5), "''"),
+    "returned, of one array": (lambda piece: lambda grad: piece - grad, np.ones(5), "''"),
+    "in place": (Keeps, {"a": np.ones(5), "b": np.ones(2)}, None),
+}
+
+
+@pytest.mark.parametrize("wrap", ["ShardedOptimizer", "LocalSGD"])
+@pytest.mark.parametrize(("make", "params", "name"), NEW_ONES.values(), ids=NEW_ONES)
+def test_an_optimizer_that_makes_new_arrays_trains_nobodys(make, params, name, wrap):
+    def program():
+        mine = copy.deepcopy(params)
+        is_sharded = wrap == "ShardedOptimizer"
+        optimizer = rr.ShardedOptimizer(make, mine) if is_sharded else rr.LocalSGD(make(mine), mine, sync_every=2)
+        step = getattr(optimizer, "step", optimizer)
+        for _ in range(5) if name is None else ():
+            step(copy.deepcopy(params))
+        if name is not None:
+            with pytest.raises(
+                rr.InputError, match=f"{wrap}: the optimizer returned, or keeps, a new array for {name}"
+            ):
+                step(copy.deepcopy(params))
+
+    run_ranks(2, program)
