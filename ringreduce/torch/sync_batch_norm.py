@@ -11,11 +11,15 @@ With n_r rows on rank r, N their sum, x̂ = (x - μ) / σ, and g the gradient of
 
 from __future__ import annotations
 
+import functools
+import warnings
 from typing import Any
 
 import torch
 from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.utils.parametrize import is_parametrized
+from torch.overrides import TorchFunctionMode
 
 from ringreduce.api.gather import allgather
 from ringreduce.api.process_sets import ProcessSet, global_process_set
@@ -56,17 +60,25 @@ class SyncBatchNorm(_BatchNorm):
     def convert_sync_batchnorm(
         cls, module: torch.nn.Module, process_set: ProcessSet = global_process_set
     ) -> torch.nn.Module:
-        """Replace all batch normalisation in `module` by layers of this class; returns it, or what replaces it itself.
+        """Have all batch normalisation in `module` be synchronised; returns it, or a copy if it is such a layer itself.
 
-        The layers keep their parameters, buffers and hooks: an optimizer made before goes on with them.
+        The layers keep all that they have: parameters, buffers, hooks, names; an optimizer made before goes on with
+        them. They become of this class; one of a class of its own, such as a layer with an activation, of a subclass of
+        both, which keeps its forward() and synchronises the batch_norm() in it. A layer that normalises otherwise in
+        training is warned of then.
         Source: torch.nn.SyncBatchNorm.convert_sync_batchnorm.
         """
         converted = module
         if isinstance(module, _BatchNorm) and not isinstance(module, cls):
-            converted = cls.__new__(cls)
-            converted.__dict__ = {**vars(module), "process_set": process_set}
-        for name, child in module.named_children():
-            setattr(converted, name, cls.convert_sync_batchnorm(child, process_set))
+            converted = object.__new__(type(module))
+            converted.__dict__ = dict(vars(module))
+        for name, layer in converted.named_modules():
+            if isinstance(layer, _BatchNorm) and not isinstance(layer, cls):
+                layer.__dict__ |= {"process_set": process_set, "name_in_model": name}
+                try:
+                    layer.__class__ = _synchronised(layer, cls)
+                except TypeError as exc:  # a class that lets nobody derive from it
+                    _warn_of(layer, f"stays as it is: {exc}; its statistics are")
         return converted
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
@@ -75,28 +87,117 @@ class SyncBatchNorm(_BatchNorm):
         evaluates = not self.training and self.running_mean is not None
         if evaluates or self.process_set.size() == 1:
             return super().forward(input)
-        with torch.no_grad():
-            mean, variance, count = gathered_statistics(input, self.process_set)
-            if self.training:
-                self._track(mean, variance * (count / (count - 1)))
-        result: torch.Tensor = _Normalise.apply(  # type: ignore[no-untyped-call]
-            input, self.weight, self.bias, mean, variance, count, self.eps, self.process_set
+        tracks, batches = self.training and self.track_running_stats, self.num_batches_tracked
+        running = (self.running_mean, self.running_var) if tracks else (None, None)
+        momentum = self.momentum
+        if momentum is None:
+            momentum = 1.0 / (float(batches) + 1) if tracks and batches is not None else 0.0
+        result = batch_norm(
+            input, *running, self.weight, self.bias, True, momentum, self.eps, process_set=self.process_set
         )
+        if tracks and batches is not None:
+            batches.add_(1)
         return result
 
     def _check_input_dim(self, input: torch.Tensor) -> None:
         if input.dim() < 2:
             raise InputError(f"SyncBatchNorm: expected at least 2D input (got {input.dim()}D input)")
-        if input.shape[1] != self.num_features:
+        if input.shape[1] != self.num_features > 0:  # 0: of a lazy layer whose state was loaded
             raise InputError(f"SyncBatchNorm: {input.shape[1]} channels; expected num_features={self.num_features}")
 
-    def _track(self, mean: torch.Tensor, unbiased_variance: torch.Tensor) -> None:
-        if self.running_mean is None or self.running_var is None or self.num_batches_tracked is None:
-            return
-        self.num_batches_tracked.add_(1)
-        weight = 1.0 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
-        self.running_mean.lerp_(mean.to(self.running_mean.dtype), weight)
-        self.running_var.lerp_(unbiased_variance.to(self.running_var.dtype), weight)
+
+def batch_norm(
+    input: torch.Tensor,
+    running_mean: torch.Tensor | None,
+    running_var: torch.Tensor | None,
+    weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+    *,
+    process_set: ProcessSet = global_process_set,
+) -> torch.Tensor:
+    """As torch.nn.functional.batch_norm, which in training normalises the batches of all ranks together."""
+    if not training:
+        return functional.batch_norm(input, running_mean, running_var, weight, bias, False, momentum, eps)
+    for each in (running_mean, weight):
+        if each is not None and len(each) != input.shape[1]:
+            raise InputError(f"SyncBatchNorm: {input.shape[1]} channels; expected num_features={len(each)}")
+    with torch.no_grad():
+        mean, variance, count = gathered_statistics(input, process_set)
+        for running, new in ((running_mean, mean), (running_var, variance * (count / (count - 1)))):
+            if running is not None:
+                running.lerp_(new.to(running.dtype), momentum)
+    result: torch.Tensor = _Normalise.apply(  # type: ignore[no-untyped-call]
+        input, weight, bias, mean, variance, count, eps, process_set
+    )
+    return result
+
+
+class _Synchronising(TorchFunctionMode):
+    """Inside, torch.nn.functional.batch_norm is `batch_norm`."""
+
+    def __init__(self, process_set: ProcessSet) -> None:
+        super().__init__()
+        self._process_set = process_set
+        self.has_normalised = False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not functional.batch_norm:
+            return func(*args, **(kwargs or {}))
+        self.has_normalised = True
+        return batch_norm(*args, **(kwargs or {}), process_set=self._process_set)
+
+
+PLAIN = torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d, torch.nn.SyncBatchNorm
+
+
+def _synchronised(layer: torch.nn.Module, base: type) -> type:
+    """The class of a layer that does what this one does, and has the statistics of `base`."""
+    kind: Any = type(layer)
+    if not is_parametrized(layer):
+        return base if kind in PLAIN else _subclass(kind, base)
+    own = {name: each for name, each in vars(kind).items() if name not in ("__dict__", "__weakref__")}
+    (plain,) = kind.__bases__  # torch takes a parametrized layer's class apart again in this way
+    return type(kind.__name__, (base if plain in PLAIN else _subclass(plain, base),), own)
+
+
+@functools.cache
+def _subclass(kind: Any, base: Any) -> type:
+    """A subclass of both, in which super().forward() of a class `kind` is that of `base`."""
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if self.process_set.size() == 1:
+            return kind.forward(self, *args, **kwargs)
+        with _Synchronising(self.process_set) as mode:
+            result = kind.forward(self, *args, **kwargs)
+        if self.training and not mode.has_normalised:
+            _warn_of(self, "normalises without torch.nn.functional.batch_norm: its statistics stay")
+        return result
+
+    def reduce(self: Any, protocol: Any) -> Any:
+        """Pickled by name of the user's class."""
+        made = super(made_kind, self).__reduce_ex__(protocol)
+        return (_blank, (kind, base), *made[2:]) if made[1] == (made_kind,) else made
+
+    own: dict[str, Any] = {"__module__": kind.__module__, "__reduce_ex__": reduce}
+    if kind.forward is not _BatchNorm.forward:
+        own["forward"] = forward
+    if (becomes := getattr(kind, "cls_to_become", None)) is not None:  # a lazy layer, after its first forward
+        own["cls_to_become"] = base if becomes in PLAIN else _subclass(becomes, base)
+    made_kind: Any = type(f"Sync{kind.__name__}", (kind, base), own)
+    result: type = made_kind
+    return result
+
+
+def _blank(kind: type, base: type) -> Any:
+    return object.__new__(_subclass(kind, base))
+
+
+def _warn_of(layer: Any, what: str) -> None:
+    name = layer.name_in_model or "itself"
+    warnings.warn(f"SyncBatchNorm: layer {name!r}, a {type(layer).__name__}, {what} each rank's own", stacklevel=3)
 
 
 def gathered_statistics(input: torch.Tensor, process_set: ProcessSet) -> tuple[torch.Tensor, torch.Tensor, int]:

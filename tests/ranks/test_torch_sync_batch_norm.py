@@ -1,6 +1,7 @@
 """SyncBatchNorm on threads: forward, gradients and running statistics are those of one process with all rows."""
 
 import copy
+import pickle
 
 import pytest
 import torch
@@ -223,3 +224,221 @@ def test_what_is_refused(call, message):
         call(layer)
     assert layer.num_batches_tracked == 0
     assert layer(torch.ones(3, CHANNELS)).abs().max().item() == 0
+
+
+class NormAct(torch.nn.BatchNorm2d):
+    """With an activation; and a buffer, an attribute and a module of its own."""
+
+    def __init__(self, features, slope=0.1):
+        super().__init__(features)
+        self.register_buffer("seen", torch.zeros(()))
+        self.slope, self.drop = slope, torch.nn.Identity()
+
+    def forward(self, x):
+        self.seen += 1
+        return torch.nn.functional.leaky_relu(self.drop(super().forward(x)), self.slope)
+
+
+class Rewritten(torch.nn.BatchNorm2d):
+    """As timm's BatchNormAct2d, which does what BatchNorm2d.forward does, and more."""
+
+    def forward(self, x, scale=1.0):
+        momentum = 0.0 if self.momentum is None else self.momentum
+        if self.training and self.track_running_stats:
+            self.num_batches_tracked.add_(1)
+            momentum = momentum or 1.0 / float(self.num_batches_tracked)
+        y = torch.nn.functional.batch_norm(
+            x,
+            self.running_mean if not self.training or self.track_running_stats else None,
+            self.running_var if not self.training or self.track_running_stats else None,
+            self.weight,
+            self.bias,
+            self.training or self.running_mean is None,
+            momentum,
+            self.eps,
+        )
+        return torch.nn.functional.gelu(y * scale)
+
+
+class Checked(torch.nn.BatchNorm2d):
+    """Has no forward() of its own."""
+
+    def _check_input_dim(self, input):
+        assert input.dim() == 4, "four"
+
+
+class OfSync(torch.nn.SyncBatchNorm):
+    def forward(self, x):
+        return super().forward(x).tanh()
+
+
+def parametrized(features):
+    layer = torch.nn.BatchNorm2d(features)
+    torch.nn.utils.parametrize.register_parametrization(layer, "weight", torch.nn.Softplus())
+    return layer
+
+
+def frozen_statistics(features):
+    """Switched off later: they are kept, and change no more."""
+    layer = torch.nn.BatchNorm2d(features)
+    layer.running_mean += 3
+    layer.track_running_stats = False
+    return layer
+
+
+def without_a_count(features):
+    layer = torch.nn.BatchNorm2d(features)
+    layer.num_batches_tracked = None
+    return layer
+
+
+LAYERS = {
+    "plain": torch.nn.BatchNorm2d,
+    "torch's own": torch.nn.SyncBatchNorm,
+    "no weights": lambda features: torch.nn.BatchNorm2d(features, affine=False),
+    "cumulative": lambda features: torch.nn.BatchNorm2d(features, momentum=None),
+    "no statistics": lambda features: torch.nn.BatchNorm2d(features, track_running_stats=False),
+    "frozen statistics": frozen_statistics,
+    "without a count": without_a_count,
+    "lazy": lambda features: torch.nn.LazyBatchNorm2d(momentum=0.3),
+    "parametrized": parametrized,
+    "with an activation": NormAct,
+    "rewritten": Rewritten,
+    "of a class with a check": Checked,
+    "of a class of torch's own": OfSync,
+}
+
+
+@pytest.mark.parametrize("make", LAYERS.values(), ids=LAYERS)
+def test_a_converted_layer_does_what_it_did_with_the_rows_of_all_ranks(make):
+    """In training; and in evaluation the same as before it was converted."""
+
+    def model():
+        torch.manual_seed(2)
+        return torch.nn.Sequential(torch.nn.Conv2d(4, CHANNELS, 1), make(CHANNELS), torch.nn.Flatten()).double()
+
+    def train(made, batches):
+        told = []
+        for step in range(3):
+            shares = batches(step)
+            y = made(torch.cat(shares))
+            y.pow(3).sum().backward()
+            told.append((y.detach(), *(each.grad for each in shares)))
+        return told, {name: each.clone() for name, each in made.state_dict().items()}
+
+    def program():
+        made = hvd.SyncBatchNorm.convert_sync_batchnorm(models[hvd.rank()])
+        told, state = train(made, lambda step: [batch(3, hvd.rank(), (2, 2), step).requires_grad_()])
+        assert isinstance(made[1], hvd.SyncBatchNorm)
+        return told, state, made.eval()(batch(3, 0, (2, 2), 9))
+
+    *models, whole = [model() for _ in range(3)]
+    told, state = train(whole, lambda step: [batch(3, rank, (2, 2), step).requires_grad_() for rank in range(2)])
+    for rank, (own, own_state, evaluated) in enumerate(run_ranks(2, program)):
+        for (y, gradient), (ys, *gradients) in zip(own, told, strict=True):
+            assert_close(y, ys.chunk(2)[rank])
+            assert_close(gradient, gradients[rank])
+        assert own_state.keys() == state.keys()
+        for name, each in state.items():
+            assert_close(own_state[name], each)
+        if whole[1].running_mean is not None:
+            assert_close(evaluated, whole.eval()(batch(3, 0, (2, 2), 9)))
+
+
+class Model(torch.nn.Module):
+    """One layer under two names, in containers, in a list that torch does not know, with hooks and shared weights."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = NormAct(CHANNELS)
+        self.same, self.plain = self.norm, torch.nn.BatchNorm2d(CHANNELS)
+        self.others = torch.nn.ModuleDict({"x": self.plain, "y": torch.nn.Sequential(torch.nn.BatchNorm2d(CHANNELS))})
+        self.others["y"][0].weight = self.plain.weight
+        self.unknown = [self.others["y"][0]]
+        self.calls = []
+        self.norm.qconfig = "kept"
+        self.norm.register_forward_hook(lambda layer, _, y: self.calls.append(layer is self.norm))
+
+    def forward(self, x):
+        return self.unknown[0](self.others["x"](self.same(self.norm(x))))
+
+
+@each_rank_of(2)
+def test_what_a_model_has_is_the_same_after_it_was_converted():
+    model = Model().double()
+    before = dict(model.named_parameters(remove_duplicate=False)), model.state_dict()
+    assert hvd.SyncBatchNorm.convert_sync_batchnorm(model) is model
+    layers = model.norm, model.same, model.plain, model.others["x"], model.others["y"][0], model.unknown[0]
+    assert [layers.index(each) for each in layers] == [0, 0, 2, 2, 4, 4]
+    assert all(isinstance(each, hvd.SyncBatchNorm) for each in layers)
+    assert (type(model.norm).__name__, model.norm.qconfig, model.norm.slope) == ("SyncNormAct", "kept", 0.1)
+    assert isinstance(model.norm, NormAct)
+    for name, each in model.named_parameters(remove_duplicate=False):
+        assert each is before[0][name]
+    copied = copy.deepcopy(model)
+    for made in (model, copied, torch.nn.DataParallel(model)):
+        made(batch(2, hvd.rank(), (2, 2)))
+    assert model.calls == [True, True, False, False, True, True]  # the hook is the model's
+    assert type(copied.norm) is type(model.norm)
+    assert copied.norm is copied.same
+    plain = Model().double()
+    plain.load_state_dict(model.state_dict())
+    model.load_state_dict(plain.state_dict())
+    kinds = list(map(type, model.modules()))
+    assert list(map(type, hvd.SyncBatchNorm.convert_sync_batchnorm(model).modules())) == kinds
+    return model.norm.running_mean
+
+
+@each_rank_of(2)
+def test_a_layer_itself_is_copied_and_pickled_and_its_parametrization_removed():
+    layer = NormAct(CHANNELS)
+    made = hvd.SyncBatchNorm.convert_sync_batchnorm(layer)
+    assert (type(layer), isinstance(made, hvd.SyncBatchNorm)) == (NormAct, True)
+    assert made.weight is layer.weight
+    again = pickle.loads(pickle.dumps(made))
+    assert type(again) is type(made)
+    torch.testing.assert_close(again.state_dict(), made.state_dict())
+    layer = hvd.SyncBatchNorm.convert_sync_batchnorm(parametrized(CHANNELS))
+    torch.nn.utils.parametrize.remove_parametrizations(layer, "weight")
+    assert type(layer) is hvd.SyncBatchNorm
+    layer(batch(2, hvd.rank(), (2, 2)).float())
+    lazy = hvd.SyncBatchNorm.convert_sync_batchnorm(torch.nn.LazyBatchNorm2d())
+    lazy.load_state_dict(layer.state_dict())
+    lazy(batch(2, hvd.rank(), (2, 2)).float())
+    assert type(lazy) is hvd.SyncBatchNorm
+    return lazy.running_mean
+
+
+class ByItself(torch.nn.BatchNorm2d):
+    def forward(self, x):
+        return x - x.mean((0, 2, 3), keepdim=True) if self.training else super().forward(x)
+
+
+class Final(torch.nn.BatchNorm2d):
+    def __init_subclass__(cls, *, allowed):
+        pass
+
+
+def test_a_layer_that_cannot_be_synchronised_is_named():
+    def program():
+        own = torch.nn.Sequential(ByItself(CHANNELS))
+        hvd.SyncBatchNorm.convert_sync_batchnorm(own)
+        own.eval()(batch(2, 0, (2, 2)).float())
+        own.train()(batch(2, 0, (2, 2)).float())
+
+    with pytest.warns(UserWarning, match="layer '0', a SyncByItself, normalises without .*: its statistics stay each"):
+        run_ranks(2, program)
+    final = torch.nn.Sequential(torch.nn.ReLU(), Final(CHANNELS))
+    with pytest.warns(UserWarning, match="layer '1', a Final, stays as it is: .*; its statistics are each rank's own"):
+        hvd.SyncBatchNorm.convert_sync_batchnorm(final)
+    assert type(final[1]) is Final
+
+
+@each_rank_of(3, process_sets=[[0, 2], [1]])
+def test_converted_layers_in_a_process_set():
+    ranks, number = ([1], 2) if hvd.rank() == 1 else ([0, 2], 1)
+    layer = hvd.SyncBatchNorm.convert_sync_batchnorm(Rewritten(CHANNELS).double(), known(ranks, number))
+    layer(batch(3, hvd.rank(), (2, 1)), scale=2.0)
+    expected = plain((1, 1)).double()
+    expected(torch.cat([batch(3, rank, (2, 1)) for rank in ranks]))
+    assert_close(layer.running_var, expected.running_var)
