@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from ringreduce.api.process_sets import ProcessSet, global_process_set
+from ringreduce.api.reduce import allreduce
 from ringreduce.compression import AnyCompressor, Compression
 from ringreduce.errors import InputError, MissingExtraError
 from ringreduce.not_there import check_adapter
@@ -148,6 +149,8 @@ class ReducingMixin(WrappedMixin):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Wait for all gradients, then step; gradients are reduced anew every time a closure is called.
 
+        So is the loss that an LBFGS gets from it, by which it decides where to look next.
+
         Raises: MismatchError, PeerLostError: what went wrong with a gradient; the next step can begin.
         """
         if closure is not None:
@@ -176,8 +179,18 @@ class ReducingMixin(WrappedMixin):
             loss = closure()
         if self._should_synchronize or self._reducer.pending:
             self._reducer.synchronize()
+            loss = self._loss_of_all(loss)
         self._reducer.reset()  # it may be called again, and leave out other parameters then
         return loss
+
+    def _loss_of_all(self, loss: Any) -> Any:
+        """What the gradients are of: reduced as they are, where it decides how often the closure is called again."""
+        exchange, decides = self._reducer.exchange, any("LBFGS" in each.__name__ for each in type(self).__mro__)
+        if not decides or exchange.size == 1 or loss is None:
+            return loss
+        own = loss.detach() if isinstance(loss, torch.Tensor) else loss
+        name = f"{next(iter(self._parameter_names.values()))}.loss"
+        return allreduce(own, name=name, op=exchange.op, process_set=exchange.process_set)
 
     def synchronize(self) -> None:
         """Reduce all gradients now, on all ranks; then step inside `skip_synchronize()`."""

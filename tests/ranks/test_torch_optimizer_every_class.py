@@ -59,25 +59,53 @@ def test_muon():
     torch.testing.assert_close(result, program(training.batch, False), rtol=1e-2, atol=1e-2)
 
 
-def test_lbfgs():
-    def program(data, wrapping):
+LOSSES = {
+    "its own": lambda loss: loss,
+    "a number": lambda loss: loss.item(),
+    "averaged by the user": lambda loss: hvd.allreduce(loss.detach()),
+}
+
+
+@pytest.mark.parametrize("returned", LOSSES.values(), ids=LOSSES)
+@pytest.mark.parametrize("options", [{"line_search_fn": "strong_wolfe"}, {"tolerance_change": 1e-3}], ids=str)
+def test_lbfgs_decides_by_the_loss_of_all_ranks(options, returned):
+    """Whatever its closure returns of this rank's; a class that derives from it, too."""
+    kind = type("MyLBFGS", (torch.optim.LBFGS,), {})
+
+    def program(data, wrapping, scale=1):
         model = training.make_model()
-        optimizer = torch.optim.LBFGS(model.parameters(), max_iter=5, line_search_fn="strong_wolfe")
+        optimizer = kind(model.parameters(), max_iter=9, **options)
         if wrapping:
-            optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters())
+            optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters(), **wrapping)
 
         def closure():
             optimizer.zero_grad()
-            loss = training.loss_of(model, data(0))
+            loss = training.loss_of(model, data(0)) * scale
             loss.backward()
-            return hvd.allreduce(loss.detach()) if wrapping else loss
+            return returned(loss) if wrapping else loss
 
         for _ in range(2):
             optimizer.step(closure)
         return training.parameters(model)
 
-    result = training.same_on_all(run_ranks(2, lambda: program(training.share, True)))
-    torch.testing.assert_close(result, program(training.batch, False), rtol=1e-6, atol=1e-8)
+    for op, scale in ((hvd.Average, 1), (hvd.Sum, 2)) if returned is LOSSES["its own"] else ((hvd.Average, 1),):
+        result = training.same_on_all(run_ranks(2, lambda: program(training.share, {"op": op})))  # noqa: B023
+        torch.testing.assert_close(result, program(training.batch, None, scale), rtol=1e-6, atol=1e-8)
+
+
+def test_another_optimizers_closure_returns_the_ranks_own_loss():
+    def program():
+        model = training.make_model()
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters())
+
+        def closure():
+            optimizer.zero_grad()
+            training.loss_of(model, training.share(0)).backward()
+            return float(hvd.rank())
+
+        return optimizer.step(closure)
+
+    assert run_ranks(2, program) == [0.0, 1.0]
 
 
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # torch's Adagrad makes a sparse tensor so
