@@ -46,7 +46,7 @@ def text(compared: Compared, kind: int, equal_at: int | None, at: int, steps: Ma
     so_do = so_do if count > 1 else ""
     since = f"equal after {equal_at}" if equal_at is not None else "not compared before"
     by_rank = {rank: differ[first].get(rank) for rank in steps}
-    who = _values({rank: each and each[0] for rank, each in by_rank.items()}) if kind == NUMBER else _who(by_rank)
+    who = values_text({rank: each and each[0] for rank, each in by_rank.items()}) if kind == NUMBER else _who(by_rank)
     values = list(differing(compared, NUMBER, steps)) if kind == 0 else []
     why = _why(differ, kind, equal_at, steps, values)
     return f"after {at} steps ({since}) {_WORDS[kind]} {first!r} differs: {who}{so_do}. {why}"
@@ -60,7 +60,7 @@ def _groups(values: Mapping[int, object]) -> list[list[int]]:
     return sorted(found.values(), key=len, reverse=True)
 
 
-def _values(values: Mapping[int, str | None]) -> str:
+def values_text(values: Mapping[int, str | None]) -> str:
     """Such as `rank 1 has 0.01, ranks 0,2-7 have 0.1`; the smallest group first."""
     groups = sorted(_groups(values), key=len)
     said = [

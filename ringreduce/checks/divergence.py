@@ -6,10 +6,8 @@
       if not: another one       of what each rank has, by name
 
 What has been reported is compared apart from the rest, so it hides nothing that begins to differ later; where it is
-found equal again it is forgotten. All-reduces, as ranks that have joined take part in them.
-
-But for the first time nobody waits for a rank that is late: a comparison is submitted where a gradient has arrived,
-which every rank's program passes, also that of a rank that skips steps, and is looked at where the next one has.
+found equal again it is forgotten. All-reduces, as ranks that have joined take part in them. But for the first time
+nobody waits for a rank that is late: see comparison.py.
 """
 
 from __future__ import annotations
@@ -18,30 +16,26 @@ import functools
 import itertools
 import json
 import weakref
-from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from ringreduce import runtime, trees
-from ringreduce.api.process_sets import ProcessSet, number_of
-from ringreduce.api.reduce import allreduce_async
+from ringreduce.api.process_sets import ProcessSet
 from ringreduce.arrays.view import as_buffer
 from ringreduce.checks import blame
 from ringreduce.checks.blame import KINDS, NUMBER, OWNED, TRAINS, kind_of
+from ringreduce.checks.comparison import Comparison
 from ringreduce.checks.fingerprint import fingerprint
-from ringreduce.errors import CollectiveError, UnsupportedArrayError
-from ringreduce.execution.submission import Handle
+from ringreduce.errors import UnsupportedArrayError
 from ringreduce.log import LOGGER
 from ringreduce.monitor import launcher_link
 from ringreduce.ops import Max, Min
 
 MOST_REPORTS = 10
 """From that one on each report doubles the steps to the next comparison: what differs anew for ever fills no disk."""
-_NEVER = 1 << 62
 _GROUPS = [(kind, is_known) for kind in KINDS for is_known in (False, True)]
-_used: weakref.WeakKeyDictionary[Any, Counter[str]] = weakref.WeakKeyDictionary()  # names of operations, by engine
 
 
 class Part(NamedTuple):
@@ -74,80 +68,38 @@ def _number_or_bytes(leaf: Any) -> Any:
     return buffer.flat.view(np.uint8)
 
 
-class Divergence:
+class Divergence(Comparison):
     """Compares what the ranks of an optimizer's process set have.
 
     every: steps between two comparisons.  parts: returns what is compared; names may come twice.
     steps_each: how many steps there are from one reduction to the next.
 
-    The check fails no job: what cannot be read is left out, with a warning, and where a rank is lost, or has left after
-    its last step, the check ends, while the training's own operations raise what there is to raise.
+    What cannot be read is left out, with a warning.
     """
+
+    says = "check=divergence"
 
     def __init__(
         self, every: int, process_set: ProcessSet, parts: Callable[[], Iterable[Part]], steps_each: int = 1
     ) -> None:
+        super().__init__(process_set)
         self._every = max(1, every // steps_each)  # reductions
-        self._set, self.parts, self._steps_each = process_set, parts, steps_each
-        self._name = ""  # of its operations: another one for each optimizer
-        self._counts: Counter[str] = Counter()
-        self._reductions = self._steps = self._reports = 0
+        self.parts, self._steps_each = parts, steps_each
+        self._reports = 0
         self._equal_at: dict[int, int] = {}  # after how many steps all of a kind, but for what is known, were equal
         self._known: dict[str, int] = {}  # what was reported, with its kind; alike on all ranks
         self._found: dict[str, tuple[int, str]] = {}  # what this rank has: flags and fingerprint, or number, by name
         self._record = b""  # of it what is not known, for the others
         self._has_warned = False
-        self._pending: tuple[Callable[[Any], object], Handle] | None = None
 
-    def begin(self, names: Iterable[str] = ()) -> None:
-        """Gradients are about to be reduced: the first time, compare, and wait for the others.
+    def _begin(self, names: Iterable[str]) -> None:
+        """Compare, and wait for the others."""
+        self._name = self._unused_name(names)
+        self._compare()
+        self._look(waits=True)
 
-        names: of the gradients, by which ranks tell optimizers apart that they do not use in one order.
-        """
-        if not self._reductions:
-            self._reductions = 1
-            self._name = self._unused_name(names)
-            self._compare()
-            self._look(waits=True)
-
-    def reduced(self, names: Iterable[str]) -> None:
-        """Gradients of these names have arrived; a name that comes again means another step."""
-        self._counts.update(names)
-        newest = max(self._counts.values(), default=0)
-        if newest > self._reductions:
-            self._reductions = newest
-            self._look(waits=True)  # all ranks have begun it: they gave what has arrived here after that
-            if (newest - 1) % self._every == 0:
-                self._compare()
-
-    def stepped(self, waits: bool = False) -> None:
-        """The optimizer has stepped.  waits: all ranks call this where they do."""
-        self._steps += self._steps_each
-        self._look(waits)
-
-    def in_order(self) -> None:
-        """All three, of an optimizer that all ranks call equally often."""
-        self.begin()
-        self.reduced([""])
-        self.stepped(waits=True)
-
-    def _unused_name(self, names: Iterable[str]) -> str:
-        key = fingerprint(repr((number_of(self._set, "check"), sorted(names))).encode())
-        used = _used.setdefault(runtime.current("check").engine, Counter())
-        used[f"{key:x}"] += 1
-        return f"check.divergence.{key:x}.{used[f'{key:x}']}"
-
-    def _look(self, waits: bool = False) -> None:
-        try:
-            while self._pending and (waits or self._pending[1].poll()):
-                (then, handle), self._pending = self._pending, None
-                then(handle.wait())
-        except CollectiveError as exc:
-            self._end(exc)
-
-    def _end(self, why: object) -> None:
-        LOGGER.info(f"check=divergence ends: {why}")
-        self._every = _NEVER
+    def _is_due(self) -> bool:
+        return (self._reductions - 1) % self._every == 0
 
     def _read(self) -> None:
         """Find out what this rank has."""
@@ -180,13 +132,9 @@ class Divergence:
             can = 0
         wholes = [fingerprint(repr(sorted(self._of(*group).items())).encode()) for group in _GROUPS]
         unknown = {name: each for name, each in self._found.items() if name not in self._known}
-        self._record = json.dumps([rank, self._steps, unknown]).encode()
+        self._record = json.dumps([rank, self._steps * self._steps_each, unknown]).encode()
         numbers = np.array([*wholes, *(~each for each in wholes), -len(self._record), can])
-        try:
-            handle = allreduce_async(numbers, name=self._name, op=Min, process_set=self._set)
-            self._pending = (lambda least: self._compared(at, least.tolist())), handle
-        except CollectiveError as exc:
-            self._end(exc)
+        self._submit(numbers, Min, lambda least: self._compared(at, least.tolist()))
 
     def _of(self, kind: int, is_known: bool) -> dict[str, tuple[int, str]]:
         found = self._found.items()
@@ -196,7 +144,7 @@ class Divergence:
         """least: of all ranks' fingerprints, of their complements, and the end of `_compare`'s numbers."""
         *ends, longest, can = least
         if not can:
-            self._every = _NEVER
+            self._has_ended = True
             return
         lows, highs = ends[: len(_GROUPS)], ends[len(_GROUPS) :]
         equal = {group for group, low, high in zip(_GROUPS, lows, highs, strict=True) if low == ~high}
@@ -205,9 +153,8 @@ class Divergence:
         if news:
             records = np.zeros((self._set.size() or 1, -longest), np.uint8)
             records[self._set.rank(), : len(self._record)] = np.frombuffer(self._record, np.uint8)
-            handle = allreduce_async(records, name=f"{self._name}.all", op=Max, process_set=self._set)
-            equal_at = dict(self._equal_at)
-            self._pending = (lambda records: self._report(news, equal_at, at, records)), handle
+            equal_at = self._equal_at
+            self._submit(records, Max, lambda records: self._report(news, equal_at, at, records), ".all")
         self._equal_at = dict.fromkeys(KINDS, at)  # what is reported now is known from now on
 
     def _report(self, kinds: list[int], equal_at: dict[int, int], at: int, records: Any) -> None:

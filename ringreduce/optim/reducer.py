@@ -12,12 +12,15 @@ from __future__ import annotations
 import contextlib
 import operator
 import threading
+import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from ringreduce import runtime
+from ringreduce.checks.comparison import Comparison
 from ringreduce.checks.divergence import Divergence, Part
+from ringreduce.checks.learning_rates import LearningRates
 from ringreduce.errors import MismatchError
 from ringreduce.log import LOGGER
 from ringreduce.optim.buckets import DENSE, UNKNOWN, Gradient, GradientBucket, fill
@@ -50,7 +53,7 @@ class Reducer:
         self._clean_steps = 0  # since one in which a gradient was computed twice, or cleared
         self._unclean = ""  # why the last of those was none
         self._lock = threading.RLock()  # several threads may report gradients
-        self._divergence: Divergence | None = None
+        self._comparison: Comparison | None = None
         self._look_at_the_world()
 
     def join(self, parameters: Sequence[Any]) -> None:
@@ -151,8 +154,8 @@ class Reducer:
         self._in_flight.pop(bucket, None)
         try:
             bucket.finish()
-            if self._divergence is not None:
-                self._divergence.reduced(each.name for each in bucket.trained)
+            if self._comparison is not None:
+                self._comparison.reduced([each.name for each in bucket.members])
         except MismatchError:
             if not bucket.splits:
                 raise
@@ -162,8 +165,8 @@ class Reducer:
 
     def _begin(self, taken: list[GradientBucket]) -> None:
         """Begin to reduce buckets; waits only for layouts that this rank does not know."""
-        if self._divergence is not None:
-            self._divergence.begin(each.name for each in self._gradients.values())
+        if self._comparison is not None:
+            self._comparison.begin(each.name for each in self._gradients.values())
         unknown = [each for bucket in taken for each in bucket.trained if each.layout == UNKNOWN]
         for gradient in unknown:
             gradient.ask_layout(self.exchange)
@@ -181,6 +184,10 @@ class Reducer:
         """What all ranks should have alike: the parameters, and what else is known of their model."""
         raise NotImplementedError
 
+    def learning_rates(self) -> list[Any]:
+        """Those of the optimizer's groups of parameters, which all ranks should have alike, too."""
+        raise NotImplementedError
+
     def _look_at_the_world(self) -> None:
         """The world may have changed. After a join() all ranks ask again: one that joined early knows less."""
         current = runtime.current("DistributedOptimizer")
@@ -192,9 +199,14 @@ class Reducer:
                 self._finish(bucket)
             self.exchange.check_world()
             engine.host.reducers.add(self)
-            is_checked = every and self.exchange.size > 1
-            self._divergence = Divergence(every, self.exchange.process_set, self.parts) if is_checked else None
+            self._comparison = self._comparison_of(every) if self.exchange.size > 1 else None
             self._forget()
+
+    def _comparison_of(self, every: int) -> Comparison:
+        process_set, own = self.exchange.process_set, weakref.proxy(self)  # no cycle would keep parameters
+        if every:
+            return Divergence(every, process_set, lambda: own.parts())
+        return LearningRates(process_set, lambda: own.learning_rates())
 
     def _forget(self) -> None:
         for gradient in self._gradients.values():
@@ -251,8 +263,8 @@ class Reducer:
 
     def stepped(self) -> None:
         """Begin a new step after a step."""
-        if self._divergence is not None:
-            self._divergence.stepped()
+        if self._comparison is not None:
+            self._comparison.stepped()
         self._clean_steps += 1
         self._fill_buckets()
         self.reset()

@@ -63,8 +63,8 @@ class DeltaReducer(TorchReducer):
             (delta,) = finish()
             parameter.copy_(start + delta)
         self.clear()
-        if self._divergence is not None:
-            self._divergence.in_order()
+        if self._comparison is not None:
+            self._comparison.in_order()
         runtime.stepped(id(self))
 
 

@@ -188,6 +188,11 @@ class TorchReducer(Reducer):
         """See `optim.reducer`."""
         return self._parts.of(self.names, self.groups())
 
+    def learning_rates(self) -> list[Any]:
+        """See `optim.reducer`; 0 for one that a GPU has, as the host would have to wait for it."""
+        rates = [each.get("lr", 0) for each in self.groups()]
+        return [0 if getattr(each, "is_cuda", False) else each for each in rates]
+
     @property
     def names(self) -> dict[Any, str]:
         """Those of all parameters."""

@@ -73,7 +73,8 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     contributes zeros. Several losses, GANs, frozen parameters, copies: docs/pytorch.md.
 
     Cost:   one allreduce for each bucket of some MiB, or group; in the first step one for each gradient, and one of 4
-            bytes, by which ranks agree on what is sparse.
+            bytes, by which ranks agree on what is sparse; now and then one of the learning rates, which all ranks
+            should have alike.
     Raises: InputError (a ValueError) for wrong arguments; TypeError for what is no optimizer; NotInitializedError.
             backward() and zero_grad(): BackwardError (also AssertionError, RuntimeError) while one is being reduced.
             step(), or the first access: MismatchError when ranks differ; the optimizer stays usable.

@@ -49,7 +49,7 @@ engine.engine < startup.shared_memory < runtime <
 recovery.membership, recovery.death_notice, recovery.daemon < recovery.rendezvous < recovery.elastic_runtime <
 lifecycle < api.submit, api.world, api.info, api.steps, sampler < api.process_sets, api.arguments <
 api.reduce, api.gather, api.broadcast, api.objects, checks.agreement < checks.nan, checks.resum, checks.twice <
-checks.switch, checks.divergence < api.control <
+checks.switch, checks.comparison < checks.divergence, checks.learning_rates < api.control <
 api.ordered, api.own_channel, api.collective < api.common, powersgd, optim.parameters < optim.exchange <
 optim.buckets, optim.shards, optim.shared_parameters < optim.reducer, local.options < local.steps <
 ps.layout, ps.messages, ps.consistency, ps.arrays < ps.roles < ps.server, ps.worker < sweeps.study <
