@@ -114,7 +114,7 @@ class Divergence(Comparison):
             names = itertools.chain([name], (f"{name} ({number})" for number in itertools.count(2)))
             self._found[next(each for each in names if each not in self._found)] = found
         if odd:
-            self._warn(f"{len(odd)} of an optimizer's arrays are not compared; the first is {odd[0]}")
+            self._warn(f"{len(odd)} of an optimizer's arrays cannot be compared; the first is {odd[0]}")
         elif not self._found:
             self._warn("an optimizer passes no parameters and has no arrays as attributes: nothing of it is compared")
 

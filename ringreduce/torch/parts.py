@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import itertools
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -13,6 +14,8 @@ import torch
 from ringreduce import trees
 from ringreduce.checks.blame import BUFFER, OWNED, TRAINS
 from ringreduce.checks.divergence import Part, parts_of
+
+MOST_LOOKS = 8  # through all objects of the process
 
 
 class Parts:
@@ -57,11 +60,12 @@ def _options(groups: Sequence[Mapping[str, Any]]) -> list[Part]:
 def _model_of(owned: Mapping[int, tuple[str, torch.Tensor]]) -> torch.nn.Module | None:
     """The smallest module that has most of the parameters: no optimizer knows its model.
 
-    It is looked for upwards, from the first parameter that is in a module. Not among `gc.get_objects()`: Python cannot
-    finish a tuple that another thread is just making while a list of all objects has it.
+    It is looked for upwards, from the first parameter that is in a module, but not from more than MOST_LOOKS, as an
+    optimizer may have thousands that are in none. Not among `gc.get_objects()`: Python cannot finish a tuple that
+    another thread is just making while a list of all objects has it.
     """
     above: list[torch.nn.Module] = []
-    for _, parameter in owned.values():
+    for _, parameter in itertools.islice(owned.values(), MOST_LOOKS):
         if above := _above(parameter):
             break
     sizes = [(sum(id(each) in owned for each in module.parameters()), module) for module in above]

@@ -10,6 +10,7 @@ import torch
 import ringreduce as rr
 from ringreduce.settings import Settings
 from ringreduce.testing import run_ranks
+from ringreduce.torch import parts
 
 EVERY = 10
 SETTINGS = Settings(check=f"divergence:{EVERY}", stall_check_s=0)
@@ -335,7 +336,7 @@ OWN = {
             text=lambda rank: f"rank {rank}",
             twice=lambda rank: {"a.b": 1.0, "a": {"b": 2.0}},
         ),
-        ["5 of an optimizer's arrays are not compared; the first is 'odd.0': a .*Odd is not an array", "'params.a'"],
+        ["5 of an optimizer's arrays cannot be compared; the first is 'odd.0': a .*Odd is not an array", "'params.a'"],
     ),
     "sharded": (
         own(of_numpy, wrap=rr.ShardedOptimizer, velocity=lambda rank: np.ones(rank)),
@@ -412,6 +413,16 @@ def part_of_a_model():
         model.weight.data += rr.rank() * (step == 1)
 
 
+def many():
+    """Parameters of no module, each in a group."""
+    parameters = [torch.nn.Parameter(torch.full((2,), 1.0 + rr.rank())) for _ in range(200)]
+    optimizer = rr.DistributedOptimizer(torch.optim.SGD([{"params": [each]} for each in parameters], lr=0.1))
+    for step in range(4):
+        torch.stack(list(parameters)).square().sum().backward()
+        optimizer.step()
+        optimizer.param_groups[7]["lr"] -= 0.01 * rr.rank() * (step == 1)
+
+
 def twins():
     """Two optimizers whose parameters have the same names and shapes, as twin critics do."""
     models = [torch.nn.Linear(3, 1) for _ in range(2)]
@@ -477,11 +488,15 @@ def a_function():
 
 PROGRAMS = {
     of_odd_tensors: [
-        "4 of an optimizer's arrays are not compared; the first is 'lazy.weight': Attempted to use an unin",
+        "4 of an optimizer's arrays cannot be compared; the first is 'lazy.weight': Attempted to use an unin",
         r"after 3 steps \(equal after 2\) buffer 'turned' differs",
     ],
     part_of_a_model: [
         r"after 2 steps .* parameter 'weight \(2\)' differs: each of ranks 0-3 .*. No DistributedOptimizer has it"
+    ],
+    many: [
+        r"'parameter.0' differs: .* its own; so do 199 more of 200: 'parameter.1'(, 'parameter.\d+'){2}, …. They",
+        r"after 2 steps .* value 'lr of group 7' differs: rank 0 has 0.1, rank 1 has 0.09\d*, rank 2 has 0.08, …; the",
     ],
     twins: [r"after 4 steps \(equal after 3\) parameter 'parameter.1' differs"],
     of_joined_ranks: [
@@ -493,6 +508,13 @@ PROGRAMS = {
     unreadable: [r"check=divergence ends: rank 1 cannot read what to compare: OSError\('gone'\)"],
     a_function: ["passes no parameters and has no arrays as attributes: nothing of it is compared"],
 }
+
+
+def test_the_model_of_parameters_that_are_in_none_is_not_looked_for_for_long(monkeypatch):
+    looks = []
+    monkeypatch.setattr(parts, "_above", lambda parameter: looks.append(parameter) or [])
+    assert len(parts.Parts().of({torch.nn.Parameter(torch.ones(1)): str(each) for each in range(100)}, [])) == 100
+    assert len(looks) == parts.MOST_LOOKS
 
 
 @pytest.mark.parametrize(("program", "expected"), PROGRAMS.items(), ids=lambda each: getattr(each, "__name__", ""))
