@@ -247,6 +247,8 @@ IN_COMMON = {
     "a base and a part": (views((0, 12), (4, 5)), "'a' and 'b' have memory in common; expected memory of their own"),
     "slices": (views((0, 3), (3, 8), (7, 12)), "'b' and 'c' have memory in common"),
     "a scalar": ({"a": WHOLE, "b": WHOLE[3:4].reshape(())}, "'a' and 'b' have memory in common"),
+    "rows": ({"a": WHOLE.reshape(3, 2)[:2], "b": WHOLE.reshape(3, 2)[1:]}, "'a' and 'b' have memory in common"),
+    "three names": ({"a": WHOLE, "b": [WHOLE, WHOLE[:2]]}, "'b.1' and 'a' have memory in common"),
 }
 
 
@@ -271,6 +273,29 @@ def test_views_of_one_buffer_that_lie_apart_are_stepped_in_it():
         np.testing.assert_array_equal(params["a"].base, whole["a"].base)
 
     run_ranks(3, program, settings=DETERMINISTIC)
+
+
+def shares(step):
+    """Gradients of three names, of which two are one array and one is a part of it."""
+    whole = (np.arange(6.0) + step) * (1 + rr.rank())
+    return {"a": whole, "b": whole, "c": whole[2:]}
+
+
+def distributed(make, params, **options):
+    return rr.DistributedOptimizer(make(params), **options)
+
+
+@pytest.mark.parametrize("options", [{}, {"compression": rr.Compression.fp16}, {"op": rr.Sum}], ids=str)
+@pytest.mark.parametrize("wrap", [rr.ShardedOptimizer, distributed])
+def test_one_gradient_under_several_names_is_reduced_for_each(wrap, options):
+    def trained(of):
+        params = {"a": np.zeros(6), "b": np.ones(6), "c": np.zeros(4)}
+        optimizer = wrap(Momentum, params, **options)
+        for step in range(3):
+            optimizer.step({name: of(each) for name, each in shares(step).items()})
+        return params
+
+    run_ranks(3, lambda: same(trained(np.asarray), trained(np.copy)), settings=DETERMINISTIC)
 
 
 class Rebinds(Momentum):

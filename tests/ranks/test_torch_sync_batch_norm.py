@@ -267,6 +267,21 @@ class Checked(torch.nn.BatchNorm2d):
         assert input.dim() == 4, "four"
 
 
+class Absolute:
+    def forward(self, x, shift=0.5):
+        return super().forward(x).abs() + shift
+
+
+class Mixed(Absolute, torch.nn.modules.batchnorm._BatchNorm):
+    """Its forward() stands before torch's class, which is no BatchNorm2d."""
+
+    def __init__(self, features):
+        super().__init__(features, eps=1e-2, momentum=0.7)
+
+    def _check_input_dim(self, input):
+        pass
+
+
 class OfSync(torch.nn.SyncBatchNorm):
     def forward(self, x):
         return super().forward(x).tanh()
@@ -305,6 +320,7 @@ LAYERS = {
     "with an activation": NormAct,
     "rewritten": Rewritten,
     "of a class with a check": Checked,
+    "mixed": Mixed,
     "of a class of torch's own": OfSync,
 }
 
