@@ -69,6 +69,7 @@ class Server:
         begun = messages.receive(self._job.channel, self._job.workers[0], compression)
         self._keys = [Key(name, each.shape, each.dtype) for name, each in begun.arrays.items()]
         self._parameters = {name: self._place(array.copy()) for name, array in begun.arrays.items()}
+        self._kind = type(next(iter(self._parameters.values()), np.empty(0)))
         if mode == "sync":
             self._consistency: Consistency = Sync(self._job.workers, self._apply)
         else:
@@ -160,14 +161,17 @@ class Server:
             got, of = shapes.get(name, "nothing"), expected.get(name, "nothing")
             if got != of:
                 raise InputError(f"ps.Server: parameter {name!r} after the rule: got {got}, expected {of}")
-        return {key.name: _as_held(parameters[key.name], key) for key in self._keys}
+        return {key.name: self._as_held(parameters[key.name], key) for key in self._keys}
 
-
-def _as_held(array: Any, key: Key) -> Any:
-    """An array of NumPy, or a number, in the parameter's type; raises InputError where that would change its kind."""
-    if not isinstance(array, np.ndarray | np.generic | int | float | complex):
-        return array
-    array = np.asarray(array)
-    if not np.can_cast(array.dtype, key.dtype, "same_kind"):
-        raise InputError(f"ps.Server: parameter {key.name!r} after the rule: got {array.dtype}, expected {key.dtype}")
-    return array.astype(key.dtype, copy=False)
+    def _as_held(self, array: Any, key: Key) -> Any:
+        """In the parameter's type, of the library whose arrays the rule gets; raises InputError for another kind."""
+        is_ours = isinstance(array, self._kind)
+        if is_ours and self._kind is not np.ndarray:
+            return array
+        array = to_numpy(array)
+        if not np.can_cast(array.dtype, key.dtype, "same_kind"):
+            raise InputError(
+                f"ps.Server: parameter {key.name!r} after the rule: got {array.dtype}, expected {key.dtype}"
+            )
+        array = array.astype(key.dtype, copy=False)
+        return array if is_ours else self._place(array)

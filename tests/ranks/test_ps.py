@@ -4,6 +4,7 @@ import time
 
 import numpy as np
 import pytest
+import torch
 from sklearn.datasets import load_digits
 
 import ringreduce as rr
@@ -301,7 +302,19 @@ def same_ones(parameters, gradients):
     return parameters
 
 
-RULES = {"in place": sgd, "new ones": new_ones, "rebinds": rebinds, "the same ones": same_ones}
+def of_torch(parameters, gradients):
+    """Gets NumPy's arrays each time."""
+    tensors, grads = ({name: torch.from_numpy(each) for name, each in of.items()} for of in (parameters, gradients))
+    return new_ones(tensors, grads)
+
+
+RULES = {
+    "in place": sgd,
+    "new ones": new_ones,
+    "rebinds": rebinds,
+    "the same ones": same_ones,
+    "another library's": of_torch,
+}
 
 
 FIRST = {"w": np.arange(10, dtype="f4").reshape(5, 2), "scalar": np.array(3.0), "half": np.ones(1, np.float16)}
