@@ -16,7 +16,7 @@ from ringreduce import runtime
 from ringreduce.errors import BackwardError
 from ringreduce.torch.gradient import Gradient, TorchReducer
 from ringreduce.torch.hooks import too_often
-from ringreduce.torch.wrapped import UnscalingMixin, WrappedMixin
+from ringreduce.torch.wrapped import UnscalingMixin, WrappedMixin, passed_on
 
 
 class DeltaReducer(TorchReducer):
@@ -71,7 +71,7 @@ class AdasumMixin(UnscalingMixin, WrappedMixin):
 
     _reducer: DeltaReducer
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+    def step(self, closure: Callable[[], Any] | None = None, *args: Any, **kwargs: Any) -> Any:
         """Step with this rank's gradients, then reduce over all ranks what that changed.
 
         Where GradScaler finds gradients of this rank that are not finite, this rank's change is none.
@@ -81,7 +81,7 @@ class AdasumMixin(UnscalingMixin, WrappedMixin):
         """
         starts, loss = self._reducer.starts(), None
         if self._is_unscaled():
-            loss = super().step(closure) if closure is not None else super().step()  # type: ignore[misc]
+            loss = super().step(*passed_on(closure, args), **kwargs)  # type: ignore[misc]
         self._reducer.reduce(starts)
         return loss
 

@@ -14,7 +14,7 @@ from ringreduce.local.options import Options
 from ringreduce.local.steps import LocalSteps, Parameters
 from ringreduce.optim.parameters import name_parameters
 from ringreduce.torch.sharded import ShardedMixin
-from ringreduce.torch.wrapped import UnscalingMixin, wrap
+from ringreduce.torch.wrapped import UnscalingMixin, passed_on, wrap
 
 STATE = "local steps"
 """The key in the optimizer's state, which torch saves, and an elastic state commits, as any that is no parameter's."""
@@ -48,20 +48,20 @@ class LocalMixin(HasLocalSteps, UnscalingMixin):
 
     state: dict[Any, Any]
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+    def step(self, closure: Callable[[], Any] | None = None, *args: Any, **kwargs: Any) -> Any:
         """Step with this rank's gradients, where GradScaler has found them finite; then average, if it is time."""
         self._local.begin()
         loss = None
         if self._is_unscaled():
-            loss = super().step(closure) if closure is not None else super().step()  # type: ignore[misc]
+            loss = super().step(*passed_on(closure, args), **kwargs)  # type: ignore[misc]
         self._local.end()
         return loss
 
     step.hooked = True  # type: ignore[attr-defined] # torch puts its step hooks around the user's class only
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> None:
         """As the user's class; then the parameters become the anchors in it, so load the model's state first."""
-        super().load_state_dict(state_dict)  # type: ignore[misc]
+        super().load_state_dict(*args, **kwargs)  # type: ignore[misc]
         found = self._local.parameters()
         self.state[STATE] = {  # a new dict, its tensors beside their parameters: torch does so with no other state
             key: {name: _beside(found.get(name), each) for name, each in value.items()} if key != "steps" else value

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import operator
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -20,7 +21,7 @@ from ringreduce.optim.parameters import Named, group_parameters, name_parameters
 from ringreduce.powersgd import PowerSGD
 from ringreduce.torch.adasum_optimizer import AdasumMixin, DeltaReducer
 from ringreduce.torch.reducer import GradientReducer
-from ringreduce.torch.wrapped import Wrapped, WrappedMixin, wrap
+from ringreduce.torch.wrapped import Wrapped, WrappedMixin, passed_on, wrap
 
 PRIVATE = (
     "_C._current_graph_task_id",
@@ -145,16 +146,18 @@ class ReducingMixin(WrappedMixin):
     _should_synchronize = True  # Horovod's name, which scripts use
     _synchronized = False
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+    def step(self, closure: Callable[[], Any] | None = None, *args: Any, **kwargs: Any) -> Any:
         """Wait for all gradients, then step; gradients are reduced anew every time a closure is called.
 
+        Further arguments are those of the user's class.
         Raises: MismatchError, PeerLostError: what went wrong with a gradient; the next step can begin.
         """
-        if closure is not None:
-            loss = super().step(lambda: self._synchronized_closure(closure))  # type: ignore[misc]
+        if callable(closure):
+            reducing = functools.partial(self._synchronized_closure, closure)
+            loss = super().step(reducing, *args, **kwargs)  # type: ignore[misc]
         else:
             self._before_step()
-            loss = super().step()  # type: ignore[misc]
+            loss = super().step(*passed_on(closure, args), **kwargs)  # type: ignore[misc]
         self._reducer.stepped()
         self._synchronized = False
         return loss
@@ -193,14 +196,14 @@ class ReducingMixin(WrappedMixin):
         finally:
             self._should_synchronize = before
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
+    def zero_grad(self, *args: Any, **kwargs: Any) -> None:
         """Clear the gradients, and begin a new step; raises BackwardError while some are being reduced."""
-        super().zero_grad(set_to_none)
+        super().zero_grad(*args, **kwargs)
         self._synchronized = False
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> None:
         """As the user's class; what was being reduced is given up."""
         if self._reducer.pending:
             self._reducer.synchronize(quiet=True)
         self._reducer.reset()
-        super().load_state_dict(state_dict)  # type: ignore[misc]
+        super().load_state_dict(*args, **kwargs)  # type: ignore[misc]

@@ -18,7 +18,7 @@ from ringreduce.optim.exchange import check_passes
 from ringreduce.optim.shards import exchange_of
 from ringreduce.torch.optimizer import check, named_of
 from ringreduce.torch.shards import Shard, ShardBucket, ShardReducer, flat, laid_out_as
-from ringreduce.torch.wrapped import WrappedMixin, wrap
+from ringreduce.torch.wrapped import WrappedMixin, passed_on, wrap
 
 NOT_ELEMENTWISE = ("LBFGS", "Adafactor", "Muon", "SparseAdam")
 NUMBERS = ("step", "eta", "mu", "mu_product")  # of an optimizer's state: no elements of a parameter, whatever its shape
@@ -123,19 +123,18 @@ class ShardedMixin(WrappedMixin):
         inside = lambda bucket: all(id(each.parameter) in within for each in bucket.members)  # noqa: E731
         self._early = tuple(filter(inside, self._reducer.buckets))
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+    def step(self, closure: Callable[[], Any] | None = None, *args: Any, **kwargs: Any) -> Any:
         """Wait for this rank's gradients, step its pieces, and begin to give them to all ranks.
 
+        Further arguments are those of the user's class.
         Raises: MismatchError, PeerLostError: what went wrong with a gradient.
         """
         loss = None
-        if closure is None:
-            self._before_step()
-        else:
+        if callable(closure):
             with torch.enable_grad():
-                loss = closure()
-            self._before_step()
-        super().step()  # type: ignore[misc]
+                loss, closure = closure(), None
+        self._before_step()
+        super().step(*passed_on(closure, args), **kwargs)  # type: ignore[misc]
         stepped = [bucket for bucket in reversed(self._reducer.buckets) if bucket.begun]
         self._reducer.stepped()
         self._reducer.gather(stepped, waits=not self._early)
@@ -164,9 +163,9 @@ class ShardedMixin(WrappedMixin):
         """For Horovod's scripts: a step never reduces what `synchronize()` has."""
         return contextlib.nullcontext()
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
+    def zero_grad(self, *args: Any, **kwargs: Any) -> None:
         """Let all gradients go, and begin a new step; raises BackwardError while some are being reduced."""
-        self._reducer.clear()
+        super().zero_grad(*args, **kwargs)
         for parameter in self._reducer.names:
             parameter.grad = None
 
@@ -191,9 +190,9 @@ class ShardedMixin(WrappedMixin):
         torch._foreach_mul_(found, (max_norm / (norm + 1e-6)).clamp(max=1.0).item())
         return norm
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
+    def add_param_group(self, *args: Any, **kwargs: Any) -> None:
         """Divide more parameters; on all ranks."""
-        super().add_param_group(param_group)
+        super().add_param_group(*args, **kwargs)
         self._put_pieces(self.param_groups[-1:])
 
     def _shards(self) -> list[Shard]:

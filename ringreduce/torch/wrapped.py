@@ -6,8 +6,7 @@ import contextlib
 import functools
 import sys
 import warnings
-import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -17,6 +16,9 @@ from ringreduce.api.world import size
 from ringreduce.errors import InputError
 from ringreduce.optim.exchange import Exchange, check_passes
 from ringreduce.optim.parameters import Named
+
+METHODS = ("step", "zero_grad", "add_param_group", "load_state_dict", "state_dict")
+"""Of an optimizer: somebody may have assigned one to the user's object, and may assign one to the wrapped optimizer."""
 
 
 class Wrapped:
@@ -69,17 +71,17 @@ class WrappedMixin(Wrapped):
         finally:
             self._reducer.paused = before
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
+    def zero_grad(self, *args: Any, **kwargs: Any) -> None:
         """Clear the gradients, and begin a new step; raises BackwardError while some are being reduced."""
         self._reducer.clear()
-        super().zero_grad(set_to_none=set_to_none)  # type: ignore[misc]
+        super().zero_grad(*args, **kwargs)  # type: ignore[misc]
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
+    def add_param_group(self, *args: Any, **kwargs: Any) -> None:
         """Add parameters, which are reduced too; on all ranks.
 
         They get the names that the group gives, as torch's named optimizers do, or are numbered.
         """
-        super().add_param_group(param_group)  # type: ignore[misc]
+        super().add_param_group(*args, **kwargs)  # type: ignore[misc]
         self._reducer.add(_name_newest_group(self.param_groups, set(self._reducer.names.values())))
 
 
@@ -113,13 +115,52 @@ def wrap(optimizer: torch.optim.Optimizer, mixin: Any, **attributes: Any) -> Any
     """An object of a subclass of the optimizer's class that shares all its attributes, and has these."""
     kind = type(optimizer)
     _hide_from_dynamo()
-    wrapped: Any = object.__new__(type(kind.__name__, (mixin, kind), {}))
+    ours = {name: _Method(getattr(mixin, name)) for name in METHODS if any(name in vars(each) for each in _ours(mixin))}
+    bases = (mixin, *_methods_of(optimizer, ours), kind)
+    wrapped: Any = object.__new__(type(kind.__name__, bases, ours))
     wrapped.__dict__ = vars(optimizer)  # what a scheduler, or load_state_dict, does to one is done to the other
-    scheduled = wrapped.__dict__.pop("step", None)
-    if hasattr(scheduled, "_wrapped_by_lr_sched"):
-        wrapped.__dict__["step"] = _watched_step(wrapped)
     wrapped.__dict__.update(attributes)
     return wrapped
+
+
+class _Method:
+    """A method of a mixin, before what the `__dict__` that it shares with the user's object has by this name.
+
+    What is assigned after wrapping, as torch's schedulers do with step, is this object's alone.
+    """
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+        self._assigned: list[Callable[..., Any]] = []
+
+    def __get__(self, optimizer: Any, kind: Any = None) -> Any:
+        if optimizer is None:
+            return self._function
+        return self._assigned[0] if self._assigned else self._function.__get__(optimizer)
+
+    def __set__(self, optimizer: Any, function: Callable[..., Any]) -> None:
+        self._assigned = [function]
+
+    def __delete__(self, optimizer: Any) -> None:
+        self._assigned = []
+
+
+def passed_on(closure: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """What the user's step() gets of what was passed to ours: no closure if there is none, as it may take none."""
+    return () if closure is None and not args else (closure, *args)
+
+
+def _ours(mixin: type) -> list[type]:
+    return [each for each in mixin.__mro__ if issubclass(each, Wrapped)]
+
+
+def _methods_of(optimizer: torch.optim.Optimizer, names: Iterable[str]) -> tuple[type, ...]:
+    """A class of the methods that somebody has assigned to the user's object, such as a scheduler: they come first.
+
+    It keeps the object, which torch's schedulers refer to weakly.
+    """
+    assigned = {name: staticmethod(vars(optimizer)[name]) for name in names if name in vars(optimizer)}
+    return (type("Assigned", (Wrapped,), {**assigned, "_users_object": optimizer}),) if assigned else ()
 
 
 def _name_newest_group(param_groups: list[dict[str, Any]], taken: set[str]) -> Named:
@@ -141,21 +182,6 @@ def _hide_from_dynamo() -> None:
     with contextlib.suppress(Exception):  # its name is torch's own business
         if rules is not None:
             rules.add("ringreduce")
-
-
-def _watched_step(wrapped: Any) -> Callable[..., Any]:
-    """The step of an optimizer whose scheduler was made before it was wrapped, and watches that step() is called."""
-    reference = weakref.ref(wrapped)
-
-    def step(*args: Any, **kwargs: Any) -> Any:
-        optimizer = reference()
-        if optimizer is None:
-            raise InputError("step(): the DistributedOptimizer around this optimizer is gone; wrap it again")
-        optimizer._opt_called = True
-        return type(optimizer).step(optimizer, *args, **kwargs)
-
-    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
-    return step
 
 
 def _unwrapped(kind: type, state: dict[str, Any]) -> Any:
