@@ -117,8 +117,8 @@ def _first_difference(mine: Signature, theirs: Signature) -> tuple[str, str, str
     ours, his = dict(mine.details), dict(theirs.details)
     for key in {**ours, **his}:  # first: with other arguments, tensors may be of other shapes, too
         if ours.get(key) != his.get(key):
-            texts = [f"{key}={each if isinstance(each, str) else repr(each)}" for each in (ours.get(key), his.get(key))]
-            return subject, texts[0], texts[1], f"equal values of {key}"
+            same = f"equal values of {key}" if key.isidentifier() else "the same"
+            return subject, _detail_text(key, ours), _detail_text(key, his), same
     if len(mine.tensors) != len(theirs.tensors):
         return subject, f"{len(mine.tensors)} tensors{_alone(mine, theirs)}", f"{len(theirs.tensors)}", "equally many"
     for one, other in zip(mine.tensors, theirs.tensors, strict=True):
@@ -126,6 +126,13 @@ def _first_difference(mine: Signature, theirs: Signature) -> tuple[str, str, str
             part = subject if one.name == mine.unnumbered.name else f"{mine.kind} {one.name!r}"
             return part, *_tensor_difference(one, other)
     raise AssertionError("called with equal signatures")
+
+
+def _detail_text(key: str, details: Mapping[str, Any]) -> str:
+    value = details.get(key)
+    if value is None and not key.isidentifier():  # no argument, but what is said in place of one
+        return f"no {key}"
+    return f"{key}={value if isinstance(value, str) else repr(value)}"
 
 
 def _alone(mine: Signature, theirs: Signature) -> str:

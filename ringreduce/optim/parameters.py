@@ -12,13 +12,17 @@ from ringreduce.errors import InputError
 Named = list[tuple[str, Any]]
 
 
-def name_parameters(owned: Sequence[Any], named_parameters: Iterable[tuple[str, Any]] | None) -> Named:
-    """The optimizer's parameters with their names, numbered by default; raises InputError for a missing or equal one.
+def name_parameters(
+    groups: Sequence[Sequence[Any]], named_parameters: Iterable[tuple[str, Any]] | None
+) -> tuple[Named, Named]:
+    """The parameters of an optimizer's groups with their names, numbered by default; and the others that have a name.
 
     Parameters are told apart by identity.
+    Raises: InputError for a missing name, or an equal one.
     """
+    owned = [parameter for group in groups for parameter in group]
     if named_parameters is None:
-        return [(f"parameter.{number}", parameter) for number, parameter in enumerate(owned)]
+        return [(f"parameter.{number}", parameter) for number, parameter in enumerate(owned)], []
     named = list(named_parameters)
     if not all(isinstance(each, tuple) and len(each) == 2 for each in named):
         raise InputError("named_parameters: expected (name, parameter) pairs, such as model.named_parameters()")
@@ -26,12 +30,30 @@ def name_parameters(owned: Sequence[Any], named_parameters: Iterable[tuple[str, 
     duplicates = sorted(name for name, count in counts.items() if count > 1)
     if duplicates:
         raise InputError(f"named_parameters: names must differ; given more than once: {', '.join(duplicates)}")
-    named_ids = {id(parameter) for _, parameter in named}
-    unnamed = sum(id(parameter) not in named_ids for parameter in owned)
+    named_ids, owned_ids = ({id(parameter) for parameter in each} for each in ([pair[1] for pair in named], owned))
+    unnamed = [
+        f"param_groups[{number}]['params'][{index}] of shape {tuple(parameter.shape)}"
+        for number, group in enumerate(groups)
+        for index, parameter in enumerate(group)
+        if id(parameter) not in named_ids
+    ]
     if unnamed:
-        raise InputError(f"named_parameters: {unnamed} of the optimizer's {len(owned)} parameters have no name in it")
-    owned_ids = {id(parameter) for parameter in owned}
-    return [(name, parameter) for name, parameter in named if id(parameter) in owned_ids]
+        have = "has no name" if len(unnamed) == 1 else "have no names"
+        raise InputError(
+            f"named_parameters: {len(unnamed)} of the optimizer's {len(owned)} parameters {have} in it: "
+            f"{listed(unnamed)}; pass the names of all parameters that the optimizer has"
+        )
+    mine, others = ([pair for pair in named if (id(pair[1]) in owned_ids) is owns] for owns in (True, False))
+    return mine, others
+
+
+def listed(texts: Sequence[str], most: int = 5) -> str:
+    """The first few of them, and how many more there are.
+
+    >>> listed(["a", "b", "c"], 2)
+    'a, b and 1 more'
+    """
+    return ", ".join(texts[:most]) + (f" and {len(texts) - most} more" if len(texts) > most else "")
 
 
 def group_parameters(named: Named, groups: int | Sequence[Sequence[Any]] | None) -> list[list[Any]]:

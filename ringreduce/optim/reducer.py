@@ -21,7 +21,7 @@ from ringreduce.checks.divergence import Divergence, Part
 from ringreduce.errors import MismatchError
 from ringreduce.log import LOGGER
 from ringreduce.optim.buckets import DENSE, UNKNOWN, Gradient, GradientBucket, fill
-from ringreduce.optim.exchange import Exchange
+from ringreduce.optim.exchange import Exchange, is_disagreement
 
 POSITION = operator.attrgetter("position")
 CAUTIOUS_STEPS, RECOVERY_STEPS = 8, 100
@@ -57,11 +57,37 @@ class Reducer:
         """Reduce the gradients of these parameters together."""
         self._put([self._gradients[id(parameter)] for parameter in parameters])
 
-    def _put(self, members: list[Gradient], splits: bool = False) -> None:
+    def _put(self, members: list[Gradient], splits: bool = False, begun: bool = False) -> None:
         """Put gradients into one bucket."""
         bucket = GradientBucket(members, splits)
+        bucket.begun = begun
         for member in members:
             member.bucket, member.is_loose = bucket, False
+
+    def say(self, what: str, text: str) -> None:
+        """Wait until all ranks have said the same; none of them has a gradient on its way.
+
+        Raises: MismatchError on all ranks, also on one that goes on to its next gradients.
+        """
+        self.exchange.say(self._next_bucket().name, what, text)
+
+    def _next_bucket(self) -> GradientBucket:
+        """One that every rank submits next, and the same on all ranks; dense if there is one."""
+        trained = [each for each in self._buckets if each.trained] or self._buckets
+        return min(trained, key=lambda each: (any(one.layout != DENSE for one in each.trained), each.name))
+
+    def _regroup(self, gone: Sequence[Gradient]) -> None:
+        """Fill the buckets anew, but for the user's groups, where those of equal names take the places of these."""
+        named = {each.name: each for each in self._gradients.values()}
+        for bucket in dict.fromkeys(each.bucket for each in [*self._gradients.values(), *gone]):
+            staying = [named.get(each.name) if each in gone else each for each in bucket.members]
+            members = [each for each in staying if each is not None]
+            if bucket.splits:
+                for each in members:
+                    each.leave_bucket()
+                    each.is_loose = True
+            elif members != bucket.members and len(bucket.members) > 1:
+                self._put(members, begun=bucket.begun)
 
     @property
     def _buckets(self) -> list[GradientBucket]:
@@ -153,8 +179,8 @@ class Reducer:
             bucket.finish()
             if self._divergence is not None:
                 self._divergence.reduced(each.name for each in bucket.trained)
-        except MismatchError:
-            if not bucket.splits:
+        except MismatchError as error:
+            if not bucket.splits or is_disagreement(error):
                 raise
             bucket.begun = False
             self._split(bucket, refuses=False)  # if tensors differ, the next error names one

@@ -14,6 +14,7 @@ import torch
 
 from ringreduce import runtime
 from ringreduce.errors import BackwardError
+from ringreduce.optim.buckets import GradientBucket
 from ringreduce.torch.gradient import Gradient, TorchReducer
 from ringreduce.torch.hooks import too_often
 from ringreduce.torch.wrapped import UnscalingMixin, WrappedMixin, passed_on
@@ -41,6 +42,10 @@ class DeltaReducer(TorchReducer):
 
     abandon = clear
 
+    def _next_bucket(self) -> GradientBucket:
+        """See `optim.reducer`; the first of those that `reduce` waits for."""
+        return next((each.bucket for each in self._gradients.values() if each.trains), super()._next_bucket())
+
     @property
     def no_overlap(self) -> str:
         """See `optim.reducer`."""
@@ -49,6 +54,8 @@ class DeltaReducer(TorchReducer):
     def starts(self) -> list[tuple[Gradient, torch.Tensor]]:
         """The trained parameters, and a copy of each; none where there is nobody to reduce with."""
         self.exchange.check_world()
+        if self.follow():
+            self.regroup()
         trained = [each for each in self._gradients.values() if each.parameter.requires_grad]
         return [(each, each.parameter.detach().clone()) for each in trained] if self.exchange.size > 1 else []
 

@@ -10,11 +10,12 @@ import torch
 
 from ringreduce.checks.divergence import Part
 from ringreduce.compression import wire_of
-from ringreduce.errors import InputError
+from ringreduce.errors import InputError, MismatchError
 from ringreduce.optim import buckets
 from ringreduce.optim.buckets import DENSE, UNKNOWN
-from ringreduce.optim.exchange import Exchange, Finish
+from ringreduce.optim.exchange import CHANGE, Exchange, Finish
 from ringreduce.optim.reducer import Reducer
+from ringreduce.torch.groups import Change, Groups
 from ringreduce.torch.hooks import GradientHooks
 from ringreduce.torch.parts import Parts
 from ringreduce.torch.pending import PendingGradient, make_pending, plain
@@ -98,6 +99,21 @@ class Gradient(buckets.Gradient):
         self.pending = self.parameter.grad = pending = make_pending(array, self._self, is_placeholder)
         self._last = weakref.ref(pending)
 
+    def attach_own(self) -> None:
+        """Let who reads .grad wait, whether this rank has computed it or not."""
+        attached = self.pending is not None and self.parameter.grad is self.pending
+        if attached or not self.trains:
+            return
+        local = self.local
+        if local is not None:
+            self.attach(local)
+        else:
+            self.show_placeholder()
+
+    def lack(self) -> None:
+        """No rank has one in this step."""
+        self.detach_pending(None)
+
     def detach_pending(self, gradient: torch.Tensor | None) -> None:
         """Put a gradient into .grad, unless the user has put another there."""
         pending, self.pending, self.is_untouched = self.pending, None, False
@@ -175,13 +191,68 @@ class TorchReducer(Reducer):
         self.sparse_as_dense = sparse_as_dense
         self._hooks = GradientHooks(self)
         self._parts = Parts()
+        self._gone: list[Gradient] = []  # by the last change
+
+    def begin_with(self, groups: Groups, named: Iterable[tuple[str, Any]]) -> None:
+        """Reduce what belongs to the parameters that the groups have, and what they will have."""
+        self.groups = groups
+        self.add(named)
 
     def add(self, named: Iterable[tuple[str, Any]]) -> None:
         """Reduce what belongs to these parameters too."""
         for name, parameter in named:
-            gradient = self._gradients[id(parameter)] = Gradient(name, parameter, self)
-            self._hooks.watch(gradient)
-            gradient.show_zeros()
+            self._watch(Gradient(name, parameter, self)).show_zeros()
+
+    def _watch(self, gradient: Gradient) -> Gradient:
+        self._gradients[id(gradient.parameter)] = gradient
+        self._hooks.watch(gradient)
+        return gradient
+
+    def follow(self) -> Change | None:
+        """Reduce what the groups have now; None: what they have had. No gradient of this rank is on its way.
+
+        Raises: MismatchError on all ranks unless the groups of all have changed alike; InputError: see `refusal`.
+        """
+        if not self.groups.have_changed():
+            return None
+        change = self.groups.change()
+        refusal = self.refusal(change)
+        try:
+            self.say(CHANGE, refusal or str(change))
+            if refusal:
+                raise InputError(refusal)
+        except MismatchError as error:
+            self.abandon()
+            raise MismatchError(f"{error}. Change them on all ranks alike, between the same two steps") from error
+        self.take(change)
+        if self.exchange.process_set.rank() == 0:
+            self.groups.tell(change, "its gradients are reduced from now on")
+        return change
+
+    def refusal(self, change: Change) -> str:
+        """Why this rank cannot follow a change; empty: it can."""
+        return ""
+
+    def take(self, change: Change) -> None:
+        """Let the gradients of parameters that are gone go, and have those of new ones."""
+        self._gone = [self._gradients.pop(id(parameter)) for _, parameter in change.gone]
+        for gradient in self._gone:
+            self._hooks.forget(id(gradient.parameter))
+            gradient.detach_pending(gradient.local)
+        self.exchange.forget(each.name for each in self._gone)
+        positions = {each.name: each.position for each in self._gone}
+        for name, parameter in change.new:
+            self._watch(self._made(name, parameter)).position = positions.get(name, -1)
+        self._parts = Parts()
+        self.groups.take(change)
+
+    def regroup(self) -> None:
+        """After a change, and what was reduced for it: let new gradients share buckets."""
+        gone, self._gone = self._gone, []
+        self._regroup(gone)
+
+    def _made(self, name: str, parameter: torch.nn.Parameter) -> Gradient:
+        return Gradient(name, parameter, self)
 
     def parts(self) -> list[Part]:
         """See `optim.reducer`."""

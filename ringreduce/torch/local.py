@@ -12,7 +12,8 @@ from ringreduce.errors import InputError
 from ringreduce.local.optimizer import HasLocalSteps
 from ringreduce.local.options import Options
 from ringreduce.local.steps import LocalSteps, Parameters
-from ringreduce.optim.parameters import name_parameters
+from ringreduce.torch.groups import Groups
+from ringreduce.torch.optimizer import named_of
 from ringreduce.torch.sharded import ShardedMixin
 from ringreduce.torch.wrapped import UnscalingMixin, passed_on, wrap
 
@@ -26,16 +27,24 @@ def wrapped(optimizer: Any, named_parameters: Any, options: Options) -> Any:
     if isinstance(optimizer, ShardedMixin):
         why = "each rank has only its part of a ShardedOptimizer, which all ranks step together"
         raise InputError(f"{options.function}: {why}; pass the original one")
-    owned = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    given = {id(each): name for name, each in name_parameters(owned, named_parameters)} if named_parameters else {}
+    groups_of = optimizer.param_groups
+    if named_parameters is None and not any("param_names" in group for group in groups_of):
+        places = [(number, *each) for number, group in enumerate(groups_of) for each in enumerate(group["params"])]
+        named_parameters = [(f"group.{number}.parameter.{index}", parameter) for number, index, parameter in places]
+    owned, others = named_of(optimizer, named_parameters)
     made: Any = wrap(optimizer, LocalMixin)
+    groups = Groups(made, owned, others)
 
     def parameters() -> Parameters:
-        groups = enumerate(made.param_groups)
-        each = [(number, *pair) for number, group in groups for pair in enumerate(group["params"])]
+        if groups.have_changed():
+            change = groups.change()
+            groups.take(change)
+            if runtime.current(options.function).world.rank == 0:
+                groups.tell(change, "it is averaged from now on")
         return {
-            given.get(id(parameter)) or f"group.{number}.parameter.{index}": parameter
-            for number, index, parameter in each
+            groups.names[id(parameter)]: parameter
+            for group in made.param_groups
+            for parameter in group["params"]
             if parameter.is_floating_point() or parameter.is_complex()
         }
 

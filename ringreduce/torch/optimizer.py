@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import operator
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -20,6 +21,7 @@ from ringreduce.optim.exchange import Exchange, check_passes
 from ringreduce.optim.parameters import Named, group_parameters, name_parameters
 from ringreduce.powersgd import PowerSGD
 from ringreduce.torch.adasum_optimizer import AdasumMixin, DeltaReducer
+from ringreduce.torch.groups import Groups
 from ringreduce.torch.reducer import GradientReducer
 from ringreduce.torch.wrapped import Wrapped, WrappedMixin, passed_on, wrap
 
@@ -81,14 +83,14 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     """
     check(optimizer, op, process_set)
     exchange = Exchange(op, compression, gradient_predivide_factor, process_set, factors=True)
-    passes, named = check_passes(backward_passes_per_step), named_of(optimizer, named_parameters)
+    passes, (named, others) = check_passes(backward_passes_per_step), named_of(optimizer, named_parameters)
     in_groups = group_parameters(named, _number_of_groups(num_groups, groups))
     if op is Adasum:
         wrapped = wrap(optimizer, AdasumMixin, _reducer=DeltaReducer(passes, exchange))
     else:
         reducer = GradientReducer(passes, exchange, sparse_as_dense, wait_in_backward)
         wrapped = wrap(optimizer, ReducingMixin, _reducer=reducer)
-    wrapped._reducer.add(named)
+    wrapped._reducer.begin_with(Groups(wrapped, named, others), named)
     for group in in_groups if op is not Adasum else ():
         wrapped._reducer.join(group)
     return wrapped
@@ -114,13 +116,13 @@ def check(optimizer: Any, op: ReduceOp, process_set: ProcessSet) -> None:
         raise InputError("DistributedOptimizer: op=Adasum works with all ranks only; leave process_set out")
 
 
-def named_of(optimizer: torch.optim.Optimizer, named_parameters: Any) -> Named:
-    """The optimizer's parameters with their names: the given ones, those of its groups, or numbers."""
-    owned = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+def named_of(optimizer: torch.optim.Optimizer, named_parameters: Any) -> tuple[Named, Named]:
+    """The optimizer's parameters with their names: the given ones, those of its groups, or numbers; and other ones."""
+    groups = [group["params"] for group in optimizer.param_groups]
     names = [name for group in optimizer.param_groups for name in group.get("param_names", [])]
     if named_parameters is None and names:
-        return list(zip(names, owned, strict=True))
-    return name_parameters(owned, named_parameters)
+        return list(zip(names, itertools.chain.from_iterable(groups), strict=True)), []
+    return name_parameters(groups, named_parameters)
 
 
 def _number_of_groups(num_groups: int, groups: Any) -> Any:
@@ -171,14 +173,16 @@ class ReducingMixin(WrappedMixin):
                 "which has reduced the gradients; put it into `with optimizer.skip_synchronize():`",
                 stacklevel=3,
             )
-        if self._should_synchronize or self._reducer.pending:
+        self._synchronize_for_step()
+
+    def _synchronize_for_step(self) -> None:
+        if self._should_synchronize or self._reducer.pending or self._reducer.groups.have_changed():
             self._reducer.synchronize()
 
     def _synchronized_closure(self, closure: Callable[[], Any]) -> Any:
         with torch.enable_grad():
             loss = closure()
-        if self._should_synchronize or self._reducer.pending:
-            self._reducer.synchronize()
+        self._synchronize_for_step()
         self._reducer.reset()  # it may be called again, and leave out other parameters then
         return loss
 

@@ -13,12 +13,15 @@ from __future__ import annotations
 
 import sys
 import weakref
+from collections.abc import Sequence
 from types import FrameType
+from typing import Any
 
 import torch
 
 from ringreduce.errors import BackwardError
 from ringreduce.execution.signature import calling_line, is_of_library
+from ringreduce.optim.buckets import UNKNOWN
 from ringreduce.optim.exchange import Exchange
 from ringreduce.torch.gradient import Gradient, TorchReducer
 from ringreduce.torch.hooks import too_often
@@ -35,6 +38,7 @@ class GradientReducer(TorchReducer):
         self._waits = wait_in_backward
         self._backward = -1
         self._eager = False  # submit buckets as they fill
+        self._found: dict[int, Gradient] = {}  # by id of parameters that came by themselves, until all ranks agree
         _reducers.add(self)
 
     def on_gradient(self, gradient: Gradient) -> None:
@@ -48,6 +52,8 @@ class GradientReducer(TorchReducer):
             return
         if self._backward != _backward_number():
             self._watch_the_end()
+        if id(gradient.parameter) in self._found:
+            return
         self._computed.append(gradient)
         if self._eager:
             bucket = gradient.bucket
@@ -85,9 +91,12 @@ class GradientReducer(TorchReducer):
         """Other ranks may have gradients that this rank did not compute: reading .grad must return them too."""
         self._count()
         gradients = self._gradients.values()
-        if not any(each.seen >= self.passes for each in gradients):
+        if not (self._found or any(each.seen >= self.passes for each in gradients)):
             return
         self._hooks.refresh()
+        self._find()
+        for found in self._found.values():
+            found.attach_own()
         if self._waits:
             self.synchronize()
         elif self.trusts:
@@ -98,13 +107,66 @@ class GradientReducer(TorchReducer):
             gradient.is_untouched = False
             if gradient.bucket.begun:
                 continue
-            attached = gradient.pending is not None and gradient.parameter.grad is gradient.pending
-            if not attached and gradient.trains:
-                local = gradient.local
-                if local is not None:
-                    gradient.attach(local)
-                else:
-                    gradient.show_placeholder()
+            gradient.attach_own()
+
+    def _find(self) -> None:
+        """Have what the groups have got by themselves wait, too: who read this rank's alone, to clip, would differ."""
+        if self.groups.have_changed():
+            for name, parameter in self.groups.change().new:
+                if id(parameter) not in self._found:
+                    gradient = self._found[id(parameter)] = Gradient(name, parameter, self)
+                    self._hooks.watch(gradient)
+
+    def begin(self, gradient: Any) -> None:
+        """See `optim.reducer`; of one that was found, all, since the ranks agree on it when the others have arrived."""
+        if id(gradient.parameter) in self._found:
+            self.synchronize()
+        else:
+            super().begin(gradient)
+
+    def synchronize(self, quiet: bool = False) -> None:
+        """See `optim.reducer`; then reduce what the groups have got by themselves.
+
+        A rank may have submitted what it had before it sees the change, and another rank not: so every rank reduces
+        that once more, zeros for a parameter that is gone, and then agrees on the change with all others.
+        """
+        super().synchronize(quiet)
+        change = None if quiet else self.follow()
+        if change is not None:
+            try:
+                self._reduce_new(sorted(name for name, _ in change.new))
+            finally:
+                self.regroup()
+
+    def _reduce_new(self, names: Sequence[str]) -> None:
+        """Where no rank has a gradient, as of a parameter that was replaced after backward, there is none after it."""
+        if not names:
+            return
+        named = {each.name: each for each in self._gradients.values()}
+        new = [named[name] for name in names]
+        local = [each.local_layout for each in new]
+        agreed = self.exchange.begin_maximum(f"{names[0]}.layouts", local).wait() if self.exchange.size > 1 else local
+        for gradient, mine, layout in zip(new, local, agreed, strict=True):
+            gradient.take_layout(mine, int(layout))
+        lacking = {each for each in new if each.layout == UNKNOWN}
+        for bucket in {each.bucket for each in lacking}:
+            bucket.begun = lacking.issuperset(bucket.members)
+        super().synchronize()
+        for each in lacking:
+            each.lack()
+
+    def _made(self, name: str, parameter: torch.nn.Parameter) -> Gradient:
+        gradient = self._found.pop(id(parameter), None) or super()._made(name, parameter)
+        gradient.name = name
+        return gradient
+
+    def reset(self) -> None:
+        """Begin a new step."""
+        for key, gradient in self._found.items():
+            self._hooks.forget(key)
+            gradient.detach_pending(gradient.local)
+        self._found.clear()
+        super().reset()
 
     def _beware_of_equal_names(self) -> None:
         """Gradients of two optimizers that have one name can only be reduced one after the other, at step()."""
@@ -131,6 +193,7 @@ class GradientReducer(TorchReducer):
         if cleared is not None:
             self._distrust(f"the gradient of {cleared!r} was cleared without a step() ({calling_line()})")
         self.reset()
+        self._find()
 
 
 def line_of_backward() -> str:

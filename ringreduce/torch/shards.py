@@ -21,7 +21,9 @@ from ringreduce.optim.exchange import Begun, Exchange
 from ringreduce.optim.shards import Shards
 from ringreduce.optim.shared_parameters import OPTION, SharedParameters
 from ringreduce.torch.gradient import Gradient
+from ringreduce.torch.groups import Change
 from ringreduce.torch.hooks import too_often
+from ringreduce.torch.parts import Parts
 from ringreduce.torch.pending import PendingGradient, make_pending
 from ringreduce.torch.reducer import GradientReducer
 
@@ -150,6 +152,10 @@ class Shard(Gradient):
         """Give the reduced gradient to the user's optimizer."""
         self.piece.grad, self._of_piece = self.reduced, None
 
+    def lack(self) -> None:
+        """No rank has one in this step."""
+        self.reduced = None
+
     def give_up(self) -> None:
         """Begin a new step."""
         super().give_up()
@@ -205,11 +211,14 @@ class ShardReducer(GradientReducer):
     """Reduces gradients to their owners, as hooks report them ready.
 
     on_new_world: called where the ranks have changed, before anything is divided anew.
+    on_change: called where the groups have changed; adds and drops shards.  why_not: says why it cannot.
     shares: parameters are moved into memory that all ranks have.
     """
 
     def __init__(self, passes: int, exchange: Exchange, shares: bool = False) -> None:
         self.on_new_world: Callable[[], None] = lambda: None
+        self.on_change: Callable[[Change], None] = lambda change: None
+        self.why_not: Callable[[Change], str] = lambda change: ""
         self.shared = SharedParameters(exchange) if shares and exchange.size > 1 else None
         super().__init__(passes, exchange, sparse_as_dense=False, wait_in_backward=False)
 
@@ -227,11 +236,52 @@ class ShardReducer(GradientReducer):
             for shard in shards:
                 own = torch.from_numpy(moved[shard.name]).view(shard.parameter.dtype)
                 shard.parameter.data = own.as_strided(shard.parameter.shape, shard.parameter.stride())
+        self._lay_out(shards)
+
+    def _lay_out(self, shards: Sequence[Shard], begun: bool = False) -> None:
+        """Put shards into buckets, and divide these."""
         for numbers in fill([each.size_and_kind for each in shards]):
             bucket = ShardBucket([shards[number] for number in numbers])
+            bucket.begun = begun
             bucket.divide(self.exchange)
             for member in bucket.members:
                 member.bucket = bucket
+
+    def drop(self, gone: Sequence[Shard]) -> None:
+        """Divide the parameters anew without these."""
+        begun = any(each.begun for each in self.buckets)
+        for shard in gone:
+            del self._gradients[id(shard.parameter)]
+            self._hooks.forget(id(shard.parameter))
+            shard.give_up()
+        self._lay_out(list(self._gradients.values()), begun)
+
+    def say(self, what: str, text: str) -> None:
+        """See `optim.reducer`; what comes after this step's gradients is the first half of `gather`."""
+        if self.shared is not None:
+            self.exchange.say(None, what, text, "barrier")
+        else:
+            self.exchange.say(self._next_bucket().name, what, text, "gather_shards")
+
+    def refusal(self, change: Change) -> str:
+        """See its base."""
+        return self.why_not(change)
+
+    def take(self, change: Change) -> None:
+        """Divide what the groups have now."""
+        before = list(self._gradients.values())
+        self.on_change(change)
+        self._parts = Parts()
+        shards = {each.name: each for each in self._gradients.values()}
+        pieces = {id(each.piece): each for each in before}
+        self.groups.take(change._replace(new=[(name, shards[name].piece) for name, _ in change.new]))
+        self.groups.remember([(name, pieces[id(piece)].parameter) for name, piece in change.gone])
+
+    def _find(self) -> None:
+        """Nothing: a gradient that nobody has hooks on is not divided before step()."""
+
+    def regroup(self) -> None:
+        """Nothing: `drop` has."""
 
     @property
     def buckets(self) -> list[ShardBucket]:

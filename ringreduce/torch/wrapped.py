@@ -6,7 +6,7 @@ import contextlib
 import functools
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -15,7 +15,6 @@ from ringreduce import runtime
 from ringreduce.api.world import size
 from ringreduce.errors import InputError
 from ringreduce.optim.exchange import Exchange, check_passes
-from ringreduce.optim.parameters import Named
 
 METHODS = ("step", "zero_grad", "add_param_group", "load_state_dict", "state_dict")
 """Of an optimizer: somebody may have assigned one to the user's object, and may assign one to the wrapped optimizer."""
@@ -47,7 +46,7 @@ class WrappedMixin(Wrapped):
     def _parameter_names(self) -> dict[Any, str]:
         """Horovod's: the name of each parameter."""
         names: dict[Any, str] = self._reducer.names
-        return names
+        return names | {parameter: name for name, parameter in self._reducer.groups.change().new}
 
     @property
     def backward_passes_per_step(self) -> int:
@@ -79,10 +78,15 @@ class WrappedMixin(Wrapped):
     def add_param_group(self, *args: Any, **kwargs: Any) -> None:
         """Add parameters, which are reduced too; on all ranks.
 
-        They get the names that the group gives, as torch's named optimizers do, or are numbered.
+        They get the names that `named_parameters` or the group gives, as torch's named optimizers do, or are numbered.
         """
         super().add_param_group(*args, **kwargs)  # type: ignore[misc]
-        self._reducer.add(_name_newest_group(self.param_groups, set(self._reducer.names.values())))
+        groups, newest = self._reducer.groups, self.param_groups[-1]
+        doubled = groups.doubled(newest["params"], newest.get("param_names", ()))
+        if doubled:
+            del self.param_groups[-1]
+            raise InputError(f"add_param_group: names must differ; other parameters have these: {', '.join(doubled)}")
+        groups.add(newest["params"])
 
 
 class UnscalingMixin(Wrapped):
@@ -112,12 +116,17 @@ class UnscalingMixin(Wrapped):
 
 
 def wrap(optimizer: torch.optim.Optimizer, mixin: Any, **attributes: Any) -> Any:
-    """An object of a subclass of the optimizer's class that shares all its attributes, and has these."""
+    """An object of a subclass of the optimizer's class that shares all its attributes, and has these.
+
+    Methods that somebody has assigned to the user's object, such as a scheduler, come before those of its class.
+    """
     kind = type(optimizer)
     _hide_from_dynamo()
     ours = {name: _Method(getattr(mixin, name)) for name in METHODS if any(name in vars(each) for each in _ours(mixin))}
-    bases = (mixin, *_methods_of(optimizer, ours), kind)
-    wrapped: Any = object.__new__(type(kind.__name__, bases, ours))
+    assigned = {name: staticmethod(vars(optimizer)[name]) for name in ours if name in vars(optimizer)}
+    bases = (mixin, type("Assigned", (Wrapped,), assigned), kind)
+    wrapped: Any = object.__new__(type(kind.__name__, bases, {**ours, "__slots__": ("_users_object",)}))
+    wrapped._users_object = optimizer  # torch's schedulers refer to it weakly
     wrapped.__dict__ = vars(optimizer)  # what a scheduler, or load_state_dict, does to one is done to the other
     wrapped.__dict__.update(attributes)
     return wrapped
@@ -152,27 +161,6 @@ def passed_on(closure: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
 
 def _ours(mixin: type) -> list[type]:
     return [each for each in mixin.__mro__ if issubclass(each, Wrapped)]
-
-
-def _methods_of(optimizer: torch.optim.Optimizer, names: Iterable[str]) -> tuple[type, ...]:
-    """A class of the methods that somebody has assigned to the user's object, such as a scheduler: they come first.
-
-    It keeps the object, which torch's schedulers refer to weakly.
-    """
-    assigned = {name: staticmethod(vars(optimizer)[name]) for name in names if name in vars(optimizer)}
-    return (type("Assigned", (Wrapped,), {**assigned, "_users_object": optimizer}),) if assigned else ()
-
-
-def _name_newest_group(param_groups: list[dict[str, Any]], taken: set[str]) -> Named:
-    """The parameters of the last group with their names; raises InputError when another parameter has the name."""
-    number = len(param_groups) - 1
-    group = param_groups[number]
-    parameters = group["params"]
-    names = group.get("param_names") or [f"group.{number}.parameter.{index}" for index in range(len(parameters))]
-    doubled = sorted(taken.intersection(names))
-    if doubled:
-        raise InputError(f"add_param_group: names must differ; other parameters have these: {', '.join(doubled)}")
-    return list(zip(names, parameters, strict=True))
 
 
 @functools.cache

@@ -1,0 +1,165 @@
+"""Which parameters an optimizer's groups have, what each is called, and what of that has changed by itself.
+
+The groups are the user's: a script replaces a parameter there, appends one, assigns a new list of groups, or adds a
+group to the object that was wrapped. None of that calls anything of ours, so every step looks.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import operator
+import weakref
+import zlib
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import torch
+
+from ringreduce.execution.signature import calling_line
+from ringreduce.log import LOGGER
+from ringreduce.optim.parameters import Named, listed
+
+_PARAMETERS = operator.itemgetter("params")
+MOST_NAMES = 20  # in the text of a change; more are told apart by a checksum
+
+
+class Change(NamedTuple):
+    """What has changed since the last look."""
+
+    new: Named  # with their names
+    gone: list[tuple[str, torch.Tensor]]
+    came_by_itself: bool  # not by our add_param_group alone
+
+    @property
+    def replaced(self) -> set[str]:
+        """The names that other parameters have now."""
+        return {name for name, _ in self.new} & {name for name, _ in self.gone}
+
+    def __str__(self) -> str:
+        """The same on all ranks where they have changed alike, in whatever order."""
+        replaced = self.replaced
+        lines = [
+            f"{name!r}, {_text(each)}, is " + ("in place of another one" if name in replaced else "new")
+            for name, each in self.new
+        ]
+        lines = sorted(lines + [f"{name!r} is gone" for name, _ in self.gone if name not in replaced])
+        checksum = f" ({zlib.crc32('; '.join(lines).encode()):08x})" if len(lines) > MOST_NAMES else ""
+        return listed(lines, MOST_NAMES) + checksum
+
+
+class Groups:
+    """The parameters of one optimizer's groups as they were at the last look.
+
+    owned: the parameters that it has now, with their names.  others: further ones that the user has named.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, owned: Named, others: Named = ()) -> None:  # type: ignore[assignment]
+        self._optimizer = weakref.ref(optimizer)
+        self._lists: list[list[torch.Tensor]] = []
+        self._flat: list[torch.Tensor] = []
+        self._added: set[int] = set()  # by our add_param_group, since the last look
+        self.names = {id(parameter): name for name, parameter in owned}
+        self._has_told = False
+        self._others: dict[int, tuple[Any, str]] = {}
+        self.remember(others)
+        self._take(self._now())
+
+    def have_changed(self) -> bool:
+        """Whether they have others than at the last look.
+
+        Cost: no call of a Python function for each parameter; 6 us for 161 of them.
+        """
+        now = list(itertools.chain.from_iterable(self._now()))
+        return len(now) != len(self._flat) or not all(map(operator.is_, now, self._flat))
+
+    def change(self) -> Change:
+        """What has changed; `take` makes it the last look."""
+        lists = self._now()
+        after = {id(parameter): parameter for parameter in itertools.chain.from_iterable(lists)}
+        before = {id(parameter): parameter for parameter in self._flat}
+        names = {key: name for key, name in self.names.items() if key in after}
+        new = [(key, parameter) for key, parameter in after.items() if key not in names]
+        taken = set(names.values())
+        for key, parameter in new:
+            name = next(name for name in self._candidates(parameter, lists, after) if name not in taken)
+            names[key] = name
+            taken.add(name)
+        gone = [(self.names[key], parameter) for key, parameter in before.items() if key not in after]
+        by_itself = bool(gone) or any(key not in self._added for key, _ in new)
+        return Change([(names[key], parameter) for key, parameter in new], gone, by_itself)
+
+    def _candidates(
+        self, parameter: torch.Tensor, lists: list[list[torch.Tensor]], after: dict[int, torch.Tensor]
+    ) -> Iterable[str]:
+        """What a new parameter may be called, the best first."""
+        yield from self.known_name(parameter)
+        number, index = next(
+            (number, index)
+            for number, group in enumerate(lists)
+            for index, each in enumerate(group)
+            if each is parameter
+        )
+        optimizer = self._optimizer()
+        groups = optimizer.param_groups if optimizer is not None else []
+        given = groups[number].get("param_names", ()) if number < len(groups) else ()
+        if len(given) == len(lists[number]):
+            yield given[index]
+        older = self._lists[number] if number < len(self._lists) else []
+        if index < len(older) <= len(lists[number]) and id(older[index]) not in after:
+            yield self.names[id(older[index])]  # the one that stood in its place
+        place = f"group.{number}.parameter.{index}"
+        yield place
+        yield from (f"{place}.{count}" for count in itertools.count(2))
+
+    def known_name(self, parameter: torch.Tensor) -> list[str]:
+        """The name that the user has given to this very parameter, or that it had before it was gone; or none."""
+        reference, name = self._others.get(id(parameter), (lambda: None, ""))
+        return [name] if reference() is parameter else []
+
+    def tell(self, change: Change, what: str) -> None:
+        """Say what has come or gone by itself: the first time as a warning, as a script may do so many times."""
+        if change.came_by_itself:
+            level = logging.INFO if self._has_told else logging.WARNING
+            LOGGER.log(level, f"param_groups has changed by itself: {change} ({calling_line()}); {what}")
+            self._has_told = True
+
+    def remember(self, named: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """What parameters are called that the groups do not have, should they come."""
+        self._others |= {id(parameter): (weakref.ref(parameter), name) for name, parameter in named}
+
+    def take(self, change: Change) -> None:
+        """Make a change the last look."""
+        for _, parameter in change.gone:
+            del self.names[id(parameter)]
+        self.remember(change.gone)
+        self.names |= {id(parameter): name for name, parameter in change.new}
+        self._take(self._now())
+
+    def _take(self, lists: list[list[torch.Tensor]]) -> None:
+        self._lists = [list(each) for each in lists]
+        self._flat = list(itertools.chain.from_iterable(lists))
+        self._added = set()
+
+    def add(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Our own add_param_group has added these, so nobody need be told."""
+        self._added |= {id(each) for each in parameters}
+
+    def doubled(self, parameters: Iterable[torch.Tensor], names: Iterable[str]) -> list[str]:
+        """Those of the names of these parameters that others have."""
+        own = {id(each) for each in parameters}
+        return sorted({name for key, name in self.names.items() if key not in own}.intersection(names))
+
+    def _now(self) -> list[Any]:
+        """The lists of the groups; LBFGS steps what is in one of its own, which is the first group's at first."""
+        optimizer = self._optimizer()
+        if optimizer is None:
+            return self._lists
+        lists = list(map(_PARAMETERS, optimizer.param_groups))
+        own = getattr(optimizer, "_params", None)
+        return [*lists, own] if isinstance(own, list) and not any(own is each for each in lists) else lists
+
+
+def _text(parameter: torch.Tensor) -> str:
+    """Such as float32[4, 3]."""
+    return f"{parameter.dtype}{list(parameter.shape)}".removeprefix("torch.")
