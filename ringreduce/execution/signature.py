@@ -17,6 +17,8 @@ from ringreduce.arrays.buffer import Buffer
 PACKAGE = str(Path(__file__).parents[1])
 CALLERS = ("torch", "jax", "tensorflow", "keras")  # torch calls hooks; jax.tree.map and jax.jit call functions
 SPANS = 16  # most spans of ranks named in a text
+FAILURE = "failure"
+"""The detail of a rank that cannot take part, and says why; no two such signatures go together."""
 MOST_KNOWN = 32768  # signatures that are kept
 
 
@@ -81,6 +83,11 @@ def mismatch_message(records: Mapping[int, SubmissionRecord], size: int) -> str:
 
     records: by rank of the world, which has `size` ranks.
     """
+    failed = [rank for rank, each in records.items() if FAILURE in dict(each.signature.details)]
+    if failed:
+        signature, line = records[min(failed)][:2]
+        why = f"{signature.kind} {signature.unnumbered.name!r} ({line}): {signature.detail(FAILURE)}"
+        return f"rank {min(failed)} of {size}, {why}; so no other rank can go on with it"
     first = min(records)
     differing = [rank for rank in sorted(records) if records[rank].signature != records[first].signature]
     mine, theirs = records[differing[0]], records[first]

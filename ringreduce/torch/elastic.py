@@ -12,8 +12,7 @@ from ringreduce.elastic.commit import put_back
 from ringreduce.elastic.common import *  # noqa: F403
 from ringreduce.elastic.sampler import ElasticSampler as NeutralSampler
 from ringreduce.elastic.state import ObjectState
-from ringreduce.torch.functions import adopt, taken_apart
-from ringreduce.torch.sharded import ShardedMixin
+from ringreduce.torch.outline import adopt, outline_of
 from ringreduce.torch.wrapped import WrappedMixin
 
 __all__ = ["TorchState"]
@@ -56,18 +55,20 @@ class TorchState(ObjectState):
         super().restore()
 
     def _taken(self, value: Any) -> Any:
-        return taken_apart(value) if _is_whole(value) else super()._taken(value)
+        if isinstance(value, torch.optim.Optimizer):
+            return outline_of(value, self._modules)._replace(parameters={})
+        return super()._taken(value)
+
+    @property
+    def _modules(self) -> dict[str, torch.nn.Module]:
+        values = {f"{name}.": getattr(self, name, None) for name in self._names}
+        return {prefix: each for prefix, each in values.items() if isinstance(each, torch.nn.Module)}
 
     def _put_back(self, value: Any, saved: Any) -> Any:
-        if _is_whole(value):
-            adopt(value, saved, put_back)
+        if isinstance(value, torch.optim.Optimizer):
+            adopt(value, saved, put_back, "the last commit", self._modules)
             return value
         if isinstance(value, torch.nn.Module):
             value.load_state_dict(saved)  # which copies
             return value
         return super()._put_back(value, saved)
-
-
-def _is_whole(value: Any) -> bool:
-    """True for an optimizer of which this rank has all; the state_dict() of another one is that of all ranks' parts."""
-    return isinstance(value, torch.optim.Optimizer) and not isinstance(value, ShardedMixin)

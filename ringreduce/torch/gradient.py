@@ -229,6 +229,12 @@ class TorchReducer(Reducer):
             self.groups.tell(change, "its gradients are reduced from now on")
         return change
 
+    def follow_told(self) -> None:
+        """As `follow`, where all ranks have been given the same groups, as by a commit: nothing is communicated."""
+        if self.groups.have_changed():
+            self.take(self.groups.change())
+            self.regroup()
+
     def refusal(self, change: Change) -> str:
         """Why this rank cannot follow a change; empty: it can."""
         return ""

@@ -27,13 +27,14 @@ def wrapped(optimizer: Any, named_parameters: Any, options: Options) -> Any:
     if isinstance(optimizer, ShardedMixin):
         why = "each rank has only its part of a ShardedOptimizer, which all ranks step together"
         raise InputError(f"{options.function}: {why}; pass the original one")
-    groups_of = optimizer.param_groups
-    if named_parameters is None and not any("param_names" in group for group in groups_of):
-        places = [(number, *each) for number, group in enumerate(groups_of) for each in enumerate(group["params"])]
-        named_parameters = [(f"group.{number}.parameter.{index}", parameter) for number, index, parameter in places]
-    owned, others = named_of(optimizer, named_parameters)
+    places = [
+        (f"group.{number}.parameter.{index}", parameter)
+        for number, group in enumerate(optimizer.param_groups)
+        for index, parameter in enumerate(group["params"])
+    ]
+    owned, others, are_named = named_of(optimizer, named_parameters)
     made: Any = wrap(optimizer, LocalMixin)
-    groups = Groups(made, owned, others)
+    groups = made._local_groups = Groups(made, owned if are_named else places, others, are_named)
 
     def parameters() -> Parameters:
         if groups.have_changed():

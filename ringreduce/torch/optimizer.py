@@ -83,14 +83,14 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     """
     check(optimizer, op, process_set)
     exchange = Exchange(op, compression, gradient_predivide_factor, process_set, factors=True)
-    passes, (named, others) = check_passes(backward_passes_per_step), named_of(optimizer, named_parameters)
+    passes, (named, others, are_named) = check_passes(backward_passes_per_step), named_of(optimizer, named_parameters)
     in_groups = group_parameters(named, _number_of_groups(num_groups, groups))
     if op is Adasum:
         wrapped = wrap(optimizer, AdasumMixin, _reducer=DeltaReducer(passes, exchange))
     else:
         reducer = GradientReducer(passes, exchange, sparse_as_dense, wait_in_backward)
         wrapped = wrap(optimizer, ReducingMixin, _reducer=reducer)
-    wrapped._reducer.begin_with(Groups(wrapped, named, others), named)
+    wrapped._reducer.begin_with(Groups(wrapped, named, others, are_named), named)
     for group in in_groups if op is not Adasum else ():
         wrapped._reducer.join(group)
     return wrapped
@@ -116,13 +116,16 @@ def check(optimizer: Any, op: ReduceOp, process_set: ProcessSet) -> None:
         raise InputError("DistributedOptimizer: op=Adasum works with all ranks only; leave process_set out")
 
 
-def named_of(optimizer: torch.optim.Optimizer, named_parameters: Any) -> tuple[Named, Named]:
-    """The optimizer's parameters with their names: the given ones, those of its groups, or numbers; and other ones."""
+def named_of(optimizer: torch.optim.Optimizer, named_parameters: Any) -> tuple[Named, Named, bool]:
+    """The optimizer's parameters with their names: the given ones, those of its groups, or numbers.
+
+    Then other parameters that have names, and whether the names are the user's.
+    """
     groups = [group["params"] for group in optimizer.param_groups]
     names = [name for group in optimizer.param_groups for name in group.get("param_names", [])]
     if named_parameters is None and names:
-        return list(zip(names, itertools.chain.from_iterable(groups), strict=True)), []
-    return name_parameters(groups, named_parameters)
+        return list(zip(names, itertools.chain.from_iterable(groups), strict=True)), [], True
+    return *name_parameters(groups, named_parameters), named_parameters is not None
 
 
 def _number_of_groups(num_groups: int, groups: Any) -> Any:

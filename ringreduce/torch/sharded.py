@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import operator
 import weakref
 from collections.abc import Callable, Iterable, Mapping
@@ -20,6 +21,7 @@ from ringreduce.optim.parameters import Named
 from ringreduce.optim.shards import exchange_of
 from ringreduce.torch.groups import Change, Groups
 from ringreduce.torch.optimizer import check, named_of
+from ringreduce.torch.outline import Outline
 from ringreduce.torch.shards import Shard, ShardBucket, ShardReducer, flat, laid_out_as
 from ringreduce.torch.wrapped import WrappedMixin, passed_on, wrap
 
@@ -74,12 +76,12 @@ def ShardedOptimizer(  # noqa: N802 - beside DistributedOptimizer
         raise InputError(
             f"ShardedOptimizer: {kind} needs whole parameters; expected an elementwise optimizer, such as AdamW"
         )
-    passes, (named, others) = check_passes(backward_passes_per_step), named_of(optimizer, named_parameters)
+    passes, (named, others, are_named) = check_passes(backward_passes_per_step), named_of(optimizer, named_parameters)
     whole = optimizer.state_dict()["state"]
     reducer = ShardReducer(passes, exchange, shared_parameters)
     wrapped = wrap(optimizer, ShardedMixin, _reducer=reducer, shares_parameters=shared_parameters)
     wrapped._reducer.add(named)
-    wrapped._take_over(whole, others)
+    wrapped._take_over(whole, others, are_named)
     wrapped._overlap(list(overlap))
     return wrapped
 
@@ -95,11 +97,11 @@ class ShardedMixin(WrappedMixin):
     _overlapping: set[int] | frozenset[int] = frozenset()  # parameters, by id
     state: dict[Any, Any]
 
-    def _take_over(self, whole: dict[int, Any], others: Named) -> None:
+    def _take_over(self, whole: dict[int, Any], others: Named, are_named: bool) -> None:
         """Have pieces in place of the parameters, and of their state."""
         self._put_pieces()
         reducer = self._reducer
-        reducer.groups = Groups(self, [(shard.name, shard.piece) for shard in self._shards()], others)  # type: ignore[arg-type]
+        reducer.groups = Groups(self, [(shard.name, shard.piece) for shard in self._shards()], others, are_named)  # type: ignore[arg-type]
         self._whole = whole
         reference = weakref.ref(self)
 
@@ -146,13 +148,12 @@ class ShardedMixin(WrappedMixin):
             own = {each: {**self.state.get(each.piece, {}), _REDUCED: each.reduced} for each in shards}
             whole = self._gathered(own)
             self._reducer.drop([each for each in shards if id(each.piece) in gone])
-            for each in shards:
-                values = self._cut(each, whole[each])
-                each.reduced = values.pop(_REDUCED, None)
-                if id(each.piece) in gone:
-                    self.state.pop(each.piece, None)
-                elif values:
-                    self.state[each.piece] = values
+            for each, values in whole.items():
+                mine = self._cut(each, values)
+                each.reduced = mine.pop(_REDUCED)
+                self.state[each.piece] = mine
+            for _, piece in change.gone:
+                self.state.pop(piece, None)
         if change.new:
             self._reducer.add(sorted(change.new, key=operator.itemgetter(0)))
             self._put_pieces()
@@ -162,6 +163,44 @@ class ShardedMixin(WrappedMixin):
                 self.state[shard.piece] = self._cut(shard, self.state.pop(parameter))
         self._whole = None
         self._note_early()
+
+    def outline(self) -> Outline:
+        """Its whole state by name; all ranks call it."""
+        whole = self.state_dict()
+        shards, groups, parameters = self._shards(), whole["param_groups"], self.wholes()
+        return Outline(
+            [[shards[number].name for number in group["params"]] for group in groups],
+            {name: tuple(parameter.shape) for name, parameter in parameters.items()},
+            [{key: value for key, value in group.items() if key != "params"} for group in groups],
+            {shards[number].name: values for number, values in whole["state"].items()},
+            {},
+            parameters,
+        )
+
+    def wholes(self) -> dict[str, torch.Tensor]:
+        """The parameters of which the groups have pieces, by name."""
+        return {name: parameter for parameter, name in self._reducer.names.items()}
+
+    def adopt(self, outline: Outline, parameters: Mapping[str, torch.Tensor]) -> None:
+        """Have these groups and this state of whole parameters, on all ranks; nothing is communicated."""
+        self._give_up_gradients()
+        self.state.clear()
+        shards = {id(parameter): self._reducer.shard(parameter) for parameter in self._reducer.names}
+        groups = self.param_groups
+        del groups[len(outline.names) :]
+        groups.extend({} for _ in range(len(outline.names) - len(groups)))
+        for group, names in zip(groups, outline.names, strict=True):
+            own = [parameters[name] for name in names]
+            group["params"] = [shards[id(each)].piece if id(each) in shards else each for each in own]
+        self._reducer.follow_told()
+        numbers = {name: number for number, name in enumerate(itertools.chain.from_iterable(outline.names))}
+        both = zip(outline.names, outline.options, strict=True)
+        self.load_state_dict(
+            {
+                "state": {numbers[name]: values for name, values in outline.of_parameters.items()},
+                "param_groups": [{**options, "params": [numbers[name] for name in names]} for names, options in both],
+            }
+        )
 
     def _overlap(self, modules: list[torch.nn.Module]) -> None:
         reference = weakref.ref(self)
@@ -310,9 +349,7 @@ class ShardedMixin(WrappedMixin):
 
         Raises: InputError for the part of another rank, or of another number of ranks, and for another model's state.
         """
-        if self._reducer.pending:
-            self._reducer.synchronize(quiet=True)
-        self._reducer.reset()
+        self._give_up_gradients()
         given = dict(state_dict)
         if (of := given.pop("shards", None)) is not None:
             if of != self._division():
@@ -329,6 +366,11 @@ class ShardedMixin(WrappedMixin):
         cut = {number: self._cut(shards[number], values) for number, values in given["state"].items()}
         super().load_state_dict({**given, "state": cut})  # type: ignore[misc]
         self._whole = given["state"]
+
+    def _give_up_gradients(self) -> None:
+        if self._reducer.pending:
+            self._reducer.synchronize(quiet=True)
+        self._reducer.reset()
 
     def _cut(self, shard: Shard, values: dict[str, Any]) -> dict[str, Any]:
         """The state of a piece, of that of its whole parameter."""

@@ -84,6 +84,7 @@ class Shard(Gradient):
         self.may_be_sparse, self.layout = False, DENSE
         self.piece = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
         self.reduced: torch.Tensor | None = None
+        self._count = parameter.numel()
         self.bounds = -1, -1  # of the piece, among the parameter's elements
         self._address = -1  # of the parameter, when its piece was taken
         self._of_piece: _Piece | None = None
@@ -114,6 +115,11 @@ class Shard(Gradient):
     def load(self) -> tuple[int, torch.Tensor]:
         """What this rank sends; zeros where it computed none."""
         self._follow_stream()
+        if self.parameter.numel() != self._count:
+            raise InputError(
+                f"ShardedOptimizer: parameter {self.name!r} has {self.parameter.numel()} elements now, but "
+                f"{self._count} when it was divided; put a new Parameter into param_groups in place of this one"
+            )
         local = self.local
         if local is None:
             return DENSE, torch.zeros_like(self.parameter.detach())

@@ -324,6 +324,16 @@ def test_a_sharded_optimizer_divides_what_took_a_place_or_says_what_it_cannot():
         training.trained(model, optimizer, 1)
 
 
+@each_rank_of(2)
+def test_a_sharded_parameter_that_grows_in_place_is_refused():
+    """Its pieces would stay those of the old one."""
+    model = training.make_model()
+    optimizer = hvd.ShardedOptimizer(torch.optim.Adam(model.parameters(), lr=0.1), model.named_parameters())
+    model[2].bias.data = torch.ones(6, 3).double()
+    with pytest.raises(ValueError, match=r"'2\.bias' has 18 elements now, but 3 when it was divided"):
+        training.trained(model, optimizer, 1)
+
+
 @each_rank_of(1)
 def test_the_look_calls_no_function_of_pythons_for_a_parameter():
     counts = []
