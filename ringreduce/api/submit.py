@@ -101,9 +101,9 @@ def _fail_on_all(kind: str, name: str | None, process_set: int, error: Exception
     engine = runtime.current(kind).engine
     members = engine.process_sets.sets.get(process_set, ())
     if len(members) > 1 and engine.world.rank in members:
-        text = f"{type(error).__name__}: {error}"
+        details = (FAILURE, f"{type(error).__name__}: {error}"), ("rank", engine.world.rank)  # no two are equal
         with contextlib.suppress(RingreduceError):
-            engine.submit(kind, name, process_set, details=((FAILURE, text),), signed=(), waits=True).wait()
+            engine.submit(kind, name, process_set, details=details, signed=(), waits=True).wait()
 
 
 def whole(value: Any) -> Any:

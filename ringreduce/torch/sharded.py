@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 
 import torch
 
+from ringreduce.api.objects import allgather_object
 from ringreduce.api.process_sets import ProcessSet, global_process_set
 from ringreduce.api.reduce import allreduce
 from ringreduce.compression import Compression, Compressor
@@ -324,8 +325,9 @@ class ShardedMixin(WrappedMixin):
         return {"rank": first.rank, "ranks": first.size, "sizes": [each.piece.numel() for each in self._shards()]}
 
     def _gathered(self, state: Mapping[Shard, dict[str, Any]]) -> dict[Shard, dict[str, Any]]:
-        """The state of whole parameters; the keys are alike on all ranks, since all have a piece of each parameter."""
+        """The state of whole parameters; raises InputError on all ranks unless all have the same keys."""
         whole = {shard: dict(values) for shard, values in state.items()}
+        self._check_keys(whole)
         waits = []
         for bucket in self._reducer.buckets:
             members = [(each, state.get(each, {})) for each in bucket.members]
@@ -343,6 +345,27 @@ class ShardedMixin(WrappedMixin):
         for wait in waits:
             wait()
         return whole
+
+    def _check_keys(self, state: Mapping[Shard, dict[str, Any]]) -> None:
+        """Raise InputError on all ranks where pieces of one parameter differ in what they have."""
+        exchange, buckets = self._reducer.exchange, self._reducer.buckets
+        own = {
+            (shard.name, key): str(value.dtype) if value.numel() == shard.piece.numel() else f"{value.numel()} elements"
+            for shard, values in state.items()
+            for key, value in values.items()
+            if _is_cut(key, value)
+        }
+        if exchange.size == 1:
+            return
+        everyones = allgather_object(own, f"{buckets[0].name}.keys", exchange.process_set)
+        for name, key in sorted({each for one in everyones for each in one}):
+            found = [one.get((name, key), "none") for one in everyones]
+            if len(set(found)) > 1 or found[0].endswith("elements"):
+                texts = ", ".join(f"{value} on rank {number}" for number, value in enumerate(found))
+                raise InputError(
+                    f"ShardedOptimizer: {key} of {name!r} is no state of that parameter's elements: {texts}; expected "
+                    "an elementwise optimizer, and the same state on all ranks"
+                )
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what `state_dict` returned, of any number of ranks, or of a plain optimizer; not a collective.
