@@ -223,6 +223,7 @@ class ObjectState(State):
             self._spare.finish(number, pickled)
             self._spare_own.take(self._own_tree(), number)
             self._use_spare()
+        if not is_root or self.is_sharded:  # parts that all ranks have from one are whole until the next step, on all
             self.restore()
         self.reset()
 

@@ -89,7 +89,8 @@ class LocalSteps:
             self._follow(found)
             self._shapes = list(map(_SHAPE, found.values()))
         self._known = found
-        trained = {name: each for name, each in found.items() if name in anchors or arrays.trains(each)}
+        # by name: ranks may have them in another order
+        trained = {name: found[name] for name in sorted(found) if name in anchors or arrays.trains(found[name])}
         anchors.update({name: arrays.read(each) for name, each in trained.items() if name not in anchors})
         if len(trained) != sum(map(len, self._fragments)):
             sizes = [anchors[name].nbytes for name in trained]
@@ -156,7 +157,7 @@ class LocalSteps:
 
     def _agree(self, state: dict[str, Any]) -> None:
         checksum = 0
-        for anchor in state["anchors"].values():
+        for _, anchor in sorted(state["anchors"].items()):
             checksum = zlib.crc32(self._arrays.to_numpy(anchor).tobytes(), checksum)
         details = *self.options.details(), ("steps", state["steps"]), ("the parameters' checksum", f"{checksum:08x}")
         try:

@@ -12,6 +12,7 @@ from ringreduce.elastic.commit import put_back
 from ringreduce.elastic.common import *  # noqa: F403
 from ringreduce.elastic.sampler import ElasticSampler as NeutralSampler
 from ringreduce.elastic.state import ObjectState
+from ringreduce.errors import InputError
 from ringreduce.torch.outline import adopt, outline_of
 from ringreduce.torch.wrapped import WrappedMixin
 
@@ -46,13 +47,23 @@ class TorchState(ObjectState):
 
     def restore(self) -> None:
         """Give all attributes their committed values; gradients, of which some may be reduced, are cleared."""
+        self._give_up()
         for name in self._names:
             value = getattr(self, name)
             if isinstance(value, torch.optim.Optimizer):
-                if isinstance(value, WrappedMixin):
-                    value._reducer.abandon()
                 value.zero_grad()
         super().restore()
+
+    def reset(self) -> None:
+        """See `ObjectState.reset`; all ranks, also that whose state all have, begin with a new step."""
+        super().reset()
+        self._give_up()
+
+    def _give_up(self) -> None:
+        for name in self._names:
+            value = getattr(self, name)
+            if isinstance(value, WrappedMixin):
+                value._reducer.abandon()
 
     def _taken(self, value: Any) -> Any:
         if isinstance(value, torch.optim.Optimizer):
@@ -69,6 +80,27 @@ class TorchState(ObjectState):
             adopt(value, saved, put_back, "the last commit", self._modules)
             return value
         if isinstance(value, torch.nn.Module):
-            value.load_state_dict(saved)  # which copies
+            _load(value, saved)
             return value
         return super()._put_back(value, saved)
+
+
+def _load(module: torch.nn.Module, saved: dict[str, Any]) -> None:
+    """Give a module its committed values, and shapes where those have changed since; raises InputError for its names.
+
+    load_state_dict copies, but for what stands for no tensor.
+    """
+    for name, live in module.state_dict(keep_vars=True).items():
+        shape = getattr(saved.get(name), "shape", None)
+        is_known = isinstance(live, torch.Tensor) and not torch.nn.parameter.is_lazy(live)
+        if is_known and shape is not None and live.shape != shape:
+            live.data = torch.empty(shape, dtype=live.dtype, device=live.device)
+            live.grad = None
+    try:
+        module.load_state_dict(saved)
+    except RuntimeError as error:
+        raise InputError(
+            f"TorchState: the last commit has another {type(module).__name__} than there is now: {' '.join(str(error).split())} "
+            "Shapes may change between two commits, but not names: build the module as at the commit before elastic.run "
+            "begins, and commit at once when you have changed it"
+        ) from error

@@ -60,7 +60,7 @@ def broadcast_optimizer_state(
     moved = prepared("broadcast", NAME, number_of(process_set, "broadcast"), room)
     buffers = [as_buffer(each) for each in moved]
     submit_broadcast(buffers, buffers, root_rank, NAME, names, process_set, lambda _: None, waits=True).wait()
-    if is_root:
+    if is_root and not getattr(optimizer, "is_sharded", False):
         return
     tensors = [mark.restored(each) for mark, each in zip(marks, moved, strict=True)]
 

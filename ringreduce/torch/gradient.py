@@ -213,9 +213,9 @@ class TorchReducer(Reducer):
 
         Raises: MismatchError on all ranks unless the groups of all have changed alike; InputError: see `refusal`.
         """
-        if not self.groups.have_changed():
+        change = self._change()
+        if change is None:
             return None
-        change = self.groups.change()
         refusal = self.refusal(change)
         try:
             self.say(CHANGE, refusal or str(change))
@@ -231,9 +231,19 @@ class TorchReducer(Reducer):
 
     def follow_told(self) -> None:
         """As `follow`, where all ranks have been given the same groups, as by a commit: nothing is communicated."""
-        if self.groups.have_changed():
-            self.take(self.groups.change())
+        if (change := self._change()) is not None:
+            self.take(change)
             self.regroup()
+
+    def _change(self) -> Change | None:
+        """What the groups have got or lost since they were followed; None: nothing."""
+        if not self.groups.have_changed():
+            return None
+        change = self.groups.change()
+        if change.new or change.gone:
+            return change
+        self.groups.take(change)  # it stands in another place
+        return None
 
     def refusal(self, change: Change) -> str:
         """Why this rank cannot follow a change; empty: it can."""

@@ -180,7 +180,7 @@ class ShardedMixin(WrappedMixin):
 
     def wholes(self) -> dict[str, torch.Tensor]:
         """The parameters of which the groups have pieces, by name."""
-        return {name: parameter for parameter, name in self._reducer.names.items()}
+        return {name: parameter for parameter, name in reversed(self._reducer.names.items())}
 
     def adopt(self, outline: Outline, parameters: Mapping[str, torch.Tensor]) -> None:
         """Have these groups and this state of whole parameters, on all ranks; nothing is communicated."""
