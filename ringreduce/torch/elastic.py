@@ -99,8 +99,9 @@ def _load(module: torch.nn.Module, saved: dict[str, Any]) -> None:
     try:
         module.load_state_dict(saved)
     except RuntimeError as error:
+        why = " ".join(str(error).split())
         raise InputError(
-            f"TorchState: the last commit has another {type(module).__name__} than there is now: {' '.join(str(error).split())} "
-            "Shapes may change between two commits, but not names: build the module as at the commit before elastic.run "
-            "begins, and commit at once when you have changed it"
+            f"TorchState: the last commit has another {type(module).__name__} than there is now: {why} Shapes may "
+            "change between two commits, but not names: build the module as at the commit before elastic.run begins, "
+            "and commit at once when you have changed it"
         ) from error

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ringreduce.errors import InputError
 from ringreduce.execution.signature import calling_line
 from ringreduce.log import LOGGER
 from ringreduce.optim.parameters import Named, listed
@@ -28,6 +29,32 @@ def groups_of(optimizer: torch.optim.Optimizer) -> Groups | None:
     """Those of an optimizer that was wrapped; None of another one."""
     reducer = vars(optimizer).get("_reducer")
     return vars(optimizer).get("_local_groups") if reducer is None else reducer.groups
+
+
+def in_order_of(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    """A state_dict with its parameters in the order in which this optimizer has them, where both have torch's names.
+
+    Raises: InputError where the names are not the same.
+    """
+    groups, lives = state_dict["param_groups"], optimizer.param_groups
+    there, here = ([name for group in each for name in group.get("param_names", ())] for each in (groups, lives))
+    numbers = [number for group in groups for number in group["params"]]
+    if not (there and here) or there == here or len(there) != len(numbers) or len(groups) != len(lives):
+        return state_dict
+    if differing := sorted(set(there) ^ set(here)):
+        who = "the state_dict" if differing[0] in there else "this optimizer"
+        raise InputError(f"load_state_dict: only {who} has a parameter {differing[0]!r}; expected the same names")
+    number_of = {name: number for number, name in enumerate(here)}
+    moved = {number: number_of[name] for number, name in zip(numbers, there, strict=True)}
+    both = zip(groups, (group["param_names"] for group in lives), strict=True)
+    return {
+        **state_dict,
+        "state": {moved.get(key, key): value for key, value in state_dict["state"].items()},
+        "param_groups": [
+            {**group, "params": [number_of[each] for each in names], "param_names": list(names)}
+            for group, names in both
+        ],
+    }
 
 
 class Change(NamedTuple):

@@ -12,7 +12,7 @@ from ringreduce.errors import InputError
 from ringreduce.local.optimizer import HasLocalSteps
 from ringreduce.local.options import Options
 from ringreduce.local.steps import LocalSteps, Parameters
-from ringreduce.torch.groups import Groups
+from ringreduce.torch.groups import Groups, in_order_of
 from ringreduce.torch.optimizer import named_of
 from ringreduce.torch.sharded import ShardedMixin
 from ringreduce.torch.wrapped import UnscalingMixin, passed_on, wrap
@@ -69,9 +69,9 @@ class LocalMixin(HasLocalSteps, UnscalingMixin):
 
     step.hooked = True  # type: ignore[attr-defined] # torch puts its step hooks around the user's class only
 
-    def load_state_dict(self, *args: Any, **kwargs: Any) -> None:
+    def load_state_dict(self, state_dict: dict[str, Any], *args: Any, **kwargs: Any) -> None:
         """As the user's class; then the parameters become the anchors in it, so load the model's state first."""
-        super().load_state_dict(*args, **kwargs)  # type: ignore[misc]
+        super().load_state_dict(in_order_of(self, state_dict), *args, **kwargs)  # type: ignore[misc,arg-type]
         found = self._local.parameters()
         self.state[STATE] = {  # a new dict, its tensors beside their parameters: torch does so with no other state
             key: {name: _beside(found.get(name), each) for name, each in value.items()} if key != "steps" else value

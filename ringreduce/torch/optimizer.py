@@ -213,4 +213,4 @@ class ReducingMixin(WrappedMixin):
         if self._reducer.pending:
             self._reducer.synchronize(quiet=True)
         self._reducer.reset()
-        super().load_state_dict(*args, **kwargs)  # type: ignore[misc]
+        super().load_state_dict(*args, **kwargs)

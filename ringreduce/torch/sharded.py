@@ -20,7 +20,7 @@ from ringreduce.ops import Average, Max, ReduceOp, Sum
 from ringreduce.optim.exchange import check_passes
 from ringreduce.optim.parameters import Named
 from ringreduce.optim.shards import exchange_of
-from ringreduce.torch.groups import Change, Groups
+from ringreduce.torch.groups import Change, Groups, in_order_of
 from ringreduce.torch.optimizer import check, named_of
 from ringreduce.torch.outline import Outline
 from ringreduce.torch.shards import Shard, ShardBucket, ShardReducer, flat, laid_out_as
@@ -322,7 +322,8 @@ class ShardedMixin(WrappedMixin):
 
     def _division(self) -> dict[str, Any]:
         first = self._reducer.buckets[0].shards
-        return {"rank": first.rank, "ranks": first.size, "sizes": [each.piece.numel() for each in self._shards()]}
+        names, pieces = zip(*((each.name, each.piece.numel()) for each in self._shards()), strict=True)
+        return {"rank": first.rank, "ranks": first.size, "sizes": list(pieces), "names": list(names)}
 
     def _gathered(self, state: Mapping[Shard, dict[str, Any]]) -> dict[Shard, dict[str, Any]]:
         """The state of whole parameters; raises InputError on all ranks unless all have the same keys."""
@@ -373,21 +374,21 @@ class ShardedMixin(WrappedMixin):
         Raises: InputError for the part of another rank, or of another number of ranks, and for another model's state.
         """
         self._give_up_gradients()
-        given = dict(state_dict)
+        given = dict(in_order_of(self, state_dict))  # type: ignore[arg-type]
         if (of := given.pop("shards", None)) is not None:
-            if of != self._division():
-                mine = self._division()
+            mine = self._division()
+            if any(mine.get(key) != value for key, value in of.items()):
                 raise InputError(
                     f"load_state_dict: this is the part of rank {of['rank']} of {of['ranks']}; expected that of rank "
-                    f"{mine['rank']} of {mine['ranks']}, of the same model. To load it at another number of ranks, "
-                    "save state_dict() without sharded=True"
+                    f"{mine['rank']} of {mine['ranks']}, of the same model, its parameters in the same order. To load "
+                    "it at another number of ranks, save state_dict() without sharded=True"
                 )
-            super().load_state_dict(given)  # type: ignore[misc]
+            super().load_state_dict(given)
             self._whole = None
             return
         shards = self._shards()
         cut = {number: self._cut(shards[number], values) for number, values in given["state"].items()}
-        super().load_state_dict({**given, "state": cut})  # type: ignore[misc]
+        super().load_state_dict({**given, "state": cut})
         self._whole = given["state"]
 
     def _give_up_gradients(self) -> None:

@@ -15,6 +15,7 @@ from ringreduce import runtime
 from ringreduce.api.world import size
 from ringreduce.errors import InputError
 from ringreduce.optim.exchange import Exchange, check_passes
+from ringreduce.torch.groups import in_order_of
 
 METHODS = ("step", "zero_grad", "add_param_group", "load_state_dict", "state_dict")
 """Of an optimizer: somebody may have assigned one to the user's object, and may assign one to the wrapped optimizer."""
@@ -87,6 +88,10 @@ class WrappedMixin(Wrapped):
             del self.param_groups[-1]
             raise InputError(f"add_param_group: names must differ; other parameters have these: {', '.join(doubled)}")
         groups.add(newest["params"])
+
+    def load_state_dict(self, state_dict: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+        """As the user's class; where both have the names that torch gives, by these."""
+        super().load_state_dict(in_order_of(self, state_dict), *args, **kwargs)  # type: ignore[misc,arg-type]
 
 
 class UnscalingMixin(Wrapped):

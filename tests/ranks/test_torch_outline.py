@@ -299,3 +299,37 @@ def test_a_parameter_of_another_shape_gets_its_committed_one(kind):
     with pytest.raises(ValueError, match=r"another Sequential than there is now: .*2\.weight.*commit at once when"):
         state.restore()
     return expected
+
+
+@pytest.mark.parametrize(
+    "wrapper", [hvd.DistributedOptimizer, functools.partial(hvd.LocalSGD, sync_every=1), hvd.ShardedOptimizer]
+)
+@each_rank_of(2)
+def test_a_state_dict_with_torchs_names_is_loaded_by_them(wrapper):
+    """As rank 0 has saved it, on ranks with another order."""
+    model = Model()
+    optimizer = wrapper(named_adam(LAYOUTS["other groups"][0], NAMES, model))
+    step(model, optimizer)
+    saved = hvd.broadcast_object(optimizer.state_dict(), 0)
+    other = Model()
+    optimizer = wrapper(named_adam([["a", "b"], ["c.w", "c.b"]], NAMES, other))
+    optimizer.load_state_dict(saved)
+    assert moments(other, optimizer) == expected(1)
+    saved["param_groups"][0]["param_names"][0] = "x"
+    with pytest.raises(ValueError, match=r"load_state_dict: only .* has a parameter '.*'; expected the same names"):
+        optimizer.load_state_dict(saved)
+
+
+@each_rank_of(2)
+def test_a_ranks_own_part_is_not_loaded_into_other_parameters():
+    """Though they are as large."""
+    first, second = (
+        hvd.ShardedOptimizer(adam([names], names, model), model.named_parameters())
+        for names, model in ((["a", "b"], Model()), (["b", "a"], Model()))
+    )
+    part = first.state_dict(sharded=True)
+    first.load_state_dict(part)
+    with pytest.raises(ValueError, match=r"expected that of rank .*, of the same model, its parameters in the same"):
+        second.load_state_dict(part)
+    del part["shards"]["names"]  # as of an older version
+    first.load_state_dict(part)
