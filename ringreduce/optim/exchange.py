@@ -21,7 +21,7 @@ from ringreduce.execution.submission import Handle
 from ringreduce.ops import Adasum, Average, Max, ReduceOp, Sum
 from ringreduce.powersgd import PowerSGD
 
-CHANGE, CLEARED = "change of param_groups", "zero_grad() in place of step()"
+CHANGE, CLEARED = "change of param_groups", "clearing of gradients in place of a step"
 """What `Exchange.say` is called for."""
 
 Finish = Callable[[], list[Any]]  # waits, and returns the reduced arrays

@@ -26,7 +26,9 @@ from ringreduce.optim.exchange import Exchange, is_disagreement
 POSITION = operator.attrgetter("position")
 CAUTIOUS_STEPS, RECOVERY_STEPS = 8, 100
 """Steps in which every gradient must be computed once before one is submitted during backward: at first, and after a
-step in which one was not. Many, as a script that does so now and then would get a BackwardError the next time."""
+step in which one was not. Many, as a script that does so now and then would get a BackwardError the next time. But as
+few as at first after one whose gradients were only cleared, as of a bad batch: the next time that is possible while
+they are on their way, too. Twice as many after each further one."""
 LOOK_S = 0.25  # how often a rank that waits for a bucket looks whether another one has failed
 LAST = 2**31 - 1  # the position of a gradient that some rank does not compute
 
@@ -49,6 +51,7 @@ class Reducer:
         self._known_since: tuple[Any, ...] = ()
         self._clean_steps = 0  # since one in which a gradient was computed twice, or cleared
         self._unclean = ""  # why the last of those was none
+        self._clears, self._recovery = 0, CAUTIOUS_STEPS  # how often gradients were cleared; the clean steps it takes
         self._lock = threading.RLock()  # several threads may report gradients
         self._divergence: Divergence | None = None
         self._look_at_the_world()
@@ -115,12 +118,20 @@ class Reducer:
                     self._split(bucket)
                 gradient.bucket.begun = False
 
-    def _distrust(self, why: str) -> None:
-        """Not every gradient of this step was computed once: those of the next ones may change after backward, too."""
+    def _distrust(self, why: str, was_cleared: bool = False) -> None:
+        """Not every gradient of this step was computed once: those of the next ones may change after backward, too.
+
+        Only for this rank: others may have seen something else, and submit the same gradients earlier or later.
+        """
+        self._clears += was_cleared
+        least = 0 if self.trusts else self._recovery
+        again = min(RECOVERY_STEPS, CAUTIOUS_STEPS << self._clears - 1) if was_cleared else RECOVERY_STEPS
+        self._recovery = max(least, again)
         if not self._unclean and self.exchange.size > 1 and self.overlaps:
+            then = "only all ranks may do it together" if was_cleared else "it is a BackwardError"
             LOGGER.warning(
                 f"DistributedOptimizer: {why}; so gradients are reduced at step(), not during backward(), until "
-                f"{RECOVERY_STEPS} steps have gone without that. From then on it is a BackwardError: put a backward() "
+                f"{self._recovery} steps have gone without that. From then on {then}: put a backward() "
                 "whose gradients are not wanted into `with optimizer.no_sync():`, or raise backward_passes_per_step"
             )
         self._clean_steps, self._unclean = -1, why
@@ -133,7 +144,7 @@ class Reducer:
     @property
     def trusts(self) -> bool:
         """True when a gradient that backward has computed may be submitted: a step computes each once."""
-        return self._clean_steps >= (RECOVERY_STEPS if self._unclean else CAUTIOUS_STEPS)
+        return self._clean_steps >= (self._recovery if self._unclean else CAUTIOUS_STEPS)
 
     @property
     def no_overlap(self) -> str:

@@ -99,17 +99,6 @@ class Gradient(buckets.Gradient):
         self.pending = self.parameter.grad = pending = make_pending(array, self._self, is_placeholder)
         self._last = weakref.ref(pending)
 
-    def attach_own(self) -> None:
-        """Let who reads .grad wait, whether this rank has computed it or not."""
-        attached = self.pending is not None and self.parameter.grad is self.pending
-        if attached or not self.trains:
-            return
-        local = self.local
-        if local is not None:
-            self.attach(local)
-        else:
-            self.show_placeholder()
-
     def lack(self) -> None:
         """No rank has one in this step."""
         self.detach_pending(None)

@@ -2,18 +2,18 @@
 
     backward: hook ── begin ──> PendingGradient in .grad ── step(), or first access ──> reduced gradient in .grad
 
-In the first CAUTIOUS_STEPS steps a rank submits no gradient before step() or the first access; nor in RECOVERY_STEPS
-steps after one in which a gradient was computed twice or cleared, as a GAN's discriminator's are: gradients that are
-not submitted can be added to, or discarded, without the other ranks. Else it submits them during backward. Where the
-ranks use all cores of the only host, moving data would take them from backward, and takes longer than after it: then
-they are submitted at its end.
+In the first CAUTIOUS_STEPS steps a rank submits no gradient before step() or the first access; nor for some steps after
+one in which a gradient was computed twice or cleared, as a GAN's discriminator's are: gradients that are not submitted
+can be added to, or discarded, without the other ranks. Else it submits them during backward. Where the ranks use all
+cores of the only host, moving data would take them from backward, and takes longer than after it: then they are
+submitted at its end.
 """
 
 from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from types import FrameType
 from typing import Any
 
@@ -22,7 +22,7 @@ import torch
 from ringreduce.errors import BackwardError
 from ringreduce.execution.signature import calling_line, is_of_library
 from ringreduce.optim.buckets import UNKNOWN
-from ringreduce.optim.exchange import Exchange
+from ringreduce.optim.exchange import CLEARED, Exchange
 from ringreduce.torch.gradient import Gradient, TorchReducer
 from ringreduce.torch.hooks import too_often
 
@@ -95,19 +95,14 @@ class GradientReducer(TorchReducer):
             return
         self._hooks.refresh()
         self._find()
-        for found in self._found.values():
-            found.attach_own()
+        _attach(self._found.values())
         if self._waits:
             self.synchronize()
         elif self.trusts:
             self._begin_complete(self._buckets)
         else:
             self._beware_of_equal_names()
-        for gradient in gradients:
-            gradient.is_untouched = False
-            if gradient.bucket.begun:
-                continue
-            gradient.attach_own()
+        _attach(gradients)
 
     def _find(self) -> None:
         """Have what the groups have got by themselves wait, too: who read this rank's alone, to clip, would differ."""
@@ -182,18 +177,44 @@ class GradientReducer(TorchReducer):
 
     def clear(self) -> None:
         """Begin a new step without the current gradients; raises BackwardError while some are being reduced."""
+        self._count()
+        cleared = next((each.name for each in self._gradients.values() if each.seen >= self.passes), None)
         if self._in_flight:
+            self._clear_in_flight()
+        if cleared is not None:
+            self._distrust(f"the gradient of {cleared!r} was cleared without a step() ({calling_line()})", True)
+        self.reset()
+        self._find()
+
+    def _clear_in_flight(self) -> None:
+        """Where the script has cleared gradients before: let them arrive, and see that all ranks clear them.
+
+        A rank that steps instead is ahead by a step: its next gradients meet what this one says here.
+        Raises: BackwardError where the script has not; MismatchError on all ranks where another one steps.
+        """
+        if not self._clears:
             raise BackwardError(
                 "zero_grad() after backward() and before step() would clear gradients that are being reduced; call it "
                 "before backward() or after step(); or put a backward() whose gradients are not wanted into `with "
                 "optimizer.no_sync():`; or, to give up this step, call synchronize() first, on all ranks"
             )
-        self._count()
-        cleared = next((each.name for each in self._gradients.values() if each.seen >= self.passes), None)
-        if cleared is not None:
-            self._distrust(f"the gradient of {cleared!r} was cleared without a step() ({calling_line()})")
-        self.reset()
-        self._find()
+        super().synchronize()
+        self.say(CLEARED, "by zero_grad()")
+
+
+def _attach(gradients: Iterable[Gradient]) -> None:
+    """Let who reads .grad wait, whether this rank has computed it or not."""
+    for gradient in gradients:
+        gradient.is_untouched = False
+        if gradient.bucket.begun:
+            continue
+        attached = gradient.pending is not None and gradient.parameter.grad is gradient.pending
+        if not attached and gradient.trains:
+            local = gradient.local
+            if local is not None:
+                gradient.attach(local)
+            else:
+                gradient.show_placeholder()
 
 
 def line_of_backward() -> str:
