@@ -59,6 +59,7 @@ MUTANTS = read(Path(__file__).with_suffix(".txt").read_text())
 
 def tree(folder: Path, source: Path) -> Path:
     """A copy of the tree, with an import path that has its packages under the names that they are imported by."""
+    (folder / "tree").mkdir()  # the first of the names may be a file
     for name in COPIED:
         path = source / name
         if path.is_dir():

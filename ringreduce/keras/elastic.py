@@ -39,6 +39,8 @@ class KerasState(ObjectState):
     Source: Horovod's KerasState.
     """
 
+    model: Any
+
     def __init__(
         self, model: Any, optimizer: Any = None, backend: Any = None, *, local: Iterable[str] = (), **attributes: Any
     ) -> None:
@@ -54,7 +56,7 @@ class KerasState(ObjectState):
         return super()._tree()
 
     def restore(self) -> None:
-        """See `ObjectState.restore`; raises InputError where the model has got another optimizer, or other variables."""
+        """See `ObjectState.restore`; raises InputError where the model has another optimizer, or other variables."""
         if self._is_models and self.model.optimizer is not self.optimizer:
             raise InputError(
                 "KerasState: the model was compiled anew after the last commit, so its optimizer is another one; "

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import operator
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -125,14 +124,13 @@ class HasLocalSteps:
 class LocalOptimizer(HasLocalSteps, WrappingOptimizer):
     """Calls the wrapped optimizer, then averages parameters when it is time; made by `LocalSGD` and `DiLoCo`."""
 
-    OWN = ("_optimizer", "_local", "_state", "_options", "_parameters", "_leaves", "_found")
+    OWN = ("_optimizer", "_local", "_state", "_options", "_parameters")
 
     def __init__(self, optimizer: Any, parameters: Any, options: Options) -> None:
         self._optimizer, self._parameters, self._options = optimizer, parameters, options
         self._state: dict[str, Any] = {}
-        self._leaves: list[Any] = []
-        self._found = _named(parameters, options.function)
-        self._local = LocalSteps(options, _Arrays(), self._named, lambda: self._state)
+        found = _named(parameters, options.function)
+        self._local = LocalSteps(options, _Arrays(), lambda: found, lambda: self._state)
         runtime.current(options.function)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LocalOptimizer:
@@ -141,13 +139,6 @@ class LocalOptimizer(HasLocalSteps, WrappingOptimizer):
         copied = type(self)(optimizer, parameters, self._options)
         copied._state = state
         return copied
-
-    def _named(self) -> Parameters:
-        """Those that the tree has now: somebody may have put another array into it."""
-        leaves = [each for _, each in trees.leaves(self._parameters)]
-        if len(leaves) != len(self._leaves) or not all(map(operator.is_, leaves, self._leaves)):
-            self._leaves, self._found = leaves, _named(self._parameters, self._options.function)
-        return self._found
 
     def _call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self._local.begin()

@@ -17,7 +17,7 @@ def name_parameters(
 ) -> tuple[Named, Named]:
     """The parameters of an optimizer's groups with their names, numbered by default; and the others that have a name.
 
-    Parameters are told apart by identity.
+    Parameters are told apart by identity: of several names of one, as tied weights have, the first is taken.
     Raises: InputError for a missing name, or an equal one.
     """
     owned = [parameter for group in groups for parameter in group]
@@ -30,7 +30,7 @@ def name_parameters(
     duplicates = sorted(name for name, count in counts.items() if count > 1)
     if duplicates:
         raise InputError(f"named_parameters: names must differ; given more than once: {', '.join(duplicates)}")
-    named_ids, owned_ids = ({id(parameter) for parameter in each} for each in ([pair[1] for pair in named], owned))
+    named_ids = {id(parameter): name for name, parameter in named[::-1]}
     unnamed = [
         f"param_groups[{number}]['params'][{index}] of shape {tuple(parameter.shape)}"
         for number, group in enumerate(groups)
@@ -43,7 +43,9 @@ def name_parameters(
             f"named_parameters: {len(unnamed)} of the optimizer's {len(owned)} parameters {have} in it: "
             f"{listed(unnamed)}; pass the names of all parameters that the optimizer has"
         )
-    mine, others = ([pair for pair in named if (id(pair[1]) in owned_ids) is owns] for owns in (True, False))
+    first = [(name, parameter) for name, parameter in named if named_ids[id(parameter)] == name]
+    owned_ids = {id(parameter) for parameter in owned}
+    mine, others = ([pair for pair in first if (id(pair[1]) in owned_ids) is owns] for owns in (True, False))
     return mine, others
 
 

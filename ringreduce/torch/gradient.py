@@ -34,6 +34,7 @@ class Gradient(buckets.Gradient):
         self._form = DENSE  # the layout in which the optimizer gets it
         self.pending: PendingGradient | None = None  # what stands in parameter.grad until it is reduced
         self.is_untouched = False  # `pending` stands for the zeros before the first backward
+        self.is_placeholder = False  # `pending` stood for zeros when it was put into .grad
         self._reducer = weakref.ref(reducer)
         self._self = weakref.ref(self)
         self._last: Callable[[], Any] = _no_gradient  # the object that .grad was after the last backward pass
@@ -89,10 +90,11 @@ class Gradient(buckets.Gradient):
         parameter = self.parameter.detach()
         is_table = parameter.dim() == 2
         self.attach(empty_sparse(parameter, 1) if is_table else torch.zeros_like(parameter), is_table)
+        self.is_placeholder = True
 
     def attach(self, array: torch.Tensor, is_placeholder: bool = False) -> None:
         """Put a PendingGradient into .grad; one that is there already stays, since the user may hold it."""
-        pending, self.is_untouched = self.pending, False
+        pending, self.is_untouched, self.is_placeholder = self.pending, False, False
         if pending is not None and self.parameter.grad is pending:
             pending.value = array
             return
@@ -184,7 +186,7 @@ class TorchReducer(Reducer):
 
     def begin_with(self, groups: Groups, named: Iterable[tuple[str, Any]]) -> None:
         """Reduce what belongs to the parameters that the groups have, and what they will have."""
-        self.groups = groups
+        self.owned = groups
         self.add(named)
 
     def add(self, named: Iterable[tuple[str, Any]]) -> None:
@@ -215,7 +217,7 @@ class TorchReducer(Reducer):
             raise MismatchError(f"{error}. Change them on all ranks alike, between the same two steps") from error
         self.take(change)
         if self.exchange.process_set.rank() == 0:
-            self.groups.tell(change, "its gradients are reduced from now on")
+            self.owned.tell(change, "its gradients are reduced from now on")
         return change
 
     def follow_told(self) -> None:
@@ -226,12 +228,12 @@ class TorchReducer(Reducer):
 
     def _change(self) -> Change | None:
         """What the groups have got or lost since they were followed; None: nothing."""
-        if not self.groups.have_changed():
+        if not self.owned.have_changed():
             return None
-        change = self.groups.change()
+        change = self.owned.change()
         if change.new or change.gone:
             return change
-        self.groups.take(change)  # it stands in another place
+        self.owned.take(change)  # it stands in another place
         return None
 
     def refusal(self, change: Change) -> str:
@@ -249,7 +251,7 @@ class TorchReducer(Reducer):
         for name, parameter in change.new:
             self._watch(self._made(name, parameter)).position = positions.get(name, -1)
         self._parts = Parts()
-        self.groups.take(change)
+        self.owned.take(change)
 
     def regroup(self) -> None:
         """After a change, and what was reduced for it: let new gradients share buckets."""

@@ -28,7 +28,7 @@ MOST_NAMES = 20  # in the text of a change; more are told apart by a checksum
 def groups_of(optimizer: torch.optim.Optimizer) -> Groups | None:
     """Those of an optimizer that was wrapped; None of another one."""
     reducer = vars(optimizer).get("_reducer")
-    return vars(optimizer).get("_local_groups") if reducer is None else reducer.groups
+    return vars(optimizer).get("_local_groups") if reducer is None else reducer.owned
 
 
 def in_order_of(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:

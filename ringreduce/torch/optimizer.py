@@ -179,7 +179,7 @@ class ReducingMixin(WrappedMixin):
         self._synchronize_for_step()
 
     def _synchronize_for_step(self) -> None:
-        if self._should_synchronize or self._reducer.pending or self._reducer.groups.have_changed():
+        if self._should_synchronize or self._reducer.pending or self._reducer.owned.have_changed():
             self._reducer.synchronize()
 
     def _synchronized_closure(self, closure: Callable[[], Any]) -> Any:

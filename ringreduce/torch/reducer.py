@@ -53,6 +53,7 @@ class GradientReducer(TorchReducer):
         if self._backward != _backward_number():
             self._watch_the_end()
         if id(gradient.parameter) in self._found:
+            gradient.is_placeholder = False
             return
         self._computed.append(gradient)
         if self._eager:
@@ -106,8 +107,8 @@ class GradientReducer(TorchReducer):
 
     def _find(self) -> None:
         """Have what the groups have got by themselves wait, too: who read this rank's alone, to clip, would differ."""
-        if self.groups.have_changed():
-            for name, parameter in self.groups.change().new:
+        if self.owned.have_changed():
+            for name, parameter in self.owned.change().new:
                 if id(parameter) not in self._found:
                     gradient = self._found[id(parameter)] = Gradient(name, parameter, self)
                     self._hooks.watch(gradient)
@@ -139,7 +140,7 @@ class GradientReducer(TorchReducer):
             return
         named = {each.name: each for each in self._gradients.values()}
         new = [named[name] for name in names]
-        local = [each.local_layout for each in new]
+        local = [UNKNOWN if each.is_placeholder else each.local_layout for each in new]
         agreed = self.exchange.begin_maximum(f"{names[0]}.layouts", local).wait() if self.exchange.size > 1 else local
         for gradient, mine, layout in zip(new, local, agreed, strict=True):
             gradient.take_layout(mine, int(layout))

@@ -102,7 +102,7 @@ class ShardedMixin(WrappedMixin):
         """Have pieces in place of the parameters, and of their state."""
         self._put_pieces()
         reducer = self._reducer
-        reducer.groups = Groups(self, [(shard.name, shard.piece) for shard in self._shards()], others, are_named)  # type: ignore[arg-type]
+        reducer.owned = Groups(self, [(shard.name, shard.piece) for shard in self._shards()], others, are_named)  # type: ignore[arg-type]
         self._whole = whole
         reference = weakref.ref(self)
 
@@ -308,7 +308,7 @@ class ShardedMixin(WrappedMixin):
 
         Cost: memory for the whole state on each rank, and an allgather of it; sharded: nothing.
         """
-        if self._reducer.groups.have_changed():
+        if self._reducer.owned.have_changed():
             self._follow()
         own: dict[str, Any] = super().state_dict()  # type: ignore[misc]
         if sharded:

@@ -280,8 +280,8 @@ class ShardReducer(GradientReducer):
         self._parts = Parts()
         shards = {each.name: each for each in self._gradients.values()}
         pieces = {id(each.piece): each for each in before}
-        self.groups.take(change._replace(new=[(name, shards[name].piece) for name, _ in change.new]))
-        self.groups.remember([(name, pieces[id(piece)].parameter) for name, piece in change.gone])
+        self.owned.take(change._replace(new=[(name, shards[name].piece) for name, _ in change.new]))
+        self.owned.remember([(name, pieces[id(piece)].parameter) for name, piece in change.gone])
 
     def _find(self) -> None:
         """Nothing: a gradient that nobody has hooks on is not divided before step()."""

@@ -47,7 +47,7 @@ class WrappedMixin(Wrapped):
     def _parameter_names(self) -> dict[Any, str]:
         """Horovod's: the name of each parameter."""
         names: dict[Any, str] = self._reducer.names
-        return names | {parameter: name for name, parameter in self._reducer.groups.change().new}
+        return names | {parameter: name for name, parameter in self._reducer.owned.change().new}
 
     @property
     def backward_passes_per_step(self) -> int:
@@ -82,7 +82,7 @@ class WrappedMixin(Wrapped):
         They get the names that `named_parameters` or the group gives, as torch's named optimizers do, or are numbered.
         """
         super().add_param_group(*args, **kwargs)  # type: ignore[misc]
-        groups, newest = self._reducer.groups, self.param_groups[-1]
+        groups, newest = self._reducer.owned, self.param_groups[-1]
         doubled = groups.doubled(newest["params"], newest.get("param_names", ()))
         if doubled:
             del self.param_groups[-1]

@@ -13,6 +13,7 @@ from ringreduce.testing import run_ranks
 from tests.ranks.on_threads import each_rank_of
 from tests.support import training
 from tests.support.opcodes import opcodes_of
+from tests.support.tiers import parted
 
 STEPS = 6
 
@@ -121,7 +122,7 @@ OPTIONS = {
 }
 
 
-@pytest.mark.parametrize("cautious", [0, 8])
+@pytest.mark.parametrize("cautious", parted([0, 8], lambda steps: steps == 0))
 @pytest.mark.parametrize("when", ["before zero_grad", "before backward", "before step"])
 @pytest.mark.parametrize("change", CHANGES)
 def test_ranks_train_as_one_process(change, when, cautious, monkeypatch):
@@ -130,7 +131,7 @@ def test_ranks_train_as_one_process(change, when, cautious, monkeypatch):
 
 
 @pytest.mark.parametrize("options", OPTIONS)
-@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("change", parted(CHANGES, lambda change: change in (appended, replaced)))
 def test_with_the_options_of_a_distributed_optimizer(change, options):
     passes = OPTIONS[options].get("backward_passes_per_step", 1)
     program = functools.partial(trains, change, "before backward", sgd, passes=passes)
@@ -198,18 +199,22 @@ DISAGREEMENTS = {
 }
 
 
-@pytest.mark.parametrize("cautious", [0, 8])
+@pytest.mark.parametrize("cautious", parted([0, 8], lambda steps: steps == 8))
 @pytest.mark.parametrize("disagreement", DISAGREEMENTS)
 @pytest.mark.parametrize("wrapper", WRAPPERS)
-@each_rank_of(2)
-def test_ranks_whose_groups_change_otherwise_are_told_which_parameter(wrapper, disagreement, cautious):
+def test_ranks_whose_groups_change_otherwise_are_told_which_parameter(wrapper, disagreement, cautious, monkeypatch):
     """A rank whose groups have not changed is, too, at its next step; nobody waits for ever."""
-    model = training.make_model()
-    optimizer = WRAPPERS[wrapper](torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters())
-    training.trained(model, optimizer, 2)
-    disagreement(model, optimizer)
-    with pytest.raises(hvd.HorovodInternalError, match=DISAGREEMENTS[disagreement]):
-        training.trained(model, optimizer, 3)
+    monkeypatch.setattr(reducer, "CAUTIOUS_STEPS", cautious)
+
+    def program():
+        model = training.make_model()
+        optimizer = WRAPPERS[wrapper](torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters())
+        training.trained(model, optimizer, 2)
+        disagreement(model, optimizer)
+        with pytest.raises(hvd.HorovodInternalError, match=DISAGREEMENTS[disagreement]):
+            training.trained(model, optimizer, 3)
+
+    run_ranks(2, program)
 
 
 @pytest.mark.parametrize("wrapper", ["Average", "Adasum", "LocalSGD"])
@@ -273,18 +278,36 @@ def test_it_is_said_once_by_one_rank(capsys):
 
 @each_rank_of(2)
 def test_a_replaced_one_stays_in_the_users_group():
-    """Which is reduced all or nothing."""
+    """Which is reduced all or nothing, and once in a step."""
     model = training.make_model()
-    inner = torch.optim.SGD(model.parameters(), lr=0.1)
-    optimizer = hvd.DistributedOptimizer(inner, model.named_parameters(), groups=[[model[0].bias, model[2].bias]])
+    inner, groups = torch.optim.SGD(model.parameters(), lr=0.01), [[model[0].bias, model[2].bias]]
+    optimizer = hvd.DistributedOptimizer(inner, model.named_parameters(), groups=groups, op=hvd.Sum)
     training.trained(model, optimizer, 2)
-    model[0].bias = torch.nn.Parameter(torch.ones(16).double() * hvd.rank())
-    hvd.broadcast_parameters(model.state_dict(), 0)
+    model[0].bias = torch.nn.Parameter(torch.ones(16).double())
     optimizer.param_groups[0]["params"][1] = model[0].bias
-    training.trained(model, optimizer, 2)
+    optimizer.zero_grad()
+    training.own_backward(model, 2)
+    read = [each.grad.clone() for each in (model[0].bias, model[2].bias)]
+    optimizer.step()
+    assert torch.equal(torch.cat(read), torch.cat([model[0].bias.grad, model[2].bias.grad]))
     bucket = optimizer._reducer._gradients[id(model[0].bias)].bucket
     assert [each.parameter for each in bucket.members] == [model[0].bias, model[2].bias]
     return training.trained(model, optimizer, 2)
+
+
+@pytest.mark.parametrize("wrapper", ["Average", "Sharded"])
+@each_rank_of(2)
+def test_a_new_one_that_no_rank_has_a_gradient_of_is_not_stepped_when_it_comes(wrapper):
+    """As in one process: zeros would decay it, and move it by its momentum."""
+    model, unused = training.make_model(), extra(3)
+    inner = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.5)
+    optimizer = WRAPPERS[wrapper](inner, model.named_parameters())
+    training.trained(model, optimizer, 2)
+    optimizer.param_groups[0]["params"].append(unused)
+    result = training.trained(model, optimizer, 1)
+    assert torch.equal(unused, torch.ones(3).double())
+    assert unused.grad is None
+    return result
 
 
 @each_rank_of(2)
@@ -340,5 +363,5 @@ def test_the_look_calls_no_function_of_pythons_for_a_parameter():
     for size in (4, 160):
         parameters = [torch.nn.Parameter(torch.ones(1)) for _ in range(size)]
         optimizer = hvd.DistributedOptimizer(torch.optim.SGD(parameters, lr=0.1))
-        counts.append(opcodes_of(optimizer._reducer.groups.have_changed))
+        counts.append(opcodes_of(optimizer._reducer.owned.have_changed))
     assert counts[0] == counts[1]
