@@ -86,7 +86,7 @@ class Exchange:
 
     @property
     def _details(self) -> Details:
-        """Of the allreduces that it submits."""
+        """Of the reductions that it submits."""
         factored = isinstance(self.compression, PowerSGD)
         return (*self._checked.details, *((("compressor", repr(self.compression)),) if factored else ()))
 
@@ -177,16 +177,18 @@ class Exchange:
 
         return compression.begin(submit, name, names, buffers, self.size if self.op is Sum else 1)
 
-    def say(self, name: str | None, what: str, text: str, kind: str = "allreduce", details: Details = ()) -> None:
+    def say(
+        self, name: str | None, what: str, text: str, kind: str = "allreduce", details: Details | None = None
+    ) -> None:
         """Wait until all ranks have said this of `what`, in place of the operation that they know by this name.
 
         A rank that has nothing to say submits that operation next, so that it is told, and nobody waits for ever.
-        name, kind, details: of the operation; the details of an allreduce are known.
+        name, kind, details: of the operation; by default the details of a reduction.
         Raises: MismatchError on all ranks, with the text, unless all have said the same; see `is_disagreement`.
         """
         if self.size == 1:
             return
-        said = (*(self._details if kind == "allreduce" else details), (what, text))
+        said = (*(self._details if details is None else details), (what, text))
         buffers = [as_buffer(np.zeros(self.size, np.float32))] if name is not None else []
         engine, number = runtime.current("DistributedOptimizer").engine, number_of(self.process_set, kind)
         engine.submit(kind, name, number, details=said, inputs=buffers, outputs=buffers, waits=True).wait()

@@ -70,14 +70,32 @@ class Reducer:
     def say(self, what: str, text: str) -> None:
         """Wait until all ranks have said the same; none of them has a gradient on its way.
 
-        Raises: MismatchError on all ranks, also on one that goes on to its next gradients.
+        Raises: MismatchError on all ranks, also on one that goes on to its next gradients, when these have failed.
         """
-        self.exchange.say(self._next_bucket().name, what, text)
+        bucket = self._next_bucket()
+        try:
+            self._say(bucket, what, text)
+        except MismatchError:
+            self._go_along(bucket)
+            self.abandon()
+            raise
+
+    def _say(self, bucket: GradientBucket, what: str, text: str) -> None:
+        """In place of the next operation on this bucket."""
+        self.exchange.say(bucket.name, what, text)
 
     def _next_bucket(self) -> GradientBucket:
         """One that every rank submits next, and the same on all ranks; dense if there is one."""
         trained = [each for each in self._buckets if each.trained] or self._buckets
+        if not trained:
+            return GradientBucket([Gradient("no parameters")])
         return min(trained, key=lambda each: (any(one.layout != DENSE for one in each.trained), each.name))
+
+    def _go_along(self, bucket: GradientBucket) -> None:
+        """Take part in what another rank has begun beside this bucket, and waits for; the step has failed on all."""
+        self.reset()
+        bucket.begun = True
+        self.synchronize(quiet=True)
 
     def _regroup(self, gone: Sequence[Gradient]) -> None:
         """Fill the buckets anew, but for the user's groups, where those of equal names take the places of these."""
@@ -208,7 +226,7 @@ class Reducer:
         waiting = {each.bucket for each in unknown if each.layout == UNKNOWN == each.local_layout}
         errors: list[Exception] = []
         for bucket in sorted(taken, key=waiting.__contains__):
-            with _noting(errors):
+            with noting(errors):
                 bucket.begin(self.exchange, self._line)
                 self._in_flight[bucket] = None
         if errors:
@@ -260,12 +278,12 @@ class Reducer:
         Raises the first error after waiting for all. quiet: raises nothing.
         """
         errors: list[Exception] = []
-        with _noting(errors):
+        with noting(errors):
             self._count()
             self._look_at_the_world()
             self._begin([each for each in self._buckets if not each.begun and each.trained])
         while self._in_flight:
-            with _noting(errors):
+            with noting(errors):
                 self._finish(self._last())
         if errors:
             self.reset()
@@ -309,7 +327,7 @@ class Reducer:
 
 
 @contextlib.contextmanager
-def _noting(errors: list[Exception]) -> Iterator[None]:
+def noting(errors: list[Exception]) -> Iterator[None]:
     """Errors that are raised when all is done."""
     try:
         yield

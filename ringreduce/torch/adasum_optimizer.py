@@ -13,8 +13,10 @@ from typing import Any
 import torch
 
 from ringreduce import runtime
-from ringreduce.errors import BackwardError
+from ringreduce.errors import BackwardError, MismatchError
 from ringreduce.optim.buckets import GradientBucket
+from ringreduce.optim.exchange import Finish
+from ringreduce.optim.reducer import noting
 from ringreduce.torch.gradient import Gradient, TorchReducer
 from ringreduce.torch.hooks import too_often
 from ringreduce.torch.wrapped import UnscalingMixin, WrappedMixin, passed_on
@@ -42,9 +44,15 @@ class DeltaReducer(TorchReducer):
 
     abandon = clear
 
-    def _next_bucket(self) -> GradientBucket:
-        """See `optim.reducer`; the first of those that `reduce` waits for."""
-        return next((each.bucket for each in self._gradients.values() if each.trains), super()._next_bucket())
+    def _go_along(self, bucket: GradientBucket) -> None:
+        """See `optim.reducer`."""
+        others = [each for each in self._gradients.values() if each.trains and each.bucket is not bucket]
+        for finish in [self._begin_delta(each, torch.zeros_like(each.parameter)) for each in others]:
+            with contextlib.suppress(MismatchError):
+                finish()
+
+    def _begin_delta(self, gradient: Gradient, delta: torch.Tensor) -> Finish:
+        return self.exchange.begin(gradient.name, [delta.detach()]).finish
 
     @property
     def no_overlap(self) -> str:
@@ -61,15 +69,16 @@ class DeltaReducer(TorchReducer):
 
     @torch.no_grad()
     def reduce(self, starts: Sequence[tuple[Gradient, torch.Tensor]]) -> None:
-        """Add the Adasum of all ranks' changes to where each parameter started."""
-        under_way = [
-            (each.parameter, start, self.exchange.begin(each.name, [each.parameter.detach() - start]).finish)
-            for each, start in starts
-        ]
+        """Add the Adasum of all ranks' changes to where each parameter started; raises the first error, of all."""
+        under_way = [(each.parameter, start, self._begin_delta(each, each.parameter - start)) for each, start in starts]
+        errors: list[Exception] = []
         for parameter, start, finish in under_way:
-            (delta,) = finish()
-            parameter.copy_(start + delta)
+            with noting(errors):
+                (delta,) = finish()
+                parameter.copy_(start + delta)
         self.clear()
+        if errors:
+            raise errors[0]
         runtime.stepped(id(self))
 
 

@@ -14,12 +14,13 @@ import torch
 
 from ringreduce import trees
 from ringreduce.api.broadcast import submit_broadcast
-from ringreduce.api.objects import broadcast_made
+from ringreduce.api.objects import allgather_object, broadcast_made
 from ringreduce.api.process_sets import ProcessSet, global_process_set, number_of
 from ringreduce.api.submit import prepared
 from ringreduce.api.world import rank
 from ringreduce.arrays.view import as_buffer
-from ringreduce.torch.outline import Outline, adopt, outline_of
+from ringreduce.errors import InputError
+from ringreduce.torch.outline import Modules, Outline, adopt, matching, outline_of
 
 NAME = "optimizer state"  # of the operations, so that they match on ranks with different numbers of unnamed operations
 
@@ -38,9 +39,9 @@ def broadcast_optimizer_state(
     optimizer: a torch optimizer, or one that `DistributedOptimizer` or `ShardedOptimizer` wrapped, with the same
                parameters on each rank. The root may have state that others lack, or lack state that they have.
     model:     the names of parameters that an optimizer itself does not know.
-    Cost:      a broadcast of the outline, and one of all tensors.
-    Raises:    InputError (a ValueError) on a rank whose optimizer has other parameters than the root's; MismatchError
-               on all ranks where the state of one cannot be sent, or received; PeerLostError.
+    Cost:      a broadcast of the outline, an agreement, and a broadcast of all tensors.
+    Raises:    InputError (a ValueError) on all ranks where the optimizer of one has other parameters than the root's;
+               MismatchError on all ranks where the state of one cannot be sent, or received; PeerLostError.
     Source:    Horovod's broadcast_optimizer_state, which takes a step where there is no state, and refuses LBFGS.
     """
     modules = {} if model is None else {"": model}
@@ -55,7 +56,10 @@ def broadcast_optimizer_state(
         return marked, marks
 
     outline, marks = broadcast_made(made, root_rank, NAME, process_set)
-    names = tuple(mark.name for mark in marks)
+    names, source = tuple(mark.name for mark in marks), f"rank {root_rank}'s optimizer"
+    why_not = "" if is_root else _why_not(optimizer, outline, source, modules)
+    if whys := list(filter(None, allgather_object(why_not, f"{NAME}, its parameters", process_set))):
+        raise InputError(whys[0])
     room = lambda: sent if is_root else [mark.room(own.parameters) for mark in marks]  # noqa: E731
     moved = prepared("broadcast", NAME, number_of(process_set, "broadcast"), room)
     buffers = [as_buffer(each) for each in moved]
@@ -67,7 +71,15 @@ def broadcast_optimizer_state(
     def filled(_: Any, value: Any) -> Any:
         return trees.map_leaves(value, lambda _, leaf: tensors[leaf.number] if isinstance(leaf, _Mark) else leaf)
 
-    adopt(optimizer, outline, filled, f"rank {root_rank}'s optimizer", modules, is_strict=True)
+    adopt(optimizer, outline, filled, source, modules)
+
+
+def _why_not(optimizer: torch.optim.Optimizer, outline: Outline, source: str, modules: Modules) -> str:
+    try:
+        matching(optimizer, outline, source, modules, is_strict=True)
+    except InputError as error:
+        return str(error)
+    return ""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -213,7 +213,6 @@ class TorchReducer(Reducer):
             if refusal:
                 raise InputError(refusal)
         except MismatchError as error:
-            self.abandon()
             raise MismatchError(f"{error}. Change them on all ranks alike, between the same two steps") from error
         self.take(change)
         if self.exchange.process_set.rank() == 0:

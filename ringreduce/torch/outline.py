@@ -98,15 +98,14 @@ def adopt(
     put: Callable[[Any, Any], Any],
     source: str,
     modules: Modules,
-    is_strict: bool = False,
 ) -> None:
     """Give an optimizer these groups, options and state, in the lists and dicts that it has: schedulers share them.
 
     put: what becomes of the optimizer's own value (None where it has none) and that in the outline.
-    source: whose outline it is, for messages.  is_strict: the optimizer may have no parameter that the outline lacks.
+    source: whose outline it is, for messages.
     Raises: InputError, and changes nothing, where a parameter is missing, or of another shape.
     """
-    found = _found(optimizer, outline, source, modules, is_strict)
+    found = matching(optimizer, outline, source, modules)
     if getattr(optimizer, "is_sharded", False):
         of_parameters = {name: put(None, value) for name, value in outline.of_parameters.items()}
         of_groups = [{key: put(None, value) for key, value in each.items()} for each in outline.options]
@@ -134,10 +133,14 @@ def adopt(
         own.take(own.change())
 
 
-def _found(
-    optimizer: torch.optim.Optimizer, outline: Outline, source: str, modules: Modules, is_strict: bool
+def matching(
+    optimizer: torch.optim.Optimizer, outline: Outline, source: str, modules: Modules, is_strict: bool = False
 ) -> dict[str, torch.Tensor]:
-    """The parameters of an outline's names."""
+    """The parameters of an outline's names.
+
+    is_strict: the optimizer may have no parameter that the outline lacks.
+    Raises: InputError where one is missing, or of another shape.
+    """
     groups = groups_of(optimizer)
     own = _owned(optimizer, modules)
     known = {**_of_modules(modules), **(groups.known() if groups is not None else {}), **own}

@@ -39,6 +39,7 @@ class GradientReducer(TorchReducer):
         self._backward = -1
         self._eager = False  # submit buckets as they fill
         self._found: dict[int, Gradient] = {}  # by id of parameters that came by themselves, until all ranks agree
+        self._looked = self._follows_first = False  # in this step; see `_look`
         _reducers.add(self)
 
     def on_gradient(self, gradient: Gradient) -> None:
@@ -70,7 +71,10 @@ class GradientReducer(TorchReducer):
         self._backward = _backward_number()
         self._line = line_of_backward()
         self._look_at_the_world()
-        self._eager = self.trusts and self.overlaps
+        if not self._looked:
+            self._looked = True
+            self._look()
+        self._eager = self.trusts and self.overlaps and not self._follows_first
         if self._eager:
             for bucket in self._buckets:
                 bucket.missing = sum(max(0, self.passes - each.seen) for each in bucket.trained)
@@ -95,48 +99,57 @@ class GradientReducer(TorchReducer):
         if not (self._found or any(each.seen >= self.passes for each in gradients)):
             return
         self._hooks.refresh()
-        self._find()
         _attach(self._found.values())
         if self._waits:
             self.synchronize()
-        elif self.trusts:
-            self._begin_complete(self._buckets)
-        else:
+        elif not self.trusts:
             self._beware_of_equal_names()
+        elif not self._follows_first:
+            self._begin_complete(self._buckets)
         _attach(gradients)
+
+    def _look(self) -> None:
+        """Before the first backward pass of a step: whether the groups have changed, which is followed first then.
+
+        A change that comes later is followed when the step's gradients have arrived: some ranks may have sent them.
+        """
+        if self.owned.have_changed():
+            self._follows_first = True
+            self._find()
 
     def _find(self) -> None:
         """Have what the groups have got by themselves wait, too: who read this rank's alone, to clip, would differ."""
-        if self.owned.have_changed():
-            for name, parameter in self.owned.change().new:
-                if id(parameter) not in self._found:
-                    gradient = self._found[id(parameter)] = Gradient(name, parameter, self)
-                    self._hooks.watch(gradient)
+        for name, parameter in self.owned.change().new:
+            if id(parameter) not in self._found:
+                gradient = self._found[id(parameter)] = Gradient(name, parameter, self)
+                self._hooks.watch(gradient)
 
     def begin(self, gradient: Any) -> None:
-        """See `optim.reducer`; of one that was found, all, since the ranks agree on it when the others have arrived."""
-        if id(gradient.parameter) in self._found:
+        """See `optim.reducer`; all, where the ranks must agree on other parameters first."""
+        if self._follows_first:
             self.synchronize()
         else:
             super().begin(gradient)
 
     def synchronize(self, quiet: bool = False) -> None:
-        """See `optim.reducer`; then reduce what the groups have got by themselves.
-
-        A rank may have submitted what it had before it sees the change, and another rank not: so every rank reduces
-        that once more, zeros for a parameter that is gone, and then agrees on the change with all others.
-        """
-        super().synchronize(quiet)
-        change = None if quiet else self.follow()
-        if change is not None:
+        """See `optim.reducer`; also what the groups have got by themselves."""
+        follows_first, self._follows_first = self._follows_first, False
+        if quiet or not follows_first:
+            super().synchronize(quiet)
+        if quiet:
+            return
+        if (change := self.follow()) is not None:
             try:
                 self._reduce_new(sorted(name for name, _ in change.new))
             finally:
                 self.regroup()
+        elif follows_first:  # it has changed back
+            super().synchronize()
 
     def _reduce_new(self, names: Sequence[str]) -> None:
         """Where no rank has a gradient, as of a parameter that was replaced after backward, there is none after it."""
         if not names:
+            super().synchronize()
             return
         named = {each.name: each for each in self._gradients.values()}
         new = [named[name] for name in names]
@@ -162,6 +175,7 @@ class GradientReducer(TorchReducer):
             self._hooks.forget(key)
             gradient.detach_pending(gradient.local)
         self._found.clear()
+        self._looked = self._follows_first = False
         super().reset()
 
     def _beware_of_equal_names(self) -> None:
@@ -185,7 +199,7 @@ class GradientReducer(TorchReducer):
         if cleared is not None:
             self._distrust(f"the gradient of {cleared!r} was cleared without a step() ({calling_line()})", True)
         self.reset()
-        self._find()
+        self._look()
 
     def _clear_in_flight(self) -> None:
         """Where the script has cleared gradients before: let them arrive, and see that all ranks clear them.

@@ -96,12 +96,14 @@ class ShardedMixin(WrappedMixin):
     """The state of whole parameters by number, from when it was loaded to the next step: till then ranks may change."""
     _early: tuple[ShardBucket, ...] = ()  # those that the next forward waits for
     _overlapping: set[int] | frozenset[int] = frozenset()  # parameters, by id
+    _away: dict[int, tuple[Callable[[], Any], dict[str, Any]]]
+    """The whole state of parameters that groups have had, by id: they may come again."""
     state: dict[Any, Any]
 
     def _take_over(self, whole: dict[int, Any], others: Named, are_named: bool) -> None:
         """Have pieces in place of the parameters, and of their state."""
         self._put_pieces()
-        reducer = self._reducer
+        self._away, reducer = {}, self._reducer
         reducer.owned = Groups(self, [(shard.name, shard.piece) for shard in self._shards()], others, are_named)  # type: ignore[arg-type]
         self._whole = whole
         reference = weakref.ref(self)
@@ -150,18 +152,22 @@ class ShardedMixin(WrappedMixin):
             whole = self._gathered(own)
             self._reducer.drop([each for each in shards if id(each.piece) in gone])
             for each, values in whole.items():
-                mine = self._cut(each, values)
-                each.reduced = mine.pop(_REDUCED)
-                self.state[each.piece] = mine
-            for _, piece in change.gone:
-                self.state.pop(piece, None)
+                if id(each.piece) not in gone:
+                    mine = self._cut(each, values)
+                    each.reduced = mine.pop(_REDUCED)
+                    self.state[each.piece] = mine
+                elif self.state.pop(each.piece, None):
+                    self._away[id(each.parameter)] = weakref.ref(each.parameter), values
         if change.new:
             self._reducer.add(sorted(change.new, key=operator.itemgetter(0)))
             self._put_pieces()
         for _, parameter in change.new:
-            if parameter in self.state:
+            reference, away = self._away.pop(id(parameter), (lambda: None, {}))
+            values = self.state.pop(parameter, away if reference() is parameter else {})
+            if values:
                 shard = self._reducer.shard(parameter)
-                self.state[shard.piece] = self._cut(shard, self.state.pop(parameter))
+                self.state[shard.piece] = self._cut(shard, values)
+                self.state[shard.piece].pop(_REDUCED, None)
         self._whole = None
         self._note_early()
 

@@ -15,7 +15,8 @@ from typing import Any
 
 import torch
 
-from ringreduce.errors import BackwardError, CollectiveError, InputError
+from ringreduce.api.objects import allgather_object
+from ringreduce.errors import BackwardError, CollectiveError, InputError, MismatchError
 from ringreduce.optim.buckets import DENSE, GradientBucket, fill
 from ringreduce.optim.exchange import Begun, Exchange
 from ringreduce.optim.shards import Shards
@@ -226,6 +227,7 @@ class ShardReducer(GradientReducer):
         self.on_change: Callable[[Change], None] = lambda change: None
         self.why_not: Callable[[Change], str] = lambda change: ""
         self.shared = SharedParameters(exchange) if shares and exchange.size > 1 else None
+        self._ordered_since: tuple[Any, ...] = ()
         super().__init__(passes, exchange, sparse_as_dense=False, wait_in_backward=False)
 
     def add(self, named: Iterable[tuple[str, Any]]) -> None:
@@ -262,12 +264,49 @@ class ShardReducer(GradientReducer):
             shard.give_up()
         self._lay_out(list(self._gradients.values()), begun)
 
-    def say(self, what: str, text: str) -> None:
-        """See `optim.reducer`; what comes after this step's gradients is the first half of `gather`."""
-        if self.shared is not None:
-            self.exchange.say(None, what, text, "barrier")
+    @property
+    def trusts(self) -> bool:
+        """See `optim.reducer`; not before the ranks have agreed on the order of parameters."""
+        return self._ordered_since == self._known_since and super().trusts
+
+    def _agree_on_the_order(self) -> None:
+        """Once in a world: have the first rank's order, as groups that are made from sets have another on each rank."""
+        self._look_at_the_world()
+        if self.exchange.size == 1 or self._ordered_since == self._known_since:
+            return
+        shards = {each.name: each for each in self._gradients.values()}
+        orders = allgather_object(list(shards), f"{min(shards, default='')}.order", self.exchange.process_set)
+        for number, names in enumerate(orders):
+            if differing := sorted(set(names) ^ set(orders[0])):
+                who, other = (0, number) if differing[0] in orders[0] else (number, 0)
+                which = f"rank {who} has a parameter {differing[0]!r}, and rank {other} has not"
+                raise InputError(f"ShardedOptimizer: {which}; expected the same on all ranks")
+        if orders[0] != list(shards):
+            self._gradients = {id(shards[name].parameter): shards[name] for name in orders[0]}
+            for position, shard in enumerate(self._gradients.values()):
+                shard.position = position
+            self._lay_out(list(self._gradients.values()))
+            self.on_new_world()
+        self._ordered_since = self._known_since
+
+    def _say(self, bucket: GradientBucket, what: str, text: str) -> None:
+        """See `optim.reducer`; where gradients have been reduced, the next is what `gather` begins with."""
+        if not bucket.begun:
+            self.exchange.say(bucket.name, what, text, "reduce_shards")
+        elif self.shared is None:
+            self.exchange.say(bucket.name, what, text, "gather_shards", ())
         else:
-            self.exchange.say(self._next_bucket().name, what, text, "gather_shards")
+            self.exchange.say(None, what, text, "barrier", ())
+
+    def _go_along(self, bucket: GradientBucket) -> None:
+        """See `optim.reducer`."""
+        if not bucket.begun:
+            super()._go_along(bucket)
+        elif self.shared is None:
+            others = [each for each in self.buckets if each.begun and each is not bucket]
+            for wait in [each.shards.gather([flat(one.parameter).clone() for one in each.members]) for each in others]:
+                with contextlib.suppress(MismatchError):
+                    wait()
 
     def refusal(self, change: Change) -> str:
         """See its base."""
@@ -323,6 +362,8 @@ class ShardReducer(GradientReducer):
         """Reduce what is left; see its base."""
         for bucket in self.buckets:
             bucket.wait()
+        if not quiet:
+            self._agree_on_the_order()
         super().synchronize(quiet)
 
     def hand_over(self) -> None:

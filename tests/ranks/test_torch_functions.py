@@ -264,12 +264,8 @@ def test_other_parameters_than_the_roots():
     if hvd.rank() == 0:
         sum(parameters).sum().backward()
         optimizer.step()
+    with pytest.raises(ValueError, match=r"rank 1's optimizer has no parameter 'group.0.parameter.2' of .* rank 0's"):
         hvd.broadcast_optimizer_state(optimizer, 0)
-    else:
-        with pytest.raises(
-            ValueError, match=r"rank 1's optimizer has no parameter 'group.0.parameter.2' of .* rank 0's"
-        ):
-            hvd.broadcast_optimizer_state(optimizer, 0)
     assert hvd.allreduce(torch.tensor(1.0), op=hvd.Sum).item() == 2
 
 

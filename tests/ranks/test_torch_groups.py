@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import ringreduce.torch as hvd
-from ringreduce.optim import reducer
+from ringreduce.optim import buckets, reducer
 from ringreduce.testing import run_ranks
 from tests.ranks.on_threads import each_rank_of
 from tests.support import training
@@ -203,18 +203,59 @@ DISAGREEMENTS = {
 @pytest.mark.parametrize("disagreement", DISAGREEMENTS)
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 def test_ranks_whose_groups_change_otherwise_are_told_which_parameter(wrapper, disagreement, cautious, monkeypatch):
-    """A rank whose groups have not changed is, too, at its next step; nobody waits for ever."""
+    """In that very step, though it has several buckets; nobody waits for ever, and the ranks can go on."""
     monkeypatch.setattr(reducer, "CAUTIOUS_STEPS", cautious)
+    monkeypatch.setattr(buckets, "FIRST_BUCKET_BYTES", 1)
+    monkeypatch.setattr(buckets, "BUCKET_BYTES", 1)
+    is_local = wrapper in ("LocalSGD", "DiLoCo")
 
     def program():
         model = training.make_model()
         optimizer = WRAPPERS[wrapper](torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters())
         training.trained(model, optimizer, 2)
+        before = list(optimizer.param_groups[0]["params"])
         disagreement(model, optimizer)
-        with pytest.raises(hvd.HorovodInternalError, match=DISAGREEMENTS[disagreement]):
-            training.trained(model, optimizer, 3)
 
-    run_ranks(2, program)
+        def measured():
+            training.trained(model, optimizer, 1)
+            return hvd.allreduce(torch.ones(()), name="a metric")
+
+        with pytest.raises(hvd.HorovodInternalError, match=DISAGREEMENTS[disagreement]):
+            training.trained(model, optimizer, 3) if is_local else measured()
+        if not is_local:
+            optimizer.param_groups[0]["params"] = before
+            hvd.broadcast_parameters(model.state_dict())
+            measured()
+        return training.parameters(model) if not is_local else None
+
+    first, second = run_ranks(2, program)
+    assert is_local or torch.equal(first, second)
+
+
+@pytest.mark.parametrize("wrapper", [hvd.DistributedOptimizer, hvd.ShardedOptimizer])
+@pytest.mark.parametrize("when", ["before zero_grad", "before backward", "before step"])
+def test_all_leave_and_others_come_later(wrapper, when):
+    """As where param_groups is cleared, and filled again; between, a step has nothing to reduce."""
+
+    def program(data, wrapped):
+        model = training.make_model()
+        optimizer = wrapped(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5), model)
+        for step in range(6):
+            changes = {
+                2: optimizer.param_groups.clear,
+                4: lambda: optimizer.add_param_group({"params": model[2].weight}),
+            }
+            change = changes.get(step, lambda: None)
+            change() if when == "before zero_grad" else None
+            optimizer.zero_grad()
+            model.zero_grad()
+            change() if when == "before backward" else None
+            training.loss_of(model, data(step)).backward()
+            change() if when == "before step" else None
+            optimizer.step()
+        return training.parameters(model)
+
+    training.trains_as_one_process(2, program, kinds=[wrapper])
 
 
 @pytest.mark.parametrize("wrapper", ["Average", "Adasum", "LocalSGD"])

@@ -6,6 +6,8 @@ import pytest
 import torch
 
 import ringreduce.torch as hvd
+from ringreduce.optim import buckets, reducer
+from ringreduce.testing import run_ranks
 from tests.ranks.on_threads import each_rank_of
 from tests.support.tiers import parted
 
@@ -161,9 +163,6 @@ def test_places_stand_for_names_that_nobody_knows(case):
     model, (*groups, message) = Model(), WITHOUT_NAMES[case]
     optimizer = adam(groups[hvd.rank()], NAMES, model)
     before = optimizer.state_dict()["param_groups"]
-    if hvd.rank() == 0:
-        hvd.broadcast_optimizer_state(optimizer, 0)
-        return
     with pytest.raises(ValueError, match=message):
         hvd.broadcast_optimizer_state(optimizer, 0)
     assert optimizer.state_dict()["param_groups"] == before, "nothing was changed"
@@ -177,12 +176,8 @@ def test_names_and_shapes_that_differ_are_told(kind):
     optimizer = named_adam([names], names, model)
     if kind != "torch's names":
         optimizer = (hvd.DistributedOptimizer if kind == "Average" else hvd.ShardedOptimizer)(optimizer)
-    if hvd.rank() == 0:
-        hvd.broadcast_optimizer_state(optimizer, 0)
-        return
-    with pytest.raises(
-        ValueError, match=r"rank 1's optimizer has no parameter 'c.w' of shape \(2, 2\), which rank 0's"
-    ):
+    message = r"rank 1's optimizer has no parameter 'c.w' of shape \(2, 2\), which rank 0's"
+    with pytest.raises(ValueError, match=message):
         hvd.broadcast_optimizer_state(optimizer, 0)
 
 
@@ -319,6 +314,39 @@ def test_a_state_dict_with_torchs_names_is_loaded_by_them(wrapper):
     saved["param_groups"][0]["param_names"][0] = "x"
     with pytest.raises(ValueError, match=r"load_state_dict: only .* has a parameter '.*'; expected the same names"):
         optimizer.load_state_dict(saved)
+
+
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("cautious", [0, 8])
+def test_a_sharded_optimizer_has_one_order_on_all_ranks(cautious, shared, monkeypatch):
+    """That of rank 0; what it steps, and saves, is each parameter's own."""
+    monkeypatch.setattr(reducer, "CAUTIOUS_STEPS", cautious)
+    monkeypatch.setattr(buckets, "FIRST_BUCKET_BYTES", 1)
+
+    def program():
+        model = Model()
+        optimizer = named_adam([LAYOUTS["another order"][hvd.rank()][0]], NAMES, model)
+        optimizer = hvd.ShardedOptimizer(optimizer, shared_parameters=shared)
+        for _ in range(3):
+            step(model, optimizer)
+        assert moments(model, optimizer) == expected(3)
+        optimizer.load_state_dict(optimizer.state_dict())
+        step(model, optimizer)
+        assert moments(model, optimizer) == expected(4)
+        return torch.cat([each.detach().reshape(-1) for each in model.parameters()])
+
+    assert torch.equal(*run_ranks(2, program))
+
+
+@each_rank_of(3)
+def test_a_parameter_that_only_one_rank_divides_is_named():
+    model = Model()
+    names = NAMES[: 4 - hvd.rank() // 2]
+    optimizer = hvd.ShardedOptimizer(named_adam([names], names, model))
+    with pytest.raises(
+        ValueError, match=r"rank 0 has a parameter 'c\.b', and rank 2 has not; expected the same on all"
+    ):
+        step(model, optimizer)
 
 
 @each_rank_of(2)
