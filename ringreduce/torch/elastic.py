@@ -13,7 +13,7 @@ from ringreduce.elastic.common import *  # noqa: F403
 from ringreduce.elastic.sampler import ElasticSampler as NeutralSampler
 from ringreduce.elastic.state import ObjectState
 from ringreduce.errors import InputError
-from ringreduce.torch.outline import adopt, outline_of
+from ringreduce.torch.outline import adopt, follow, outline_of
 from ringreduce.torch.wrapped import WrappedMixin
 
 __all__ = ["TorchState"]
@@ -53,6 +53,13 @@ class TorchState(ObjectState):
             if isinstance(value, torch.optim.Optimizer):
                 value.zero_grad()
         super().restore()
+
+    def sync(self) -> None:
+        """See `ObjectState.sync`; what the groups of the root have got by themselves, all have now."""
+        super().sync()
+        for name in self._names:
+            if isinstance(value := getattr(self, name), torch.optim.Optimizer):
+                follow(value)
 
     def reset(self) -> None:
         """See `ObjectState.reset`; all ranks, also that whose state all have, begin with a new step."""

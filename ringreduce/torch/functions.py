@@ -20,7 +20,7 @@ from ringreduce.api.submit import prepared
 from ringreduce.api.world import rank
 from ringreduce.arrays.view import as_buffer
 from ringreduce.errors import InputError
-from ringreduce.torch.outline import Modules, Outline, adopt, matching, outline_of
+from ringreduce.torch.outline import Modules, Outline, adopt, follow, matching, outline_of
 
 NAME = "optimizer state"  # of the operations, so that they match on ranks with different numbers of unnamed operations
 
@@ -65,6 +65,7 @@ def broadcast_optimizer_state(
     buffers = [as_buffer(each) for each in moved]
     submit_broadcast(buffers, buffers, root_rank, NAME, names, process_set, lambda _: None, waits=True).wait()
     if is_root and not getattr(optimizer, "is_sharded", False):
+        follow(optimizer)
         return
     tensors = [mark.restored(each) for mark, each in zip(marks, moved, strict=True)]
 

@@ -127,6 +127,11 @@ def adopt(
     }
     state.clear()
     state.update(values)
+    follow(optimizer)
+
+
+def follow(optimizer: torch.optim.Optimizer) -> None:
+    """Reduce what an optimizer's groups have, which all ranks have been given now; nothing is communicated."""
     if (reducer := vars(optimizer).get("_reducer")) is not None:
         reducer.follow_told()
     elif (own := groups_of(optimizer)) is not None:

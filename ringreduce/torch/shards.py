@@ -267,12 +267,12 @@ class ShardReducer(GradientReducer):
     @property
     def trusts(self) -> bool:
         """See `optim.reducer`; not before the ranks have agreed on the order of parameters."""
-        return self._ordered_since == self._known_since and super().trusts
+        return self._ordered_since == self._known_since[:2] and super().trusts
 
     def _agree_on_the_order(self) -> None:
         """Once in a world: have the first rank's order, as groups that are made from sets have another on each rank."""
         self._look_at_the_world()
-        if self.exchange.size == 1 or self._ordered_since == self._known_since:
+        if self.exchange.size == 1 or self._ordered_since == self._known_since[:2]:
             return
         shards = {each.name: each for each in self._gradients.values()}
         orders = allgather_object(list(shards), f"{min(shards, default='')}.order", self.exchange.process_set)
@@ -287,7 +287,7 @@ class ShardReducer(GradientReducer):
                 shard.position = position
             self._lay_out(list(self._gradients.values()))
             self.on_new_world()
-        self._ordered_since = self._known_since
+        self._ordered_since = self._known_since[:2]  # the world, and how often a rank has joined
 
     def _say(self, bucket: GradientBucket, what: str, text: str) -> None:
         """See `optim.reducer`; where gradients have been reduced, the next is what `gather` begins with."""

@@ -273,6 +273,21 @@ def test_a_group_that_a_commit_has_is_made_where_it_is_not(kind, names):
     return expected
 
 
+@pytest.mark.parametrize("how", ["sync", "broadcast"])
+@pytest.mark.parametrize("kind", ["Average", "Adasum", "PowerSGD", "LocalSGD"])
+@each_rank_of(2)
+def test_a_group_that_the_root_has_added_since_its_last_step_all_have(kind, how):
+    """The root need not be told of it, as the others have been."""
+    model, optimizer = unfreezing(UNFROZEN[kind], True)
+    state = hvd.elastic.TorchState(model, optimizer)
+    train(model, optimizer, 2)
+    if hvd.rank() == 0:
+        unfreeze(model, optimizer)
+    state.sync() if how == "sync" else hvd.broadcast_optimizer_state(optimizer, 0)
+    assert [(len(group["params"]), group["lr"]) for group in optimizer.param_groups] == [(2, 0.1), (2, 0.01)]
+    return train(model, optimizer, 3)
+
+
 @pytest.mark.parametrize("kind", ["plain", "Average", "Adasum"])
 @each_rank_of(2)
 def test_a_parameter_of_another_shape_gets_its_committed_one(kind):
