@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
@@ -128,6 +128,12 @@ class PowerSGD:
             for name, each in self.residuals.items()
         }
         self._is_complete = strict and bool(self.shared)
+
+    def forget(self, names: Iterable[str]) -> None:
+        """Have no state of these gradients: there are none of these names any more, or they are other ones."""
+        for name in names:
+            self.shared.pop(name, None)
+            self.residuals.pop(name, None)
 
     def agree(self, process_set: ProcessSet) -> None:
         """Have alike on all ranks again what they share, after a `join` in which some have taken part by zeros only."""

@@ -112,7 +112,7 @@ class ShardedArrays:
 
     def _divide(self) -> None:
         by_type: dict[Any, list[str]] = {}
-        for name, array in self._params.items():
+        for name, array in sorted(self._params.items()):  # ranks may have them in another order
             by_type.setdefault(array.dtype, []).append(name)
         self._shards: list[tuple[list[str], Shards]] = []
         self._pieces: dict[str, Any] = {}

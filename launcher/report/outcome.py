@@ -169,12 +169,18 @@ def evidence(end: RankEnd, launcher_tail: Sequence[str] = ()) -> list[str]:
 
 
 def failures_of_others(cause: RankEnd, ends: Iterable[RankEnd]) -> list[str]:
-    """Return one line for each other rank that failed, the first in time first; the rest of many are counted."""
+    """Return one line for each other rank that failed, the first in time first; the rest of many are counted.
+
+    An error that blames no rank may be the reason why an elastic job has not gone on without one that was killed.
+    """
     others = sorted((end for end in ends if end.failed and end.rank != cause.rank), key=lambda end: end.at_s)
-    lines = []
+    lines, told = [], set[tuple[str, str]]()
     for end in others[:_OTHER_RANKS]:
-        blame = f", lost rank {', '.join(map(str, end.blames))}" if end.blames else ""
-        lines.append(f"rank {end.rank} on host {end.host}: {in_words(end)}{blame}")
+        why = f", lost rank {', '.join(map(str, end.blames))}" if end.blames else ""
+        if cause.error is None and end.error and not end.blames and end.error[:2] not in told:
+            told.add(end.error[:2])
+            why = f", {end.error.exception}: {end.error.message.partition(chr(10))[0]}"
+        lines.append(f"rank {end.rank} on host {end.host}: {in_words(end)}{why}")
     if len(others) > _OTHER_RANKS:
         lines.append(f"and {len(others) - _OTHER_RANKS} more")
     return lines

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from ringreduce import runtime, trees
 from ringreduce.api.process_sets import ProcessSet, global_process_set, number_of
-from ringreduce.api.submit import Array, like, whole
+from ringreduce.api.submit import Array, like, prepared, whole
 from ringreduce.arrays.buffer import Buffer
 from ringreduce.arrays.view import as_buffer, to_write
 from ringreduce.errors import InputError
@@ -111,13 +111,27 @@ def broadcast_parameters(params: Any, root_rank: int = 0, process_set: ProcessSe
     params: a dict (nested too, such as a torch state_dict), (name, tensor) pairs (such as named_parameters()), or a
             list of tensors; all of them writable arrays, of any memory layout.
     Cost:   as `broadcast`; small tensors are fused.
-    Raises: InputError (a ValueError) for anything else; MismatchError; PeerLostError.
+    Raises: InputError (a ValueError) for anything else, with the name of what it is; MismatchError, also where another
+            rank has something else; PeerLostError.
     Source: Horovod's broadcast_parameters.
     """
-    named = _named_parameters(params)
-    outputs, written = to_write([tensor for _, tensor in named])
-    names = [name for name, _ in named]
+    number = number_of(process_set, "broadcast")
+    names, outputs, written = prepared("broadcast", None, number, lambda: _outputs(params))
     submit_broadcast(outputs, outputs, root_rank, None, names, process_set, lambda _: written(), waits=True).wait()
+
+
+def _outputs(params: Any) -> tuple[list[str], list[Buffer], Callable[[], Any]]:
+    """The names of parameters, where their values go, and what is called when they are there."""
+    named = _named_parameters(params)
+    try:
+        return [name for name, _ in named], *to_write([each for _, each in named])
+    except InputError:
+        for name, each in named:
+            try:
+                to_write([each])
+            except InputError as error:
+                raise type(error)(f"broadcast_parameters: {name!r}: {error}") from error
+        raise
 
 
 def _named_parameters(params: Any) -> list[tuple[str, Any]]:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import pickle
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 from ringreduce import pickling, runtime
 from ringreduce.api.process_sets import ProcessSet, global_process_set, number_of
-from ringreduce.api.submit import submit_and_wait, whole
+from ringreduce.api.submit import prepared, submit_and_wait, whole
 from ringreduce.arrays.view import as_buffer
 from ringreduce.execution.submission import Submission
 
@@ -21,24 +22,36 @@ def broadcast_object(
 ) -> Any:
     """The root's object, of any length, on every rank; the root gets its own back.
 
-    Raises: InputError for a root_rank that does not exist; MismatchError; PeerLostError. Only the root's `obj` is used.
+    Raises: InputError for a root_rank that does not exist; MismatchError, also where the root's object cannot be
+            pickled, which raises there what pickling does; PeerLostError. Only the root's `obj` is used.
     Source: Horovod's broadcast_object.
     """
+    return broadcast_made(lambda: obj, root_rank, name, process_set)
+
+
+def broadcast_made(make: Callable[[], Any], root_rank: int, name: str | None, process_set: ProcessSet) -> Any:
+    """As `broadcast_object`, of what `make` returns on the root; where it raises there, all ranks fail."""
     root = whole(root_rank)
     is_root = root == runtime.current("broadcast_object").world.rank
-    pickled = np.frombuffer(pickling.dumps(obj), np.uint8) if is_root else np.empty(0, np.uint8)
+    number = number_of(process_set, "broadcast_object")
+
+    def pickled() -> tuple[Any, Any]:
+        obj = make() if is_root else None
+        return obj, np.frombuffer(pickling.dumps(obj), np.uint8) if is_root else np.empty(0, np.uint8)
+
+    obj, payload = prepared("broadcast_object", name, number, pickled)
 
     def finish(submission: Submission) -> Any:
         return obj if is_root else pickle.loads(submission.payload.data)  # noqa: S301 - a rank's
 
-    number = number_of(process_set, "broadcast_object")
-    return submit_and_wait("broadcast_object", name, number, (("root_rank", root),), payload=pickled, finish=finish)
+    return submit_and_wait("broadcast_object", name, number, (("root_rank", root),), payload=payload, finish=finish)
 
 
 def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet = global_process_set) -> list[Any]:
     """Every rank's object, of any length, in rank order.
 
-    Raises: MismatchError; PeerLostError.
+    Raises: MismatchError, also where another rank's object cannot be pickled, which raises there what pickling does;
+            PeerLostError.
     Source: Horovod's allgather_object.
     """
 
@@ -47,7 +60,7 @@ def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet 
         pieces = np.split(submission.outputs[0].flat, ends)
         return [pickle.loads(each.data) for each in pieces]  # noqa: S301 - ranks' own
 
-    pickled = as_buffer(np.frombuffer(pickling.dumps(obj), np.uint8))
     number = number_of(process_set, "allgather_object")
-    result: list[Any] = submit_and_wait("allgather_object", name, number, inputs=[pickled], finish=finish)
+    pickled = prepared("allgather_object", name, number, lambda: np.frombuffer(pickling.dumps(obj), np.uint8))
+    result: list[Any] = submit_and_wait("allgather_object", name, number, inputs=[as_buffer(pickled)], finish=finish)
     return result

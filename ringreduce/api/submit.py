@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
@@ -10,12 +11,14 @@ import numpy as np
 
 from ringreduce import runtime, trees
 from ringreduce.arrays.buffer import Buffer
-from ringreduce.errors import InputError
+from ringreduce.errors import InputError, RingreduceError
+from ringreduce.execution.signature import FAILURE
 from ringreduce.execution.submission import Submission
 from ringreduce.negotiation.negotiation import GLOBAL
 from ringreduce.ops import Average, ReduceOp, Sum
 
 Array = TypeVar("Array")
+Made = TypeVar("Made")
 
 
 def like(original: Any, result: Buffer) -> Any:
@@ -78,6 +81,29 @@ def submit_and_wait(
         waits=True,
     )
     return handle.wait()
+
+
+def prepared(kind: str, name: str | None, process_set: int, prepare: Callable[[], Made]) -> Made:
+    """What `prepare` makes for an operation that all ranks are about to submit.
+
+    Where it raises, the operation fails on all other ranks, with the error's text: none of them waits for this rank.
+    """
+    try:
+        return prepare()
+    except Exception as error:
+        if runtime.is_initialized():
+            _fail_on_all(kind, name, process_set, error)
+        raise
+
+
+def _fail_on_all(kind: str, name: str | None, process_set: int, error: Exception) -> None:
+    """Submit what no other rank can have submitted, and wait until all have seen it."""
+    engine = runtime.current(kind).engine
+    members = engine.process_sets.sets.get(process_set, ())
+    if len(members) > 1 and engine.world.rank in members:
+        details = (FAILURE, f"{type(error).__name__}: {error}"), ("rank", engine.world.rank)  # no two are equal
+        with contextlib.suppress(RingreduceError):
+            engine.submit(kind, name, process_set, details=details, signed=(), waits=True).wait()
 
 
 def whole(value: Any) -> Any:

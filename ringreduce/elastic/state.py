@@ -7,7 +7,9 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from ringreduce.api.broadcast import broadcast_
-from ringreduce.api.objects import allgather_object, broadcast_object
+from ringreduce.api.objects import allgather_object, broadcast_made, broadcast_object
+from ringreduce.api.process_sets import global_process_set
+from ringreduce.api.submit import prepared
 from ringreduce.api.world import rank
 from ringreduce.elastic.commit import Commit, put_back
 from ringreduce.elastic.kept import Kept, KeptFile
@@ -15,6 +17,7 @@ from ringreduce.elastic.sampler import ElasticSampler
 from ringreduce.errors import HostsUpdatedInterrupt, InputError
 from ringreduce.local.optimizer import HasLocalSteps
 from ringreduce.log import LOGGER
+from ringreduce.negotiation.negotiation import GLOBAL
 from ringreduce.optimizer import WrappingOptimizer
 from ringreduce.powersgd import PowerSGD
 from ringreduce.runtime import current, is_initialized
@@ -193,23 +196,34 @@ class ObjectState(State):
         Local attributes stay as they are, and are committed.
 
         Cost:   a broadcast of the arrays and one of the rest; after a restart an allgather of a number before.
-        Raises: PeerLostError; then this rank's attributes and its last commit are as before.
+        Raises: PeerLostError, or MismatchError where the attributes of that rank cannot be pickled, or another one has
+                no memory for them; then this rank's attributes and its last commit are as before.
         """
-        root = self._root()
+        root, objects, arrays = self._root(), f"{NAME}, its objects", f"{NAME}, its arrays"
         is_root = rank() == root
-        if is_root or self.is_sharded:
+        if self.is_sharded:
             self._commit()
-        mine = self._committed
-        objects = (mine.number, mine.places, mine.pickled) if is_root else None
-        number, places, pickled = broadcast_object(objects, root, f"{NAME}, its objects")
-        if not is_root:
+
+        def committed() -> tuple[Any, ...]:
+            if not self.is_sharded:
+                self._commit()
+            return self._committed.number, self._committed.places, self._committed.pickled
+
+        number, places, pickled = broadcast_made(committed, root, objects, global_process_set)
+
+        def room() -> Any:
+            if is_root:
+                return self._committed.memory
             self._spare.file = self._next_file()
             self._spare.begin(places)
-        broadcast_(mine.memory if is_root else self._spare.memory, root, f"{NAME}, its arrays")
+            return self._spare.memory
+
+        broadcast_(prepared("broadcast", arrays, GLOBAL, room), root, arrays)
         if not is_root:
             self._spare.finish(number, pickled)
             self._spare_own.take(self._own_tree(), number)
             self._use_spare()
+        if not is_root or self.is_sharded:  # parts that all ranks have from one are whole until the next step, on all
             self.restore()
         self.reset()
 

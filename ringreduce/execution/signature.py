@@ -17,6 +17,8 @@ from ringreduce.arrays.buffer import Buffer
 PACKAGE = str(Path(__file__).parents[1])
 CALLERS = ("torch", "jax", "tensorflow", "keras")  # torch calls hooks; jax.tree.map and jax.jit call functions
 SPANS = 16  # most spans of ranks named in a text
+FAILURE = "failure"
+"""The detail of a rank that cannot take part, and says why; no two such signatures go together."""
 MOST_KNOWN = 32768  # signatures that are kept
 
 
@@ -81,6 +83,11 @@ def mismatch_message(records: Mapping[int, SubmissionRecord], size: int) -> str:
 
     records: by rank of the world, which has `size` ranks.
     """
+    failed = [rank for rank, each in records.items() if FAILURE in dict(each.signature.details)]
+    if failed:
+        signature, line = records[min(failed)][:2]
+        why = f"{signature.kind} {signature.unnumbered.name!r} ({line}): {signature.detail(FAILURE)}"
+        return f"rank {min(failed)} of {size}, {why}; so no other rank can go on with it"
     first = min(records)
     differing = [rank for rank in sorted(records) if records[rank].signature != records[first].signature]
     mine, theirs = records[differing[0]], records[first]
@@ -117,8 +124,8 @@ def _first_difference(mine: Signature, theirs: Signature) -> tuple[str, str, str
     ours, his = dict(mine.details), dict(theirs.details)
     for key in {**ours, **his}:  # first: with other arguments, tensors may be of other shapes, too
         if ours.get(key) != his.get(key):
-            texts = [f"{key}={each if isinstance(each, str) else repr(each)}" for each in (ours.get(key), his.get(key))]
-            return subject, texts[0], texts[1], f"equal values of {key}"
+            same = f"equal values of {key}" if key.isidentifier() else "the same"
+            return subject, _detail_text(key, ours), _detail_text(key, his), same
     if len(mine.tensors) != len(theirs.tensors):
         return subject, f"{len(mine.tensors)} tensors{_alone(mine, theirs)}", f"{len(theirs.tensors)}", "equally many"
     for one, other in zip(mine.tensors, theirs.tensors, strict=True):
@@ -126,6 +133,13 @@ def _first_difference(mine: Signature, theirs: Signature) -> tuple[str, str, str
             part = subject if one.name == mine.unnumbered.name else f"{mine.kind} {one.name!r}"
             return part, *_tensor_difference(one, other)
     raise AssertionError("called with equal signatures")
+
+
+def _detail_text(key: str, details: Mapping[str, Any]) -> str:
+    value = details.get(key)
+    if value is None and not key.isidentifier():  # no argument, but what is said in place of one
+        return f"no {key}"
+    return f"{key}={value if isinstance(value, str) else repr(value)}"
 
 
 def _alone(mine: Signature, theirs: Signature) -> str:

@@ -28,7 +28,8 @@ class KerasState(ObjectState):
             model.fit(data, epochs=10 - state.epoch, callbacks=own)
 
     model:     a model that is built; all its variables are kept, the states of random seeds too.
-    optimizer: by default the one that the model was compiled with.
+    optimizer: by default the one that the model is compiled with; commit at once when you have compiled it anew, as
+               after unfreezing layers.
     backend:   Horovod's, without effect.
     Any attribute may be a model, a layer or an optimizer of Keras. For dropout that differs between ranks, and comes
     again after a loss: KerasState(model, dropout=model.get_layer("dropout"), local=("dropout",)).
@@ -38,15 +39,30 @@ class KerasState(ObjectState):
     Source: Horovod's KerasState.
     """
 
+    model: Any
+
     def __init__(
         self, model: Any, optimizer: Any = None, backend: Any = None, *, local: Iterable[str] = (), **attributes: Any
     ) -> None:
         if not model.built:
             raise InputError("KerasState: the model has no weights yet; build it first: model.build(input_shape)")
-        optimizer = model.optimizer if optimizer is None else optimizer
-        if optimizer is not None and not optimizer.built:
-            optimizer.build(model.trainable_variables)
+        self._is_models = optimizer is None
+        optimizer = _built(model.optimizer if optimizer is None else optimizer, model)
         super().__init__(None, None, local=local, model=model, optimizer=optimizer, **attributes)
+
+    def _tree(self) -> dict[str, Any]:
+        if self._is_models:
+            self.optimizer = _built(self.model.optimizer, self.model)
+        return super()._tree()
+
+    def restore(self) -> None:
+        """See `ObjectState.restore`; raises InputError where the model has another optimizer, or other variables."""
+        if self._is_models and self.model.optimizer is not self.optimizer:
+            raise InputError(
+                "KerasState: the model was compiled anew after the last commit, so its optimizer is another one; "
+                "commit at once after compile(), before a step"
+            )
+        super().restore()
 
     def _taken(self, value: Any) -> Any:
         if not _has_variables(value):
@@ -58,9 +74,23 @@ class KerasState(ObjectState):
     def _put_back(self, value: Any, saved: Any) -> Any:
         if not _has_variables(value):
             return super()._put_back(value, saved)
+        now, then = [tuple(each.shape) for each in value.variables], [each.shape for each in saved]
+        if now != then:
+            raise InputError(
+                f"KerasState: {value.name!r} has {len(now)} variables, of shapes {now}, but {len(then)} in the last "
+                f"commit, of {then}; commit at once when you have changed it, and build it as at the commit when the "
+                "script begins"
+            )
         for variable, array in zip(value.variables, saved, strict=True):
             variable.assign(np.array(array))  # a copy, as JAX keeps such memory for its own
         return value
+
+
+def _built(optimizer: Any, model: Any) -> Any:
+    """The optimizer, with the variables that it needs for the model's."""
+    if optimizer is not None and not optimizer.built:
+        optimizer.build(model.trainable_variables)
+    return optimizer
 
 
 def _has_variables(value: Any) -> bool:

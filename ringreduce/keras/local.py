@@ -43,9 +43,11 @@ class _LocalStepsCallback(HasLocalSteps, keras.callbacks.Callback):  # type: ign
         self.begin_from_anchors()
 
     def _variables(self) -> Parameters:
-        """Numbered, as the names that Keras gives layers differ between ranks."""
-        variables = () if self.model is None else self.model.trainable_variables
-        return {f"variable.{number}": _Flat(each) for number, each in enumerate(variables)}
+        """Numbered, as the names that Keras gives layers differ between ranks; a frozen layer's have numbers, too."""
+        if self.model is None:
+            return {}
+        trains = {id(each) for each in self.model.trainable_variables}
+        return {f"variable.{n}": _Flat(each) for n, each in enumerate(self.model.weights) if id(each) in trains}
 
 
 class LocalSGDCallback(_LocalStepsCallback):

@@ -5,6 +5,8 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
+import itertools
+import operator
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
@@ -16,9 +18,10 @@ from ringreduce.checks import divergence
 from ringreduce.errors import CollectiveError, InputError, MismatchError
 from ringreduce.local.options import Options, Outer, fragments_of, mean
 from ringreduce.log import LOGGER
-from ringreduce.optim.exchange import Exchange, Finish
+from ringreduce.optim.exchange import CHANGE, Exchange, Finish
 
 Parameters = dict[str, Any]
+_SHAPE = operator.attrgetter("shape")
 
 
 class Arrays(Protocol):
@@ -72,6 +75,8 @@ class LocalSteps:
         self._fragments: list[list[str]] = []
         self._sent: Sent | None = None
         self._agreed: Any = None  # the world whose ranks have the same options and anchors
+        self._shapes: list[Any] = []
+        self._known: Parameters = {}  # at the last step; none before the first one
 
     def begin(self) -> None:
         """Before a step: remember what parameters that are new begin with; in a new world compare with all ranks.
@@ -82,7 +87,12 @@ class LocalSteps:
         if not state:
             state.update(steps=0, anchors={}, outer={})
         anchors, found = state["anchors"], self.parameters()
-        trained = {name: each for name, each in found.items() if name in anchors or arrays.trains(each)}
+        if list(found) != list(self._known) or list(map(_SHAPE, found.values())) != self._shapes:
+            self._follow(found)
+            self._shapes = list(map(_SHAPE, found.values()))
+        self._known = found
+        # by name: ranks may have them in another order
+        trained = {name: found[name] for name in sorted(found) if name in anchors or arrays.trains(found[name])}
         anchors.update({name: arrays.read(each) for name, each in trained.items() if name not in anchors})
         if len(trained) != sum(map(len, self._fragments)):
             sizes = [anchors[name].nbytes for name in trained]
@@ -98,9 +108,58 @@ class LocalSteps:
                     "should; the averages are compared"
                 )
 
+    def _follow(self, found: Parameters) -> None:
+        """The parameters may be other ones: have the mean of all ranks' in those that are new, and those that are gone.
+
+        Raises: MismatchError on all ranks unless the same have come and gone.
+        """
+        state, arrays, anchors = self._state(), self._arrays, self._state()["anchors"]
+        older = self._known | anchors if self._known else found
+        gone = [name for name, each in anchors.items() if name not in found or found[name].shape != each.shape]
+        new = [name for name in found if name in gone or name not in older]
+        if not (gone or new):
+            return
+        lines = [f"{name!r}, {list(found[name].shape)}, is new" for name in new]
+        lines += [f"{name!r}, {list(anchors[name].shape)}, is gone" for name in gone]
+        if self._fragments:
+            self._give_up(gone)
+            first = self._fragments[self._next_fragment(state["steps"])][0]
+            self._exchange.say(self._name_of(first), CHANGE, "; ".join(sorted(lines)))
+        for name in gone:
+            del anchors[name]
+            state["outer"].pop(name, None)
+        averaged = {name: found[name] for name in new if arrays.trains(found[name])}
+        averaged |= {name: self._known[name] for name in gone if name in self._known and name not in found}
+        self._average(dict(sorted(averaged.items())))
+        self._fragments = []
+
+    def _average(self, parameters: Parameters) -> None:
+        if parameters:
+            values, names = [self._arrays.read(each) for each in parameters.values()], list(parameters)
+            means = self._plain.begin(f"{self._name_of(names[0])}, new", values, names).finish()
+            for parameter, value in zip(parameters.values(), means, strict=True):
+                self._arrays.write(parameter, value)
+
+    def _next_fragment(self, steps: int) -> int:
+        """The one that is sent next, also in the warm-up, where all are."""
+        if steps < self.options.warmup_steps:
+            return 0
+        later = (self.options.fragment(step) for step in itertools.count(steps + 1))
+        return next(each for each in later if each is not None)
+
+    def _give_up(self, gone: Sequence[str]) -> None:
+        """Wait for what is on its way, of which these are not applied."""
+        if self._sent is None:
+            return
+        sent, gradients = self._sent, self._sent.finish()
+        staying = [number for number, name in enumerate(sent.names) if name not in gone]
+        names, values, kept = ([each[number] for number in staying] for each in (sent.names, sent.values, gradients))
+        self._sent = sent._replace(names=names, values=values, finish=lambda: kept)
+        _unfinished[id(self)] = self._sent.finish
+
     def _agree(self, state: dict[str, Any]) -> None:
         checksum = 0
-        for anchor in state["anchors"].values():
+        for _, anchor in sorted(state["anchors"].items()):
             checksum = zlib.crc32(self._arrays.to_numpy(anchor).tobytes(), checksum)
         details = *self.options.details(), ("steps", state["steps"]), ("the parameters' checksum", f"{checksum:08x}")
         try:
@@ -140,7 +199,11 @@ class LocalSteps:
         """Begin to average how far the values are from the anchors; what: tells it from others with these names."""
         anchors = self._state()["anchors"]
         gradients = [anchors[name] - value for name, value in zip(names, values, strict=True)]
-        return exchange.begin(f"{self.options.function}{what}.{names[0]}", gradients, names).finish
+        return exchange.begin(self._name_of(names[0], what), gradients, names).finish
+
+    def _name_of(self, first: str, what: str = "") -> str:
+        """Of an average, by which ranks match it."""
+        return f"{self.options.function}{what}.{first}"
 
     def _apply(self, steps: int) -> None:
         """Wait for what is due, and have it applied."""
@@ -184,7 +247,7 @@ class LocalSteps:
 
         Raises: InputError where the state is that of other parameters.
         """
-        self._sent, found = None, self.parameters()
+        self._sent, self._known, found = None, {}, self.parameters()
         for name, anchor in self._state().get("anchors", {}).items():
             if name not in found or found[name].shape != anchor.shape:
                 has = f"has {list(found[name].shape)}" if name in found else "is not a parameter here"

@@ -89,10 +89,14 @@ class Gradient:
         """Wait for the agreed layout, if ranks agree on it; raises MismatchError when this rank's is another."""
         if self.layout_handle is None:
             return
-        mine = self.local_layout
         layout_handle, self.layout_handle = self.layout_handle, None
-        self.layout = int(layout_handle.wait()[0])
-        if mine not in (UNKNOWN, self.layout) and not self.sparse_as_dense:
+        mine = self.local_layout
+        self.take_layout(mine, int(layout_handle.wait()[0]))
+
+    def take_layout(self, mine: int, agreed: int) -> None:
+        """Have the layout that all ranks agreed on; raises MismatchError when this rank's is another."""
+        self.layout = agreed
+        if mine not in (UNKNOWN, agreed) and not self.sparse_as_dense:
             raise MismatchError(
                 f"gradient {self.name!r}: {'dense' if mine == DENSE else 'sparse'} on this rank, but sparse of another "
                 "form on others; it must be the same on all ranks, or pass sparse_as_dense=True"

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from ringreduce import runtime
-from ringreduce.api.arguments import arguments_of
+from ringreduce.api.arguments import Details, arguments_of
 from ringreduce.api.process_sets import ProcessSet, global_process_set, number_of
 from ringreduce.api.reduce import allreduce_async, grouped_allreduce, submit
 from ringreduce.api.submit import like, which_op
@@ -20,6 +20,9 @@ from ringreduce.execution.signature import calling_line
 from ringreduce.execution.submission import Handle
 from ringreduce.ops import Adasum, Average, Max, ReduceOp, Sum
 from ringreduce.powersgd import PowerSGD
+
+CHANGE, CLEARED = "change of param_groups", "clearing of gradients in place of a step"
+"""What `Exchange.say` is called for."""
 
 Finish = Callable[[], list[Any]]  # waits, and returns the reduced arrays
 
@@ -80,6 +83,12 @@ class Exchange:
             "process_set": process_set,
             **scales,
         }  # of an allreduce
+
+    @property
+    def _details(self) -> Details:
+        """Of the reductions that it submits."""
+        factored = isinstance(self.compression, PowerSGD)
+        return (*self._checked.details, *((("compressor", repr(self.compression)),) if factored else ()))
 
     @property
     def size(self) -> int:
@@ -151,7 +160,7 @@ class Exchange:
     ) -> tuple[Callable[[], None], Handle]:
         """As PowerSGD.begin."""
         options: dict[str, Any] = {
-            "details": (*self._checked.details, ("compressor", repr(compression))),
+            "details": self._details,
             "check": self._checked.check,
             "line": line or calling_line(3),
             "of_step": of_step,
@@ -168,6 +177,22 @@ class Exchange:
 
         return compression.begin(submit, name, names, buffers, self.size if self.op is Sum else 1)
 
+    def say(
+        self, name: str | None, what: str, text: str, kind: str = "allreduce", details: Details | None = None
+    ) -> None:
+        """Wait until all ranks have said this of `what`, in place of the operation that they know by this name.
+
+        A rank that has nothing to say submits that operation next, so that it is told, and nobody waits for ever.
+        name, kind, details: of the operation; by default the details of a reduction.
+        Raises: MismatchError on all ranks, with the text, unless all have said the same; see `is_disagreement`.
+        """
+        if self.size == 1:
+            return
+        said = (*(self._details if details is None else details), (what, text))
+        buffers = [as_buffer(np.zeros(self.size, np.float32))] if name is not None else []
+        engine, number = runtime.current("DistributedOptimizer").engine, number_of(self.process_set, kind)
+        engine.submit(kind, name, number, details=said, inputs=buffers, outputs=buffers, waits=True).wait()
+
     def refuse(self, name: str) -> None:
         """Let the group of this name fail on all ranks with MismatchError; nobody waits for this submission itself."""
         if self.size > 1:
@@ -176,6 +201,16 @@ class Exchange:
     def begin_maximum(self, name: str, numbers: Sequence[int]) -> Handle:
         """Begin to find each number's largest value on any rank."""
         return allreduce_async(np.array(numbers, np.int32), name=name, op=Max, process_set=self.process_set)
+
+    def forget(self, names: Iterable[str]) -> None:
+        """The gradients of these names are gone, or another parameter's."""
+        if isinstance(self.compression, PowerSGD):
+            self.compression.forget(names)
+
+
+def is_disagreement(error: Exception) -> bool:
+    """True for the error of what not all ranks have said: no gradients differ."""
+    return any(each in str(error) for each in (CHANGE, CLEARED))
 
 
 def _copied(buffer: Buffer) -> Buffer:

@@ -12,13 +12,17 @@ from ringreduce.errors import InputError
 Named = list[tuple[str, Any]]
 
 
-def name_parameters(owned: Sequence[Any], named_parameters: Iterable[tuple[str, Any]] | None) -> Named:
-    """The optimizer's parameters with their names, numbered by default; raises InputError for a missing or equal one.
+def name_parameters(
+    groups: Sequence[Sequence[Any]], named_parameters: Iterable[tuple[str, Any]] | None
+) -> tuple[Named, Named]:
+    """The parameters of an optimizer's groups with their names, numbered by default; and the others that have a name.
 
     Parameters are told apart by identity: of several names of one, as tied weights have, the first is taken.
+    Raises: InputError for a missing name, or an equal one.
     """
+    owned = [parameter for group in groups for parameter in group]
     if named_parameters is None:
-        return [(f"parameter.{number}", parameter) for number, parameter in enumerate(owned)]
+        return [(f"parameter.{number}", parameter) for number, parameter in enumerate(owned)], []
     named = list(named_parameters)
     if not all(isinstance(each, tuple) and len(each) == 2 for each in named):
         raise InputError("named_parameters: expected (name, parameter) pairs, such as model.named_parameters()")
@@ -27,11 +31,31 @@ def name_parameters(owned: Sequence[Any], named_parameters: Iterable[tuple[str, 
     if duplicates:
         raise InputError(f"named_parameters: names must differ; given more than once: {', '.join(duplicates)}")
     named_ids = {id(parameter): name for name, parameter in named[::-1]}
-    unnamed = sum(id(parameter) not in named_ids for parameter in owned)
+    unnamed = [
+        f"param_groups[{number}]['params'][{index}] of shape {tuple(parameter.shape)}"
+        for number, group in enumerate(groups)
+        for index, parameter in enumerate(group)
+        if id(parameter) not in named_ids
+    ]
     if unnamed:
-        raise InputError(f"named_parameters: {unnamed} of the optimizer's {len(owned)} parameters have no name in it")
+        have = "has no name" if len(unnamed) == 1 else "have no names"
+        raise InputError(
+            f"named_parameters: {len(unnamed)} of the optimizer's {len(owned)} parameters {have} in it: "
+            f"{listed(unnamed)}; pass the names of all parameters that the optimizer has"
+        )
+    first = [(name, parameter) for name, parameter in named if named_ids[id(parameter)] == name]
     owned_ids = {id(parameter) for parameter in owned}
-    return [(name, each) for name, each in named if id(each) in owned_ids and named_ids[id(each)] == name]
+    mine, others = ([pair for pair in first if (id(pair[1]) in owned_ids) is owns] for owns in (True, False))
+    return mine, others
+
+
+def listed(texts: Sequence[str], most: int = 5) -> str:
+    """The first few of them, and how many more there are.
+
+    >>> listed(["a", "b", "c"], 2)
+    'a, b and 1 more'
+    """
+    return ", ".join(texts[:most]) + (f" and {len(texts) - most} more" if len(texts) > most else "")
 
 
 def group_parameters(named: Named, groups: int | Sequence[Sequence[Any]] | None) -> list[list[Any]]:

@@ -24,12 +24,14 @@ from ringreduce.checks.learning_rates import LearningRates
 from ringreduce.errors import MismatchError
 from ringreduce.log import LOGGER
 from ringreduce.optim.buckets import DENSE, UNKNOWN, Gradient, GradientBucket, fill
-from ringreduce.optim.exchange import Exchange
+from ringreduce.optim.exchange import Exchange, is_disagreement
 
 POSITION = operator.attrgetter("position")
 CAUTIOUS_STEPS, RECOVERY_STEPS = 8, 100
 """Steps in which every gradient must be computed once before one is submitted during backward: at first, and after a
-step in which one was not. Many, as a script that does so now and then would get a BackwardError the next time."""
+step in which one was not. Many, as a script that does so now and then would get a BackwardError the next time. But as
+few as at first after one whose gradients were only cleared, as of a bad batch: the next time that is possible while
+they are on their way, too. Twice as many after each further one."""
 LOOK_S = 0.25  # how often a rank that waits for a bucket looks whether another one has failed
 LAST = 2**31 - 1  # the position of a gradient that some rank does not compute
 
@@ -52,6 +54,7 @@ class Reducer:
         self._known_since: tuple[Any, ...] = ()
         self._clean_steps = 0  # since one in which a gradient was computed twice, or cleared
         self._unclean = ""  # why the last of those was none
+        self._clears, self._recovery = 0, CAUTIOUS_STEPS  # how often gradients were cleared; the clean steps it takes
         self._lock = threading.RLock()  # several threads may report gradients
         self._comparison: Comparison | None = None
         self._look_at_the_world()
@@ -60,11 +63,55 @@ class Reducer:
         """Reduce the gradients of these parameters together."""
         self._put([self._gradients[id(parameter)] for parameter in parameters])
 
-    def _put(self, members: list[Gradient], splits: bool = False) -> None:
+    def _put(self, members: list[Gradient], splits: bool = False, begun: bool = False) -> None:
         """Put gradients into one bucket."""
         bucket = GradientBucket(members, splits)
+        bucket.begun = begun
         for member in members:
             member.bucket, member.is_loose = bucket, False
+
+    def say(self, what: str, text: str) -> None:
+        """Wait until all ranks have said the same; none of them has a gradient on its way.
+
+        Raises: MismatchError on all ranks, also on one that goes on to its next gradients, when these have failed.
+        """
+        bucket = self._next_bucket()
+        try:
+            self._say(bucket, what, text)
+        except MismatchError:
+            self._go_along(bucket)
+            self.abandon()
+            raise
+
+    def _say(self, bucket: GradientBucket, what: str, text: str) -> None:
+        """In place of the next operation on this bucket."""
+        self.exchange.say(bucket.name, what, text)
+
+    def _next_bucket(self) -> GradientBucket:
+        """One that every rank submits next, and the same on all ranks; dense if there is one."""
+        trained = [each for each in self._buckets if each.trained] or self._buckets
+        if not trained:
+            return GradientBucket([Gradient("no parameters")])
+        return min(trained, key=lambda each: (any(one.layout != DENSE for one in each.trained), each.name))
+
+    def _go_along(self, bucket: GradientBucket) -> None:
+        """Take part in what another rank has begun beside this bucket, and waits for; the step has failed on all."""
+        self.reset()
+        bucket.begun = True
+        self.synchronize(quiet=True)
+
+    def _regroup(self, gone: Sequence[Gradient]) -> None:
+        """Fill the buckets anew, but for the user's groups, where those of equal names take the places of these."""
+        named = {each.name: each for each in self._gradients.values()}
+        for bucket in dict.fromkeys(each.bucket for each in [*self._gradients.values(), *gone]):
+            staying = [named.get(each.name) if each in gone else each for each in bucket.members]
+            members = [each for each in staying if each is not None]
+            if bucket.splits:
+                for each in members:
+                    each.leave_bucket()
+                    each.is_loose = True
+            elif members != bucket.members and len(bucket.members) > 1:
+                self._put(members, begun=bucket.begun)
 
     @property
     def _buckets(self) -> list[GradientBucket]:
@@ -92,12 +139,20 @@ class Reducer:
                     self._split(bucket)
                 gradient.bucket.begun = False
 
-    def _distrust(self, why: str) -> None:
-        """Not every gradient of this step was computed once: those of the next ones may change after backward, too."""
+    def _distrust(self, why: str, was_cleared: bool = False) -> None:
+        """Not every gradient of this step was computed once: those of the next ones may change after backward, too.
+
+        Only for this rank: others may have seen something else, and submit the same gradients earlier or later.
+        """
+        self._clears += was_cleared
+        least = 0 if self.trusts else self._recovery
+        again = min(RECOVERY_STEPS, CAUTIOUS_STEPS << self._clears - 1) if was_cleared else RECOVERY_STEPS
+        self._recovery = max(least, again)
         if not self._unclean and self.exchange.size > 1 and self.overlaps:
+            then = "only all ranks may do it together" if was_cleared else "it is a BackwardError"
             LOGGER.warning(
                 f"DistributedOptimizer: {why}; so gradients are reduced at step(), not during backward(), until "
-                f"{RECOVERY_STEPS} steps have gone without that. From then on it is a BackwardError: put a backward() "
+                f"{self._recovery} steps have gone without that. From then on {then}: put a backward() "
                 "whose gradients are not wanted into `with optimizer.no_sync():`, or raise backward_passes_per_step"
             )
         self._clean_steps, self._unclean = -1, why
@@ -110,7 +165,7 @@ class Reducer:
     @property
     def trusts(self) -> bool:
         """True when a gradient that backward has computed may be submitted: a step computes each once."""
-        return self._clean_steps >= (RECOVERY_STEPS if self._unclean else CAUTIOUS_STEPS)
+        return self._clean_steps >= (self._recovery if self._unclean else CAUTIOUS_STEPS)
 
     @property
     def no_overlap(self) -> str:
@@ -156,8 +211,8 @@ class Reducer:
             bucket.finish()
             if self._comparison is not None:
                 self._comparison.reduced([each.name for each in bucket.members])
-        except MismatchError:
-            if not bucket.splits:
+        except MismatchError as error:
+            if not bucket.splits or is_disagreement(error):
                 raise
             bucket.begun = False
             self._split(bucket, refuses=False)  # if tensors differ, the next error names one
@@ -174,7 +229,7 @@ class Reducer:
         waiting = {each.bucket for each in unknown if each.layout == UNKNOWN == each.local_layout}
         errors: list[Exception] = []
         for bucket in sorted(taken, key=waiting.__contains__):
-            with _noting(errors):
+            with noting(errors):
                 bucket.begin(self.exchange, self._line)
                 self._in_flight[bucket] = None
         if errors:
@@ -235,12 +290,12 @@ class Reducer:
         Raises the first error after waiting for all. quiet: raises nothing.
         """
         errors: list[Exception] = []
-        with _noting(errors):
+        with noting(errors):
             self._count()
             self._look_at_the_world()
             self._begin([each for each in self._buckets if not each.begun and each.trained])
         while self._in_flight:
-            with _noting(errors):
+            with noting(errors):
                 self._finish(self._last())
         if errors:
             self.reset()
@@ -284,7 +339,7 @@ class Reducer:
 
 
 @contextlib.contextmanager
-def _noting(errors: list[Exception]) -> Iterator[None]:
+def noting(errors: list[Exception]) -> Iterator[None]:
     """Errors that are raised when all is done."""
     try:
         yield

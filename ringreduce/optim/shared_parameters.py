@@ -45,19 +45,22 @@ class SharedParameters:
     def move(self, arrays: dict[str, Any]) -> dict[str, Any]:
         """The first rank's arrays, which lie apart, in memory that all ranks share; all ranks must call it.
 
-        Raises: InputError on all ranks where they are on several hosts, and where there is not so much memory.
+        Raises: InputError on all ranks where they are on several hosts, where there is not so much memory, and where
+                one has other names, types or shapes.
         """
+        arrays = dict(sorted(arrays.items()))  # ranks may have them in another order
         if not all(isinstance(each, np.ndarray) for each in arrays.values()):
             raise InputError(f"{OPTION}: expected NumPy arrays")
         counts = [-(-each.nbytes // ALIGNMENT) * ALIGNMENT for each in arrays.values()]
-        parts = zip(np.split(self._memory(sum(counts) or 1), np.cumsum(counts)), arrays.items(), strict=False)
+        kinds = {name: f"{each.dtype}{list(each.shape)}" for name, each in arrays.items()}
+        parts = zip(np.split(self._memory(sum(counts) or 1, kinds), np.cumsum(counts)), arrays.items(), strict=False)
         moved = {name: part[: each.nbytes].view(each.dtype).reshape(each.shape) for part, (name, each) in parts}
         for name in moved if self._set.rank() == 0 else ():
             moved[name][...] = arrays[name]
         self.barrier().wait()
         return moved
 
-    def _memory(self, nbytes: int) -> Any:
+    def _memory(self, nbytes: int, kinds: dict[str, str]) -> Any:
         file, place, memory, why = -1, None, None, ""
         try:
             if self._set.rank() == 0:
@@ -66,9 +69,11 @@ class SharedParameters:
                 place = Place.of(file)
         except OSError as exc:
             why = f"{SHARED_MEMORY} has no {nbytes / 1e6:.1f} MB ({exc.strerror}); enlarge it (docker run --shm-size=…)"
-        found = allgather_object((self._world.hosts[self._world.rank], place, why), process_set=self._set)
-        if len({host for host, _, _ in found}) > 1:
+        found = allgather_object((self._world.hosts[self._world.rank], place, why, kinds), process_set=self._set)
+        if len({host for host, *_ in found}) > 1:
             why = "the ranks are on several hosts; expected one, whose memory they share"
+        for number, (*_, theirs) in enumerate(found):
+            why = why or _difference(found[0][-1], theirs, number)
         try:
             memory = mapped(found[0][1], nbytes) if found[0][1] else None
         except OSError as exc:
@@ -79,3 +84,11 @@ class SharedParameters:
         if any(whys):
             raise InputError(f"{OPTION}: {next(filter(None, whys))}")
         return memory
+
+
+def _difference(first: dict[str, str], theirs: dict[str, str], rank: int) -> str:
+    for name in {**first, **theirs}:
+        mine, his = first.get(name, "missing"), theirs.get(name, "missing")
+        if mine != his:
+            return f"parameter {name!r} is {his} on rank {rank}, {mine} on rank 0; expected the same on all ranks"
+    return ""

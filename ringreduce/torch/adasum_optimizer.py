@@ -13,10 +13,13 @@ from typing import Any
 import torch
 
 from ringreduce import runtime
-from ringreduce.errors import BackwardError
+from ringreduce.errors import BackwardError, MismatchError
+from ringreduce.optim.buckets import GradientBucket
+from ringreduce.optim.exchange import Finish
+from ringreduce.optim.reducer import noting
 from ringreduce.torch.gradient import Gradient, TorchReducer
 from ringreduce.torch.hooks import too_often
-from ringreduce.torch.wrapped import UnscalingMixin, WrappedMixin
+from ringreduce.torch.wrapped import UnscalingMixin, WrappedMixin, passed_on
 
 
 class DeltaReducer(TorchReducer):
@@ -41,6 +44,16 @@ class DeltaReducer(TorchReducer):
 
     abandon = clear
 
+    def _go_along(self, bucket: GradientBucket) -> None:
+        """See `optim.reducer`."""
+        others = [each for each in self._gradients.values() if each.trains and each.bucket is not bucket]
+        for finish in [self._begin_delta(each, torch.zeros_like(each.parameter)) for each in others]:
+            with contextlib.suppress(MismatchError):
+                finish()
+
+    def _begin_delta(self, gradient: Gradient, delta: torch.Tensor) -> Finish:
+        return self.exchange.begin(gradient.name, [delta.detach()]).finish
+
     @property
     def no_overlap(self) -> str:
         """See `optim.reducer`."""
@@ -49,20 +62,23 @@ class DeltaReducer(TorchReducer):
     def starts(self) -> list[tuple[Gradient, torch.Tensor]]:
         """The trained parameters, and a copy of each; none where there is nobody to reduce with."""
         self._look_at_the_world()
+        if self.follow():
+            self.regroup()
         trained = [each for each in self._gradients.values() if each.parameter.requires_grad]
         return [(each, each.parameter.detach().clone()) for each in trained] if self.exchange.size > 1 else []
 
     @torch.no_grad()
     def reduce(self, starts: Sequence[tuple[Gradient, torch.Tensor]]) -> None:
-        """Add the Adasum of all ranks' changes to where each parameter started."""
-        under_way = [
-            (each.parameter, start, self.exchange.begin(each.name, [each.parameter.detach() - start]).finish)
-            for each, start in starts
-        ]
+        """Add the Adasum of all ranks' changes to where each parameter started; raises the first error, of all."""
+        under_way = [(each.parameter, start, self._begin_delta(each, each.parameter - start)) for each, start in starts]
+        errors: list[Exception] = []
         for parameter, start, finish in under_way:
-            (delta,) = finish()
-            parameter.copy_(start + delta)
+            with noting(errors):
+                (delta,) = finish()
+                parameter.copy_(start + delta)
         self.clear()
+        if errors:
+            raise errors[0]
         if self._comparison is not None:
             self._comparison.in_order()
         runtime.stepped(id(self))
@@ -73,7 +89,7 @@ class AdasumMixin(UnscalingMixin, WrappedMixin):
 
     _reducer: DeltaReducer
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+    def step(self, closure: Callable[[], Any] | None = None, *args: Any, **kwargs: Any) -> Any:
         """Step with this rank's gradients, then reduce over all ranks what that changed.
 
         Where GradScaler finds gradients of this rank that are not finite, this rank's change is none.
@@ -83,7 +99,7 @@ class AdasumMixin(UnscalingMixin, WrappedMixin):
         """
         starts, loss = self._reducer.starts(), None
         if self._is_unscaled():
-            loss = super().step(closure) if closure is not None else super().step()  # type: ignore[misc]
+            loss = super().step(*passed_on(closure, args), **kwargs)  # type: ignore[misc]
         self._reducer.reduce(starts)
         return loss
 

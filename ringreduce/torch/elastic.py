@@ -12,8 +12,8 @@ from ringreduce.elastic.commit import put_back
 from ringreduce.elastic.common import *  # noqa: F403
 from ringreduce.elastic.sampler import ElasticSampler as NeutralSampler
 from ringreduce.elastic.state import ObjectState
-from ringreduce.torch.functions import adopt, taken_apart
-from ringreduce.torch.sharded import ShardedMixin
+from ringreduce.errors import InputError
+from ringreduce.torch.outline import adopt, follow, outline_of
 from ringreduce.torch.wrapped import WrappedMixin
 
 __all__ = ["TorchState"]
@@ -47,27 +47,68 @@ class TorchState(ObjectState):
 
     def restore(self) -> None:
         """Give all attributes their committed values; gradients, of which some may be reduced, are cleared."""
+        self._give_up()
         for name in self._names:
             value = getattr(self, name)
             if isinstance(value, torch.optim.Optimizer):
-                if isinstance(value, WrappedMixin):
-                    value._reducer.abandon()
                 value.zero_grad()
         super().restore()
 
+    def sync(self) -> None:
+        """See `ObjectState.sync`; what the groups of the root have got by themselves, all have now."""
+        super().sync()
+        for name in self._names:
+            if isinstance(value := getattr(self, name), torch.optim.Optimizer):
+                follow(value)
+
+    def reset(self) -> None:
+        """See `ObjectState.reset`; all ranks, also that whose state all have, begin with a new step."""
+        super().reset()
+        self._give_up()
+
+    def _give_up(self) -> None:
+        for name in self._names:
+            value = getattr(self, name)
+            if isinstance(value, WrappedMixin):
+                value._reducer.abandon()
+
     def _taken(self, value: Any) -> Any:
-        return taken_apart(value) if _is_whole(value) else super()._taken(value)
+        if isinstance(value, torch.optim.Optimizer):
+            return outline_of(value, self._modules)._replace(parameters={})
+        return super()._taken(value)
+
+    @property
+    def _modules(self) -> dict[str, torch.nn.Module]:
+        values = {f"{name}.": getattr(self, name, None) for name in self._names}
+        return {prefix: each for prefix, each in values.items() if isinstance(each, torch.nn.Module)}
 
     def _put_back(self, value: Any, saved: Any) -> Any:
-        if _is_whole(value):
-            adopt(value, saved, put_back)
+        if isinstance(value, torch.optim.Optimizer):
+            adopt(value, saved, put_back, "the last commit", self._modules)
             return value
         if isinstance(value, torch.nn.Module):
-            value.load_state_dict(saved)  # which copies
+            _load(value, saved)
             return value
         return super()._put_back(value, saved)
 
 
-def _is_whole(value: Any) -> bool:
-    """True for an optimizer of which this rank has all; the state_dict() of another one is that of all ranks' parts."""
-    return isinstance(value, torch.optim.Optimizer) and not isinstance(value, ShardedMixin)
+def _load(module: torch.nn.Module, saved: dict[str, Any]) -> None:
+    """Give a module its committed values, and shapes where those have changed since; raises InputError for its names.
+
+    load_state_dict copies, but for what stands for no tensor.
+    """
+    for name, live in module.state_dict(keep_vars=True).items():
+        shape = getattr(saved.get(name), "shape", None)
+        is_known = isinstance(live, torch.Tensor) and not torch.nn.parameter.is_lazy(live)
+        if is_known and shape is not None and live.shape != shape:
+            live.data = torch.empty(shape, dtype=live.dtype, device=live.device)
+            live.grad = None
+    try:
+        module.load_state_dict(saved)
+    except RuntimeError as error:
+        why = " ".join(str(error).split())
+        raise InputError(
+            f"TorchState: the last commit has another {type(module).__name__} than there is now: {why} Shapes may "
+            "change between two commits, but not names: build the module as at the commit before elastic.run begins, "
+            "and commit at once when you have changed it"
+        ) from error

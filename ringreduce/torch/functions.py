@@ -7,18 +7,20 @@ No rank takes a step for this, so the root's own state does not change.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 
 from ringreduce import trees
 from ringreduce.api.broadcast import submit_broadcast
-from ringreduce.api.objects import broadcast_object
-from ringreduce.api.process_sets import ProcessSet, global_process_set
+from ringreduce.api.objects import allgather_object, broadcast_made
+from ringreduce.api.process_sets import ProcessSet, global_process_set, number_of
+from ringreduce.api.submit import prepared
 from ringreduce.api.world import rank
 from ringreduce.arrays.view import as_buffer
 from ringreduce.errors import InputError
+from ringreduce.torch.outline import Modules, Outline, adopt, follow, matching, outline_of
 
 NAME = "optimizer state"  # of the operations, so that they match on ranks with different numbers of unnamed operations
 
@@ -31,44 +33,54 @@ def broadcast_optimizer_state(
 ) -> None:
     """Give all ranks' optimizers the root's state and options; afterwards all `state_dict()`s are equal, bit for bit.
 
+    Parameters are matched by name, and where none is known by their places in the groups; a rank whose groups have the
+    same parameters in another order gets the root's groups.
+
     optimizer: a torch optimizer, or one that `DistributedOptimizer` or `ShardedOptimizer` wrapped, with the same
                parameters on each rank. The root may have state that others lack, or lack state that they have.
-    model:     ignored; there for Horovod's scripts.
-    Cost:      a broadcast of the outline, and one of all tensors.
-    Raises:    InputError (a ValueError) on a rank whose optimizer has other parameters than the root's; PeerLostError.
+    model:     the names of parameters that an optimizer itself does not know.
+    Cost:      a broadcast of the outline, an agreement, and a broadcast of all tensors.
+    Raises:    InputError (a ValueError) on all ranks where the optimizer of one has other parameters than the root's;
+               MismatchError on all ranks where the state of one cannot be sent, or received; PeerLostError.
     Source:    Horovod's broadcast_optimizer_state, which takes a step where there is no state, and refuses LBFGS.
     """
+    modules = {} if model is None else {"": model}
     is_root = rank() == root_rank
-    if getattr(optimizer, "is_sharded", False):
-        whole = optimizer.state_dict()
-        optimizer.load_state_dict(broadcast_object(whole if is_root else None, root_rank, NAME, process_set))
-        return
     sent: list[torch.Tensor] = []
-    outline, marks = broadcast_object(_outline(optimizer, sent) if is_root else None, root_rank, NAME, process_set)
-    # as bytes, whatever type they are of: no arithmetic is done on them
-    received = [each.resolve_conj().resolve_neg().reshape(-1).view(torch.uint8) for each in sent]
-    if not is_root:
-        received = [mark.room(optimizer) for mark in marks]
-    buffers = [as_buffer(each) for each in received]
-    names = [mark.name for mark in marks]
+    own = outline_of(optimizer, modules)
+
+    def made() -> tuple[Outline, list[_Mark]]:
+        marked, marks = _marked(own, sent)
+        # as bytes, whatever type they are of: no arithmetic is done on them
+        sent[:] = [each.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8) for each in sent]
+        return marked, marks
+
+    outline, marks = broadcast_made(made, root_rank, NAME, process_set)
+    names, source = tuple(mark.name for mark in marks), f"rank {root_rank}'s optimizer"
+    why_not = "" if is_root else _why_not(optimizer, outline, source, modules)
+    if whys := list(filter(None, allgather_object(why_not, f"{NAME}, its parameters", process_set))):
+        raise InputError(whys[0])
+    room = lambda: sent if is_root else [mark.room(own.parameters) for mark in marks]  # noqa: E731
+    moved = prepared("broadcast", NAME, number_of(process_set, "broadcast"), room)
+    buffers = [as_buffer(each) for each in moved]
     submit_broadcast(buffers, buffers, root_rank, NAME, names, process_set, lambda _: None, waits=True).wait()
-    if is_root:
+    if is_root and not getattr(optimizer, "is_sharded", False):
+        follow(optimizer)
         return
-    tensors = [mark.restored(each) for mark, each in zip(marks, received, strict=True)]
+    tensors = [mark.restored(each) for mark, each in zip(marks, moved, strict=True)]
 
     def filled(_: Any, value: Any) -> Any:
         return trees.map_leaves(value, lambda _, leaf: tensors[leaf.number] if isinstance(leaf, _Mark) else leaf)
 
-    adopt(optimizer, outline, filled)
+    adopt(optimizer, outline, filled, source, modules)
 
 
-class Parts(NamedTuple):
-    """An optimizer's options and state, with numbers for parameters."""
-
-    sizes: list[int]  # how many parameters each group has
-    options: list[dict[str, Any]]  # of each group, all but its parameters
-    of_parameters: dict[int, Any]
-    others: dict[Any, Any]  # state that belongs to no parameter, by its key
+def _why_not(optimizer: torch.optim.Optimizer, outline: Outline, source: str, modules: Modules) -> str:
+    try:
+        matching(optimizer, outline, source, modules, is_strict=True)
+    except InputError as error:
+        return str(error)
+    return ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,16 +89,15 @@ class _Mark:
 
     number: int
     name: str
-    owner: int  # the number of the parameter on whose device it lies, unless it lies on the host
+    owner: str  # the parameter on whose device it lies, unless it lies on the host
     on_host: bool
     shape: torch.Size
     stride: tuple[int, ...]
     dtype: torch.dtype
 
-    def room(self, optimizer: torch.optim.Optimizer) -> torch.Tensor:
+    def room(self, parameters: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """Memory to receive its bytes in."""
-        parameters = _parameters(optimizer)
-        device = "cpu" if self.on_host or self.owner >= len(parameters) else parameters[self.owner].device
+        device = "cpu" if self.on_host or self.owner not in parameters else parameters[self.owner].device
         return torch.empty(self.shape.numel() * self.dtype.itemsize, dtype=torch.uint8, device=device)
 
     def restored(self, received: torch.Tensor) -> torch.Tensor:
@@ -97,81 +108,34 @@ class _Mark:
         return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=tensor.device).copy_(tensor)
 
 
-def _outline(optimizer: torch.optim.Optimizer, sent: list[torch.Tensor]) -> tuple[Parts, list[_Mark]]:
-    """What this optimizer's state looks like, with marks for tensors; these are appended to `sent`."""
+def _marked(outline: Outline, sent: list[torch.Tensor]) -> tuple[Outline, list[_Mark]]:
+    """The outline with marks for tensors; these are appended to `sent`."""
     marks: list[_Mark] = []
 
-    def mark(leaf: Any, name: str, owner: int) -> Any:
-        if not isinstance(leaf, torch.Tensor) or leaf.layout is not torch.strided:
+    def mark(leaf: Any, name: str, owner: str) -> Any:
+        if not _is_plain(leaf):
             return leaf
         number, on_host = len(sent), leaf.device.type == "cpu"
-        marks.append(_Mark(number, name, owner, on_host, leaf.shape, leaf.stride(), leaf.dtype))
+        stride = torch.empty_like(leaf, device="meta").stride()  # its own, unless it has gaps, or shares elements
+        marks.append(_Mark(number, name, owner, on_host, leaf.shape, stride, leaf.dtype))
         sent.append(leaf.detach())
         return marks[-1]
 
-    def marked(value: Any, name: str, owner: int) -> Any:
+    def marked(value: Any, name: str, owner: str) -> Any:
         return trees.map_leaves(value, lambda path, leaf: mark(leaf, path, owner), name)
 
-    parts = taken_apart(optimizer)
-    firsts = [sum(parts.sizes[:index]) for index in range(len(parts.sizes))]
-    return Parts(
-        parts.sizes,
-        [marked(own, f"group {index}", firsts[index]) for index, own in enumerate(parts.options)],
-        {number: marked(value, f"parameter {number}", number) for number, value in parts.of_parameters.items()},
-        {key: marked(value, f"state {key}", 0) for key, value in parts.others.items()},
+    firsts = [names[0] if names else "" for names in outline.names]
+    both = enumerate(zip(outline.options, firsts, strict=True))
+    return outline._replace(
+        options=[marked(options, f"group {number}", first) for number, (options, first) in both],
+        of_parameters={name: marked(value, name, name) for name, value in outline.of_parameters.items()},
+        others={key: marked(value, f"state {key}", next(iter(firsts), "")) for key, value in outline.others.items()},
+        parameters={},
     ), marks
 
 
-def taken_apart(optimizer: torch.optim.Optimizer) -> Parts:
-    """Its options and state; nothing is copied."""
-    numbers = {id(parameter): number for number, parameter in enumerate(_parameters(optimizer))}
-    of_parameters, others = {}, {}
-    for key, value in optimizer.state.items():
-        number = numbers.get(id(key))
-        if number is None:
-            others[key] = value
-        else:
-            of_parameters[number] = value
-    groups = optimizer.param_groups
-    options = [{key: value for key, value in group.items() if key != "params"} for group in groups]
-    return Parts([len(group["params"]) for group in groups], options, of_parameters, others)
-
-
-def adopt(optimizer: torch.optim.Optimizer, parts: Parts, put: Callable[[Any, Any], Any]) -> None:
-    """Give an optimizer these options and state. Changes the dicts that it has: schedulers and wrappers share them.
-
-    put: what becomes of the optimizer's own value (None where it has none) and that in `parts`.
-    """
-    sizes = [len(group["params"]) for group in optimizer.param_groups]
-    if sizes != parts.sizes:
-        raise InputError(
-            f"this rank's optimizer has groups of {sizes} parameters, the root's of {parts.sizes}; all ranks must have "
-            "the same parameters"
-        )
-    for group, options in zip(optimizer.param_groups, parts.options, strict=True):
-        for key in set(group) - set(options) - {"params"}:
-            del group[key]
-        group.update({key: put(group.get(key), value) for key, value in options.items()})
-    parameters, state = _parameters(optimizer), optimizer.state
-    keyed = {**{parameters[number]: value for number, value in parts.of_parameters.items()}, **parts.others}
-    values = {
-        key: put(state[key], value) if key in state else _beside(key, put(None, value)) for key, value in keyed.items()
-    }
-    state.clear()
-    state.update(values)
-
-
-def _beside(parameter: Any, value: Any) -> Any:
-    """The state of a parameter, on that one's GPU; what lies in host memory, such as Adam's step, stays there."""
-    if not isinstance(parameter, torch.Tensor):
-        return value
-    device = parameter.device
-
-    def moved(_: str, leaf: Any) -> Any:
-        return leaf.to(device) if isinstance(leaf, torch.Tensor) and leaf.device.type == device.type else leaf
-
-    return trees.map_leaves(value, moved)
-
-
-def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+def _is_plain(leaf: Any) -> bool:
+    """True for a tensor whose elements can be sent as bytes; others are pickled."""
+    if type(leaf) not in (torch.Tensor, torch.nn.Parameter) or leaf.layout is not torch.strided:
+        return False
+    return not (leaf.is_quantized or leaf.is_nested) and leaf.device.type in ("cpu", "cuda")

@@ -10,11 +10,12 @@ import torch
 
 from ringreduce.checks.divergence import Part
 from ringreduce.compression import wire_of
-from ringreduce.errors import InputError
+from ringreduce.errors import InputError, MismatchError
 from ringreduce.optim import buckets
 from ringreduce.optim.buckets import DENSE, UNKNOWN
-from ringreduce.optim.exchange import Exchange, Finish
+from ringreduce.optim.exchange import CHANGE, Exchange, Finish
 from ringreduce.optim.reducer import Reducer
+from ringreduce.torch.groups import Change, Groups
 from ringreduce.torch.hooks import GradientHooks
 from ringreduce.torch.parts import Parts
 from ringreduce.torch.pending import PendingGradient, make_pending, plain
@@ -33,6 +34,7 @@ class Gradient(buckets.Gradient):
         self._form = DENSE  # the layout in which the optimizer gets it
         self.pending: PendingGradient | None = None  # what stands in parameter.grad until it is reduced
         self.is_untouched = False  # `pending` stands for the zeros before the first backward
+        self.is_placeholder = False  # `pending` stood for zeros when it was put into .grad
         self._reducer = weakref.ref(reducer)
         self._self = weakref.ref(self)
         self._last: Callable[[], Any] = _no_gradient  # the object that .grad was after the last backward pass
@@ -88,15 +90,20 @@ class Gradient(buckets.Gradient):
         parameter = self.parameter.detach()
         is_table = parameter.dim() == 2
         self.attach(empty_sparse(parameter, 1) if is_table else torch.zeros_like(parameter), is_table)
+        self.is_placeholder = True
 
     def attach(self, array: torch.Tensor, is_placeholder: bool = False) -> None:
         """Put a PendingGradient into .grad; one that is there already stays, since the user may hold it."""
-        pending, self.is_untouched = self.pending, False
+        pending, self.is_untouched, self.is_placeholder = self.pending, False, False
         if pending is not None and self.parameter.grad is pending:
             pending.value = array
             return
         self.pending = self.parameter.grad = pending = make_pending(array, self._self, is_placeholder)
         self._last = weakref.ref(pending)
+
+    def lack(self) -> None:
+        """No rank has one in this step."""
+        self.detach_pending(None)
 
     def detach_pending(self, gradient: torch.Tensor | None) -> None:
         """Put a gradient into .grad, unless the user has put another there."""
@@ -175,22 +182,91 @@ class TorchReducer(Reducer):
         self.sparse_as_dense = sparse_as_dense
         self._hooks = GradientHooks(self)
         self._parts = Parts()
-        self.groups: Callable[[], list[dict[str, Any]]] = list  # of its optimizer
+        self._gone: list[Gradient] = []  # by the last change
+
+    def begin_with(self, groups: Groups, named: Iterable[tuple[str, Any]]) -> None:
+        """Reduce what belongs to the parameters that the groups have, and what they will have."""
+        self.owned = groups
+        self.add(named)
 
     def add(self, named: Iterable[tuple[str, Any]]) -> None:
         """Reduce what belongs to these parameters too."""
         for name, parameter in named:
-            gradient = self._gradients[id(parameter)] = Gradient(name, parameter, self)
-            self._hooks.watch(gradient)
-            gradient.show_zeros()
+            self._watch(Gradient(name, parameter, self)).show_zeros()
+
+    def _watch(self, gradient: Gradient) -> Gradient:
+        self._gradients[id(gradient.parameter)] = gradient
+        self._hooks.watch(gradient)
+        return gradient
+
+    def follow(self) -> Change | None:
+        """Reduce what the groups have now; None: what they have had. No gradient of this rank is on its way.
+
+        Raises: MismatchError on all ranks unless the groups of all have changed alike; InputError: see `refusal`.
+        """
+        change = self._change()
+        if change is None:
+            return None
+        refusal = self.refusal(change)
+        try:
+            self.say(CHANGE, refusal or str(change))
+            if refusal:
+                raise InputError(refusal)
+        except MismatchError as error:
+            raise MismatchError(f"{error}. Change them on all ranks alike, between the same two steps") from error
+        self.take(change)
+        if self.exchange.process_set.rank() == 0:
+            self.owned.tell(change, "its gradients are reduced from now on")
+        return change
+
+    def follow_told(self) -> None:
+        """As `follow`, where all ranks have been given the same groups, as by a commit: nothing is communicated."""
+        if (change := self._change()) is not None:
+            self.take(change)
+            self.regroup()
+
+    def _change(self) -> Change | None:
+        """What the groups have got or lost since they were followed; None: nothing."""
+        if not self.owned.have_changed():
+            return None
+        change = self.owned.change()
+        if change.new or change.gone:
+            return change
+        self.owned.take(change)  # it stands in another place
+        return None
+
+    def refusal(self, change: Change) -> str:
+        """Why this rank cannot follow a change; empty: it can."""
+        return ""
+
+    def take(self, change: Change) -> None:
+        """Let the gradients of parameters that are gone go, and have those of new ones."""
+        self._gone = [self._gradients.pop(id(parameter)) for _, parameter in change.gone]
+        for gradient in self._gone:
+            self._hooks.forget(id(gradient.parameter))
+            gradient.detach_pending(gradient.local)
+        self.exchange.forget(each.name for each in self._gone)
+        positions = {each.name: each.position for each in self._gone}
+        for name, parameter in change.new:
+            self._watch(self._made(name, parameter)).position = positions.get(name, -1)
+        self._parts = Parts()
+        self.owned.take(change)
+
+    def regroup(self) -> None:
+        """After a change, and what was reduced for it: let new gradients share buckets."""
+        gone, self._gone = self._gone, []
+        self._regroup(gone)
+
+    def _made(self, name: str, parameter: torch.nn.Parameter) -> Gradient:
+        return Gradient(name, parameter, self)
 
     def parts(self) -> list[Part]:
         """See `optim.reducer`."""
-        return self._parts.of(self.names, self.groups())
+        return self._parts.of(self.names, self.owned.groups)
 
     def learning_rates(self) -> list[Any]:
         """See `optim.reducer`; 0 for one that a GPU has, as the host would have to wait for it."""
-        rates = [each.get("lr", 0) for each in self.groups()]
+        rates = [each.get("lr", 0) for each in self.owned.groups]
         return [0 if getattr(each, "is_cuda", False) else each for each in rates]
 
     @property

@@ -21,22 +21,23 @@ class GradientHooks:
     def __init__(self, listener: Any) -> None:
         self._listener = weakref.ref(listener)
         self._waiting: list[Any] = []
-        self._handles: dict[int, Any] = {}
+        self._removals: dict[int, Callable[[], object]] = {}
 
     def watch(self, gradient: Any) -> None:
         """Watch a gradient's parameter; a frozen one from when it is unfrozen, see `refresh`."""
         key = id(gradient.parameter)
         older = _owners.get(key)
         if older is not None:
-            older._forget(key)
+            older.forget(key)
         _owners[key] = self
         self._waiting.append(gradient)
         self.refresh()
 
-    def _forget(self, key: int) -> None:
+    def forget(self, key: int) -> None:
+        """Watch the parameter of this id no more."""
         self._waiting = [each for each in self._waiting if id(each.parameter) != key]
-        if key in self._handles:
-            self._handles.pop(key).remove()
+        if key in self._removals:
+            self._removals.pop(key)()
 
     def refresh(self) -> None:
         """Put hooks on parameters that are no longer frozen: torch refuses hooks on frozen ones."""
@@ -46,8 +47,8 @@ class GradientHooks:
         self._waiting = [each for each in self._waiting if not each.parameter.requires_grad]
         for gradient in thawed:
             handle = gradient.parameter.register_post_accumulate_grad_hook(_hook(self._listener, gradient))
-            self._handles[id(gradient.parameter)] = handle
-            weakref.finalize(self, handle.remove).atexit = False
+            removal = self._removals[id(gradient.parameter)] = weakref.finalize(self, handle.remove)
+            removal.atexit = False
 
 
 def _hook(listener: weakref.ReferenceType[Any], gradient: Any) -> Callable[[torch.Tensor], None]:

@@ -12,9 +12,10 @@ from ringreduce.errors import InputError
 from ringreduce.local.optimizer import HasLocalSteps
 from ringreduce.local.options import Options
 from ringreduce.local.steps import LocalSteps, Parameters
-from ringreduce.optim.parameters import name_parameters
+from ringreduce.torch.groups import Groups, in_order_of
+from ringreduce.torch.optimizer import named_of
 from ringreduce.torch.sharded import ShardedMixin
-from ringreduce.torch.wrapped import UnscalingMixin, wrap
+from ringreduce.torch.wrapped import UnscalingMixin, passed_on, wrap
 
 STATE = "local steps"
 """The key in the optimizer's state, which torch saves, and an elastic state commits, as any that is no parameter's."""
@@ -26,16 +27,25 @@ def wrapped(optimizer: Any, named_parameters: Any, options: Options) -> Any:
     if isinstance(optimizer, ShardedMixin):
         why = "each rank has only its part of a ShardedOptimizer, which all ranks step together"
         raise InputError(f"{options.function}: {why}; pass the original one")
-    owned = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    given = {id(each): name for name, each in name_parameters(owned, named_parameters)} if named_parameters else {}
+    places = [
+        (f"group.{number}.parameter.{index}", parameter)
+        for number, group in enumerate(optimizer.param_groups)
+        for index, parameter in enumerate(group["params"])
+    ]
+    owned, others, are_named = named_of(optimizer, named_parameters)
     made: Any = wrap(optimizer, LocalMixin)
+    groups = made._local_groups = Groups(made, owned if are_named else places, others, are_named)
 
     def parameters() -> Parameters:
-        groups = enumerate(made.param_groups)
-        each = [(number, *pair) for number, group in groups for pair in enumerate(group["params"])]
+        if groups.have_changed():
+            change = groups.change()
+            groups.take(change)
+            if runtime.current(options.function).world.rank == 0:
+                groups.tell(change, "it is averaged from now on")
         return {
-            given.get(id(parameter)) or f"group.{number}.parameter.{index}": parameter
-            for number, index, parameter in each
+            groups.names[id(parameter)]: parameter
+            for group in made.param_groups
+            for parameter in group["params"]
             if parameter.is_floating_point() or parameter.is_complex()
         }
 
@@ -48,20 +58,20 @@ class LocalMixin(HasLocalSteps, UnscalingMixin):
 
     state: dict[Any, Any]
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+    def step(self, closure: Callable[[], Any] | None = None, *args: Any, **kwargs: Any) -> Any:
         """Step with this rank's gradients, where GradScaler has found them finite; then average, if it is time."""
         self._local.begin()
         loss = None
         if self._is_unscaled():
-            loss = super().step(closure) if closure is not None else super().step()  # type: ignore[misc]
+            loss = super().step(*passed_on(closure, args), **kwargs)  # type: ignore[misc]
         self._local.end()
         return loss
 
     step.hooked = True  # type: ignore[attr-defined] # torch puts its step hooks around the user's class only
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: dict[str, Any], *args: Any, **kwargs: Any) -> None:
         """As the user's class; then the parameters become the anchors in it, so load the model's state first."""
-        super().load_state_dict(state_dict)  # type: ignore[misc]
+        super().load_state_dict(in_order_of(self, state_dict), *args, **kwargs)  # type: ignore[misc,arg-type]
         found = self._local.parameters()
         self.state[STATE] = {  # a new dict, its tensors beside their parameters: torch does so with no other state
             key: {name: _beside(found.get(name), each) for name, each in value.items()} if key != "steps" else value

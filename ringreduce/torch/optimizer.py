@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import itertools
 import operator
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -20,8 +22,9 @@ from ringreduce.optim.exchange import Exchange, check_passes
 from ringreduce.optim.parameters import Named, group_parameters, name_parameters
 from ringreduce.powersgd import PowerSGD
 from ringreduce.torch.adasum_optimizer import AdasumMixin, DeltaReducer
+from ringreduce.torch.groups import Groups
 from ringreduce.torch.reducer import GradientReducer
-from ringreduce.torch.wrapped import Wrapped, WrappedMixin, wrap
+from ringreduce.torch.wrapped import Wrapped, WrappedMixin, passed_on, wrap
 
 PRIVATE = (
     "_C._current_graph_task_id",
@@ -82,14 +85,14 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     """
     check(optimizer, op, process_set)
     exchange = Exchange(op, compression, gradient_predivide_factor, process_set, factors=True)
-    passes, named = check_passes(backward_passes_per_step), named_of(optimizer, named_parameters)
+    passes, (named, others, are_named) = check_passes(backward_passes_per_step), named_of(optimizer, named_parameters)
     in_groups = group_parameters(named, _number_of_groups(num_groups, groups))
     if op is Adasum:
         wrapped = wrap(optimizer, AdasumMixin, _reducer=DeltaReducer(passes, exchange))
     else:
         reducer = GradientReducer(passes, exchange, sparse_as_dense, wait_in_backward)
         wrapped = wrap(optimizer, ReducingMixin, _reducer=reducer)
-    wrapped._reducer.add(named)
+    wrapped._reducer.begin_with(Groups(wrapped, named, others, are_named), named)
     for group in in_groups if op is not Adasum else ():
         wrapped._reducer.join(group)
     return wrapped
@@ -115,13 +118,16 @@ def check(optimizer: Any, op: ReduceOp, process_set: ProcessSet) -> None:
         raise InputError("DistributedOptimizer: op=Adasum works with all ranks only; leave process_set out")
 
 
-def named_of(optimizer: torch.optim.Optimizer, named_parameters: Any) -> Named:
-    """The optimizer's parameters with their names: the given ones, those of its groups, or numbers."""
-    owned = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+def named_of(optimizer: torch.optim.Optimizer, named_parameters: Any) -> tuple[Named, Named, bool]:
+    """The optimizer's parameters with their names: the given ones, those of its groups, or numbers.
+
+    Then other parameters that have names, and whether the names are the user's.
+    """
+    groups = [group["params"] for group in optimizer.param_groups]
     names = [name for group in optimizer.param_groups for name in group.get("param_names", [])]
     if named_parameters is None and names:
-        return list(zip(names, owned, strict=True))
-    return name_parameters(owned, named_parameters)
+        return list(zip(names, itertools.chain.from_iterable(groups), strict=True)), [], True
+    return *name_parameters(groups, named_parameters), named_parameters is not None
 
 
 def _number_of_groups(num_groups: int, groups: Any) -> Any:
@@ -147,18 +153,19 @@ class ReducingMixin(WrappedMixin):
     _should_synchronize = True  # Horovod's name, which scripts use
     _synchronized = False
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+    def step(self, closure: Callable[[], Any] | None = None, *args: Any, **kwargs: Any) -> Any:
         """Wait for all gradients, then step; gradients are reduced anew every time a closure is called.
 
-        So is the loss that an LBFGS gets from it, by which it decides where to look next.
-
+        So is the loss that an LBFGS gets from it, by which it decides where to look next. Further arguments
+        are those of the user's class.
         Raises: MismatchError, PeerLostError: what went wrong with a gradient; the next step can begin.
         """
-        if closure is not None:
-            loss = super().step(lambda: self._synchronized_closure(closure))  # type: ignore[misc]
+        if callable(closure):
+            reducing = functools.partial(self._synchronized_closure, closure)
+            loss = super().step(reducing, *args, **kwargs)  # type: ignore[misc]
         else:
             self._before_step()
-            loss = super().step()  # type: ignore[misc]
+            loss = super().step(*passed_on(closure, args), **kwargs)  # type: ignore[misc]
         self._reducer.stepped()
         self._synchronized = False
         return loss
@@ -172,14 +179,19 @@ class ReducingMixin(WrappedMixin):
                 "which has reduced the gradients; put it into `with optimizer.skip_synchronize():`",
                 stacklevel=3,
             )
-        if self._should_synchronize or self._reducer.pending:
+        self._synchronize_for_step()
+
+    def _synchronize_for_step(self) -> bool:
+        """Reduce what is not reduced yet; False: nothing is left to do."""
+        is_due = self._should_synchronize or self._reducer.pending or self._reducer.owned.have_changed()
+        if is_due:
             self._reducer.synchronize()
+        return is_due
 
     def _synchronized_closure(self, closure: Callable[[], Any]) -> Any:
         with torch.enable_grad():
             loss = closure()
-        if self._should_synchronize or self._reducer.pending:
-            self._reducer.synchronize()
+        if self._synchronize_for_step():
             loss = self._loss_of_all(loss)
         self._reducer.reset()  # it may be called again, and leave out other parameters then
         return loss
@@ -207,14 +219,14 @@ class ReducingMixin(WrappedMixin):
         finally:
             self._should_synchronize = before
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
+    def zero_grad(self, *args: Any, **kwargs: Any) -> None:
         """Clear the gradients, and begin a new step; raises BackwardError while some are being reduced."""
-        super().zero_grad(set_to_none)
+        super().zero_grad(*args, **kwargs)
         self._synchronized = False
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> None:
         """As the user's class; what was being reduced is given up."""
         if self._reducer.pending:
             self._reducer.synchronize(quiet=True)
         self._reducer.reset()
-        super().load_state_dict(state_dict)  # type: ignore[misc]
+        super().load_state_dict(*args, **kwargs)

@@ -3,24 +3,31 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
+import operator
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NoReturn
 
 import torch
 
+from ringreduce.api.objects import allgather_object
 from ringreduce.api.process_sets import ProcessSet, global_process_set
 from ringreduce.api.reduce import allreduce
 from ringreduce.compression import Compression, Compressor
 from ringreduce.errors import InputError
 from ringreduce.ops import Average, Max, ReduceOp, Sum
 from ringreduce.optim.exchange import check_passes
+from ringreduce.optim.parameters import Named
 from ringreduce.optim.shards import exchange_of
+from ringreduce.torch.groups import Change, Groups, in_order_of
 from ringreduce.torch.optimizer import check, named_of
+from ringreduce.torch.outline import Outline
 from ringreduce.torch.shards import Shard, ShardBucket, ShardReducer, flat, laid_out_as
-from ringreduce.torch.wrapped import WrappedMixin, wrap
+from ringreduce.torch.wrapped import WrappedMixin, passed_on, wrap
 
 NOT_ELEMENTWISE = ("LBFGS", "Adafactor", "Muon", "SparseAdam")
+_REDUCED = "the reduced gradient"  # beside a piece's state, while all are divided anew
 NUMBERS = ("step", "eta", "mu", "mu_product")  # of an optimizer's state: no elements of a parameter, whatever its shape
 
 
@@ -71,12 +78,12 @@ def ShardedOptimizer(  # noqa: N802 - beside DistributedOptimizer
         raise InputError(
             f"ShardedOptimizer: {kind} needs whole parameters; expected an elementwise optimizer, such as AdamW"
         )
-    passes, named = check_passes(backward_passes_per_step), named_of(optimizer, named_parameters)
+    passes, (named, others, are_named) = check_passes(backward_passes_per_step), named_of(optimizer, named_parameters)
     whole = optimizer.state_dict()["state"]
     reducer = ShardReducer(passes, exchange, shared_parameters)
     wrapped = wrap(optimizer, ShardedMixin, _reducer=reducer, shares_parameters=shared_parameters)
     wrapped._reducer.add(named)
-    wrapped._take_over(whole)
+    wrapped._take_over(whole, others, are_named)
     wrapped._overlap(list(overlap))
     return wrapped
 
@@ -89,11 +96,16 @@ class ShardedMixin(WrappedMixin):
     _whole: dict[int, Any] | None
     """The state of whole parameters by number, from when it was loaded to the next step: till then ranks may change."""
     _early: tuple[ShardBucket, ...] = ()  # those that the next forward waits for
+    _overlapping: set[int] | frozenset[int] = frozenset()  # parameters, by id
+    _away: dict[int, tuple[Callable[[], Any], dict[str, Any]]]
+    """The whole state of parameters that groups have had, by id: they may come again."""
     state: dict[Any, Any]
 
-    def _take_over(self, whole: dict[int, Any]) -> None:
+    def _take_over(self, whole: dict[int, Any], others: Named, are_named: bool) -> None:
         """Have pieces in place of the parameters, and of their state."""
-        self._put_pieces(self.param_groups)
+        self._put_pieces()
+        self._away, reducer = {}, self._reducer
+        reducer.owned = Groups(self, [(shard.name, shard.piece) for shard in self._shards()], others, are_named)  # type: ignore[arg-type]
         self._whole = whole
         reference = weakref.ref(self)
 
@@ -102,41 +114,141 @@ class ShardedMixin(WrappedMixin):
             if alive is not None:
                 alive._divide_state()
 
-        self._reducer.on_new_world = divide_state
+        def change_shards(change: Change) -> None:
+            alive = reference()
+            if alive is not None:
+                alive._change_shards(change)
+
+        def refusal(change: Change) -> str:
+            alive = reference()
+            return "" if alive is None else alive._refusal(change)
+
+        reducer.on_new_world, reducer.on_change, reducer.why_not = divide_state, change_shards, refusal
         divide_state()
 
-    def _put_pieces(self, groups: list[dict[str, Any]]) -> None:
-        for group in groups:
-            group["params"] = [self._reducer.shard(parameter).piece for parameter in group["params"]]
+    def _put_pieces(self) -> None:
+        """In place of the parameters that groups have."""
+        pieces = {id(parameter): self._reducer.shard(parameter).piece for parameter in self._reducer.names}
+        for group in self.param_groups:
+            group["params"] = [pieces.get(id(each), each) for each in group["params"]]
+
+    def add_param_group(self, *args: Any, **kwargs: Any) -> None:
+        """See its base.  Raises: InputError where a parameter shares memory with another one."""
+        super().add_param_group(*args, **kwargs)
+        if why := self._reducer.refusal(self._reducer.owned.change()):
+            del self.param_groups[-1]
+            raise InputError(why)
+
+    def _refusal(self, change: Change) -> str:
+        """Why parameters that have come cannot be divided: their state must be that of whole ones, on all ranks."""
+        for name, parameter in change.new:
+            for key, value in self.state.get(parameter, {}).items():
+                if _is_elements(key, value, parameter) and value.shape != parameter.shape:
+                    return (
+                        f"ShardedOptimizer: parameter {name!r} of shape {tuple(parameter.shape)} has come into "
+                        f"param_groups with {key} of another shape in optimizer.state. The state there is "
+                        "that of a rank's piece: leave it out, or use a DistributedOptimizer"
+                    )
+        return ""
+
+    def _change_shards(self, change: Change) -> None:
+        """Divide parameters that have come; where some are gone, all others anew, which keep their state."""
+        gone = {id(piece) for _, piece in change.gone}
+        if gone:
+            shards = [shard for bucket in self._reducer.buckets for shard in bucket.members]
+            own = {each: {**self.state.get(each.piece, {}), _REDUCED: each.reduced} for each in shards}
+            whole = self._gathered(own)
+            self._reducer.drop([each for each in shards if id(each.piece) in gone])
+            for each, values in whole.items():
+                if id(each.piece) not in gone:
+                    mine = self._cut(each, values)
+                    each.reduced = mine.pop(_REDUCED)
+                    self.state[each.piece] = mine
+                elif self.state.pop(each.piece, None):
+                    self._away[id(each.parameter)] = weakref.ref(each.parameter), values
+        if change.new:
+            self._reducer.add(sorted(change.new, key=operator.itemgetter(0)))
+            self._put_pieces()
+        for _, parameter in change.new:
+            reference, away = self._away.pop(id(parameter), (lambda: None, {}))
+            values = self.state.pop(parameter, away if reference() is parameter else {})
+            if values:
+                shard = self._reducer.shard(parameter)
+                self.state[shard.piece] = self._cut(shard, values)
+                self.state[shard.piece].pop(_REDUCED, None)
+        self._whole = None
+        self._note_early()
+
+    def outline(self) -> Outline:
+        """Its whole state by name; all ranks call it."""
+        whole = self.state_dict()
+        shards, groups, parameters = self._shards(), whole["param_groups"], self.wholes()
+        return Outline(
+            [[shards[number].name for number in group["params"]] for group in groups],
+            {name: tuple(parameter.shape) for name, parameter in parameters.items()},
+            [{key: value for key, value in group.items() if key != "params"} for group in groups],
+            {shards[number].name: values for number, values in whole["state"].items()},
+            {},
+            parameters,
+        )
+
+    def wholes(self) -> dict[str, torch.Tensor]:
+        """The parameters of which the groups have pieces, by name."""
+        return {name: parameter for parameter, name in reversed(self._reducer.names.items())}
+
+    def adopt(self, outline: Outline, parameters: Mapping[str, torch.Tensor]) -> None:
+        """Have these groups and this state of whole parameters, on all ranks; nothing is communicated."""
+        self._give_up_gradients()
+        self.state.clear()
+        shards = {id(parameter): self._reducer.shard(parameter) for parameter in self._reducer.names}
+        groups = self.param_groups
+        del groups[len(outline.names) :]
+        groups.extend({} for _ in range(len(outline.names) - len(groups)))
+        for group, names in zip(groups, outline.names, strict=True):
+            own = [parameters[name] for name in names]
+            group["params"] = [shards[id(each)].piece if id(each) in shards else each for each in own]
+        self._reducer.follow_told()
+        numbers = {name: number for number, name in enumerate(itertools.chain.from_iterable(outline.names))}
+        both = zip(outline.names, outline.options, strict=True)
+        self.load_state_dict(
+            {
+                "state": {numbers[name]: values for name, values in outline.of_parameters.items()},
+                "param_groups": [{**options, "params": [numbers[name] for name in names]} for names, options in both],
+            }
+        )
 
     def _overlap(self, modules: list[torch.nn.Module]) -> None:
-        within = {id(each) for module in modules for each in module.parameters()}
+        reference = weakref.ref(self)
         for module in modules:
             mine = {id(each) for each in module.parameters()}
-            buckets = [b for b in self._reducer.buckets if mine & {id(each.parameter) for each in b.members}]
 
-            def wait(*_: Any, buckets: list[ShardBucket] = buckets) -> None:
-                for bucket in buckets:
-                    bucket.wait()
+            def wait(*_: Any, mine: set[int] = mine) -> None:
+                alive = reference()
+                for bucket in alive._reducer.buckets if alive is not None else ():
+                    if any(id(each.parameter) in mine for each in bucket.members):
+                        bucket.wait()
 
             module.register_forward_pre_hook(wait)
             module.register_state_dict_pre_hook(wait)  # type: ignore[no-untyped-call]
-        inside = lambda bucket: all(id(each.parameter) in within for each in bucket.members)  # noqa: E731
+        self._overlapping = {id(each) for module in modules for each in module.parameters()}
+        self._note_early()
+
+    def _note_early(self) -> None:
+        inside = lambda bucket: all(id(each.parameter) in self._overlapping for each in bucket.members)  # noqa: E731
         self._early = tuple(filter(inside, self._reducer.buckets))
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+    def step(self, closure: Callable[[], Any] | None = None, *args: Any, **kwargs: Any) -> Any:
         """Wait for this rank's gradients, step its pieces, and begin to give them to all ranks.
 
+        Further arguments are those of the user's class.
         Raises: MismatchError, PeerLostError: what went wrong with a gradient.
         """
         loss = None
-        if closure is None:
-            self._before_step()
-        else:
+        if callable(closure):
             with torch.enable_grad():
-                loss = closure()
-            self._before_step()
-        super().step()  # type: ignore[misc]
+                loss, closure = closure(), None
+        self._before_step()
+        super().step(*passed_on(closure, args), **kwargs)  # type: ignore[misc]
         stepped = [bucket for bucket in reversed(self._reducer.buckets) if bucket.begun]
         self._reducer.stepped()
         self._reducer.gather(stepped, waits=not self._early)
@@ -165,9 +277,9 @@ class ShardedMixin(WrappedMixin):
         """For Horovod's scripts: a step never reduces what `synchronize()` has."""
         return contextlib.nullcontext()
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
+    def zero_grad(self, *args: Any, **kwargs: Any) -> None:
         """Let all gradients go, and begin a new step; raises BackwardError while some are being reduced."""
-        self._reducer.clear()
+        super().zero_grad(*args, **kwargs)
         for parameter in self._reducer.names:
             parameter.grad = None
 
@@ -192,10 +304,13 @@ class ShardedMixin(WrappedMixin):
         torch._foreach_mul_(found, (max_norm / (norm + 1e-6)).clamp(max=1.0).item())
         return norm
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Divide more parameters; on all ranks."""
-        super().add_param_group(param_group)
-        self._put_pieces(self.param_groups[-1:])
+    def _follow(self) -> None:
+        """Divide what the groups have got by themselves; all ranks call this."""
+        self.wait_for_parameters()
+        if self._reducer.pending:
+            self._reducer.synchronize()
+        else:
+            self._reducer.follow()
 
     def _shards(self) -> list[Shard]:
         """In the order of the groups."""
@@ -207,22 +322,30 @@ class ShardedMixin(WrappedMixin):
 
         Cost: memory for the whole state on each rank, and an allgather of it; sharded: nothing.
         """
+        if self._reducer.owned.have_changed():
+            self._follow()
         own: dict[str, Any] = super().state_dict()  # type: ignore[misc]
         if sharded:
             return {**own, "shards": self._division()}
-        return {**own, "state": self._gathered(own["state"]) if self._whole is None else dict(self._whole)}
+        if self._whole is not None:
+            return {**own, "state": dict(self._whole)}
+        shards = self._shards()
+        whole = self._gathered({shards[number]: values for number, values in own["state"].items()})
+        numbers = {shard: number for number, shard in enumerate(shards)}
+        return {**own, "state": {numbers[shard]: values for shard, values in whole.items()}}
 
     def _division(self) -> dict[str, Any]:
         first = self._reducer.buckets[0].shards
-        return {"rank": first.rank, "ranks": first.size, "sizes": [each.piece.numel() for each in self._shards()]}
+        names, pieces = zip(*((each.name, each.piece.numel()) for each in self._shards()), strict=True)
+        return {"rank": first.rank, "ranks": first.size, "sizes": list(pieces), "names": list(names)}
 
-    def _gathered(self, state: dict[int, Any]) -> dict[int, Any]:
-        """The state of whole parameters; the keys are alike on all ranks, since all have a piece of each parameter."""
-        numbers = {id(shard): number for number, shard in enumerate(self._shards())}
-        whole = {number: dict(values) for number, values in state.items()}
+    def _gathered(self, state: Mapping[Shard, dict[str, Any]]) -> dict[Shard, dict[str, Any]]:
+        """The state of whole parameters; raises InputError on all ranks unless all have the same keys."""
+        whole = {shard: dict(values) for shard, values in state.items()}
+        self._check_keys(whole)
         waits = []
         for bucket in self._reducer.buckets:
-            members = [(each, state.get(numbers[id(each)], {})) for each in bucket.members]
+            members = [(each, state.get(each, {})) for each in bucket.members]
             keys = {
                 key: value.dtype for each, values in members for key, value in values.items() if _is_cut(key, value)
             }
@@ -232,45 +355,69 @@ class ShardedMixin(WrappedMixin):
                 for (each, values), array, piece in zip(members, full, pieces, strict=True):
                     if _is_cut(key, values.get(key)):
                         piece.copy_(values[key])
-                        whole[numbers[id(each)]][key] = array
+                        whole[each][key] = array
                 waits.append(bucket.shards.gather([flat(each) for each in full], f".{key}"))
         for wait in waits:
             wait()
         return whole
+
+    def _check_keys(self, state: Mapping[Shard, dict[str, Any]]) -> None:
+        """Raise InputError on all ranks where pieces of one parameter differ in what they have."""
+        exchange, buckets = self._reducer.exchange, self._reducer.buckets
+        own = {
+            (shard.name, key): str(value.dtype) if value.numel() == shard.piece.numel() else f"{value.numel()} elements"
+            for shard, values in state.items()
+            for key, value in values.items()
+            if _is_cut(key, value)
+        }
+        if exchange.size == 1:
+            return
+        everyones = allgather_object(own, f"{buckets[0].name}.keys", exchange.process_set)
+        for name, key in sorted({each for one in everyones for each in one}):
+            found = [one.get((name, key), "none") for one in everyones]
+            if len(set(found)) > 1 or found[0].endswith("elements"):
+                texts = ", ".join(f"{value} on rank {number}" for number, value in enumerate(found))
+                raise InputError(
+                    f"ShardedOptimizer: {key} of {name!r} is no state of that parameter's elements: {texts}; expected "
+                    "an elementwise optimizer, and the same state on all ranks"
+                )
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what `state_dict` returned, of any number of ranks, or of a plain optimizer; not a collective.
 
         Raises: InputError for the part of another rank, or of another number of ranks, and for another model's state.
         """
+        self._give_up_gradients()
+        given = dict(in_order_of(self, state_dict))  # type: ignore[arg-type]
+        if (of := given.pop("shards", None)) is not None:
+            mine = self._division()
+            if any(mine.get(key) != value for key, value in of.items()):
+                raise InputError(
+                    f"load_state_dict: this is the part of rank {of['rank']} of {of['ranks']}; expected that of rank "
+                    f"{mine['rank']} of {mine['ranks']}, of the same model, its parameters in the same order. To load "
+                    "it at another number of ranks, save state_dict() without sharded=True"
+                )
+            super().load_state_dict(given)
+            self._whole = None
+            return
+        shards = self._shards()
+        cut = {number: self._cut(shards[number], values) for number, values in given["state"].items()}
+        super().load_state_dict({**given, "state": cut})
+        self._whole = given["state"]
+
+    def _give_up_gradients(self) -> None:
         if self._reducer.pending:
             self._reducer.synchronize(quiet=True)
         self._reducer.reset()
-        given = dict(state_dict)
-        if (of := given.pop("shards", None)) is not None:
-            if of != self._division():
-                mine = self._division()
-                raise InputError(
-                    f"load_state_dict: this is the part of rank {of['rank']} of {of['ranks']}; expected that of rank "
-                    f"{mine['rank']} of {mine['ranks']}, of the same model. To load it at another number of ranks, "
-                    "save state_dict() without sharded=True"
-                )
-            super().load_state_dict(given)  # type: ignore[misc]
-            self._whole = None
-            return
-        cut = {number: self._cut(number, values) for number, values in given["state"].items()}
-        super().load_state_dict({**given, "state": cut})  # type: ignore[misc]
-        self._whole = given["state"]
 
-    def _cut(self, number: int, values: dict[str, Any]) -> dict[str, Any]:
+    def _cut(self, shard: Shard, values: dict[str, Any]) -> dict[str, Any]:
         """The state of a piece, of that of its whole parameter."""
-        shard = self._shards()[number]
         found = {}
         for key, value in values.items():
             if not isinstance(value, torch.Tensor):
                 found[key] = value
                 continue
-            if key not in NUMBERS and (value.dim() or not shard.parameter.dim()):
+            if _is_elements(key, value, shard.parameter):
                 if value.shape != shard.parameter.shape:
                     raise InputError(
                         f"load_state_dict: {key} of {shard.name!r} has shape {tuple(value.shape)}; expected "
@@ -287,14 +434,19 @@ class ShardedMixin(WrappedMixin):
                 "ShardedOptimizer: the ranks have changed, and each had its part of the state; go back to a commit, or "
                 "load_state_dict() of what state_dict() returned"
             )
-        pieces = [piece for group in self.param_groups for piece in group["params"]]
-        cut = {pieces[number]: self._cut(number, values) for number, values in self._whole.items()}
+        shards = self._shards()
+        cut = {shards[number].piece: self._cut(shards[number], values) for number, values in self._whole.items()}
         self.state.clear()
         self.state.update(cut)
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         """Raises InputError."""
         raise InputError("a ShardedOptimizer cannot be copied or pickled: save its state_dict(), on all ranks")
+
+
+def _is_elements(key: str, value: Any, parameter: torch.Tensor) -> bool:
+    """True for what a whole parameter's state has for each element."""
+    return isinstance(value, torch.Tensor) and key not in NUMBERS and (value.dim() > 0 or not parameter.dim())
 
 
 def _is_cut(key: str, value: Any) -> bool:

@@ -9,20 +9,24 @@ parameter, though it may be empty: all ranks' optimizers have a state of the sam
 from __future__ import annotations
 
 import contextlib
+import itertools
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 
+from ringreduce.api.objects import allgather_object
 from ringreduce.arrays.memory import Memory
-from ringreduce.errors import BackwardError, CollectiveError, InputError
+from ringreduce.errors import BackwardError, CollectiveError, InputError, MismatchError
 from ringreduce.optim.buckets import DENSE, GradientBucket, fill
 from ringreduce.optim.exchange import Begun, Exchange
 from ringreduce.optim.shards import Shards, check_apart
 from ringreduce.optim.shared_parameters import OPTION, SharedParameters
 from ringreduce.torch.gradient import Gradient
+from ringreduce.torch.groups import Change
 from ringreduce.torch.hooks import too_often
+from ringreduce.torch.parts import Parts
 from ringreduce.torch.pending import PendingGradient, make_pending
 from ringreduce.torch.reducer import GradientReducer
 
@@ -54,6 +58,10 @@ class ShardGradient(PendingGradient):
         return result
 
 
+def _memory_of(name: str, parameter: torch.Tensor) -> Memory:
+    return Memory(str(parameter.device), parameter.data_ptr(), 0 if parameter.is_meta else parameter.nbytes, name)
+
+
 class _Piece:
     """What a ShardGradient asks; see `make_pending`."""
 
@@ -83,6 +91,7 @@ class Shard(Gradient):
         self.may_be_sparse, self.layout = False, DENSE
         self.piece = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
         self.reduced: torch.Tensor | None = None
+        self._count = parameter.numel()
         self.bounds = -1, -1  # of the piece, among the parameter's elements
         self._address = -1  # of the parameter, when its piece was taken
         self._of_piece: _Piece | None = None
@@ -98,9 +107,7 @@ class Shard(Gradient):
     @property
     def memory(self) -> Memory:
         """The parameter's."""
-        parameter = self.parameter
-        nbytes = 0 if parameter.is_meta else parameter.nbytes
-        return Memory(str(parameter.device), parameter.data_ptr(), nbytes, self.name)
+        return _memory_of(self.name, self.parameter)
 
     def check_memory(self) -> None:
         """Raise InputError where the parameter cannot have other memory."""
@@ -122,6 +129,11 @@ class Shard(Gradient):
     def load(self) -> tuple[int, torch.Tensor]:
         """What this rank sends; zeros where it computed none."""
         self._follow_stream()
+        if self.parameter.numel() != self._count:
+            raise InputError(
+                f"ShardedOptimizer: parameter {self.name!r} has {self.parameter.numel()} elements now, but "
+                f"{self._count} when it was divided; put a new Parameter into param_groups in place of this one"
+            )
         local = self.local
         if local is None:
             return DENSE, torch.zeros_like(self.parameter.detach())
@@ -159,6 +171,10 @@ class Shard(Gradient):
     def hand_over(self) -> None:
         """Give the reduced gradient to the user's optimizer."""
         self.piece.grad, self._of_piece = self.reduced, None
+
+    def lack(self) -> None:
+        """No rank has one in this step."""
+        self.reduced = None
 
     def give_up(self) -> None:
         """Begin a new step."""
@@ -215,12 +231,16 @@ class ShardReducer(GradientReducer):
     """Reduces gradients to their owners, as hooks report them ready.
 
     on_new_world: called where the ranks have changed, before anything is divided anew.
+    on_change: called where the groups have changed; adds and drops shards.  why_not: says why it cannot.
     shares: parameters are moved into memory that all ranks have.
     """
 
     def __init__(self, passes: int, exchange: Exchange, shares: bool = False) -> None:
         self.on_new_world: Callable[[], None] = lambda: None
+        self.on_change: Callable[[Change], None] = lambda change: None
+        self.why_not: Callable[[Change], str] = lambda change: ""
         self.shared = SharedParameters(exchange) if shares and exchange.size > 1 else None
+        self._ordered_since: tuple[Any, ...] = ()
         super().__init__(passes, exchange, sparse_as_dense=False, wait_in_backward=False)
 
     def add(self, named: Iterable[tuple[str, Any]]) -> None:
@@ -238,11 +258,95 @@ class ShardReducer(GradientReducer):
             for shard in shards:
                 own = torch.from_numpy(moved[shard.name]).view(shard.parameter.dtype)
                 shard.parameter.data = own.as_strided(shard.parameter.shape, shard.parameter.stride())
+        self._lay_out(shards)
+
+    def _lay_out(self, shards: Sequence[Shard], begun: bool = False) -> None:
+        """Put shards into buckets, and divide these."""
         for numbers in fill([each.size_and_kind for each in shards]):
             bucket = ShardBucket([shards[number] for number in numbers])
+            bucket.begun = begun
             bucket.divide(self.exchange)
             for member in bucket.members:
                 member.bucket = bucket
+
+    def drop(self, gone: Sequence[Shard]) -> None:
+        """Divide the parameters anew without these."""
+        begun = any(each.begun for each in self.buckets)
+        for shard in gone:
+            del self._gradients[id(shard.parameter)]
+            self._hooks.forget(id(shard.parameter))
+            shard.give_up()
+        self._lay_out(list(self._gradients.values()), begun)
+
+    @property
+    def trusts(self) -> bool:
+        """See `optim.reducer`; not before the ranks have agreed on the order of parameters."""
+        return self._ordered_since == self._known_since[:2] and super().trusts
+
+    def _agree_on_the_order(self) -> None:
+        """Once in a world: have the first rank's order, as groups that are made from sets have another on each rank."""
+        self._look_at_the_world()
+        if self.exchange.size == 1 or self._ordered_since == self._known_since[:2]:
+            return
+        shards = {each.name: each for each in self._gradients.values()}
+        orders = allgather_object(list(shards), f"{min(shards, default='')}.order", self.exchange.process_set)
+        for number, names in enumerate(orders):
+            if differing := sorted(set(names) ^ set(orders[0])):
+                who, other = (0, number) if differing[0] in orders[0] else (number, 0)
+                which = f"rank {who} has a parameter {differing[0]!r}, and rank {other} has not"
+                raise InputError(f"ShardedOptimizer: {which}; expected the same on all ranks")
+        if orders[0] != list(shards):
+            self._gradients = {id(shards[name].parameter): shards[name] for name in orders[0]}
+            for position, shard in enumerate(self._gradients.values()):
+                shard.position = position
+            self._lay_out(list(self._gradients.values()))
+            self.on_new_world()
+        self._ordered_since = self._known_since[:2]  # the world, and how often a rank has joined
+
+    def _say(self, bucket: GradientBucket, what: str, text: str) -> None:
+        """See `optim.reducer`; where gradients have been reduced, the next is what `gather` begins with."""
+        if not bucket.begun:
+            self.exchange.say(bucket.name, what, text, "reduce_shards")
+        elif self.shared is None:
+            self.exchange.say(bucket.name, what, text, "gather_shards", ())
+        else:
+            self.exchange.say(None, what, text, "barrier", ())
+
+    def _go_along(self, bucket: GradientBucket) -> None:
+        """See `optim.reducer`."""
+        if not bucket.begun:
+            super()._go_along(bucket)
+        elif self.shared is None:
+            others = [each for each in self.buckets if each.begun and each is not bucket]
+            for wait in [each.shards.gather([flat(one.parameter).clone() for one in each.members]) for each in others]:
+                with contextlib.suppress(MismatchError):
+                    wait()
+
+    def refusal(self, change: Change) -> str:
+        """See its base."""
+        gone = {id(piece) for _, piece in change.gone}
+        staying = [each.memory for each in self._gradients.values() if id(each.piece) not in gone]
+        try:
+            check_apart([*staying, *itertools.starmap(_memory_of, change.new)])
+        except InputError as error:
+            return str(error)
+        return self.why_not(change)
+
+    def take(self, change: Change) -> None:
+        """Divide what the groups have now."""
+        before = list(self._gradients.values())
+        self.on_change(change)
+        self._parts = Parts()
+        shards = {each.name: each for each in self._gradients.values()}
+        pieces = {id(each.piece): each for each in before}
+        self.owned.take(change._replace(new=[(name, shards[name].piece) for name, _ in change.new]))
+        self.owned.remember([(name, pieces[id(piece)].parameter) for name, piece in change.gone])
+
+    def _find(self) -> None:
+        """Nothing: a gradient that nobody has hooks on is not divided before step()."""
+
+    def regroup(self) -> None:
+        """Nothing: `drop` has."""
 
     @property
     def buckets(self) -> list[ShardBucket]:
@@ -278,6 +382,8 @@ class ShardReducer(GradientReducer):
         """Reduce what is left; see its base."""
         for bucket in self.buckets:
             bucket.wait()
+        if not quiet:
+            self._agree_on_the_order()
         super().synchronize(quiet)
 
     def hand_over(self) -> None:

@@ -6,7 +6,6 @@ import contextlib
 import functools
 import sys
 import warnings
-import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -16,7 +15,10 @@ from ringreduce import runtime
 from ringreduce.api.world import size
 from ringreduce.errors import InputError
 from ringreduce.optim.exchange import Exchange, check_passes
-from ringreduce.optim.parameters import Named
+from ringreduce.torch.groups import in_order_of
+
+METHODS = ("step", "zero_grad", "add_param_group", "load_state_dict", "state_dict")
+"""Of an optimizer: somebody may have assigned one to the user's object, and may assign one to the wrapped optimizer."""
 
 
 class Wrapped:
@@ -45,7 +47,7 @@ class WrappedMixin(Wrapped):
     def _parameter_names(self) -> dict[Any, str]:
         """Horovod's: the name of each parameter."""
         names: dict[Any, str] = self._reducer.names
-        return names
+        return names | {parameter: name for name, parameter in self._reducer.owned.change().new}
 
     @property
     def backward_passes_per_step(self) -> int:
@@ -69,18 +71,27 @@ class WrappedMixin(Wrapped):
         finally:
             self._reducer.paused = before
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
+    def zero_grad(self, *args: Any, **kwargs: Any) -> None:
         """Clear the gradients, and begin a new step; raises BackwardError while some are being reduced."""
         self._reducer.clear()
-        super().zero_grad(set_to_none=set_to_none)  # type: ignore[misc]
+        super().zero_grad(*args, **kwargs)  # type: ignore[misc]
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
+    def add_param_group(self, *args: Any, **kwargs: Any) -> None:
         """Add parameters, which are reduced too; on all ranks.
 
-        They get the names that the group gives, as torch's named optimizers do, or are numbered.
+        They get the names that `named_parameters` or the group gives, as torch's named optimizers do, or are numbered.
         """
-        super().add_param_group(param_group)  # type: ignore[misc]
-        self._reducer.add(_name_newest_group(self.param_groups, set(self._reducer.names.values())))
+        super().add_param_group(*args, **kwargs)  # type: ignore[misc]
+        groups, newest = self._reducer.owned, self.param_groups[-1]
+        doubled = groups.doubled(newest["params"], newest.get("param_names", ()))
+        if doubled:
+            del self.param_groups[-1]
+            raise InputError(f"add_param_group: names must differ; other parameters have these: {', '.join(doubled)}")
+        groups.add(newest["params"])
+
+    def load_state_dict(self, state_dict: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+        """As the user's class; where both have the names that torch gives, by these."""
+        super().load_state_dict(in_order_of(self, state_dict), *args, **kwargs)  # type: ignore[misc,arg-type]
 
 
 class UnscalingMixin(Wrapped):
@@ -110,31 +121,51 @@ class UnscalingMixin(Wrapped):
 
 
 def wrap(optimizer: torch.optim.Optimizer, mixin: Any, **attributes: Any) -> Any:
-    """An object of a subclass of the optimizer's class that shares all its attributes, and has these."""
+    """An object of a subclass of the optimizer's class that shares all its attributes, and has these.
+
+    Methods that somebody has assigned to the user's object, such as a scheduler, come before those of its class.
+    """
     kind = type(optimizer)
     _hide_from_dynamo()
-    wrapped: Any = object.__new__(type(kind.__name__, (mixin, kind), {}))
+    ours = {name: _Method(getattr(mixin, name)) for name in METHODS if any(name in vars(each) for each in _ours(mixin))}
+    assigned = {name: staticmethod(vars(optimizer)[name]) for name in ours if name in vars(optimizer)}
+    bases = (mixin, type("Assigned", (Wrapped,), assigned), kind)
+    wrapped: Any = object.__new__(type(kind.__name__, bases, {**ours, "__slots__": ("_users_object",)}))
+    wrapped._users_object = optimizer  # torch's schedulers refer to it weakly
     wrapped.__dict__ = vars(optimizer)  # what a scheduler, or load_state_dict, does to one is done to the other
-    scheduled = wrapped.__dict__.pop("step", None)
-    if hasattr(scheduled, "_wrapped_by_lr_sched"):
-        wrapped.__dict__["step"] = _watched_step(wrapped)
     wrapped.__dict__.update(attributes)
-    if (reducer := wrapped.__dict__.get("_reducer")) is not None:
-        reference = weakref.ref(wrapped)
-        reducer.groups = lambda: getattr(reference(), "param_groups", [])
     return wrapped
 
 
-def _name_newest_group(param_groups: list[dict[str, Any]], taken: set[str]) -> Named:
-    """The parameters of the last group with their names; raises InputError when another parameter has the name."""
-    number = len(param_groups) - 1
-    group = param_groups[number]
-    parameters = group["params"]
-    names = group.get("param_names") or [f"group.{number}.parameter.{index}" for index in range(len(parameters))]
-    doubled = sorted(taken.intersection(names))
-    if doubled:
-        raise InputError(f"add_param_group: names must differ; other parameters have these: {', '.join(doubled)}")
-    return list(zip(names, parameters, strict=True))
+class _Method:
+    """A method of a mixin, before what the `__dict__` that it shares with the user's object has by this name.
+
+    What is assigned after wrapping, as torch's schedulers do with step, is this object's alone.
+    """
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+        self._assigned: list[Callable[..., Any]] = []
+
+    def __get__(self, optimizer: Any, kind: Any = None) -> Any:
+        if optimizer is None:
+            return self._function
+        return self._assigned[0] if self._assigned else self._function.__get__(optimizer)
+
+    def __set__(self, optimizer: Any, function: Callable[..., Any]) -> None:
+        self._assigned = [function]
+
+    def __delete__(self, optimizer: Any) -> None:
+        self._assigned = []
+
+
+def passed_on(closure: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """What the user's step() gets of what was passed to ours: no closure if there is none, as it may take none."""
+    return () if closure is None and not args else (closure, *args)
+
+
+def _ours(mixin: type) -> list[type]:
+    return [each for each in mixin.__mro__ if issubclass(each, Wrapped)]
 
 
 @functools.cache
@@ -144,21 +175,6 @@ def _hide_from_dynamo() -> None:
     with contextlib.suppress(Exception):  # its name is torch's own business
         if rules is not None:
             rules.add("ringreduce")
-
-
-def _watched_step(wrapped: Any) -> Callable[..., Any]:
-    """The step of an optimizer whose scheduler was made before it was wrapped, and watches that step() is called."""
-    reference = weakref.ref(wrapped)
-
-    def step(*args: Any, **kwargs: Any) -> Any:
-        optimizer = reference()
-        if optimizer is None:
-            raise InputError("step(): the DistributedOptimizer around this optimizer is gone; wrap it again")
-        optimizer._opt_called = True
-        return type(optimizer).step(optimizer, *args, **kwargs)
-
-    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
-    return step
 
 
 def _unwrapped(kind: type, state: dict[str, Any]) -> Any:

@@ -80,6 +80,35 @@ def test_a_layers_random_seed_may_be_local():
     equal_on_all_ranks(numbers(trained.weights))
 
 
+@pytest.mark.quick
+def test_layers_that_are_unfrozen_between_two_commits():
+    """The model is compiled anew for that, so it has another optimizer, with more variables."""
+    trained = model(seed=0)
+    trained.layers[0].trainable = False
+    trained.compile(optimizer=hvd.DistributedOptimizer(keras.optimizers.Adam(0.01)), loss="mse")
+    state = elastic.KerasState(trained, epoch=0)
+    state.sync()
+    fit_on(trained, shuffle=False)
+    state.commit()
+    trained.layers[0].trainable = True
+    trained.compile(optimizer=hvd.DistributedOptimizer(keras.optimizers.Adam(0.01)), loss="mse")
+    with pytest.raises(rr.InputError, match=r"compiled anew after the last commit.*; commit at once after compile\(\)"):
+        state.restore()
+    state.commit()
+    first, results = everything(trained), []
+    for _ in range(2):
+        fit_on(trained, shuffle=False)
+        results.append(everything(trained))
+        state.restore()
+        assert same(everything(trained), first)
+    assert same(*results)
+    trained.add(keras.layers.Dense(2))
+    with pytest.raises(
+        rr.InputError, match=r"has 6 variables, of shapes .*, but 4 in the last commit, of .*commit at on"
+    ):
+        state.restore()
+
+
 def test_a_model_without_weights_is_refused():
     with pytest.raises(rr.InputError, match=r"the model has no weights yet; build it first: model\.build\(input_shape"):
         elastic.KerasState(keras.Sequential([keras.layers.Dense(1)]))

@@ -52,6 +52,30 @@ def test_fragments_are_averaged_while_training_goes_on():
     assert made.evaluate(x, y, verbose=0) < model_loss()
 
 
+@pytest.mark.quick
+def test_a_layer_that_is_unfrozen_moves_no_others_average():
+    """Its variables come before theirs, and have their shapes."""
+    made = keras.Sequential([keras.layers.Dense(3, name=f"dense_{each}") for each in range(3)])
+    made.build((None, 3))
+    for number, each in enumerate(made.weights):
+        each.assign(np.linspace(0, 1, int(np.prod(each.shape))).reshape(each.shape) + number)
+    made.layers[0].trainable = False
+    callback = callbacks.DiLoCoCallback(1, outer=rr.Nesterov(1.0, 0.0))
+    callback.set_model(made)
+    callback.on_train_begin()
+    for step in range(4):
+        if step == 2:
+            made.layers[0].trainable = True
+        expected = [each + RANK * each.size for each in numbers(made.weights)]
+        for variable, value in zip(made.weights, expected, strict=True):
+            if any(variable is each for each in made.trainable_variables):
+                variable.assign(value)
+        before = numbers(made.weights)
+        callback.on_train_batch_end(step)
+        means = [np.mean(each, axis=0) for each in zip(*hvd.allgather_object(before), strict=True)]
+        close(numbers(made.weights), means)
+
+
 def model_loss():
     made = model()
     made.compile(loss="mse")

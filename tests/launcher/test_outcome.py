@@ -1,6 +1,7 @@
 """Which rank is the cause, and what the report says of it."""
 
 import signal
+from dataclasses import replace
 
 import pytest
 
@@ -122,6 +123,19 @@ def test_the_other_failures_are_told_in_their_order_and_many_stay_short():
     lines = outcome.failures_of_others(many[0], many)
     assert lines[-1] == "and 91 more"
     assert len(lines) == 9
+
+
+def test_what_the_others_failed_by_is_told_where_the_first_was_killed_and_they_do_not_blame_it():
+    """As when an elastic job cannot go back to its commit after a loss: that is why it has ended."""
+    error = RankError("InputError", "no parameter 'w' here\nand more", "Traceback")
+    ends = [end(1, -9, 1.0), *(replace(end(rank, 1, 2.0), error=error) for rank in (0, 2)), end(3, 1, 3.0, lost=(1,))]
+    assert outcome.failures_of_others(ends[0], ends) == [
+        "rank 0 on host node7: exit code 1, InputError: no parameter 'w' here",
+        "rank 2 on host node7: exit code 1",
+        "rank 3 on host node7: exit code 1, lost rank 1",
+    ]
+    first = replace(ends[1], at_s=0.0)
+    assert outcome.failures_of_others(first, [*ends[2:3], first]) == ["rank 2 on host node7: exit code 1"]
 
 
 def test_hydra_loses_the_code_of_mpi_abort_but_mpich_prints_it():

@@ -356,3 +356,34 @@ def test_an_optimizer_that_makes_new_arrays_trains_nobodys(make, params, name, w
                 step(copy.deepcopy(params))
 
     run_ranks(2, program)
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_ranks_may_have_the_parameters_in_another_order(shared):
+    """As dicts that are made from sets; two arrays are of one shape."""
+
+    def program():
+        names = ["b", "a", "c"] if rr.rank() else ["a", "c", "b"]
+        params = {name: np.full(3, float(ord(name))) for name in names}
+        optimizer = rr.ShardedOptimizer(Momentum, params, shared_parameters=shared)
+        for step in range(3):
+            optimizer.step({name: np.full(3, ord(name) * (0.0 + rr.rank() + step)) for name in reversed(names)})
+        return {name: optimizer.params[name].copy() for name in "abc"}
+
+    found, alone = run_ranks(2, program), {name: np.full(3, float(ord(name))) for name in "abc"}
+    plain = Momentum(alone)
+    for step in range(3):
+        plain.step({name: np.full(3, ord(name) * (0.5 + step)) for name in "abc"})
+    for each in found:
+        np.testing.assert_allclose([each[name] for name in "abc"], [alone[name] for name in "abc"])
+
+
+def test_shared_memory_is_refused_where_a_rank_has_other_parameters():
+    def program():
+        params = {"a": np.ones(2 + rr.rank()), "b": np.ones(3)}
+        with pytest.raises(
+            rr.InputError, match=r"parameter 'a' is float64\[3\] on rank 1, float64\[2\] on rank 0; expec"
+        ):
+            rr.ShardedOptimizer(Momentum, params, shared_parameters=True)
+
+    run_ranks(2, program)

@@ -190,9 +190,55 @@ def test_overlap_that_was_lost_comes_back_after_clean_steps(unclean, where, monk
     off, on = (False, True), (where == "host", False)
     assert run_ranks(2, program) == [([False] * 14 + [True], [on] + [off] * 12 + [on] * 2)] * 2
     what = r"computed again before step\(\)" if unclean == "backward" else r"cleared without a step\(\)"
-    said = re.findall(rf"of '.*' was {what} \((.*):\d+\); .*BackwardError.*no_sync", capsys.readouterr().err)
+    then = "BackwardError" if unclean == "backward" else "only all ranks may do it together"
+    said = re.findall(rf"of '.*' was {what} \((.*):\d+\); .*{then}.*no_sync", capsys.readouterr().err)
     line = "train.py" if unclean == "backward" else "test_torch_optimizer_cautious.py"
     assert said == [line] * 2, "once a rank"
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_a_bad_batch_that_all_skip_costs_a_few_steps_of_overlap(size, monkeypatch):
+    """And the next one, too, though its gradients are on their way by then; as on one GPU."""
+    monkeypatch.setattr(Host, "overlaps", True)
+    bad, steps, begun = (3, 20, 60, 61), 90, []
+
+    def program(data, wrapped):
+        model = training.make_model()
+        optimizer = wrapped(torch.optim.SGD(model.parameters(), lr=0.01), model)
+        for step in range(steps):
+            optimizer.zero_grad()
+            training.loss_of(model, data(step)).backward()
+            if data is training.share and hvd.rank() == 0:
+                begun.append(optimizer._reducer.pending)
+            if step not in bad:
+                optimizer.step()
+        return training.parameters(model)
+
+    training.trains_as_one_process(size, program)
+    assert begun == [13 <= step <= 20 or 38 <= step <= 60 for step in range(steps)], "8 steps, 16, and then 64"
+
+
+@pytest.mark.parametrize("alone", [0, 1])
+@each_rank_of(2)
+def test_a_rank_that_skips_a_batch_alone_when_its_gradients_are_on_their_way_is_told(alone):
+    """Known only from the next gradients; on both ranks."""
+    model, optimizer = training.wrapped()
+    optimizer.zero_grad()
+    training.own_backward(model, 0)
+    training.trained(model, optimizer, 2 * reducer.CAUTIOUS_STEPS)
+    optimizer.zero_grad()
+    training.own_backward(model, 1)
+    assert optimizer._reducer.pending
+    message = "no clearing of gradients in place of a step.*clearing of gradients in place of a step=by zero_grad|"
+    message += r"clearing of gradients in place of a step=by zero_grad\(\).*no clearing of gradients in place of a step"
+
+    def go_on():
+        if hvd.rank() != alone:
+            optimizer.step()
+        training.trained(model, optimizer, 1)
+
+    with pytest.raises(hvd.HorovodInternalError, match=message):
+        go_on()
 
 
 def test_the_line_of_a_backward_whose_hooks_run_in_a_thread_of_autograds():

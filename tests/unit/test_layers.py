@@ -59,8 +59,8 @@ elastic.kept, elastic.libraries < elastic.commit, elastic.sampler < elastic.stat
 jax.xla, jax.host < jax.primitive < jax.ops, jax.compiled < jax.optimizer < jax.local, jax.elastic <
 tensorflow.host < tensorflow.ops < tensorflow.training <
 keras.ops, keras.local < keras.optimizer, keras.callbacks, keras.elastic < tensorflow.keras <
-torch.ops, torch.sparse, torch.functions, torch.sync_batch_norm, torch.ps, torch.parts < torch.hooks, torch.pending <
-torch.gradient, torch.wrapped < torch.reducer, torch.adasum_optimizer < torch.optimizer,
+torch.ops, torch.sparse, torch.groups, torch.sync_batch_norm, torch.ps, torch.parts < torch.hooks, torch.pending <
+torch.gradient, torch.wrapped, torch.outline < torch.functions, torch.reducer, torch.adasum_optimizer < torch.optimizer,
 torch.shards < torch.sharded < torch.local, torch.elastic <
 torch.distributed.tensors, torch.distributed.buckets, torch.distributed.uncompiled, torch.rendezvous <
 torch.distributed.work < torch.distributed.operations < torch.distributed.group < torch.bucket_hook

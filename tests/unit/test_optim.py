@@ -28,10 +28,12 @@ def same(pairs, expected):
 
 
 def test_parameters_are_named_or_numbered():
-    assert same(
-        name_parameters(PARAMETERS[1:3], None), [("parameter.0", PARAMETERS[1]), ("parameter.1", PARAMETERS[2])]
-    )
-    assert same(name_parameters(PARAMETERS[3:0:-1], iter(NAMED)), NAMED[1:4])
+    (numbered, none), numbers = name_parameters([PARAMETERS[1:2], PARAMETERS[2:3]], None), PARAMETERS[1:3]
+    assert same(numbered, [("parameter.0", numbers[0]), ("parameter.1", numbers[1])])
+    assert none == []
+    owned, others = name_parameters([PARAMETERS[3:1:-1], PARAMETERS[1:2]], iter(NAMED))
+    assert same(owned, NAMED[1:4])
+    assert same(others, [NAMED[0], NAMED[4]])
 
 
 @pytest.mark.parametrize(
@@ -39,12 +41,18 @@ def test_parameters_are_named_or_numbered():
     [
         (PARAMETERS, r"expected \(name, parameter\) pairs"),
         ([("b", PARAMETERS[0]), ("a", PARAMETERS[1]), ("b", PARAMETERS[2])], "names must differ; given .* once: b$"),
-        (NAMED[2:], "2 of the optimizer's 5 parameters have no name"),
+        (
+            [*NAMED[1:4]],
+            r"2 of the optimizer's 5 parameters have no names in it: param_groups\[0\]\['params'\]\[0\] of shape "
+            r"\(1, 2\), param_groups\[1\]\['params'\]\[1\] of shape \(5, 2\); pass the names of all parameters",
+        ),
+        (NAMED[1:], r"1 of the optimizer's 5 parameters has no name in it: param_groups\[0\]\['params'\]\[0\] of"),
+        (NAMED[:0], r"5 of the optimizer's 5 .*, param_groups\[1\]\['params'\]\[1\] of shape \(5, 2\); pass"),
     ],
 )
 def test_wrong_names_are_refused(named, message):
     with pytest.raises(InputError, match=message):
-        name_parameters(PARAMETERS, named)
+        name_parameters([PARAMETERS[:3], PARAMETERS[3:]], named)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,67 @@
+"""What fails on one rank before it takes part fails on all, with that rank's words: nobody waits for it."""
+
+import threading
+
+import numpy as np
+import pytest
+import torch
+
+import ringreduce as rr
+import ringreduce.torch as hvd
+from tests.ranks.on_threads import each_rank_of, known
+
+
+class Unpicklable:
+    """As a lock, a generator or an open file is."""
+
+    def __reduce__(self):
+        raise RuntimeError(f"rank {rr.rank()} says no")
+
+
+@pytest.mark.parametrize("name", ["mine", None])
+@pytest.mark.parametrize("what", ["broadcast_object", "allgather_object"])
+@each_rank_of(3)
+def test_an_object_that_one_rank_cannot_pickle(what, name):
+    obj = Unpicklable() if rr.rank() == 1 else {"rank": rr.rank()}
+    error = RuntimeError if rr.rank() == 1 else rr.MismatchError
+    with pytest.raises(error, match="rank 1 says no") as caught:
+        rr.broadcast_object(obj, 1, name) if what == "broadcast_object" else rr.allgather_object(obj, name)
+    if rr.rank() != 1:
+        assert f"rank 1 of 3, {what} '{name or 'noname'}' (test_prepared.py:" in str(caught.value)
+    return np.array(rr.allgather_object(rr.rank(), name))
+
+
+@each_rank_of(2)
+def test_all_of_them():
+    with pytest.raises(TypeError, match="cannot pickle"):
+        rr.allgather_object(threading.Lock())
+    with pytest.raises((TypeError, rr.MismatchError), match="cannot pickle"):
+        rr.broadcast_object(threading.Lock(), 1)
+    return np.array(rr.allgather_object(1))
+
+
+@each_rank_of(3, process_sets=[[0, 2]])
+def test_in_a_process_set_and_alone():
+    if rr.rank() != 1:
+        with pytest.raises((TypeError, rr.MismatchError), match=r"rank 2 of 3.*cannot pickle|^cannot pickle"):
+            rr.broadcast_object(threading.Lock() if rr.rank() == 2 else 0, 2, "x", known([0, 2], 1))
+    return np.array(rr.allgather_object(1))
+
+
+ODD = {
+    "a number": lambda: 3,
+    "a text": lambda: "abc",
+    "sparse": lambda: torch.eye(2).to_sparse(),
+    "meta": lambda: torch.ones(2, device="meta"),
+    "read-only": lambda: np.broadcast_to(np.ones(2), (3, 2)),
+}
+
+
+@pytest.mark.parametrize("odd", ODD)
+@pytest.mark.parametrize("on", [(0,), (1,), (0, 1)])
+@each_rank_of(2)
+def test_broadcast_parameters_names_what_cannot_be_sent_on_all_ranks(odd, on):
+    state = {"first": np.ones(2), "blocks.3": {"q": ODD[odd]() if rr.rank() in on else torch.ones(2)}}
+    with pytest.raises((ValueError, rr.MismatchError), match=r"broadcast_parameters: 'blocks\.3\.q': "):
+        hvd.broadcast_parameters(state, 1)
+    return np.array(rr.allgather_object(1))
