@@ -148,7 +148,7 @@ class Nan:
         self._note(made, seen, key)
         return finish(made)
 
-    def _agree(self, made: Submission, seen: Seen, error: Exception | None) -> None:
+    def _agree(self, made: Submission, seen: Seen, error: BaseException | None) -> None:
         """See `Submission.then`."""
         if error is None:
             try:

@@ -75,7 +75,7 @@ class Resum:
         sample = Sample(number, low, flat[low : low + count].copy(), step)
         made.add_then(functools.partial(self._gather, made, sample))
 
-    def _gather(self, made: Submission, sample: Sample, error: Exception | None) -> None:
+    def _gather(self, made: Submission, sample: Sample, error: BaseException | None) -> None:
         """See `Submission.then`."""
         if error is None:
             after = made.outputs[sample.number].flat[sample.low : sample.low + sample.before.size]

@@ -81,7 +81,7 @@ class Submitting:
         payload: Any = None,
         waits: bool = False,
         line: str | None = None,
-        then: Callable[[Exception | None], object] | None = None,
+        then: Callable[[BaseException | None], object] | None = None,
         timeout_s: float = math.inf,
         of_step: bool = False,
     ) -> Handle:

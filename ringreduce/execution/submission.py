@@ -31,7 +31,7 @@ class Handle:
     process_set = 0
     ended = False
     recorder: StepRecorder | None = None  # while steps are recorded
-    _error: Exception | None = None
+    _error: BaseException | None = None
     _gate: threading.Lock | None = None  # held until the end, if a thread waits: most handles are done before
     _on_wait: Callable[[Handle, float], None] = staticmethod(_nothing)
     _on_poll: Callable[[], object] = staticmethod(_nothing)
@@ -86,9 +86,12 @@ class Handle:
         return f"<Handle of {self.signature.kind} {self.signature.name!r}, {'done' if self.ended else 'pending'}>"
 
 
-def _copied(error: Exception) -> Exception:
+def _copied(error: BaseException) -> BaseException:
     """One per waiter: a traceback belongs to one raise. All have the cause, with its own."""
-    copied = copy.copy(error)
+    try:
+        copied = copy.copy(error)
+    except Exception:  # a user's class, which is not made of its `args`
+        return error
     if error.__cause__ is not None:
         copied.__cause__ = error.__cause__
     return copied
@@ -123,7 +126,7 @@ class Submission(Handle):
         key: str = "",
         on_wait: Callable[[Handle, float], None] = _nothing,
         on_poll: Callable[[], object] = _nothing,
-        then: Callable[[Exception | None], object] | None = None,
+        then: Callable[[BaseException | None], object] | None = None,
     ) -> None:
         self.signature = signature
         self.key = key or signature.key
@@ -134,8 +137,9 @@ class Submission(Handle):
         self.payload = payload  # further arguments or results: splits, pickled bytes, a flag
         self.line = line
         self.waits = waits
-        self.then = then
-        """Called by the thread that polls (engine/polling.py) just before the end; must neither wait nor raise."""
+        self.then = () if then is None else (then,)
+        """Called by the thread that polls (engine/polling.py) just before the end; must not wait. What one raises is
+        this rank's error of this operation; the engine, and the other ranks, go on."""
         self.submitted_s = time.monotonic()
         self._on_wait, self._on_poll = on_wait, on_poll
 
@@ -144,16 +148,9 @@ class Submission(Handle):
         self.in_flight = in_flight
         in_flight[self.key] = self
 
-    def add_then(self, then: Callable[[Exception | None], object]) -> None:
-        """Have this called, too, after what `then` is now."""
-        first = self.then
-
-        def both(error: Exception | None) -> None:
-            if first is not None:
-                first(error)
-            then(error)
-
-        self.then = both
+    def add_then(self, then: Callable[[BaseException | None], object]) -> None:
+        """Have this called, too, after what is there already."""
+        self.then = *self.then, then
 
     def reduction(self, element: ElementType) -> Reduction:
         """Its reduction, for this element type, without a `wire`: see Algorithms.wire."""
@@ -184,15 +181,27 @@ class Submission(Handle):
         if self.ended:
             return
         self.in_flight.pop(self.key, None)
-        self._error = error
-        if self.then is not None:
-            then, self.then = self.then, None  # which may refer to this handle
-            then(error)
+        self._error, interruption = error, None
+        thens, self.then = self.then, ()  # which may refer to this handle
+        if self.recorder is not None:
+            thens = *thens, self._record
+        try:
+            for then in thens:
+                try:
+                    then(self._error)
+                except BaseException as exc:
+                    self._error = exc if self._error is None else self._error
+                    interruption = None if isinstance(exc, Exception) else exc
+        finally:  # nobody else knows it any more, and whoever waits for it must not wait for ever
+            self.ended = True
+            if self._gate is not None:
+                self._gate.release()
+        if interruption is not None:
+            raise interruption
+
+    def _record(self, error: BaseException | None) -> None:
         if self.recorder is not None and error is None:
             self.recorder.ended(self)
-        self.ended = True
-        if self._gate is not None:
-            self._gate.release()
 
 
 @functools.lru_cache(maxsize=256)
