@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 import time
 from _signal import getsignal  # type: ignore[import-not-found] # signal's own takes ten times as long
@@ -38,6 +39,8 @@ OVERSUBSCRIBED_CYCLES = 5
 """Where the ranks use all cores of the only host, moving data during the user's computation takes longer than after it:
 batch this many cycles, at any size. A training step of 230 ms was 7 to 11 % longer than its computation, and 10 to 13 %
 without this."""
+POLLS_FRAMES = 250  # more than a poll, with what it calls of the user's or of torch's, ever has on the stack
+MOST_REFUSALS = 64  # that are remembered
 SIGNALS = tuple(range(1, signal.SIGRTMIN))  # plain integers: an enum's member takes three times as long to convert
 NOT_A_SCRIPTS = frozenset((int(signal.SIG_DFL), int(signal.SIG_IGN), None, signal.default_int_handler))
 
@@ -114,7 +117,7 @@ class Inbox:
             self._waiting.append(handle)
         since_s = time.monotonic() if handle.recorder is not None else 0.0
         try:
-            if has_signal_handlers() or not self.drive(handle):
+            if may_be_interrupted() or not self.drive(handle):
                 self.call_soon(lambda: None)  # a mere wake could come just before the engine's thread sleeps
             handle.block(timeout_s)
         finally:
@@ -216,6 +219,20 @@ class Inbox:
 
 def _described(submission: Submission) -> tuple[Signature, str, float]:
     return submission.signature, submission.line, submission.submitted_s
+
+
+def may_be_interrupted() -> bool:
+    """True where a poll in this thread could end in its middle, which no operation survives: the engine's must do it.
+
+    The stack may be about to end here, or a function of the script's that traces may raise.
+    """
+    if sys.gettrace() or sys.getprofile():
+        return True
+    try:
+        sys._getframe(sys.getrecursionlimit() - POLLS_FRAMES)
+    except ValueError:  # as nearly always: there are not so many
+        return has_signal_handlers()
+    return True
 
 
 def has_signal_handlers() -> bool:
