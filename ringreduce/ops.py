@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ringreduce.arrays.dtypes import ElementType
+from ringreduce.arrays.dtypes import ElementType, check_reducible
 from ringreduce.compression import Quantized
 from ringreduce.errors import InputError
 from ringreduce.kernels import half, native
@@ -93,6 +93,7 @@ class Reduction(_Fields):
     def check(self) -> None:
         """Raise InputError for an op or a scale factor that the element type does not support."""
         name, kind = self.element.name, self.element.kind
+        check_reducible(self.element)
         if self.op is Adasum and kind not in "fc":
             raise InputError(f"Adasum is not defined for {name} elements; pass floating-point ones, or another op")
         if kind == "b" and (self.op is Average or self.prescale != 1.0 or self.postscale != 1.0):

@@ -289,12 +289,26 @@ WRONG = {
         "more than one array is called 'a.b'; rename the keys",
     ),
     "a number in place": (lambda: rr.allreduce_(3.0), "a float cannot be changed in place; pass an array"),
-    "strings": (
-        lambda: rr.broadcast(np.array(["a"]), 0),
-        "elements of type <U1 cannot be communicated; supported are: bool",
+    "Python's objects": (
+        lambda: rr.broadcast(np.array(["a", None]), 0),
+        "broadcast: elements of type object have no fixed size; pass numbers, .* or use broadcast_object",
     ),
-    "long doubles": (lambda: rr.allreduce(zeros(3, dtype="longdouble")), "elements of type .* cannot be communicated"),
-    "other byte order": (lambda: rr.allreduce(np.zeros(3, ">f4")), "elements of type >f4 cannot be communicated"),
+    "strings": (
+        lambda: rr.allreduce(np.array(["a"])),
+        "allreduce: elements of type <U1 can be moved, but not reduced: they can be broadcast, gathered and exchanged",
+    ),
+    "long doubles": (
+        lambda: rr.allreduce(zeros(3, dtype="longdouble")),
+        r"elements of type .* can be moved, but not reduced: convert them, such as array.astype\('float64'\)",
+    ),
+    "dates": (
+        lambda: rr.reducescatter(np.zeros(3, "M8[ns]"), name="w"),
+        r"reducescatter 'w': elements of type datetime64\[ns\] can be moved, but .*: pass array.view\('int64'\)",
+    ),
+    "other byte order": (
+        lambda: rr.allreduce(np.zeros(3, ">f4")),
+        r"elements of type >f4 .*in the byte order of other machines: pass array.astype\(array.dtype.newbyteorder",
+    ),
     "read-only": (
         lambda: rr.allreduce_(np.broadcast_to(zeros(1), (1,))),
         "a read-only array cannot be changed in place",
