@@ -115,8 +115,8 @@ WRONG_AFTER_KNOWN = {
         "not dense",
     ),
     "a conjugated view": (
-        lambda: rr.allreduce(torch.ones(3, dtype=torch.complex64), name="w"),
-        lambda: rr.allreduce(torch.ones(3, dtype=torch.complex64).conj(), name="w"),
+        lambda: rr.allreduce_(torch.ones(3, dtype=torch.complex64), name="w"),
+        lambda: rr.allreduce_(torch.ones(3, dtype=torch.complex64).conj(), name="w"),
         "conjugated",
     ),
     "no rank": (
