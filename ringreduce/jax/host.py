@@ -87,7 +87,8 @@ class HostCollective(Collective):
                 return averages if rank() == self.root_rank else [np.zeros_like(each) for each in averages]
             case "allgather":
                 gathered, factor = gather.grouped_allgather(arrays, name, self.process_set), math.prod(self.scales)
-                return gathered if factor == 1.0 else [each * each.dtype.type(factor) for each in gathered]
+                with np.errstate(all="ignore"):
+                    return gathered if factor == 1.0 else [each * each.dtype.type(factor) for each in gathered]
             case "reducescatter":
                 return grouped_reducescatter(arrays, name, self.compression, self.op, self.process_set, *self.scales)
             case "alltoall":

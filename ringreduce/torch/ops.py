@@ -49,7 +49,7 @@ class _Collective(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, collective: Collective, received: Any, results: Tensors, *tensors: torch.Tensor) -> Any:
         ctx.collective, ctx.received = collective, received
-        ctx.rows = torch.tensor([each.shape[0] for each in tensors]) if collective.by_rows else None
+        ctx.rows = torch.tensor([each.shape[0] for each in tensors], device="cpu") if collective.by_rows else None
         return tuple(each.data for each in results)  # no views of anything, so that callers may change them in place
 
     @staticmethod
@@ -180,8 +180,8 @@ def _splits(tensor: Any, splits: Any, process_set: ProcessSet) -> Any:
         shape, size = getattr(tensor, "shape", ()), process_set.size()
         if not shape or not size or shape[0] % size:
             return None
-        return torch.full((size,), shape[0] // size, dtype=torch.int32)
+        return None if rest else torch.full((size,), each, dtype=torch.int32, device="cpu")
     if isinstance(splits, torch.Tensor) and splits.dtype != torch.int32:
         raise InputError(f"alltoall: splits of type {splits.dtype}; expected torch.int32, pass splits.int()")
-    given = torch.as_tensor(splits)
+    given = splits if isinstance(splits, torch.Tensor) else torch.tensor(splits, device="cpu")
     return given if given.is_floating_point() else given.to(torch.int32)
