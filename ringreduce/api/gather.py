@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,6 +12,7 @@ from ringreduce import runtime
 from ringreduce.api.process_sets import ProcessSet, global_process_set, number_of
 from ringreduce.api.submit import Array, like
 from ringreduce.arrays.buffer import Buffer
+from ringreduce.arrays.dtypes import element_type
 from ringreduce.arrays.gpu_buffer import GpuBuffer, uploaded
 from ringreduce.arrays.torch_tensor import is_torch
 from ringreduce.arrays.view import as_buffer
@@ -83,7 +85,7 @@ def alltoall(
     """Send each rank its part of `tensor`'s rows, and return what all ranks sent to this one, in rank order.
 
     Shape:  at least 1-d; dim 0 may differ per rank, the others must be equal.
-    splits: the rows for each rank: integers, (size,), their sum at most dim 0. None: equal parts.
+    splits: the rows for each rank: integers, (size,), whose sum is dim 0. None: equal parts.
     Returns: the received rows; with splits (rows, received_splits), the latter in the form of `splits`.
     Cost:   size - 1 messages a rank; all rows but the rank's own part sent by each; one agreement, and the splits.
     Raises: InputError (a ValueError) for a 0-d tensor, wrong splits, or rows that cannot be split equally.
@@ -111,7 +113,7 @@ def _alltoall(tensor: Any, splits: Any, name: str | None, process_set: ProcessSe
         rows = like(tensor, submission.outputs[0])
         if splits is None:
             return rows
-        return rows, _as_given(splits, np.array(submission.payload, np.int32))
+        return rows, _as_given(splits, submission.payload)
 
     return current.engine.submit(
         "alltoall", name, number, by_rows=True, inputs=[mine], finish=finish, payload=parts, waits=waits
@@ -128,21 +130,27 @@ def equal_splits(rows: int, size: int) -> list[int]:
 
 
 def _given_splits(splits: Any, rows: int, size: int) -> list[int]:
-    given = np.asarray(splits.tolist() if hasattr(splits, "tolist") else splits)
-    what = f"alltoall: splits={given.tolist()}"
-    if given.ndim != 1 or len(given) != size or given.dtype.kind not in "iu" or (given < 0).any():
+    given = splits.tolist() if hasattr(splits, "tolist") else list(splits) if isinstance(splits, Sequence) else splits
+    what = f"alltoall: splits={given}"
+    is_list = isinstance(given, list) and len(given) == size
+    if not is_list or not all(type(n) is not bool and isinstance(n, int | np.integer) and n >= 0 for n in given):
         raise InputError(f"{what}; expected {size} whole numbers of 0 or more, one for each rank")
-    if given.sum() > rows:
-        raise InputError(f"{what} sum to {given.sum()}, but the tensor has only {rows} rows")
+    if sum(given) != rows:
+        has = (
+            f"only {rows} rows"
+            if sum(given) > rows
+            else f"{rows} rows: each must go to a rank; pass tensor[:{sum(given)}]"
+        )
+        raise InputError(f"{what} sum to {sum(given)}, but the tensor has {has}")
     return [int(n) for n in given]
 
 
-def _as_given(splits: Any, received: np.ndarray[Any, Any]) -> Any:
-    """The received splits as the caller's kind of array, a NumPy array for a plain list."""
-    if isinstance(splits, list | tuple):
-        return received
+def _as_given(splits: Any, received: Sequence[int]) -> Any:
+    """The received splits as the caller's kind of array, a NumPy array for a plain list; wider where they must be."""
+    storage = element_type(splits.dtype).storage if hasattr(splits, "dtype") else np.dtype(np.int32)
+    fits = max(received, default=0) <= np.iinfo(storage).max
     if is_torch(splits):
-        return splits.new_tensor(received)
-    given = as_buffer(splits)
-    received = received.astype(given.element.storage)
-    return uploaded(received, given.index) if isinstance(given, GpuBuffer) else received
+        return splits.new_tensor(received, dtype=splits.dtype if fits else sys.modules["torch"].int64)
+    whole = np.array(received, storage if fits else np.int64)
+    given = as_buffer(splits) if hasattr(splits, "dtype") else None
+    return uploaded(whole, given.index) if isinstance(given, GpuBuffer) else whole

@@ -279,6 +279,10 @@ WRONG = {
         lambda: rr.alltoall(zeros(4), np.array([2, 2, 1], np.int32)),
         r"splits=\[2, 2, 1\] sum to 5, but the tensor has only 4 rows",
     ),
+    "rows that go nowhere": (
+        lambda: rr.alltoall(zeros(4), (1, 1, 1)),
+        r"alltoall: splits=\[1, 1, 1\] sum to 3, but the tensor has 4 rows: each must go to a rank; pass tensor\[:3\]",
+    ),
     "root": (lambda: rr.broadcast(zeros(3), 3), "broadcast: root_rank=3; expected a rank from 0 to 2"),
     "negative root": (lambda: rr.broadcast_(zeros(3), -1), "broadcast: root_rank=-1; expected a rank from 0 to 2"),
     "root of an object": (lambda: rr.broadcast_object(1, 9), "broadcast_object: root_rank=9; expected a rank from 0"),
