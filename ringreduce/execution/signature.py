@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import re
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -13,9 +14,15 @@ from types import FrameType
 from typing import Any, NamedTuple
 
 from ringreduce.arrays.buffer import Buffer
+from ringreduce.errors import InputError
 
-PACKAGE = str(Path(__file__).parents[1])
-CALLERS = ("torch", "jax", "tensorflow", "keras")  # torch calls hooks; jax.tree.map and jax.jit call functions
+PACKAGE = f"{Path(__file__).parents[1]}{os.sep}"
+CALLERS = ("torch", "jax", "tensorflow", "keras")  # libraries, also where they stand in a clone
+STANDARD_LIBRARY = f"{os.path.dirname(os.__file__)}{os.sep}"
+SCRIPTS = f"{os.path.join(sys.prefix, 'bin')}{os.sep}"  # that pip makes, to start a package
+INSTALLED = re.compile(r"[/\\](?:site|dist)-packages[/\\]([^/\\]+)")
+TYPED = "<stdin>", "<string>", "<console>", "<input", "<ipython", "<doctest"  # <frozen ...> is none of a user's
+REFUSED = "refused"  # a detail
 SPANS = 16  # most spans of ranks named in a text
 MOST_KNOWN = 32768  # signatures that are kept
 
@@ -154,20 +161,36 @@ def tensor_text(tensor: TensorSignature) -> str:
 
 
 def calling_line(skipped: int = 1, frame: FrameType | None = None) -> str:
-    """The innermost line outside this package, and outside libraries that call it; as file.py:41.
+    """The innermost line of the user's own code, as file.py:41: no library's, however it came to call this package.
+
+    Where all is in packages, as with `python -m package.train`, it is that of the outermost one; in a thread of a
+    library, such as a pool's, thread:NAME.
 
     skipped: how many functions, this one among them, are of this package for certain.  frame: of another thread.
     """
-    frame = frame or sys._getframe(skipped)
+    innermost = frame = frame or sys._getframe(skipped)
     path = frame.f_code.co_filename
     while is_of_library(path):
         if frame.f_back is None:
-            return getattr(_thread, "line", None) or _line(path, frame.f_lineno)
+            return getattr(_thread, "line", None) or _line_in_packages(innermost)
         frame = frame.f_back
         path = frame.f_code.co_filename
-    if path == threading.__file__:  # in a thread of this package
-        return f"thread:{threading.current_thread().name}"
     return _line(path, frame.f_lineno)
+
+
+def _line_in_packages(frame: FrameType | None) -> str:
+    frames = []
+    while frame is not None:
+        frames.append(frame)
+        frame = frame.f_back
+    packages = [_package(each.f_code.co_filename) for each in frames]
+    if outermost := next((each for each in reversed(packages) if each and each not in CALLERS), None):
+        found = frames[packages.index(outermost)]
+    elif (thread := threading.current_thread()) is not threading.main_thread():
+        return f"thread:{thread.name}"
+    else:
+        found = next((each for each in frames if not each.f_code.co_filename.startswith(PACKAGE)), frames[0])
+    return _line(found.f_code.co_filename, found.f_lineno)
 
 
 _thread = threading.local()
@@ -188,9 +211,20 @@ def called_from(line: str) -> Iterator[None]:
 
 @functools.lru_cache(maxsize=32768)
 def is_of_library(path: str) -> bool:
-    """True for a file of this package, and of libraries that call it."""
+    """True for a file of this package, Python's library and installed packages, and for code that these have made."""
+    if path.startswith("<"):
+        return not path.startswith(TYPED)
+    if _package(path) is not None or path.startswith((PACKAGE, STANDARD_LIBRARY, SCRIPTS)):
+        return True
     files = [getattr(sys.modules.get(name), "__file__", None) for name in CALLERS]
-    return path.startswith((PACKAGE, *(os.path.dirname(each) for each in files if each)))
+    return path.startswith(tuple(f"{os.path.dirname(each)}{os.sep}" for each in files if each))
+
+
+@functools.lru_cache(maxsize=32768)
+def _package(path: str) -> str | None:
+    """The installed package that a file is of; None for this one, and for files elsewhere."""
+    found = INSTALLED.search(path)
+    return None if found is None or path.startswith(PACKAGE) else found[1]
 
 
 @functools.lru_cache(maxsize=32768)
