@@ -100,8 +100,7 @@ class Resum:
         if (text := verdict(ranks, before, after, reduction)) and ranks[0] == self._own.world.rank:
             self._reported += 1
             if self._reported <= MOST_REPORTED:
-                name = made.signature.tensors[sample.number].name
-                text = f"check=sdc: allreduce {name!r} ({made.line}), step {sample.step}, {text}"
+                text = f"check=sdc: {made.signature.text_of(sample.number)} ({made.line}), step {sample.step}, {text}"
                 LOGGER.error(text)
                 launcher_link.report(self._own.settings.error_file, finding=text)
 

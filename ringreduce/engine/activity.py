@@ -23,12 +23,12 @@ class Activity:
             text = self._inbox.last_submission_text()
             waiting = self._process_sets.pending()
         if waiting:
-            names = ", ".join(f"{each.signature.kind} {each.signature.name!r}" for each in waiting[:NAMED])
+            names = ", ".join(each.signature.text for each in waiting[:NAMED])
             text += f", and waits for {names}" + _more(len(waiting))
         for each in waiting:
             (kind, name, *_), number = each.signature, each.process_set
             if name in request.names and (number, kind) != (request.process_set, request.kind):
-                text += f"; it submitted {kind} {name!r} ({each.line}) to process set {number}"
+                text += f"; it submitted {each.signature.text} ({each.line}) to process set {number}"
                 text += f" ({ranks_text(self._process_sets.members[number])})"
                 return f"{text}: all ranks must pass the same operation and the same process set"
         return text
@@ -40,7 +40,7 @@ class Activity:
             lines = {id(each): each.line for each in self._process_sets.pending() + running}
             handles = self._inbox.waited_for()
         texts = [
-            f"{each.signature.kind} {each.signature.name!r} ({lines[id(each)]})"
+            f"{each.signature.text} ({lines[id(each)]})"
             for each in handles
             if id(each) in lines  # not one that has just been completed
         ]

@@ -183,8 +183,8 @@ class Inbox:
         last = _described(self._submissions[-1]) if self._submissions else self._last
         if last is None:
             return "has submitted nothing yet"
-        (kind, name, *_), line, when_s = last
-        return f"last submitted {kind} {name!r} ({line}) {time.monotonic() - when_s:.0f} s ago"
+        signature, line, when_s = last
+        return f"last submitted {signature.text} ({line}) {time.monotonic() - when_s:.0f} s ago"
 
     def announced(self, pending: int) -> bool:
         """True when some of this rank's `pending` submissions have been announced."""

@@ -61,7 +61,7 @@ class Submitting:
         self._world, self._inbox, self._ending, self._check_gpu = world, inbox, ending, check_gpu
         self._process_sets, self._states, self._channels = process_sets, process_sets.states, process_sets.channels
         self._wait, self._poll = inbox.wait, inbox.on_poll
-        self._known = KnownSignatures()
+        self._known, self._rank = KnownSignatures(), f"rank {world.rank} of {world.size}"
         self._recorder = recorder
 
     def submit(
@@ -118,6 +118,7 @@ class Submitting:
             )
             made.deadline_s = made.submitted_s + timeout_s
             made.recorder, made.submitted_s = recorder, since_s or made.submitted_s
+            made.rank = self._rank
             if seen is not None and self.watch is not None:
                 self.watch.begin(made, seen, of_step)
             self._hand_over(state, made)

@@ -62,6 +62,33 @@ class Signature(NamedTuple):
         """The value of one detail."""
         return dict(self.details)[name]
 
+    @property
+    def refused(self) -> str:
+        """Of what stands for a call that its rank has refused: why. See `engine.submitting.Submitting.refuse`."""
+        return next((why for name, why in self.details if name == REFUSED), "")
+
+    @property
+    def text(self) -> str:
+        """In words, such as allreduce 'layer3.w', or allreduce of an unnamed tensor."""
+        if not self.numbered:
+            return f"{self.kind} {self.name!r}"
+        names, count = self.names, len(self.tensors)
+        if names:
+            return f"{self.kind} of {names[0]!r}" + (f" and {count - 1} more" if count > 1 else "")
+        return self.kind + (f" of {count} unnamed tensors" if count > 1 else " of an unnamed tensor" * count)
+
+    def text_of(self, number: int) -> str:
+        """As `text`, of one of its tensors."""
+        if self.names:
+            return f"{self.kind} {self.names[number]!r}"
+        return self.text + (f", tensor {number + 1} of {len(self.tensors)}" if len(self.tensors) > 1 else "")
+
+    @property
+    def names(self) -> list[str]:
+        """Those that the caller has given its tensors; none where `names_of` has made them."""
+        names = [each.name for each in self.tensors]
+        return [] if names == names_of(self.unnumbered.name, None, len(names)) else names
+
 
 class SubmissionRecord(NamedTuple):
     """One rank's signature, and the line that submitted it."""
@@ -118,31 +145,29 @@ def ranks_text(ranks: Iterable[int]) -> str:
 
 def _first_difference(mine: Signature, theirs: Signature) -> tuple[str, str, str, str]:
     """The subject, both values, and the requirement, in words."""
-    subject = f"{mine.kind} {mine.name!r}"
     if mine.kind != theirs.kind:
-        return subject, subject, f"{theirs.kind} {theirs.name!r}", "equal operations"
+        return mine.text, mine.text, theirs.text, "equal operations"
     ours, his = dict(mine.details), dict(theirs.details)
     for key in {**ours, **his}:  # first: with other arguments, tensors may be of other shapes, too
         if ours.get(key) != his.get(key):
             texts = [f"{key}={each if isinstance(each, str) else repr(each)}" for each in (ours.get(key), his.get(key))]
-            return subject, texts[0], texts[1], f"equal values of {key}"
+            return mine.text, texts[0], texts[1], f"equal values of {key}"
     if len(mine.tensors) != len(theirs.tensors):
-        return subject, f"{len(mine.tensors)} tensors{_alone(mine, theirs)}", f"{len(theirs.tensors)}", "equally many"
-    for one, other in zip(mine.tensors, theirs.tensors, strict=True):
+        count = f"{len(mine.tensors)} tensors{_alone(mine, theirs)}"
+        return mine.text, count, f"{len(theirs.tensors)}", "equally many"
+    for number, (one, other) in enumerate(zip(mine.tensors, theirs.tensors, strict=True)):
         if one != other:
-            part = subject if one.name == mine.unnumbered.name else f"{mine.kind} {one.name!r}"
-            return part, *_tensor_difference(one, other)
+            return mine.text_of(number), *_tensor_difference(one, other)
     raise AssertionError("called with equal signatures")
 
 
 def _alone(mine: Signature, theirs: Signature) -> str:
     """Of a group whose tensors have names of their own: the first one that one rank alone has."""
-    ours, his = ([each.name for each in one.tensors] for one in (mine, theirs))
-    own = f"{mine.unnumbered.name}."  # what the names begin with that are none of their own
-    for name in [*(each for each in ours if each not in his), *(each for each in his if each not in ours)]:
-        if not f"{name}.".startswith(own):
-            return f", {name!r} among them" if name in ours else f" without {name!r}"
-    return ""
+    ours, his = ({each.name for each in one.tensors} for one in (mine, theirs))
+    for name in mine.names:
+        if name not in his:
+            return f", {name!r} among them"
+    return next((f" without {name!r}" for name in theirs.names if name not in ours), "")
 
 
 def _tensor_difference(mine: TensorSignature, theirs: TensorSignature) -> tuple[str, str, str]:

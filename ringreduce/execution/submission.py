@@ -29,6 +29,8 @@ class Handle:
 
     signature: Signature
     process_set = 0
+    rank = "this rank"  # such as rank 1 of 8, in messages
+    line = ""  # of the user's script
     ended = False
     recorder: StepRecorder | None = None  # while steps are recorded
     _error: BaseException | None = None
@@ -49,8 +51,8 @@ class Handle:
     def wait(self, timeout_s: float = -1) -> Any:
         """Wait for the operation, and return its result; raises its error, or StalledError after a timeout >= 0."""
         if not self.ended_within(timeout_s):
-            kind, name, *_ = self.signature
-            raise StalledError(f"{kind} {name!r}: Timed out after {timeout_s:g} s; other ranks may not have called it")
+            where = f"{self.rank}, {self.signature.text} ({self.line})"
+            raise StalledError(f"{where}: Timed out after {timeout_s:g} s; other ranks may not have called it")
         if self._error is not None:
             raise _copied(self._error)
         return self._result()
@@ -83,7 +85,7 @@ class Handle:
             self._gate.release()
 
     def __repr__(self) -> str:
-        return f"<Handle of {self.signature.kind} {self.signature.name!r}, {'done' if self.ended else 'pending'}>"
+        return f"<Handle of {self.signature.text}, {'done' if self.ended else 'pending'}>"
 
 
 def _copied(error: BaseException) -> BaseException:

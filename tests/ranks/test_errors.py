@@ -84,7 +84,7 @@ MISMATCHES = {
     ),
     "one of a group": (
         lambda r: rr.grouped_allreduce_async([zeros(4), zeros(5 + (r == 2))], name="w"),
-        r"rank 2 of 3, allreduce 'w.1' .*: float32\[6\], but rank 0 has float32\[5\] .* equal shapes$",
+        r"rank 2 of 3, allreduce 'w', tensor 2 of 2 .*: float32\[6\], but rank 0 has float32\[5\] .* equal shapes$",
     ),
     "names of a group": (
         lambda r: rr.grouped_allreduce_async([zeros(4)] * 2, name="w", names=["a", "c" if r else "b"]),
@@ -153,12 +153,12 @@ DIFFERENT = {
     ),
     "no name": (
         lambda r: [rr.allreduce, rr.allgather][r](zeros(4)),
-        "allgather 'noname.1', but rank 0 has allreduce 'noname.1' .*; unnamed tensors are numbered in order, so one "
-        "more call on a rank shifts all later ones: pass name=$",
+        "allgather of an unnamed tensor, but rank 0 has allreduce of an unnamed tensor .*; unnamed tensors are "
+        "numbered in order, so one more call on a rank shifts all later ones: pass name=$",
     ),
     "no array": (
         lambda r: rr.barrier() if r else rr.allreduce(zeros(4)),
-        "barrier 'noname.1', but rank 0 has allreduce 'noname.1'",
+        "barrier, but rank 0 has allreduce of an unnamed tensor",
     ),
     "checks": (
         lambda r: rr.check("nan" if r else "divergence,nan:zero"),
@@ -166,7 +166,7 @@ DIFFERENT = {
     ),
     "an object": (
         lambda r: rr.broadcast_object(r, r),
-        "broadcast_object 'noname.1' .*root_rank=1, but rank 0 has root_rank=0",
+        "rank 1 of 2, broadcast_object .*root_rank=1, but rank 0 has root_rank=0",
     ),
 }
 

@@ -62,7 +62,7 @@ def test_the_first_difference_is_told(message):
 
 def test_of_a_group_the_tensor_that_differs_is_told():
     of_two, second_is_a_number = (reduction(tensor("w.0"), tensor("w.1", shape=shape)) for shape in ((3,), ()))
-    message = "allreduce 'w.1' (train.py:1): float32[], but rank 0 has float32[3]"
+    message = "allreduce 'w', tensor 2 of 2 (train.py:1): float32[], but rank 0 has float32[3]"
     assert message in explained(of_two, second_is_a_number)
 
 

@@ -68,7 +68,10 @@ def test_what_ends_while_a_thread_makes_its_gate_finds_none_or_a_closed_one(monk
 
 def test_a_wait_with_a_timeout_names_the_operation():
     handle = submission()
-    with pytest.raises(StalledError, match=r"allreduce 'w': Timed out after 0.01 s; other ranks may not have called"):
+    handle.rank = "rank 2 of 3"
+    with pytest.raises(
+        StalledError, match=r"rank 2 of 3, allreduce 'w' \(t.py:1\): Timed out after 0.01 s; other ranks"
+    ):
         handle.wait(0.01)
     handle.complete()
     assert handle.wait(0.01) == 7
