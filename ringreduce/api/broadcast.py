@@ -7,9 +7,9 @@ from typing import Any
 
 from ringreduce import runtime, trees
 from ringreduce.api.process_sets import ProcessSet, global_process_set, number_of
-from ringreduce.api.submit import Array, like, whole
+from ringreduce.api.submit import Array, like, refused, whole
 from ringreduce.arrays.buffer import Buffer
-from ringreduce.arrays.view import as_buffer, to_write
+from ringreduce.arrays.view import as_buffers, to_write
 from ringreduce.errors import InputError
 from ringreduce.execution.submission import Handle, Submission
 
@@ -72,13 +72,17 @@ def _broadcast_one(
         written()
         return tensor
 
-    if in_place:
-        (source,), written = to_write([tensor])
-        target = source
-    else:
-        source = as_buffer(tensor)
-        target = source.empty(source.shape)
-    return submit_broadcast([source], [target], root_rank, name, None, process_set, finish, waits)
+    number = number_of(process_set, "broadcast")
+    try:
+        if in_place:
+            (source,), written = to_write([tensor])
+            target = source
+        else:
+            (source,) = as_buffers([tensor])
+            target = source.empty(source.shape)
+        return submit_broadcast([source], [target], root_rank, name, None, process_set, finish, waits)
+    except InputError as exc:
+        raise refused("broadcast", exc, number, name) from exc.__cause__
 
 
 def submit_broadcast(
@@ -114,9 +118,12 @@ def broadcast_parameters(params: Any, root_rank: int = 0, process_set: ProcessSe
     Raises: InputError (a ValueError) for anything else; MismatchError; PeerLostError.
     Source: Horovod's broadcast_parameters.
     """
-    named = _named_parameters(params)
-    outputs, written = to_write([tensor for _, tensor in named])
+    named, number = _named_parameters(params), number_of(process_set, "broadcast_parameters")
     names = [name for name, _ in named]
+    try:
+        outputs, written = to_write([tensor for _, tensor in named])
+    except InputError as exc:
+        raise refused("broadcast_parameters", exc, number, None, names, len(names)) from exc.__cause__
     submit_broadcast(outputs, outputs, root_rank, None, names, process_set, lambda _: written(), waits=True).wait()
 
 

@@ -9,13 +9,14 @@ from typing import Any
 import numpy as np
 
 from ringreduce import runtime
+from ringreduce.api.arguments import Details
 from ringreduce.api.process_sets import ProcessSet, global_process_set, number_of
-from ringreduce.api.submit import Array, like
+from ringreduce.api.submit import Array, like, refused
 from ringreduce.arrays.buffer import Buffer
 from ringreduce.arrays.dtypes import element_type
 from ringreduce.arrays.gpu_buffer import GpuBuffer, uploaded
 from ringreduce.arrays.torch_tensor import is_torch
-from ringreduce.arrays.view import as_buffer
+from ringreduce.arrays.view import as_buffer, as_buffers
 from ringreduce.errors import InputError
 from ringreduce.execution.submission import Handle, Submission
 
@@ -57,26 +58,46 @@ def grouped_allgather_async(
     tensors: Sequence[Any], name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Handle:
     """Begin a `grouped_allgather`; `synchronize(handle)` returns the list of results."""
-    return _allgather(tensors, name, process_set, list, waits=False)
+    return gather_with(tensors, name, process_set)
 
 
-def _allgather(tensors: Sequence[Any], name: str | None, process_set: ProcessSet, result: Any, waits: bool) -> Handle:
-    current = runtime.current("allgather")
-    inputs = [as_buffer(tensor) for tensor in tensors]
-    for each in inputs:
-        _check_rows("allgather", name, each)
+def gather_with(
+    tensors: Sequence[Any], name: str | None, process_set: ProcessSet = global_process_set, details: Details = ()
+) -> Handle:
+    """As `grouped_allgather_async`.  details: further arguments that must be equal on all ranks."""
+    return _allgather(tensors, name, process_set, list, False, details)
+
+
+def _allgather(
+    tensors: Sequence[Any],
+    name: str | None,
+    process_set: ProcessSet,
+    result: Any,
+    waits: bool,
+    details: Details = (),
+) -> Handle:
+    current, number = runtime.current("allgather"), number_of(process_set, "allgather")
+    tensors = list(tensors)
 
     def finish(submission: Submission) -> Any:
         return result([like(tensor, output) for tensor, output in zip(tensors, submission.outputs, strict=True)])
 
-    number = number_of(process_set, "allgather")
-    return current.engine.submit("allgather", name, number, by_rows=True, inputs=inputs, finish=finish, waits=waits)
+    options: dict[str, Any] = {"details": details, "by_rows": True, "finish": finish, "waits": waits}
+    try:
+        return current.engine.submit("allgather", name, number, inputs=with_rows(tensors), **options)
+    except InputError as exc:
+        raise refused("allgather", exc, number, name, None, len(tensors)) from exc.__cause__
 
 
-def _check_rows(function: str, name: str | None, tensor: Buffer) -> None:
-    if not tensor.shape:
-        what = f" {name!r}" if name else ""
-        raise InputError(f"{function}{what}: a 0-d tensor has no rows; pass one of at least 1 dimension")
+def with_rows(tensors: Sequence[Any]) -> list[Buffer]:
+    """Their buffers; an InputError, for one without rows too, says `at` which."""
+    buffers = as_buffers(tensors)
+    for number, each in enumerate(buffers):
+        if not each.shape:
+            error = InputError("a 0-d tensor has no rows; pass one of at least 1 dimension")
+            error.at = number
+            raise error
+    return buffers
 
 
 def alltoall(
@@ -102,12 +123,8 @@ def alltoall_async(
 
 
 def _alltoall(tensor: Any, splits: Any, name: str | None, process_set: ProcessSet, waits: bool) -> Handle:
-    current = runtime.current("alltoall")
-    mine = as_buffer(tensor)
-    _check_rows("alltoall", name, mine)
-    number = number_of(process_set, "alltoall")
+    current, number = runtime.current("alltoall"), number_of(process_set, "alltoall")
     size = process_set.size() or 0
-    parts = equal_splits(mine.shape[0], size) if splits is None else _given_splits(splits, mine.shape[0], size)
 
     def finish(submission: Submission) -> Any:
         rows = like(tensor, submission.outputs[0])
@@ -115,9 +132,13 @@ def _alltoall(tensor: Any, splits: Any, name: str | None, process_set: ProcessSe
             return rows
         return rows, _as_given(splits, submission.payload)
 
-    return current.engine.submit(
-        "alltoall", name, number, by_rows=True, inputs=[mine], finish=finish, payload=parts, waits=waits
-    )
+    options: dict[str, Any] = {"by_rows": True, "finish": finish, "waits": waits}
+    try:
+        (mine,) = with_rows([tensor])
+        parts = equal_splits(mine.shape[0], size) if splits is None else _given_splits(splits, mine.shape[0], size)
+        return current.engine.submit("alltoall", name, number, inputs=[mine], payload=parts, **options)
+    except InputError as exc:
+        raise refused("alltoall", exc, number, name) from exc.__cause__
 
 
 def equal_splits(rows: int, size: int) -> list[int]:

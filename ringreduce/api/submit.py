@@ -11,6 +11,7 @@ import numpy as np
 from ringreduce import runtime, trees
 from ringreduce.arrays.buffer import Buffer
 from ringreduce.errors import InputError
+from ringreduce.execution.signature import calling_line, named
 from ringreduce.execution.submission import Submission
 from ringreduce.negotiation.negotiation import GLOBAL
 from ringreduce.ops import Average, ReduceOp, Sum
@@ -40,6 +41,23 @@ def taken_apart(tree: Any) -> tuple[Sequence[Any], Sequence[str] | None, Callabl
         return trees.map_leaves(tree, lambda name, _: by_name[name])
 
     return [leaf for _, leaf in named], names, whole
+
+
+def refused(
+    function: str,
+    error: InputError,
+    process_set: int | None,
+    name: str | None = None,
+    names: Sequence[str] | None = None,
+    count: int = 1,
+) -> InputError:
+    """The error for a call with `count` arrays, which names the one that is meant; other ranks learn of it, too."""
+    if error.at is not None:
+        error = type(error)(f"{function}{named(name, names, error.at, count)}: {error}")
+    if process_set is not None:
+        submitting = runtime.current(function).engine.submitting
+        submitting.refuse(function, name, process_set, str(error), calling_line())
+    return error
 
 
 def which_op(function: str, average: bool | None, op: ReduceOp | None) -> ReduceOp:

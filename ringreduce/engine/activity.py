@@ -22,9 +22,13 @@ class Activity:
         with self._inbox.lock:
             text = self._inbox.last_submission_text()
             waiting = self._process_sets.pending()
+            refusals = [
+                f"{name!r}: {self._inbox.refusals[name]}" for name in request.names if name in self._inbox.refusals
+            ]
         if waiting:
             names = ", ".join(each.signature.text for each in waiting[:NAMED])
             text += f", and waits for {names}" + _more(len(waiting))
+        text += "".join(f"; of {each}" for each in refusals)
         for each in waiting:
             (kind, name, *_), number = each.signature, each.process_set
             if name in request.names and (number, kind) != (request.process_set, request.kind):

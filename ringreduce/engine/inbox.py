@@ -68,6 +68,7 @@ class Inbox:
         self._urgent = False  # true: a thread waits for a submission of the batch
         self._callbacks: deque[Callable[[], object]] = deque()
         self._waiting: list[Handle] = []  # handles that threads wait for
+        self.refusals: dict[str, str] = {}  # by name, why a call of this rank was refused
         self._asleep = False
         self.driving = threading.Lock()  # held while a thread that waits polls, or is about to
         self.drive: Callable[[Handle], bool] = lambda _: False
@@ -84,11 +85,19 @@ class Inbox:
             cycles = OVERSUBSCRIBED_CYCLES if self._defers else 1
             self._until_s, self._nbytes = submission.submitted_s + cycles * self._cycle_s, 0
         self._submissions.append(submission)
+        if self.refusals:
+            self.refusals.pop(submission.signature.name, None)
         if not self._defers:
             for each in submission.inputs:
                 self._nbytes += each.nbytes
         if submission.waits:
             self._urgent = True
+
+    def refused(self, name: str, why: str) -> None:
+        """A call of this name was refused; with `lock` held."""
+        self.refusals[name] = why
+        if len(self.refusals) > MOST_REFUSALS:
+            del self.refusals[next(iter(self.refusals))]
 
     def announce_soon(self, waits: bool) -> None:
         """Wake the engine, unless it batches more, or the thread is about to wait, which wakes it if need be.

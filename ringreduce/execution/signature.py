@@ -115,6 +115,8 @@ def mismatch_message(records: Mapping[int, SubmissionRecord], size: int) -> str:
 
     records: by rank of the world, which has `size` ranks.
     """
+    if refusals := [rank for rank in sorted(records) if records[rank].signature.refused]:
+        return _refusal_message(refusals[0], records, size)
     first = min(records)
     differing = [rank for rank in sorted(records) if records[rank].signature != records[first].signature]
     mine, theirs = records[differing[0]], records[first]
@@ -127,6 +129,15 @@ def mismatch_message(records: Mapping[int, SubmissionRecord], size: int) -> str:
         text += f" ({ranks_text(differing)} differ from rank {first})"
     if mine.signature.numbered:
         text += "; unnamed tensors are numbered in order, so one more call on a rank shifts all later ones: pass name="
+    return text
+
+
+def _refusal_message(rank: int, records: Mapping[int, SubmissionRecord], size: int) -> str:
+    signature, line, *_ = records[rank]
+    text = f"rank {rank} of {size}, {signature.text} ({line}) was refused there: {signature.refused}"
+    for other, (theirs, its_line, *_) in records.items():
+        if other != rank:
+            return f"{text}; rank {other} has {theirs.text} ({its_line})"
     return text
 
 
@@ -257,6 +268,13 @@ def _line(path: str, number: int) -> str:
     return f"{os.path.basename(path)}:{number}"
 
 
+def named(name: str | None, names: Sequence[str] | None, number: int, count: int) -> str:
+    """Which of `count` tensors number `number` is, behind the word for an operation; nothing for one without a name."""
+    if names is not None and number < len(names):
+        return f" {names[number]!r}"
+    return (f" {name!r}" if name else "") + (f", tensor {number + 1} of {count}" if count > 1 else "")
+
+
 def names_of(name: str, names: Sequence[str] | None, count: int) -> Sequence[str]:
     """The names of `count` tensors that are submitted together as `name`."""
     if names is not None:
@@ -284,6 +302,7 @@ class KnownSignatures:
         names: tuple[str, ...] | None,
         by_rows: bool,
         check: Callable[[Buffer], object],
+        together: Callable[[Sequence[Buffer]], object] | None = None,
     ) -> tuple[Signature, str]:
         """The signature of an operation on these tensors, and its key; parameters as in Submitting.submit."""
         described: list[Any] = [kind, name, names, details, by_rows]
@@ -295,8 +314,14 @@ class KnownSignatures:
         key = tuple(described)
         found = self._known.get(key)
         if found is None:
-            for each in tensors:
-                check(each)
+            for number, each in enumerate(tensors):
+                try:
+                    check(each)
+                except InputError as exc:
+                    exc.at = number
+                    raise
+            if together is not None:
+                together(tensors)
             own = zip(tensors, names_of(name, names, len(tensors)), strict=True)
             signed = tuple([sign(each, one, each.shape[1:] if by_rows else None) for each, one in own])
             if len(self._known) >= MOST_KNOWN:

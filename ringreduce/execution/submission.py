@@ -104,6 +104,7 @@ class Submission(Handle):
 
     ready: Sequence[Any] = ()  # events of the caller's streams, after which inputs on a GPU may be read; see Gpu.begin
     missing_pieces = 1  # the planning itself
+    is_refused = False  # it stands for a call that this rank has refused: see Submitting.refuse
     ready_s = begun_s = 0.0  # see StepRecorder
     algorithm = ""
     divisor = 1  # of an Average: the set's size, or the number of its live ranks

@@ -195,7 +195,7 @@ class Coordinator:
 
     def _failure(self, key: str, entry: Entry) -> Failure | None:
         """What is wrong with a tensor that all live ranks have submitted."""
-        if entry.differs:
+        if entry.differs or entry.signature.refused:
             return Failure(key, "MismatchError", mismatch_message(entry.records, self._world_size))
         return self._join_failure(entry.signature) if self._joined else None
 

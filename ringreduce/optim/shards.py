@@ -13,8 +13,9 @@ from typing import Any
 from ringreduce import runtime
 from ringreduce.api.arguments import arguments_of
 from ringreduce.api.process_sets import ProcessSet, number_of
+from ringreduce.api.submit import refused
 from ringreduce.arrays.buffer import Buffer
-from ringreduce.arrays.view import as_buffer
+from ringreduce.arrays.view import as_buffers
 from ringreduce.compression import Compression
 from ringreduce.errors import InputError
 from ringreduce.execution.signature import calling_line
@@ -67,7 +68,10 @@ class Shards:
         if self.size == 1:
             return lambda: [each.reshape(-1) for each in arrays]
         pairs = [self.exchange.compression.compress(each) for each in arrays]
-        inputs = [as_buffer(each) for each, _ in pairs]
+        try:
+            inputs = as_buffers([array for array, _ in pairs])
+        except InputError as exc:
+            raise self._named(exc) from exc.__cause__
         counts = [high - low for low, high in self.bounds]
         if self._reduced is None or self._reduced.element is not inputs[0].element:
             self._reduced = inputs[0].empty((sum(counts),))
@@ -88,7 +92,10 @@ class Shards:
         """Begin to give every rank's pieces of arrays to all, in place.  what: tells apart those at the same time."""
         if self.size == 1:
             return lambda: None
-        buffers = [as_buffer(each, writable=True) for each in arrays]
+        try:
+            buffers = as_buffers(arrays, writable=True)
+        except InputError as exc:
+            raise self._named(exc) from exc.__cause__
         return self._submit("gather_shards", what, buffers, buffers)
 
     def _submit(
@@ -103,9 +110,8 @@ class Shards:
         of_step: bool = False,
     ) -> Callable[[], object]:
         number = number_of(self.exchange.process_set, "ShardedOptimizer")
-        return (
-            runtime.current("ShardedOptimizer")
-            .engine.submit(
+        try:
+            handle = runtime.current("ShardedOptimizer").engine.submit(
                 kind,
                 self.name + what,
                 number,
@@ -117,5 +123,10 @@ class Shards:
                 line=line or calling_line(),
                 of_step=of_step,
             )
-            .wait
-        )
+        except InputError as exc:
+            raise self._named(exc) from exc.__cause__
+        return handle.wait
+
+    def _named(self, error: InputError) -> InputError:
+        names, number = self._names or (self.name,), self.exchange.process_set.process_set_id
+        return refused("ShardedOptimizer", error, number, self.name, names, len(names))

@@ -255,7 +255,10 @@ WRONG = {
         "reducescatter: op=Max; expected Average or Sum",
     ),
     "0-d allgather": (lambda: rr.allgather(zeros(), name="w"), "allgather 'w': a 0-d tensor has no rows"),
-    "0-d in a grouped allgather": (lambda: rr.grouped_allgather([zeros(2), 3.0]), "allgather: a 0-d tensor has no row"),
+    "0-d in a grouped allgather": (
+        lambda: rr.grouped_allgather([zeros(2), 3.0]),
+        "allgather, tensor 2 of 2: a 0-d tensor",
+    ),
     "0-d alltoall": (lambda: rr.alltoall(np.float32(3)), "alltoall: a 0-d tensor has no rows"),
     "0-d reducescatter": (lambda: rr.reducescatter(zeros()), "reducescatter: a 0-d tensor has no rows to scatter"),
     "rows that cannot be parted": (
