@@ -60,7 +60,7 @@ class FP16Compressor(Compressor):
             in_16_bits = getattr(sys.modules["torch"], cls._name)
             return (tensor.to(in_16_bits), tensor.dtype) if tensor.is_floating_point() else (tensor, None)
         array = np.asarray(tensor) if isinstance(tensor, int | float | complex | np.generic) else tensor
-        if getattr(array.dtype, "kind", "") != "f":
+        if getattr(getattr(array, "dtype", None), "kind", "") != "f":  # what is no array is refused with its name
             return tensor, None
         return _converted(array, np.dtype(_numpy_type(cls._name))), array.dtype
 
@@ -148,8 +148,10 @@ def _converted(array: Any, dtype: np.dtype[Any]) -> Any:
     """A copy in another type; `astype` takes many times as long where elements are subnormal float16."""
     narrows = dtype.itemsize == 2
     short, wide = (dtype, array.dtype) if narrows else (array.dtype, dtype)
-    if not isinstance(array, np.ndarray) or wide not in _WIDE:
-        return array.astype(dtype)
+    if not isinstance(array, np.ndarray) or wide not in _WIDE or isinstance(array, np.ma.MaskedArray):
+        with np.errstate(all="ignore"):
+            return array.astype(dtype)
+    array = np.asarray(array)
     source = array if array.flags.forc else np.ascontiguousarray(array)
     result = np.empty_like(source, dtype, subok=False)
     flat, target = source.ravel("K"), result.ravel("K")  # views

@@ -47,6 +47,8 @@ class RingreduceError(Exception):
 class InputError(RingreduceError, ValueError, RuntimeError):
     """An argument that is wrong on this rank. Horovod raises either ValueError or RuntimeError."""
 
+    at: int | None = None  # of which array, by its place; None: the text says so, or it is of none
+
 
 class UnsupportedArrayError(InputError):
     """An array whose element type, memory layout or kind cannot be communicated."""

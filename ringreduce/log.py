@@ -6,7 +6,7 @@
     trace     what this rank announces
 
 `init()` configures it by the settings `log_level` and `log_timestamp`. Handlers and a level that the program has set on
-the logger stay as they are.
+the logger stay as they are; an error of these ends nothing.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ import contextlib
 import logging
 import sys
 import time
+import traceback
+from typing import Any
 
-LOGGER = logging.getLogger("ringreduce")
 TRACE = 5
 LEVELS = {
     "trace": TRACE,
@@ -28,6 +29,21 @@ LEVELS = {
 }
 """Horovod's names."""
 _DETAILS = {number: name for name, number in LEVELS.items() if number < logging.WARNING}
+
+
+class _Logger(logging.LoggerAdapter):  # type: ignore[type-arg] # not generic before Python 3.11
+    """The logger as this package uses it: its threads survive what a filter or a handler of the program raises."""
+
+    def log(self, level: int, msg: object, *args: Any, stacklevel: int = 1, **kwargs: Any) -> None:
+        """See logging.Logger.log."""
+        try:
+            super().log(level, msg, *args, stacklevel=stacklevel + 1, **kwargs)
+        except Exception:
+            with contextlib.suppress(Exception):  # stderr may be closed
+                traceback.print_exc()
+
+
+LOGGER = _Logger(logging.getLogger("ringreduce"), {})
 
 
 class _Handler(logging.Handler):
@@ -61,13 +77,14 @@ class _Handler(logging.Handler):
 
 def configure(level: str, timestamps: bool) -> None:
     """Set the logger's handler and level, unless the program has done so."""
-    ours = next((each for each in LOGGER.handlers if isinstance(each, _Handler)), None)
+    logger = LOGGER.logger
+    ours = next((each for each in logger.handlers if isinstance(each, _Handler)), None)
     if ours is None:
-        if LOGGER.handlers:
+        if logger.handlers:
             return
-        ours = _Handler(sets_level=LOGGER.level == logging.NOTSET)
-        LOGGER.addHandler(ours)
-        LOGGER.propagate = False  # a handler of the root logger would print it twice
+        ours = _Handler(sets_level=logger.level == logging.NOTSET)
+        logger.addHandler(ours)
+        logger.propagate = False  # a handler of the root logger would print it twice
     ours.timestamps = timestamps
     if ours.sets_level:
-        LOGGER.setLevel(LEVELS[level])
+        logger.setLevel(LEVELS[level])

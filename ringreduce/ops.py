@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ringreduce.arrays.dtypes import ElementType
+from ringreduce.arrays.dtypes import ElementType, check_reducible
 from ringreduce.compression import Quantized
 from ringreduce.errors import InputError
 from ringreduce.kernels import half, native
@@ -68,6 +68,11 @@ _COMPILED_OPS = {Sum: 0, Average: 0, Min: 1, Max: 2, Product: 3}
 BLOCK_BYTES = 128 * 1024  # of partial results at a time: two blocks stay in a core's second-level cache
 
 
+PAIR = np.dtype([("high", np.int64), ("low", np.int64)])
+"""A sum of 64-bit integers x: that of x >> 32, and that of x & 0xFFFFFFFF. Neither overflows below 2**31 ranks, and the
+words of two partial results are added each on its own."""
+
+
 class _Fields(NamedTuple):
     op: ReduceOp
     element: ElementType
@@ -84,8 +89,9 @@ class Reduction(_Fields):
     """One reduction over `size` ranks: the op, its scale factors, and the element type.
 
     bool:     Sum and Max are "or", Min and Product are "and"; Average and scale factors are errors.
-    integers: Average divides exactly and truncates toward zero; it sums integers of up to 32 bits in int64.
-              Scale factors multiply in float64 and truncate, before and after the sum, as in Horovod.
+    integers: Average is exact, and truncated toward zero: it sums integers of up to 32 bits in int64, longer ones in
+              two words (see PAIR). Other sums that are too large wrap around, as NumPy's. Scale factors multiply in
+              float64 and truncate, before and after the sum, as in Horovod.
     complex:  Min and Max are errors.
     Adasum:   floating-point elements only; see collectives/adasum.py.
     """
@@ -93,6 +99,7 @@ class Reduction(_Fields):
     def check(self) -> None:
         """Raise InputError for an op or a scale factor that the element type does not support."""
         name, kind = self.element.name, self.element.kind
+        check_reducible(self.element)
         if self.op is Adasum and kind not in "fc":
             raise InputError(f"Adasum is not defined for {name} elements; pass floating-point ones, or another op")
         if kind == "b" and (self.op is Average or self.prescale != 1.0 or self.postscale != 1.0):
@@ -105,11 +112,16 @@ class Reduction(_Fields):
     @functools.cached_property
     def sum_type(self) -> np.dtype[Any]:
         """The type of the partial results that travel."""
-        if self.op is Average and self.element.kind in "iu" and self.element.itemsize < 8:
-            return np.dtype(np.int64)
+        if self.op is Average and self.element.kind in "iu":
+            return PAIR if self.is_paired else np.dtype(np.int64)
         if self.is_rounded:
             return self.element.storage
         return self.element.sum_type if self.wire is None else np.dtype(np.float32)
+
+    @functools.cached_property
+    def is_paired(self) -> bool:
+        """True where partial results have two words: the sum of 64-bit integers may need more than 64 bits."""
+        return self.op is Average and self.element.kind in "iu" and self.element.itemsize == 8 and self.size > 1
 
     @functools.cached_property
     def in_place(self) -> bool:
@@ -162,7 +174,7 @@ class Reduction(_Fields):
         if self._is_compiled(*parts, out):
             native.module.reduce([*parts], out, None, *self.compiled)  # type: ignore[misc]
         else:
-            with np.errstate(over="ignore", invalid="ignore"):
+            with np.errstate(all="ignore"):  # whatever the calling thread has set
                 self._reduce_arrays(parts, out)
 
     def reduce_to_two(self, parts: Sequence[Any], out: Any, copy: Any) -> None:
@@ -233,7 +245,7 @@ class Reduction(_Fields):
         self._load(parts[0], total)
         for part in parts[1:]:
             self._load(part, other)
-            _UFUNC[self.op](total, other, out=total)
+            self._add(total, other)
         self.finish(total, out)
         if self.in_place:
             np.copyto(out, total)
@@ -241,9 +253,25 @@ class Reduction(_Fields):
     def _load(self, part: Any, target: Any) -> None:
         if self.element.is_half:
             half.widen(self.element.name, part, target)
+        elif self.is_paired:
+            split(part, target)
         else:
             np.copyto(target, part)
-        scale(target, self.prescale)
+        self._scale_partial(target, self.prescale)
+
+    def _add(self, target: Any, source: Any) -> None:
+        if self.is_paired:
+            target, source = target.view(np.int64), source.view(np.int64)
+        _UFUNC[self.op](target, source, out=target)
+
+    def _scale_partial(self, partial: Any, factor: float) -> None:
+        """Multiply what is not combined yet."""
+        if self.is_paired and factor != 1.0:
+            values = joined(partial).view(self.element.storage)
+            scale(values, factor)
+            split(values, partial)
+        else:
+            scale(partial, factor)
 
     def start(self, flat: Any) -> Any:
         """The prescaled elements in `sum_type`: `flat` itself, changed in place, or a wider copy."""
@@ -255,13 +283,18 @@ class Reduction(_Fields):
         """A copy in `sum_type`."""
         if self.element.is_half:
             return self.element.widen(flat)
-        with np.errstate(over="ignore"):  # of float64 elements, where they travel as a `wire` says
+        if self.is_paired:
+            pairs = np.empty(flat.shape, PAIR)
+            split(flat, pairs)
+            return pairs
+        with np.errstate(all="ignore"):  # of float64 elements, where they travel as a `wire` says
             return flat.astype(self.sum_type)
 
     def prescaled(self, partial: Any) -> None:
         """Multiply by the prescale factor, in place."""
         if not self.is_rounded:
-            scale(partial, self.prescale)
+            with np.errstate(all="ignore"):
+                self._scale_partial(partial, self.prescale)
         elif self.prescale != 1.0:
             self._of_rounded(partial, prescale=self.prescale)
 
@@ -289,9 +322,9 @@ class Reduction(_Fields):
         if self.is_rounded:
             self._of_rounded(target, *sources)
             return
-        with np.errstate(over="ignore", invalid="ignore"):  # such as inf - inf, which is NaN on every rank
+        with np.errstate(all="ignore"):  # such as inf - inf, which is NaN on every rank
             for source in sources:
-                _UFUNC[self.op](target, source, out=target)
+                self._add(target, source)
 
     def finish(self, partial: Any, out: Any) -> None:
         """Divide, postscale and round the reduced `partial` into `out`, the same memory when `in_place`."""
@@ -301,6 +334,14 @@ class Reduction(_Fields):
         if self.is_rounded:
             if self.op is Average or self.postscale != 1.0:
                 self._of_rounded(partial, op=self.op, postscale=self.postscale)
+            return
+        with np.errstate(all="ignore"):
+            self._finish(partial, out)
+
+    def _finish(self, partial: Any, out: Any) -> None:
+        if self.is_paired:
+            out[...] = mean(partial, self.size, self.element.kind == "i").view(self.element.storage)
+            scale(out, self.postscale)
             return
         if self.op is Average:
             divide(partial, self.size)
@@ -334,3 +375,22 @@ def divide(flat: Any, divisor: int) -> None:
         flat *= flat.dtype.type(1 / divisor)  # exact for a power of two: the same bits, faster
     else:
         flat /= flat.dtype.type(divisor)
+
+
+def split(values: Any, pairs: Any) -> None:
+    """Write 64-bit integers as PAIRs."""
+    pairs["high"] = values >> values.dtype.type(32)
+    pairs["low"] = values & values.dtype.type(0xFFFFFFFF)
+
+
+def joined(pairs: Any) -> Any:
+    """The integers, as int64, whose bits are those of uint64, too; of sums the lower 64 bits."""
+    return (pairs["high"] << 32) + pairs["low"]
+
+
+def mean(pairs: Any, size: int, signed: bool) -> Any:
+    """The sums divided by `size`, exactly, as int64; truncated toward zero."""
+    quotient, rest = np.divmod(pairs["high"], size)  # rounded down: the rest is not negative
+    lower, rest = np.divmod((rest << 32) + pairs["low"], size)
+    floor = (quotient << 32) + lower
+    return floor + ((floor < 0) & (rest != 0)) if signed else floor

@@ -14,6 +14,8 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from ringreduce import runtime, trees
 from ringreduce.api.process_sets import ProcessSet, global_process_set
 from ringreduce.api.submit import taken_apart
@@ -157,11 +159,12 @@ class Accumulation:
         """Add the gradients of a pass; True when it was the last one before a step."""
         self._seen += 1
         if self._passes > 1:
-            for name, array in trees.named_leaves(grads):
-                if name in self._sums:
-                    self._sums[name] += array
-                else:
-                    self._sums[name] = array * 1  # a copy
+            with np.errstate(all="ignore"):  # overflows belong to the data, as in the sum over the ranks
+                for name, array in trees.named_leaves(grads):
+                    if name in self._sums:
+                        self._sums[name] += array
+                    else:
+                        self._sums[name] = array * 1  # a copy
         return self._seen >= self._passes
 
     def take(self, grads: Any) -> Any:
@@ -173,7 +176,8 @@ class Accumulation:
         taken = trees.map_leaves(grads, lambda name, _: sums.pop(name))
         if sums:
             raise InputError(f"DistributedOptimizer: the last of {self._passes} passes has no gradient {min(sums)!r}")
-        return trees.map_leaves(taken, lambda _, total: total / self._passes) if self._averages else taken
+        with np.errstate(all="ignore"):
+            return trees.map_leaves(taken, lambda _, total: total / self._passes) if self._averages else taken
 
 
 class WrappingOptimizer:

@@ -165,7 +165,7 @@ class PowerSGD:
                 first[each] = numpy_buffer(matrix.p, writable=True)
         second: list[Handle | Exception] = []
 
-        def then(error: Exception | None) -> None:
+        def then(error: BaseException | None) -> None:
             if error is None:
                 try:
                     factors = [numpy_buffer(each.project_back(), writable=True) for each in matrices.values()]

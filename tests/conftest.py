@@ -203,7 +203,7 @@ def cupy_of_every_mode(request):
 @pytest.fixture
 def fresh_log():
     """The logger as it is when a program starts; what a test does to it is undone."""
-    logger = log.LOGGER
+    logger = log.LOGGER.logger
     before = logger.handlers[:], logger.level, logger.propagate
     logger.handlers[:], logger.propagate = [], True
     logger.setLevel(logging.NOTSET)

@@ -53,7 +53,7 @@ class Arguments:
         if self._op is Average and tensor.element.kind in "iu":
             _warn_of_truncated_averages()
         if self.function == "reducescatter" and not tensor.shape:
-            raise InputError("reducescatter: a 0-d tensor has no rows to scatter; pass one of at least 1 dimension")
+            raise InputError("a 0-d tensor has no rows to scatter; pass one of at least 1 dimension")
 
 
 _same_arguments = functools.lru_cache(maxsize=256)(Arguments)

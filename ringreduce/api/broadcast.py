@@ -7,9 +7,9 @@ from typing import Any
 
 from ringreduce import runtime, trees
 from ringreduce.api.process_sets import ProcessSet, global_process_set, number_of
-from ringreduce.api.submit import Array, like, prepared, whole
+from ringreduce.api.submit import Array, like, prepared, refused, whole
 from ringreduce.arrays.buffer import Buffer
-from ringreduce.arrays.view import as_buffer, to_write
+from ringreduce.arrays.view import as_buffers, to_write
 from ringreduce.errors import InputError
 from ringreduce.execution.submission import Handle, Submission
 
@@ -72,13 +72,17 @@ def _broadcast_one(
         written()
         return tensor
 
-    if in_place:
-        (source,), written = to_write([tensor])
-        target = source
-    else:
-        source = as_buffer(tensor)
-        target = source.empty(source.shape)
-    return submit_broadcast([source], [target], root_rank, name, None, process_set, finish, waits)
+    number = number_of(process_set, "broadcast")
+    try:
+        if in_place:
+            (source,), written = to_write([tensor])
+            target = source
+        else:
+            (source,) = as_buffers([tensor])
+            target = source.empty(source.shape)
+        return submit_broadcast([source], [target], root_rank, name, None, process_set, finish, waits)
+    except InputError as exc:
+        raise refused("broadcast", exc, number, name) from exc.__cause__
 
 
 def submit_broadcast(
@@ -115,23 +119,19 @@ def broadcast_parameters(params: Any, root_rank: int = 0, process_set: ProcessSe
             rank has something else; PeerLostError.
     Source: Horovod's broadcast_parameters.
     """
-    number = number_of(process_set, "broadcast")
-    names, outputs, written = prepared("broadcast", None, number, lambda: _outputs(params))
+    number = number_of(process_set, "broadcast_parameters")
+    names, outputs, written = prepared("broadcast_parameters", None, number, lambda: _outputs(params))
     submit_broadcast(outputs, outputs, root_rank, None, names, process_set, lambda _: written(), waits=True).wait()
 
 
 def _outputs(params: Any) -> tuple[list[str], list[Buffer], Callable[[], Any]]:
     """The names of parameters, where their values go, and what is called when they are there."""
     named = _named_parameters(params)
+    names = [name for name, _ in named]
     try:
-        return [name for name, _ in named], *to_write([each for _, each in named])
-    except InputError:
-        for name, each in named:
-            try:
-                to_write([each])
-            except InputError as error:
-                raise type(error)(f"broadcast_parameters: {name!r}: {error}") from error
-        raise
+        return names, *to_write([each for _, each in named])
+    except InputError as exc:
+        raise refused("broadcast_parameters", exc, None, None, names, len(names)) from exc.__cause__
 
 
 def _named_parameters(params: Any) -> list[tuple[str, Any]]:

@@ -5,7 +5,7 @@
     allgather       this rank's rows of the average over the ranks
     broadcast       on the root the average over the ranks, elsewhere zeros
     reducescatter   an allgather, times both factors, and for Sum times the number of ranks
-    alltoall        sent back to where the rows came from; zeros for rows that went nowhere
+    alltoall        sent back to where the rows came from
 
 The scale is Horovod's: for allgather and broadcast that of a loss averaged over the ranks, and for a reduction the same
 reduction again. All ranks must run backward through the same functions, since what makes a gradient is a collective.
@@ -129,7 +129,6 @@ class Framework(NamedTuple):
 
     collectives: Any  # the module of its own, which have gradients, too
     functions: Any  # the module of its functions cumsum and zeros_like
-    padded: Callable[[Any, Any], Any]  # a tensor, with rows of zeros behind its own until there are so many
     stop: str  # how a user keeps gradients from a tensor
 
 
@@ -147,7 +146,7 @@ def gradients_of(collective: Collective, gradients: Tensors, its: Framework, row
             return its.collectives.grouped_allgather(scaled, name, process_set)  # type: ignore[no-any-return]
         case "alltoall":
             sent_back, _ = its.collectives.alltoall(gradients[0], received, name, process_set)
-            return [its.padded(sent_back, rows[0])]
+            return [sent_back]
     arguments: dict[str, Any] = {"name": name, "op": back.op, "process_set": process_set}
     if back.kind == "allreduce":
         scales = dict(zip(("prescale_factor", "postscale_factor"), back.scales, strict=True))

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ringreduce import lifecycle, runtime
+from ringreduce.api.objects import broadcast_object
 from ringreduce.api.process_sets import ProcessSet, global_process_set, number_of
 from ringreduce.api.submit import submit_and_wait
 from ringreduce.checks.switch import start
@@ -49,7 +50,18 @@ def init(comm: Any = None, process_sets: str | Sequence[ProcessSet | Sequence[in
     start(current)
     timeline = current.settings.timeline
     if timeline and timeline.upper() != BY_HAND:
-        start_timeline(timeline, current.settings.timeline_mark_cycles)
+        _start_timeline_everywhere(timeline, current.settings.timeline_mark_cycles)
+
+
+def _start_timeline_everywhere(path: str, mark_cycles: bool) -> None:
+    """As `start_timeline`, but where rank 0 cannot write the file, all ranks raise."""
+    error = ""
+    try:
+        start_timeline(path, mark_cycles)
+    except InputError as exc:
+        error = str(exc)
+    if error := broadcast_object(error, 0, "timeline"):
+        raise InputError(error)
 
 
 def poll(handle: Handle) -> bool:
@@ -102,6 +114,7 @@ def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
     Returns on rank 0 when all ranks record, or after 5 s; they answer while they compute.
 
     file_path:   where rank 0 writes; calls on other ranks have no effect, since they send their events to rank 0.
+                 So a file that cannot be written is an error on rank 0 only.
     mark_cycles: show when the engine announced new tensors.
     Raises: InputError when the file cannot be written.
     Source: Horovod's start_timeline.

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from ringreduce import runtime
+from ringreduce.api.arguments import Details
 from ringreduce.api.process_sets import ProcessSet, global_process_set, number_of
-from ringreduce.api.submit import Array, like
+from ringreduce.api.submit import Array, like, refused
 from ringreduce.arrays.buffer import Buffer
+from ringreduce.arrays.dtypes import element_type
 from ringreduce.arrays.gpu_buffer import GpuBuffer, uploaded
 from ringreduce.arrays.torch_tensor import is_torch
-from ringreduce.arrays.view import as_buffer
+from ringreduce.arrays.view import as_buffer, as_buffers
 from ringreduce.errors import InputError
 from ringreduce.execution.submission import Handle, Submission
 
@@ -55,26 +58,46 @@ def grouped_allgather_async(
     tensors: Sequence[Any], name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Handle:
     """Begin a `grouped_allgather`; `synchronize(handle)` returns the list of results."""
-    return _allgather(tensors, name, process_set, list, waits=False)
+    return gather_with(tensors, name, process_set)
 
 
-def _allgather(tensors: Sequence[Any], name: str | None, process_set: ProcessSet, result: Any, waits: bool) -> Handle:
-    current = runtime.current("allgather")
-    inputs = [as_buffer(tensor) for tensor in tensors]
-    for each in inputs:
-        _check_rows("allgather", name, each)
+def gather_with(
+    tensors: Sequence[Any], name: str | None, process_set: ProcessSet = global_process_set, details: Details = ()
+) -> Handle:
+    """As `grouped_allgather_async`.  details: further arguments that must be equal on all ranks."""
+    return _allgather(tensors, name, process_set, list, False, details)
+
+
+def _allgather(
+    tensors: Sequence[Any],
+    name: str | None,
+    process_set: ProcessSet,
+    result: Any,
+    waits: bool,
+    details: Details = (),
+) -> Handle:
+    current, number = runtime.current("allgather"), number_of(process_set, "allgather")
+    tensors = list(tensors)
 
     def finish(submission: Submission) -> Any:
         return result([like(tensor, output) for tensor, output in zip(tensors, submission.outputs, strict=True)])
 
-    number = number_of(process_set, "allgather")
-    return current.engine.submit("allgather", name, number, by_rows=True, inputs=inputs, finish=finish, waits=waits)
+    options: dict[str, Any] = {"details": details, "by_rows": True, "finish": finish, "waits": waits}
+    try:
+        return current.engine.submit("allgather", name, number, inputs=with_rows(tensors), **options)
+    except InputError as exc:
+        raise refused("allgather", exc, number, name, None, len(tensors)) from exc.__cause__
 
 
-def _check_rows(function: str, name: str | None, tensor: Buffer) -> None:
-    if not tensor.shape:
-        what = f" {name!r}" if name else ""
-        raise InputError(f"{function}{what}: a 0-d tensor has no rows; pass one of at least 1 dimension")
+def with_rows(tensors: Sequence[Any]) -> list[Buffer]:
+    """Their buffers; an InputError, for one without rows too, says `at` which."""
+    buffers = as_buffers(tensors)
+    for number, each in enumerate(buffers):
+        if not each.shape:
+            error = InputError("a 0-d tensor has no rows; pass one of at least 1 dimension")
+            error.at = number
+            raise error
+    return buffers
 
 
 def alltoall(
@@ -83,7 +106,7 @@ def alltoall(
     """Send each rank its part of `tensor`'s rows, and return what all ranks sent to this one, in rank order.
 
     Shape:  at least 1-d; dim 0 may differ per rank, the others must be equal.
-    splits: the rows for each rank: integers, (size,), their sum at most dim 0. None: equal parts.
+    splits: the rows for each rank: integers, (size,), whose sum is dim 0. None: equal parts.
     Returns: the received rows; with splits (rows, received_splits), the latter in the form of `splits`.
     Cost:   size - 1 messages a rank; all rows but the rank's own part sent by each; one agreement, and the splits.
     Raises: InputError (a ValueError) for a 0-d tensor, wrong splits, or rows that cannot be split equally.
@@ -100,22 +123,22 @@ def alltoall_async(
 
 
 def _alltoall(tensor: Any, splits: Any, name: str | None, process_set: ProcessSet, waits: bool) -> Handle:
-    current = runtime.current("alltoall")
-    mine = as_buffer(tensor)
-    _check_rows("alltoall", name, mine)
-    number = number_of(process_set, "alltoall")
+    current, number = runtime.current("alltoall"), number_of(process_set, "alltoall")
     size = process_set.size() or 0
-    parts = equal_splits(mine.shape[0], size) if splits is None else _given_splits(splits, mine.shape[0], size)
 
     def finish(submission: Submission) -> Any:
         rows = like(tensor, submission.outputs[0])
         if splits is None:
             return rows
-        return rows, _as_given(splits, np.array(submission.payload, np.int32))
+        return rows, _as_given(splits, submission.payload)
 
-    return current.engine.submit(
-        "alltoall", name, number, by_rows=True, inputs=[mine], finish=finish, payload=parts, waits=waits
-    )
+    options: dict[str, Any] = {"by_rows": True, "finish": finish, "waits": waits}
+    try:
+        (mine,) = with_rows([tensor])
+        parts = equal_splits(mine.shape[0], size) if splits is None else _given_splits(splits, mine.shape[0], size)
+        return current.engine.submit("alltoall", name, number, inputs=[mine], payload=parts, **options)
+    except InputError as exc:
+        raise refused("alltoall", exc, number, name) from exc.__cause__
 
 
 def equal_splits(rows: int, size: int) -> list[int]:
@@ -128,21 +151,27 @@ def equal_splits(rows: int, size: int) -> list[int]:
 
 
 def _given_splits(splits: Any, rows: int, size: int) -> list[int]:
-    given = np.asarray(splits.tolist() if hasattr(splits, "tolist") else splits)
-    what = f"alltoall: splits={given.tolist()}"
-    if given.ndim != 1 or len(given) != size or given.dtype.kind not in "iu" or (given < 0).any():
+    given = splits.tolist() if hasattr(splits, "tolist") else list(splits) if isinstance(splits, Sequence) else splits
+    what = f"alltoall: splits={given}"
+    is_list = isinstance(given, list) and len(given) == size
+    if not is_list or not all(type(n) is not bool and isinstance(n, int | np.integer) and n >= 0 for n in given):
         raise InputError(f"{what}; expected {size} whole numbers of 0 or more, one for each rank")
-    if given.sum() > rows:
-        raise InputError(f"{what} sum to {given.sum()}, but the tensor has only {rows} rows")
+    if sum(given) != rows:
+        has = (
+            f"only {rows} rows"
+            if sum(given) > rows
+            else f"{rows} rows: each must go to a rank; pass tensor[:{sum(given)}]"
+        )
+        raise InputError(f"{what} sum to {sum(given)}, but the tensor has {has}")
     return [int(n) for n in given]
 
 
-def _as_given(splits: Any, received: np.ndarray[Any, Any]) -> Any:
-    """The received splits as the caller's kind of array, a NumPy array for a plain list."""
-    if isinstance(splits, list | tuple):
-        return received
+def _as_given(splits: Any, received: Sequence[int]) -> Any:
+    """The received splits as the caller's kind of array, a NumPy array for a plain list; wider where they must be."""
+    storage = element_type(splits.dtype).storage if hasattr(splits, "dtype") else np.dtype(np.int32)
+    fits = max(received, default=0) <= np.iinfo(storage).max
     if is_torch(splits):
-        return splits.new_tensor(received)
-    given = as_buffer(splits)
-    received = received.astype(given.element.storage)
-    return uploaded(received, given.index) if isinstance(given, GpuBuffer) else received
+        return splits.new_tensor(received, dtype=splits.dtype if fits else sys.modules["torch"].int64)
+    whole = np.array(received, storage if fits else np.int64)
+    given = as_buffer(splits) if hasattr(splits, "dtype") else None
+    return uploaded(whole, given.index) if isinstance(given, GpuBuffer) else whole

@@ -17,8 +17,9 @@ from ringreduce.api import gather as gathers
 from ringreduce.api import reduce as reductions
 from ringreduce.api.arguments import arguments_of
 from ringreduce.api.process_sets import ProcessSet, global_process_set, number_of
-from ringreduce.api.submit import like, submit_and_wait, whole
-from ringreduce.arrays.view import as_buffer, to_write
+from ringreduce.api.submit import like, refused, submit_and_wait, whole
+from ringreduce.arrays.buffer import Buffer
+from ringreduce.arrays.view import as_buffers, to_write
 from ringreduce.errors import InputError
 from ringreduce.execution.lane import Lane
 from ringreduce.execution.submission import Handle, Submission
@@ -83,6 +84,20 @@ def _host_array(tensor: Any) -> Any:
     return None
 
 
+def _begins(begin: Callable[..., Handle]) -> Callable[..., Handle]:
+    """The method that begins an operation; what it refuses is known to the other ranks, but those of a message."""
+    kind = begin.__name__.removesuffix("_async")
+
+    @functools.wraps(begin)
+    def method(self: Ordered, *args: Any, **kwargs: Any) -> Handle:
+        try:
+            return begin(self, *args, **kwargs)
+        except InputError as exc:
+            raise refused(kind, exc, None if kind in ("send", "recv") else self.process_set_id) from exc.__cause__
+
+    return method
+
+
 class Ordered(ProcessSet):
     """A process set whose operations run in the order of the program, the same on all its ranks; see `ordered`.
 
@@ -112,23 +127,25 @@ class Ordered(ProcessSet):
         """The reduced tensor on the root, None on other ranks. Cost: as allreduce."""
         return self.reduce_async(tensor, root_rank, op).wait()
 
+    @_begins
     def reduce_async(self, tensor: Any, root_rank: int, op: ReduceOp = Average) -> Handle:
         """Begin a `reduce`."""
-        source, arguments = as_buffer(tensor), arguments_of("allreduce", None, op, 1.0, 1.0)
+        (source,), arguments = as_buffers([tensor]), arguments_of("allreduce", None, op, 1.0, 1.0)
         if op is Adasum:
             raise InputError("reduce: op=Adasum; expected Average, Sum, Min, Max or Product, or call allreduce")
         options: dict[str, Any] = {"check": arguments.check, "outputs": [source.empty(source.shape)]}
-        return self._to_root("reduce", tensor, root_rank, arguments.details, by_rows=False, **options)
+        return self._to_root("reduce", tensor, source, root_rank, arguments.details, by_rows=False, **options)
 
     def gather(self, tensor: Any, root_rank: int) -> Any:
         """The rows of all ranks on the root, in rank order; None on other ranks. dim 0 may differ per rank."""
         return self.gather_async(tensor, root_rank).wait()
 
+    @_begins
     def gather_async(self, tensor: Any, root_rank: int) -> Handle:
         """Begin a `gather`."""
-        rows = self._rows("gather", tensor)
-        splits = [rows if rank == root_rank else 0 for rank in self._members()]
-        return self._to_root("gather", tensor, root_rank, payload=splits)
+        (source,) = gathers.with_rows([tensor])
+        splits = [source.shape[0] if rank == root_rank else 0 for rank in self._members()]
+        return self._to_root("gather", tensor, source, root_rank, payload=splits)
 
     def scatter(self, tensor: Any, root_rank: int) -> Any:
         """This rank's part of the root's rows, as many for each rank.
@@ -137,23 +154,25 @@ class Ordered(ProcessSet):
         """
         return self.scatter_async(tensor, root_rank).wait()
 
+    @_begins
     def scatter_async(self, tensor: Any, root_rank: int) -> Handle:
         """Begin a `scatter`."""
-        rows, size = self._rows("scatter", tensor), len(self._members())
+        (source,), size = gathers.with_rows([tensor]), len(self._members())
+        rows = source.shape[0]
         is_root = runtime.current_world("scatter").rank == root_rank
         if is_root and rows % size:
             raise InputError(f"scatter: {rows} rows cannot be split equally among {size} ranks")
         splits = [rows // size if is_root else 0] * size
-        return self._to_root("scatter", tensor, root_rank, payload=splits, on_all=True)
+        return self._to_root("scatter", tensor, source, root_rank, payload=splits, on_all=True)
 
     def send(self, tensor: Any, destination: int, tag: int = 0) -> None:
         """Send an array to a rank; returns when `tensor` may be changed. See `recv`."""
         self.send_async(tensor, destination, tag).wait()
 
+    @_begins
     def send_async(self, tensor: Any, destination: int, tag: int = 0) -> Handle:
         """Begin a `send`; `tensor` must not change until the handle is done."""
-        source = as_buffer(tensor)
-        return self._submit("send", destination, (tag,), inputs=[source])
+        return self._submit("send", destination, (tag,), inputs=as_buffers([tensor]))
 
     def recv(self, tensor: Any, source: int, tag: int = 0) -> Any:
         """Overwrite `tensor` with an array of its shape and type that rank `source` sends with this tag; return it.
@@ -163,6 +182,7 @@ class Ordered(ProcessSet):
         """
         return self.recv_async(tensor, source, tag).wait()
 
+    @_begins
     def recv_async(self, tensor: Any, source: int, tag: int = 0) -> Handle:
         """Begin a `recv`; `tensor` must not be used until the handle is done."""
         (target,), written = to_write([tensor])
@@ -184,16 +204,11 @@ class Ordered(ProcessSet):
         size = self.recv(np.empty((), np.int64), source, tag)
         return pickle.loads(self.recv(np.empty(int(size), np.uint8), source, tag).data)  # noqa: S301 - a rank's
 
-    def _rows(self, kind: str, tensor: Any) -> int:
-        shape = as_buffer(tensor).shape
-        if not shape:
-            raise InputError(f"{kind}: a 0-d tensor has no rows; pass one of at least 1 dimension")
-        return shape[0]
-
     def _to_root(
         self,
         kind: str,
         tensor: Any,
+        source: Buffer,
         root_rank: int,
         details: tuple[tuple[str, Any], ...] = (),
         on_all: bool = False,
@@ -201,7 +216,6 @@ class Ordered(ProcessSet):
         **options: Any,
     ) -> Handle:
         """Submit an operation with a root, which has the result; on_all: every rank has one."""
-        source = as_buffer(tensor)
         has_result = on_all or runtime.current_world(kind).rank == root_rank
 
         def finish(submission: Submission) -> Any:

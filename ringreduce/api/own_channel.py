@@ -11,10 +11,11 @@ from typing import Any
 
 from ringreduce import runtime
 from ringreduce.api.arguments import Details, check_encoded, details_of
-from ringreduce.arrays.buffer import Buffer
+from ringreduce.arrays.buffer import Buffer, check_apart
 from ringreduce.compression import Quantized
 from ringreduce.errors import CollectiveError, InputError
 from ringreduce.execution.into_outputs import INTO_OUTPUTS
+from ringreduce.execution.signature import calling_line
 from ringreduce.execution.submission import Handle
 from ringreduce.ops import ReduceOp, Reduction
 
@@ -35,7 +36,7 @@ class OwnChannel:
     def __init__(self, members: Sequence[int], name: str, timeout_s: float, anew: str) -> None:
         current = runtime.current(name)
         self.engine, self.members, self.timeout_s, self._anew = current.engine, list(members), timeout_s, anew
-        self.size, self.rank = len(members), self.members.index(current.world.rank)
+        self.size, self.rank, self.name = len(members), self.members.index(current.world.rank), name
         self._number: int | None
         self._number, opened = self.engine.channels.open(members, name, INTO_OUTPUTS)
         try:
@@ -88,6 +89,14 @@ class OwnChannel:
             self._lane.learn(key, handle)
         return handle
 
+    def refused(self, kind: str, error: InputError, tells: bool) -> InputError:
+        """The error for a call with the place that it has here; tells: the other members, which wait in theirs."""
+        line = calling_line()
+        made = type(error)(f"{kind} {self.name!r} ({line}): {error}")
+        if tells and self._number is not None and runtime.is_initialized():
+            self.engine.submitting.refuse(kind, None, self._number, str(error), line)
+        return made
+
     def shut(self) -> None:
         """End it on this rank: what is not complete fails."""
         if runtime.is_initialized() and self._number is not None:
@@ -98,6 +107,8 @@ class OwnChannel:
         self, arrays: Arrays, op: ReduceOp, factor: float = 1.0, wire: Quantized | None = None, **options: Any
     ) -> Handle:
         """Reduce each array in place, times a factor.  wire: for floating-point arrays, and Average or Sum."""
+        if len(arrays) > 1:
+            options["together"] = check_apart
         return self.begin("allreduce", arrays, arrays, self._reduction(arrays, op, factor, wire), **options)
 
     def reduce(self, arrays: Arrays, root: int, op: ReduceOp, factor: float = 1.0, **options: Any) -> Handle:
@@ -112,30 +123,34 @@ class OwnChannel:
 
     def all_gather(self, inputs: Arrays, outputs: Arrays, **options: Any) -> Handle:
         """Copy the inputs of every rank into the outputs for it, on all."""
+        _check_count("outputs", len(outputs), self.size * len(inputs))
         for number, each in enumerate(inputs):
-            _check_equal("all_gather", each, outputs[number :: len(inputs)])
+            _check_equal(each, outputs[number :: len(inputs)])
         return self.begin("all_gather", inputs, outputs, **options)
 
     def reduce_scatter(self, inputs: Arrays, outputs: Arrays, op: ReduceOp, factor: float, **options: Any) -> Handle:
         """Reduce the inputs for each rank into the outputs of that one; they may differ in size by rank."""
+        _check_count("inputs", len(inputs), self.size * len(outputs))
         for number, each in enumerate(outputs):
-            _check_equal("reduce_scatter", inputs[self.rank * len(outputs) + number], [each])
+            _check_equal(inputs[self.rank * len(outputs) + number], [each])
         details = self._reduction(inputs, op, factor)
         return self.begin("reduce_scatter", inputs, outputs, details, counted=True, **options)
 
     def all_gather_single(self, mine: Buffer, whole: Buffer, **options: Any) -> Handle:
         """As `all_gather`, one after the other into one array."""
-        return self.all_gather([mine], self.equal_parts("all_gather", whole), lane=(mine, whole), **options)
+        return self.all_gather([mine], self.equal_parts(whole), lane=(mine, whole), **options)
 
     def reduce_scatter_single(self, whole: Buffer, mine: Buffer, op: ReduceOp, factor: float, **options: Any) -> Handle:
         """As `reduce_scatter`, of equal parts of one array."""
-        parts = self.equal_parts("reduce_scatter", whole)
+        parts = self.equal_parts(whole)
         return self.reduce_scatter(parts, [mine], op, factor, lane=(whole, mine), **options)
 
     def all_to_all(self, inputs: Arrays, outputs: Arrays, **options: Any) -> Handle:
         """Input r goes to rank r, from which output r comes."""
-        if len(inputs) != self.size or len(outputs) != self.size:
-            raise InputError(f"all_to_all: {len(inputs)} inputs, {len(outputs)} outputs; expected {self.size} each")
+        _check_count("inputs", len(inputs), self.size)
+        _check_count("outputs", len(outputs), self.size)
+        if len(elements := {each.element.name for each in (*inputs, *outputs)}) > 1:
+            raise InputError(f"arrays of {' and '.join(sorted(elements))}; expected one type")
         return self.begin("all_to_all", inputs, outputs, signed=inputs[0].cut([0]), payload=True, **options)
 
     def gather(self, mine: Buffer, of_root: Arrays, root: int, **options: Any) -> Handle:
@@ -150,30 +165,30 @@ class OwnChannel:
 
     def send(self, arrays: Arrays, destination: int, tag: int, **options: Any) -> Handle:
         """Send an array."""
-        return self.begin("send", arrays, counted=True, payload=(self.members[destination], tag), **options)
+        return self.begin("send", arrays, counted=True, payload=(self._member(destination), tag), **options)
 
     def recv(self, arrays: Arrays, source: int | None, tag: int, **options: Any) -> Handle:
         """Receive an array of as many elements of this type as was sent with this tag; None: from any rank.
 
         The handle returns whose it was.
         """
-        peer = None if source is None else self.members[source]
+        peer = None if source is None else self._member(source)
         options |= {"payload": (peer, tag), "finish": lambda done: self.members.index(done.payload[0])}
         return self.begin("recv", (), arrays, signed=arrays, counted=True, **options)
 
-    def equal_parts(self, kind: str, array: Buffer) -> list[Buffer]:
+    def equal_parts(self, array: Buffer) -> list[Buffer]:
         """An array cut into one part for each rank."""
         if array.count % self.size:
-            raise InputError(f"{kind}: {array.count} elements cannot be split equally among {self.size} ranks")
+            raise InputError(f"{array.count} elements cannot be split equally among {self.size} ranks")
         return array.cut([array.count // self.size] * self.size)
 
-    def parts_of_rows(self, kind: str, array: Buffer, rows: Sequence[int]) -> list[Buffer]:
+    def parts_of_rows(self, array: Buffer, rows: Sequence[int]) -> list[Buffer]:
         """An array cut into parts of so many rows, one for each rank; equal parts where these are not given."""
         if not rows:
-            return self.equal_parts(kind, array)
-        whole = array.shape[0]
-        if len(rows) != self.size or sum(rows) != whole:
-            raise InputError(f"{kind}: splits {list(rows)} of {whole} rows; expected {self.size} that add up to that")
+            return self.equal_parts(array)
+        whole = array.shape[0] if array.shape else 0
+        if len(rows) != self.size or sum(rows) != whole or min(rows) < 0:
+            raise InputError(f"splits {list(rows)} of {whole} rows; expected {self.size} that add up to that")
         length = array.count // max(whole, 1)
         return array.cut([each * length for each in rows])
 
@@ -184,13 +199,19 @@ class OwnChannel:
         return details_of(op, factor, 1.0, wire)
 
     def _root(self, root: int) -> Details:
-        return (("root_rank", self.members[root]),)
+        return (("root_rank", self._member(root)),)
+
+    def _member(self, rank: int) -> int:
+        if not 0 <= rank < self.size:
+            raise InputError(f"rank {rank} of the group; expected one from 0 to {self.size - 1}")
+        return self.members[rank]
 
     def _with_root(self, kind: str, mine: Buffer, of_root: Arrays, root: int) -> tuple[Arrays, Arrays]:
         """This rank's array for the root, and nothing for others; the root's arrays, and nothing of others."""
         nothing = mine.empty((0,))
         if self.rank == root:
-            _check_equal(kind, mine, of_root)
+            _check_count(f"arrays to {kind}", len(of_root), self.size)
+            _check_equal(mine, of_root)
         else:
             of_root = [nothing] * self.size
         return [mine if rank == root else nothing for rank in range(self.size)], of_root
@@ -211,10 +232,15 @@ def _ended(options: Mapping[str, Any]) -> Handle:
     return _Ended()
 
 
-def _check_equal(kind: str, mine: Buffer, others: Arrays) -> None:
+def _check_count(what: str, count: int, expected: int) -> None:
+    if count != expected:
+        raise InputError(f"{count} {what}; expected {expected}, as many for each rank")
+
+
+def _check_equal(mine: Buffer, others: Arrays) -> None:
     for each in others:
         if (each.element, each.count) != (mine.element, mine.count):
             raise InputError(
-                f"{kind}: {each.element.name} of {each.count} elements beside {mine.element.name} of {mine.count}; "
+                f"{each.element.name} of {each.count} elements beside {mine.element.name} of {mine.count}; "
                 "expected equal types and sizes"
             )

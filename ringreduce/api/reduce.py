@@ -8,8 +8,9 @@ from typing import Any
 from ringreduce import runtime
 from ringreduce.api.arguments import Arguments, arguments_of
 from ringreduce.api.process_sets import ProcessSet, global_process_set, number_of
-from ringreduce.api.submit import Array, like, only, taken_apart
-from ringreduce.arrays.view import as_buffer, to_write
+from ringreduce.api.submit import Array, like, only, refused, taken_apart
+from ringreduce.arrays.buffer import check_apart
+from ringreduce.arrays.view import as_buffers, to_write
 from ringreduce.compression import AnyCompressor, Compression, check_compression
 from ringreduce.errors import InputError
 from ringreduce.execution.signature import calling_line
@@ -282,30 +283,33 @@ def submit(
 
     line: the line of the user's script, where the caller knows it.  of_step: as of the engine's submit().
     """
-    function = arguments.function
+    function, tensors = arguments.function, tensors if isinstance(tensors, list) else list(tensors)
     engine, number = runtime.current(function).engine, number_of(process_set, function)
-    if in_place:
-        inputs, written = to_write(tensors)
-    else:
-        inputs, written = [as_buffer(arguments.number(tensor)) for tensor in tensors], None
-    if names is not None and len(names) != len(tensors):
-        raise InputError(f"{function}: {len(names)} names for {len(tensors)} tensors; pass one for each")
-    has_outputs = not in_place and function == "allreduce"
-    return engine.submit(
-        function,
-        name,
-        number,
-        details=arguments.details,
-        names=None if names is None else tuple(names),
-        check=arguments.check,
-        inputs=inputs,
-        outputs=[each.empty(each.shape) for each in inputs] if has_outputs else inputs,
-        finish=_finish,
-        payload=(tensors, written, whole),
-        waits=waits,
-        line=line or calling_line(3),
-        of_step=of_step,
-    )
+    try:
+        inputs, written = to_write(tensors) if in_place else (as_buffers(tensors, arguments.number), None)
+        if names is not None and len(names) != len(tensors):
+            raise InputError(f"{function}: {len(names)} names for {len(tensors)} tensors; pass one for each")
+        if in_place and len(set(map(id, tensors))) < len(tensors):  # what else shares memory is found the first time
+            check_apart(inputs)
+        has_outputs = not in_place and function == "allreduce"
+        return engine.submit(
+            function,
+            name,
+            number,
+            details=arguments.details,
+            names=None if names is None else tuple(names),
+            check=arguments.check,
+            together=check_apart if in_place else None,
+            inputs=inputs,
+            outputs=[each.empty(each.shape) for each in inputs] if has_outputs else inputs,
+            finish=_finish,
+            payload=(tensors, written, whole),
+            waits=waits,
+            line=line or calling_line(3),
+            of_step=of_step,
+        )
+    except InputError as exc:
+        raise refused(function, exc, number, name, names, len(tensors)) from exc.__cause__
 
 
 def _finish(submission: Submission) -> Any:

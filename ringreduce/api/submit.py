@@ -12,7 +12,7 @@ import numpy as np
 from ringreduce import runtime, trees
 from ringreduce.arrays.buffer import Buffer
 from ringreduce.errors import InputError, RingreduceError
-from ringreduce.execution.signature import FAILURE
+from ringreduce.execution.signature import REFUSED, calling_line, named
 from ringreduce.execution.submission import Submission
 from ringreduce.negotiation.negotiation import GLOBAL
 from ringreduce.ops import Average, ReduceOp, Sum
@@ -43,6 +43,23 @@ def taken_apart(tree: Any) -> tuple[Sequence[Any], Sequence[str] | None, Callabl
         return trees.map_leaves(tree, lambda name, _: by_name[name])
 
     return [leaf for _, leaf in named], names, whole
+
+
+def refused(
+    function: str,
+    error: InputError,
+    process_set: int | None,
+    name: str | None = None,
+    names: Sequence[str] | None = None,
+    count: int = 1,
+) -> InputError:
+    """The error for a call with `count` arrays, which names the one that is meant; other ranks learn of it, too."""
+    if error.at is not None:
+        error = type(error)(f"{function}{named(name, names, error.at, count)}: {error}")
+    if process_set is not None:
+        submitting = runtime.current(function).engine.submitting
+        submitting.refuse(function, name, process_set, str(error), calling_line())
+    return error
 
 
 def which_op(function: str, average: bool | None, op: ReduceOp | None) -> ReduceOp:
@@ -101,9 +118,9 @@ def _fail_on_all(kind: str, name: str | None, process_set: int, error: Exception
     engine = runtime.current(kind).engine
     members = engine.process_sets.sets.get(process_set, ())
     if len(members) > 1 and engine.world.rank in members:
-        details = (FAILURE, f"{type(error).__name__}: {error}"), ("rank", engine.world.rank)  # no two are equal
+        why = str(error) if isinstance(error, InputError) else f"{type(error).__name__}: {error}"
         with contextlib.suppress(RingreduceError):
-            engine.submit(kind, name, process_set, details=details, signed=(), waits=True).wait()
+            engine.submit(kind, name, process_set, details=((REFUSED, why),), signed=(), waits=True).wait()
 
 
 def whole(value: Any) -> Any:

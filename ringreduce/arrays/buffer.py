@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
 from ringreduce.arrays.dtypes import ElementType, element_type
-from ringreduce.errors import UnsupportedArrayError
+from ringreduce.errors import InputError, UnsupportedArrayError
 from ringreduce.gpu.runtime import cupy
 
 
@@ -40,6 +41,11 @@ class Buffer:
         """Size in bytes."""
         return self.flat.nbytes  # type: ignore[no-any-return]
 
+    @property
+    def start(self) -> int:
+        """The address of its first element."""
+        return self.flat.__array_interface__["data"][0]  # type: ignore[no-any-return]
+
     def empty(self, shape: tuple[int, ...]) -> Buffer:
         """A new, uninitialised buffer of this kind and element type, on the same device."""
         flat = np.empty(math.prod(shape), dtype=self.element.storage)
@@ -66,21 +72,29 @@ class Buffer:
 class NotContiguousError(UnsupportedArrayError):
     """Memory that is to be written to is not C-contiguous."""
 
-    def __init__(self, shape: Sequence[int], strides: Sequence[int]) -> None:
-        super().__init__(
-            f"an array of shape {tuple(shape)} and strides {tuple(strides)} is not C-contiguous; pass a contiguous copy"
-        )
+
+def not_contiguous(shape: Sequence[int], strides: Sequence[int]) -> NotContiguousError:
+    """The error for memory of this form; see `view.to_write`."""
+    return NotContiguousError(
+        f"an array of shape {tuple(shape)} and strides {tuple(strides)} is not C-contiguous; pass a contiguous copy"
+    )
 
 
 def numpy_buffer(array: np.ndarray[Any, Any], writable: bool) -> Buffer:
-    """The buffer of a NumPy array; see `view.as_buffer`."""
-    dtype = array.dtype
-    element = element_type(dtype)
-    if type(array) is not np.ndarray and isinstance(array, np.ma.MaskedArray):
+    """The buffer of a NumPy array; see `view.as_buffer`. Of a subclass it is that of the plain array."""
+    if type(array) is not np.ndarray:
+        array = plain(array)
+    element = element_type(array.dtype)
+    return Buffer(flat_view(array, element, writable), element, array.shape, "cpu", array.dtype)
+
+
+def plain(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """The same memory without a subclass's own ideas of shapes, slices and arithmetic; not of a masked array."""
+    if isinstance(array, np.ma.MaskedArray):
         raise UnsupportedArrayError(
             "a masked array would lose its mask; pass array.filled(value), or array.compressed()"
         )
-    return Buffer(flat_view(array, element, writable), element, array.shape, "cpu", dtype)
+    return np.asarray(array)
 
 
 def flat_view(array: Any, element: ElementType, writable: bool) -> Any:
@@ -89,9 +103,63 @@ def flat_view(array: Any, element: ElementType, writable: bool) -> Any:
         if not array.flags.writeable:
             raise UnsupportedArrayError("a read-only array cannot be changed in place; pass a copy")
         if not array.flags.c_contiguous:
-            raise NotContiguousError(array.shape, array.strides)
+            raise not_contiguous(array.shape, array.strides)
     flat = array if writable and array.ndim == 1 else array.ravel()  # copies what is not C-contiguous
     return flat if flat.dtype is element.storage else flat.view(element.storage)
+
+
+def packed(memory: np.ndarray[Any, Any]) -> tuple[Any, Callable[[], None]]:
+    """The elements of an array that is not C-contiguous, in one that is, and what writes them back.
+
+    It runs whatever thread calls that: no code of a framework, whose modes are each thread's own.
+    Raises: UnsupportedArrayError where elements share memory, as in an expanded or broadcast array.
+    """
+    check_places(memory.shape, memory.strides, memory.itemsize)
+    copy = np.ascontiguousarray(memory)
+    return copy.reshape(-1), functools.partial(np.copyto, memory, copy)
+
+
+def check_places(shape: Sequence[int], strides: Sequence[int], itemsize: int) -> None:
+    """Raise UnsupportedArrayError where elements that are to be written to share memory."""
+    if shares_elements(shape, strides, itemsize):
+        raise UnsupportedArrayError(
+            f"an array of shape {tuple(shape)} whose elements share memory, as expand() and broadcast_to() make it, "
+            "cannot be changed in place; pass a copy: tensor.clone() or array.copy()"
+        )
+
+
+def shares_elements(shape: Sequence[int], strides: Sequence[int], itemsize: int) -> bool:
+    """True where two elements may have the same place: unless each stride leads beyond all that smaller ones reach.
+
+    >>> shares_elements((3, 4), (0, 4), 4), shares_elements((3, 4), (4, 12), 4), shares_elements((3, 4), (4, 4), 4)
+    (True, False, True)
+    """
+    if 0 in shape:
+        return False
+    reached = itemsize - 1
+    for stride, count in sorted(
+        (abs(stride), count) for stride, count in zip(strides, shape, strict=True) if count > 1
+    ):
+        if stride <= reached:
+            return True
+        reached += stride * (count - 1)
+    return False
+
+
+def check_apart(buffers: Sequence[Buffer]) -> None:
+    """Raise InputError where two of several arrays that are changed in place share memory: one would be changed twice.
+
+    Its `at` says which comes second.
+    """
+    spans = sorted((each.start, each.nbytes, number) for number, each in enumerate(buffers) if each.count)
+    for (low, nbytes, first), (high, _, second) in itertools.pairwise(spans):
+        if high < low + nbytes:
+            error = InputError(
+                f"it shares memory with tensor {min(first, second) + 1} of these, and so would be changed twice; pass "
+                "each array once, as one that two names have, or copies"
+            )
+            error.at = max(first, second)
+            raise error
 
 
 def message_bytes(flat: Any) -> Any:

@@ -38,13 +38,13 @@ def dlpack_buffer(array: Any, writable: bool) -> Buffer:
     device_type, _ = array.__dlpack_device__()
     if device_type != DLPACK_CPU:
         raise UnsupportedArrayError(
-            f"a {kind_of(array)} on DLPack device {device_type}; move it to the CPU or a CUDA GPU"
+            f"{a_kind_of(array)} on DLPack device {device_type}; move it to the CPU or a CUDA GPU"
         )
     try:
         view = np.from_dlpack(array)
-    except (BufferError, RuntimeError) as exc:
+    except (BufferError, RuntimeError, TypeError, ValueError) as exc:
         if not hasattr(array, "__array__"):
-            raise UnsupportedArrayError(f"a {kind_of(array)} that NumPy cannot view through DLPack: {exc}") from exc
+            raise UnsupportedArrayError(f"{a_kind_of(array)} that NumPy cannot view through DLPack: {exc}") from exc
         view = np.asarray(array)  # JAX's bfloat16: DLPack has it, NumPy only through ml_dtypes
         view.flags.writeable = False
     if writable and not view.flags.writeable:
@@ -54,12 +54,15 @@ def dlpack_buffer(array: Any, writable: bool) -> Buffer:
 
 def _cannot_change(array: Any) -> str:
     return (
-        f"a {kind_of(array)} cannot be changed in place; use the function without the underscore, or broadcast_object "
+        f"{a_kind_of(array)} cannot be changed in place; use the function without the underscore, or broadcast_object "
         "instead of broadcast_parameters"
     )
 
 
-def kind_of(array: Any) -> str:
-    """The name of an object's type, for error messages."""
+def a_kind_of(array: Any) -> str:
+    """The name of an object's type with its article, for error messages; None itself."""
+    if array is None:
+        return "None"
     kind = type(array)
-    return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+    name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+    return f"{'an' if name[0] in 'aeiouAEIOU' else 'a'} {name}"

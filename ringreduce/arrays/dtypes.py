@@ -2,6 +2,8 @@
 
 16-bit floats are summed in float32 and rounded once. NumPy has no bfloat16, so its elements are stored as uint16;
 ml_dtypes is not needed, but arrays of its bfloat16 are accepted.
+
+Elements of any other type of a fixed size are moved, as bytes, and not reduced.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ class ElementType(NamedTuple):
 
     name: str
     storage: np.dtype[Any]  # NumPy's type of the elements in memory; uint16 for bfloat16
-    kind: str  # b: bool, i: signed, u: unsigned, f: float, c: complex
+    kind: str  # b: bool, i: signed, u: unsigned, f: float, c: complex, V: bytes, which are only moved
     sum_type: np.dtype[Any]  # the type of sums; wider than `storage` for 16-bit floats
 
     @property
@@ -49,7 +51,7 @@ class ElementType(NamedTuple):
             return rounded
         if self.name == "bfloat16":
             return _bfloat16_bits(values)
-        with np.errstate(over="ignore"):  # rounds past the largest float16 to infinity, as every framework does
+        with np.errstate(all="ignore"):  # rounds past the largest float16 to infinity, as every framework does
             return values.astype(self.storage)
 
 
@@ -75,8 +77,36 @@ TABLE = {name: _row(name) for name in ("bool", *_INTEGERS, *_FLOATS)}
 
 @functools.lru_cache(maxsize=256)
 def element_type(dtype: Any) -> ElementType:
-    """The row of a dtype of NumPy, CuPy, ml_dtypes or torch, by its name; raises UnsupportedArrayError."""
+    """The row of a dtype of NumPy, CuPy, ml_dtypes or torch, by its name, or one of bytes.
+
+    Raises: UnsupportedArrayError for elements that refer to memory elsewhere, as Python's objects do.
+    """
     name = str(dtype).removeprefix("torch.")
-    if getattr(dtype, "isnative", True) and name in TABLE:
+    if name in TABLE:
         return TABLE[name]
-    raise UnsupportedArrayError(f"elements of type {name} cannot be communicated; supported are: {', '.join(TABLE)}")
+    refers = getattr(dtype, "hasobject", False) or getattr(dtype, "kind", "") == "T"
+    if refers or not dtype.itemsize:
+        cure = "pass numbers, such as numpy.array(..., float), or use broadcast_object or allgather_object"
+        raise UnsupportedArrayError(f"elements of type {name} have no fixed size; {cure}")
+    nbytes = dtype.itemsize
+    storage = np.dtype(f"u{nbytes}" if nbytes in (1, 2, 4, 8) else f"V{nbytes}")
+    return ElementType(name, storage, "V", storage)
+
+
+def check_reducible(element: ElementType, where: str = "") -> None:
+    """Raise UnsupportedArrayError for elements that are only moved.  where: begins the message."""
+    if element.kind == "V":
+        raise UnsupportedArrayError(
+            f"{where}elements of type {element.name} can be moved, but not reduced: {_instead_of(element)}"
+        )
+
+
+def _instead_of(element: ElementType) -> str:
+    if element.name[0] in "<>" and element.name[1] in "biufc":
+        return "they are in the byte order of other machines: pass array.astype(array.dtype.newbyteorder('='))"
+    if element.name.startswith(("datetime", "timedelta")):
+        return "pass array.view('int64')"
+    if element.name.startswith(("float", "complex", "int", "uint")):
+        wider = "complex64" if element.name == "complex32" else "float64" if element.itemsize > 2 else "float32"
+        return f"convert them, such as array.astype('{wider}') or tensor.to(torch.{wider})"
+    return "they can be broadcast, gathered and exchanged only"

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from ringreduce.arrays.buffer import Buffer, NotContiguousError
+from ringreduce.arrays.buffer import Buffer, not_contiguous
 from ringreduce.arrays.dtypes import ElementType, element_type
 from ringreduce.gpu import runtime as cuda
 from ringreduce.gpu.runtime import Event, cupy
@@ -57,6 +57,11 @@ class GpuBuffer(Buffer):
     def nbytes(self) -> int:
         """See `Buffer.nbytes`."""
         return self._count * self.element.storage.itemsize
+
+    @property
+    def start(self) -> int:
+        """See `Buffer.start`."""
+        return self.pointer
 
     @staticmethod
     def current_stream(index: int) -> Any:
@@ -136,7 +141,7 @@ def cupy_buffer(array: Any, writable: bool) -> Buffer:
     element = element_type(array.dtype)
     if not array.flags.c_contiguous:
         if writable:
-            raise NotContiguousError(array.shape, array.strides)
+            raise not_contiguous(array.shape, array.strides)
         array = array.copy(order="C")
     return GpuBuffer(array, int(array.data.ptr), array.device.id, element, tuple(array.shape), array.dtype)
 

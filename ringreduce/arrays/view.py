@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from ringreduce.arrays.buffer import Buffer, NotContiguousError, numpy_buffer
-from ringreduce.arrays.dlpack import dlpack_buffer, foreign_gpu_buffer, is_on_gpu, is_traced, kind_of
+from ringreduce.arrays.buffer import Buffer, NotContiguousError, check_places, numpy_buffer, packed, plain
+from ringreduce.arrays.dlpack import a_kind_of, dlpack_buffer, foreign_gpu_buffer, is_on_gpu, is_traced
+from ringreduce.arrays.dtypes import element_type
 from ringreduce.arrays.gpu_buffer import cupy_buffer, is_cupy
-from ringreduce.arrays.torch_tensor import is_torch, torch_buffer
+from ringreduce.arrays.torch_tensor import is_torch, torch_buffer, torch_packed
 from ringreduce.errors import UnsupportedArrayError
 from ringreduce.gpu.runtime import cupy
 
@@ -26,12 +28,15 @@ def as_buffer(array: Any, writable: bool = False) -> Buffer:
     if isinstance(array, np.ndarray):
         return numpy_buffer(array, writable)
     if is_torch(array):
+        buffer = torch_buffer(array, writable)
         if writable and not array.is_inference():  # autograd may have saved it, and must see the change
             sys.modules["torch"].autograd.graph.increment_version(array)
-        return torch_buffer(array, writable)
+        return buffer
     if isinstance(array, bool | int | float | complex | np.generic):
         if writable:
-            raise UnsupportedArrayError(f"a {type(array).__name__} cannot be changed in place; pass an array")
+            raise UnsupportedArrayError(
+                f"{a_kind_of(array)} cannot be changed in place; pass an array, or use broadcast_object"
+            )
         return numpy_buffer(np.asarray(array), writable)
     if is_cupy(array):
         return cupy_buffer(array, writable)
@@ -45,7 +50,7 @@ def as_buffer(array: Any, writable: bool = False) -> Buffer:
         return cupy_buffer(cupy().asarray(array), writable)
     if hasattr(type(array), "__dlpack__"):  # not through __getattr__: a container that forwards to its array is not one
         return dlpack_buffer(array, writable)
-    raise UnsupportedArrayError(f"a {kind_of(array)} is not an array; {_instead_of(array)}")
+    raise UnsupportedArrayError(f"{a_kind_of(array)} is not an array; {_instead_of(array)}")
 
 
 def _instead_of(array: Any) -> str:
@@ -55,8 +60,26 @@ def _instead_of(array: Any) -> str:
     if isinstance(array, list | tuple):
         return "pass numpy.array(...) of numbers, or a list of arrays to allreduce"
     if isinstance(array, str):
-        return "pass a dict of arrays to allreduce, or list(d.values()) to grouped_allreduce"
+        return (
+            "pass a dict of arrays to allreduce, or list(d.values()) to grouped_allreduce; texts go by broadcast_object"
+        )
+    if array is None:
+        return "leave it out on all ranks, or pass zeros of the shape that the others pass"
+    if hasattr(type(array), "__array__"):
+        return "pass the numbers in it: numpy.asarray(...)"
     return "expected a NumPy, CuPy or torch array, or an object with __dlpack__ or __cuda_array_interface__"
+
+
+def as_buffers(arrays: Sequence[Any], made: Callable[[Any], Any] | None = None, writable: bool = False) -> list[Buffer]:
+    """As `as_buffer`, of each, or of what is made of it first; an error's `at` says of which."""
+    buffers: list[Buffer] = []
+    try:
+        for array in arrays:
+            buffers.append(as_buffer(array if made is None else made(array), writable))
+    except UnsupportedArrayError as exc:
+        exc.at = len(buffers)
+        raise
+    return buffers
 
 
 def to_write(arrays: Sequence[Any]) -> tuple[list[Buffer], Callable[[], None]]:
@@ -64,38 +87,46 @@ def to_write(arrays: Sequence[Any]) -> tuple[list[Buffer], Callable[[], None]]:
 
     The buffer of an array that is not C-contiguous (torch's channels_last, a transposed one) is a copy, which that
     function writes back.
+    Raises: UnsupportedArrayError, whose `at` says of which; also where elements share memory.
     """
+    buffers: list[Buffer] = []
+    backs: list[Callable[[], None]] = []
     try:
-        return [as_buffer(array, True) for array in arrays], nothing
-    except NotContiguousError:  # rare, so not checked first: that would cost every submission
-        copies = [contiguous_copy(array) for array in arrays]
-    pairs = list(zip(arrays, copies, strict=True))
-
-    def written() -> None:
-        for array, copy in pairs:
-            if copy is not None:
-                assign(array, copy)
-
-    return [as_buffer(array if copy is None else copy, writable=True) for array, copy in pairs], written
+        for array in arrays:
+            try:
+                buffers.append(as_buffer(array, True))
+            except NotContiguousError:  # rare, so not checked first: that would cost every submission
+                buffer, back = _packed(array)
+                buffers.append(buffer)
+                backs.append(back)
+    except UnsupportedArrayError as exc:
+        exc.at = len(buffers)
+        raise
+    return buffers, functools.partial(_call_all, backs) if backs else nothing
 
 
 def nothing() -> None:
     """Results are in place already."""
 
 
-def contiguous_copy(array: Any) -> Any:
-    """A C-contiguous copy of a writable NumPy, CuPy or torch array that is not C-contiguous; else None."""
-    if is_torch(array):
-        dense = array.layout is sys.modules["torch"].strided
-        return array.detach().contiguous() if dense and not array.is_contiguous() else None
-    if not (isinstance(array, np.ndarray) or is_cupy(array)) or array.flags.c_contiguous:
-        return None
-    return array.copy(order="C") if is_cupy(array) or array.flags.writeable else None
+def _call_all(backs: Sequence[Callable[[], None]]) -> None:
+    for back in backs:
+        back()
 
 
-def assign(array: Any, values: Any) -> None:
-    """Write `values`, an array of the same kind and shape, into `array`."""
+def _packed(array: Any) -> tuple[Buffer, Callable[[], None]]:
+    """The buffer of a C-contiguous copy of a writable array that is not, and what writes it back."""
     if is_torch(array):
-        array.detach().copy_(values)
-    else:
-        array[...] = values
+        if not array.is_inference():
+            sys.modules["torch"].autograd.graph.increment_version(array)
+        return torch_packed(array)
+    if isinstance(array, np.ndarray):
+        memory = plain(array)
+        element = element_type(memory.dtype)
+        flat, back = packed(memory)
+        return Buffer(flat.view(element.storage), element, array.shape, "cpu", memory.dtype), back
+    if is_cupy(array):
+        check_places(array.shape, array.strides, array.itemsize)
+        copy = array.copy(order="C")
+        return cupy_buffer(copy, True), functools.partial(array.__setitem__, ..., copy)
+    return as_buffer(array, True), nothing

@@ -58,7 +58,7 @@ class Agreement:
         }
         return self._engine.submit("allreduce", name, self._process_set, line="check", **options)
 
-    def _then(self, error: Exception | None) -> None:
+    def _then(self, error: BaseException | None) -> None:
         """The first ends; see `Submission.then`. In a channel, in the program's order, the second begins later."""
         if error is None and self._code[0]:
             try:

@@ -129,11 +129,11 @@ class Nan:
             problems = [(at, scan.problem(scan.largest(each)(), each.element)) for at, each in _floats(made.outputs)]
             number, problem = next((each for each in problems if each[1]), (0, ""))
         if problem:
-            world, (kind, _, tensors, *_) = self._own.world, made.signature
-            what = f"rank {world.rank} of {world.size}, {kind} {tensors[number].name!r} ({made.line}), step {seen.step}"
+            world, tensors = self._own.world, made.signature.tensors
+            what = f"{made.rank}, {made.signature.text_of(number)} ({made.line})"
             where = "in the sum of finite values" if in_sum else "in this rank's own values, before the sum"
             when_us = int(1e6 * (made.submitted_s - self._own.clock_ahead_s))
-            text = f"{what}: {problem} {where} ({tensors[number].dtype})"
+            text = f"{what}, step {seen.step}: {problem} {where} ({tensors[number].dtype})"
             seen.finding = Finding(in_sum, when_us, world.rank, text)
         return seen.finding
 
@@ -148,7 +148,7 @@ class Nan:
         self._note(made, seen, key)
         return finish(made)
 
-    def _agree(self, made: Submission, seen: Seen, error: Exception | None) -> None:
+    def _agree(self, made: Submission, seen: Seen, error: BaseException | None) -> None:
         """See `Submission.then`."""
         if error is None:
             try:

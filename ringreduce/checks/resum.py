@@ -75,7 +75,7 @@ class Resum:
         sample = Sample(number, low, flat[low : low + count].copy(), step)
         made.add_then(functools.partial(self._gather, made, sample))
 
-    def _gather(self, made: Submission, sample: Sample, error: Exception | None) -> None:
+    def _gather(self, made: Submission, sample: Sample, error: BaseException | None) -> None:
         """See `Submission.then`."""
         if error is None:
             after = made.outputs[sample.number].flat[sample.low : sample.low + sample.before.size]
@@ -100,8 +100,7 @@ class Resum:
         if (text := verdict(ranks, before, after, reduction)) and ranks[0] == self._own.world.rank:
             self._reported += 1
             if self._reported <= MOST_REPORTED:
-                name = made.signature.tensors[sample.number].name
-                text = f"check=sdc: allreduce {name!r} ({made.line}), step {sample.step}, {text}"
+                text = f"check=sdc: {made.signature.text_of(sample.number)} ({made.line}), step {sample.step}, {text}"
                 LOGGER.error(text)
                 launcher_link.report(self._own.settings.error_file, finding=text)
 

@@ -72,5 +72,6 @@ def _bits(value: float, element: ElementType) -> int:
     if element.name == "bfloat16":
         return int(np.array(value, np.float32).view(np.uint32)) >> 16
     number = np.zeros(1, element.storage).real.copy()
-    number[...] = value
+    with np.errstate(all="ignore"):  # it may be too large for the type
+        number[...] = value
     return int(number.view(f"u{number.itemsize}")[0])

@@ -89,7 +89,7 @@ class Twice:
         raise SystemExit(int(differs))
 
 
-def _arrived(made: Submission, rows: list[list[Any]], _: Exception | None) -> None:
+def _arrived(made: Submission, rows: list[list[Any]], _: BaseException | None) -> None:
     """See `Submission.then`."""
     for row, each in zip(rows, made.outputs, strict=False):
         row[3] = fingerprint(each.flat.view(np.uint8))

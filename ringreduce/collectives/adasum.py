@@ -42,11 +42,11 @@ def allreduce(flat: Any, transport: Transport, segment_bytes: int = SEGMENT_BYTE
 
 def combine(a: Any, b: Any) -> Any:
     """Adasum of two vectors, (count,) each, in float64, scaled to elements of about 1 so that no square overflows."""
-    scale_a, scale_b = _scale(a), _scale(b)
     result = np.empty_like(a)
     blocks = segments(0, a.size, BLOCK)
     dot = a_squared = b_squared = 0.0
-    with np.errstate(over="ignore", invalid="ignore"):  # infinities and overflows belong to the data
+    with np.errstate(all="ignore"):  # infinities and overflows belong to the data
+        scale_a, scale_b = _scale(a), _scale(b)
         for low, high in blocks:
             one, other = _wide(a[low:high]) / scale_a, _wide(b[low:high]) / scale_b
             dot += _dot(one, other)

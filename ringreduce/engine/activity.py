@@ -22,13 +22,17 @@ class Activity:
         with self._inbox.lock:
             text = self._inbox.last_submission_text()
             waiting = self._process_sets.pending()
+            refusals = [
+                f"{name!r}: {self._inbox.refusals[name]}" for name in request.names if name in self._inbox.refusals
+            ]
         if waiting:
-            names = ", ".join(f"{each.signature.kind} {each.signature.name!r}" for each in waiting[:NAMED])
+            names = ", ".join(each.signature.text for each in waiting[:NAMED])
             text += f", and waits for {names}" + _more(len(waiting))
+        text += "".join(f"; of {each}" for each in refusals)
         for each in waiting:
             (kind, name, *_), number = each.signature, each.process_set
             if name in request.names and (number, kind) != (request.process_set, request.kind):
-                text += f"; it submitted {kind} {name!r} ({each.line}) to process set {number}"
+                text += f"; it submitted {each.signature.text} ({each.line}) to process set {number}"
                 text += f" ({ranks_text(self._process_sets.members[number])})"
                 return f"{text}: all ranks must pass the same operation and the same process set"
         return text
@@ -40,7 +44,7 @@ class Activity:
             lines = {id(each): each.line for each in self._process_sets.pending() + running}
             handles = self._inbox.waited_for()
         texts = [
-            f"{each.signature.kind} {each.signature.name!r} ({lines[id(each)]})"
+            f"{each.signature.text} ({lines[id(each)]})"
             for each in handles
             if id(each) in lines  # not one that has just been completed
         ]

@@ -23,7 +23,7 @@ from ringreduce import errors, fusion
 from ringreduce.engine.activity import Activity
 from ringreduce.engine.channels import Channels
 from ringreduce.engine.ending import Ending
-from ringreduce.engine.inbox import LONGEST_SLEEP_S, Inbox, has_signal_handlers
+from ringreduce.engine.inbox import LONGEST_SLEEP_S, Inbox, may_be_interrupted
 from ringreduce.engine.leaving import Leaving
 from ringreduce.engine.polling import Polling, Service
 from ringreduce.engine.process_sets import ProcessSets
@@ -117,7 +117,7 @@ class Engine:
         channel = self.channels.by_number.get(number)
         if channel is None:
             return None
-        return Lane(channel, self._polling.lock, self._break, has_signal_handlers, self.recorder, self.submitting)
+        return Lane(channel, self._polling.lock, self._break, may_be_interrupted, self.recorder, self.submitting)
 
     def record(self, always: bool = True) -> None:
         """Record steps from now on; always: also when nobody looks at them any more. Again it does nothing."""

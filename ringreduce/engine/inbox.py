@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 import time
 from _signal import getsignal  # type: ignore[import-not-found] # signal's own takes ten times as long
@@ -38,6 +39,8 @@ OVERSUBSCRIBED_CYCLES = 5
 """Where the ranks use all cores of the only host, moving data during the user's computation takes longer than after it:
 batch this many cycles, at any size. A training step of 230 ms was 7 to 11 % longer than its computation, and 10 to 13 %
 without this."""
+POLLS_FRAMES = 250  # more than a poll, with what it calls of the user's or of torch's, ever has on the stack
+MOST_REFUSALS = 64  # that are remembered
 SIGNALS = tuple(range(1, signal.SIGRTMIN))  # plain integers: an enum's member takes three times as long to convert
 NOT_A_SCRIPTS = frozenset((int(signal.SIG_DFL), int(signal.SIG_IGN), None, signal.default_int_handler))
 
@@ -65,6 +68,7 @@ class Inbox:
         self._urgent = False  # true: a thread waits for a submission of the batch
         self._callbacks: deque[Callable[[], object]] = deque()
         self._waiting: list[Handle] = []  # handles that threads wait for
+        self.refusals: dict[str, str] = {}  # by name, why a call of this rank was refused
         self._asleep = False
         self.driving = threading.Lock()  # held while a thread that waits polls, or is about to
         self.drive: Callable[[Handle], bool] = lambda _: False
@@ -81,11 +85,19 @@ class Inbox:
             cycles = OVERSUBSCRIBED_CYCLES if self._defers else 1
             self._until_s, self._nbytes = submission.submitted_s + cycles * self._cycle_s, 0
         self._submissions.append(submission)
+        if self.refusals:
+            self.refusals.pop(submission.signature.name, None)
         if not self._defers:
             for each in submission.inputs:
                 self._nbytes += each.nbytes
         if submission.waits:
             self._urgent = True
+
+    def refused(self, name: str, why: str) -> None:
+        """A call of this name was refused; with `lock` held."""
+        self.refusals[name] = why
+        if len(self.refusals) > MOST_REFUSALS:
+            del self.refusals[next(iter(self.refusals))]
 
     def announce_soon(self, waits: bool) -> None:
         """Wake the engine, unless it batches more, or the thread is about to wait, which wakes it if need be.
@@ -114,7 +126,7 @@ class Inbox:
             self._waiting.append(handle)
         since_s = time.monotonic() if handle.recorder is not None else 0.0
         try:
-            if has_signal_handlers() or not self.drive(handle):
+            if may_be_interrupted() or not self.drive(handle):
                 self.call_soon(lambda: None)  # a mere wake could come just before the engine's thread sleeps
             handle.block(timeout_s)
         finally:
@@ -180,8 +192,8 @@ class Inbox:
         last = _described(self._submissions[-1]) if self._submissions else self._last
         if last is None:
             return "has submitted nothing yet"
-        (kind, name, *_), line, when_s = last
-        return f"last submitted {kind} {name!r} ({line}) {time.monotonic() - when_s:.0f} s ago"
+        signature, line, when_s = last
+        return f"last submitted {signature.text} ({line}) {time.monotonic() - when_s:.0f} s ago"
 
     def announced(self, pending: int) -> bool:
         """True when some of this rank's `pending` submissions have been announced."""
@@ -216,6 +228,20 @@ class Inbox:
 
 def _described(submission: Submission) -> tuple[Signature, str, float]:
     return submission.signature, submission.line, submission.submitted_s
+
+
+def may_be_interrupted() -> bool:
+    """True where a poll in this thread could end in its middle, which no operation survives: the engine's must do it.
+
+    The stack may be about to end here, or a function of the script's that traces may raise.
+    """
+    if sys.gettrace() or sys.getprofile():
+        return True
+    try:
+        sys._getframe(sys.getrecursionlimit() - POLLS_FRAMES)
+    except ValueError:  # as nearly always: there are not so many
+        return has_signal_handlers()
+    return True
 
 
 def has_signal_handlers() -> bool:

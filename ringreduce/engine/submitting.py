@@ -14,13 +14,15 @@ from ringreduce.engine.inbox import Inbox
 from ringreduce.engine.process_sets import ProcessSets
 from ringreduce.errors import CollectiveError
 from ringreduce.execution.channel import Channel
-from ringreduce.execution.signature import KnownSignatures, calling_line
+from ringreduce.execution.signature import REFUSED, KnownSignatures, Signature, calling_line
 from ringreduce.execution.submission import Handle, Submission
 from ringreduce.monitor.steps import StepRecorder
 from ringreduce.negotiation import errors_for
 from ringreduce.negotiation.negotiation import GLOBAL, JOIN
 from ringreduce.negotiation.process_set import ProcessSetState
 from ringreduce.world import World
+
+LONGEST_REASON = 500  # characters
 
 
 class Watch(Protocol):
@@ -61,7 +63,7 @@ class Submitting:
         self._world, self._inbox, self._ending, self._check_gpu = world, inbox, ending, check_gpu
         self._process_sets, self._states, self._channels = process_sets, process_sets.states, process_sets.channels
         self._wait, self._poll = inbox.wait, inbox.on_poll
-        self._known = KnownSignatures()
+        self._known, self._rank = KnownSignatures(), f"rank {world.rank} of {world.size}"
         self._recorder = recorder
 
     def submit(
@@ -75,13 +77,14 @@ class Submitting:
         signed: Sequence[Buffer] | None = None,
         by_rows: bool = False,
         check: Callable[[Buffer], object] = _is_fine,
+        together: Callable[[Sequence[Buffer]], object] | None = None,
         inputs: Sequence[Buffer] = (),
         outputs: Sequence[Buffer] = (),
         finish: Callable[[Submission], Any] = lambda _: None,
         payload: Any = None,
         waits: bool = False,
         line: str | None = None,
-        then: Callable[[Exception | None], object] | None = None,
+        then: Callable[[BaseException | None], object] | None = None,
         timeout_s: float = math.inf,
         of_step: bool = False,
     ) -> Handle:
@@ -91,7 +94,7 @@ class Submitting:
         details: arguments that must be equal on all ranks; names: of a group's tensors, for messages.
         signed:  tensors whose types and shapes must be equal on all ranks, by default the inputs; by_rows: but for
                  their dim 0.
-        check:   raises InputError for a tensor that does not fit the kind and the details.
+        check:   raises InputError for a tensor that does not fit the kind and the details; together: for all of them.
         finish:  makes the caller's result from the finished submission, in the thread that waits.
         waits:   True: the caller will wait for it before it does anything else.
         line:    the user's calling line, where the caller knows it; then: see Submission.
@@ -107,10 +110,13 @@ class Submitting:
         line = calling_line(3) if line is None else line
         tensors = inputs if signed is None else signed
         seen = None if self.watch is None else self.watch.look(name, names, details, inputs)
+        on_gpu = (*inputs, *outputs) if any_on_gpu(inputs, outputs) else ()
         with self._inbox.lock:
             state = self._states.get(process_set) or self._channel(kind, process_set)
+            if on_gpu:
+                self._check_gpu(on_gpu)
             known_as = state.name if name is None or process_set < GLOBAL else name
-            signature, key = self._known.find(kind, known_as, tensors, details, names, by_rows, check)
+            signature, key = self._known.find(kind, known_as, tensors, details, names, by_rows, check, together)
             if name is None:
                 signature, key = state.numbered(signature, key)
             made = Submission(
@@ -118,11 +124,38 @@ class Submitting:
             )
             made.deadline_s = made.submitted_s + timeout_s
             made.recorder, made.submitted_s = recorder, since_s or made.submitted_s
+            made.rank = self._rank
+            if on_gpu:
+                made.ready = ready(on_gpu)
             if seen is not None and self.watch is not None:
                 self.watch.begin(made, seen, of_step)
             self._hand_over(state, made)
         self._inbox.announce_soon(waits)
         return made
+
+    def refuse(self, kind: str, name: str | None, process_set: int, why: str, line: str) -> None:
+        """This rank has refused a call, with an InputError, and may go on; other ranks may wait in theirs.
+
+        A call that goes by its order, in a channel or without a name, keeps its place: something that no rank can run
+        stands there, so the others' calls fail at once, with this rank's reason, and later ones meet as they should.
+        Of a call by name the reason is told when its others have waited for long.
+        """
+        why = why[:LONGEST_REASON]
+        with self._inbox.lock:
+            state = self._states.get(process_set) or self._channels.by_number.get(process_set)
+            if state is None or self._ending.error is not None or self._ending.leaving or state.closed:
+                return
+            if isinstance(state, ProcessSetState) and state.joined:
+                return
+            if name is not None and process_set >= GLOBAL:
+                self._inbox.refused(name, f"its call ({line}) was refused there: {why}")
+                return
+            mark = Signature(kind, state.name, details=((REFUSED, why),))
+            mark, key = state.numbered(mark, mark.key)
+            made = Submission(mark, process_set, (), (), lambda _: None, None, line, False, key)
+            made.is_refused = True
+            self._hand_over(state, made)
+        self._inbox.announce_soon(waits=False)
 
     def _channel(self, kind: str, number: int) -> Channel:
         channel = self._channels.by_number.get(number)
@@ -133,10 +166,6 @@ class Submitting:
 
     def _hand_over(self, state: ProcessSetState | Channel, submission: Submission) -> None:
         """Hand a submission to the negotiation, or to its channel."""
-        if any_on_gpu(submission.inputs, submission.outputs):
-            arrays = *submission.inputs, *submission.outputs
-            self._check_gpu(arrays)
-            submission.ready = ready(arrays)
         if self._ending.error is not None or self._ending.leaving or state.closed:
             raise self._closed(state, submission)
         if isinstance(state, Channel):

@@ -152,7 +152,7 @@ class Channel(Running):
             fits.pack([each.flat for each in submission.inputs])
         own = getattr(submission.payload, "number", 0) if fits is None else fits.word
         words = yield from self._compare(submission, own)
-        if words is None:
+        if words is None or submission.is_refused:
             yield from self._mismatch(submission)
             return
         if timeline.recording:

@@ -58,8 +58,8 @@ def exchange(submissions: Sequence[Submission], context: Context) -> Steps[None]
                 source, to = np.argwhere(sent != expected)[0].tolist()
                 submission.fail(
                     MismatchError(
-                        f"rank {context.members[context.transport.rank]}, {submission.signature.kind} "
-                        f"{submission.signature.name!r} ({submission.line}): rank {context.members[source]} sends "
+                        f"rank {context.members[context.transport.rank]}, {submission.signature.text} "
+                        f"({submission.line}): rank {context.members[source]} sends "
                         f"{sent[source, to]} elements to rank {context.members[to]}, which expects "
                         f"{expected[source, to]}; splits must match"
                     )

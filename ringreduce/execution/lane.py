@@ -40,7 +40,7 @@ class Lane:
     """One channel's, on one rank.
 
     polling:  the lock of the thread that may run operations; on_error: called with what has interrupted one.
-    handles_signals: see inbox.has_signal_handlers.  submitting: while it has a `watch`, nothing is run here.
+    is_unsafe: see inbox.may_be_interrupted.  submitting: while it has a `watch`, nothing is run here.
     """
 
     def __init__(
@@ -48,12 +48,12 @@ class Lane:
         channel: Channel,
         polling: threading.Lock,
         on_error: Callable[[BaseException], object],
-        handles_signals: Callable[[], bool],
+        is_unsafe: Callable[[], bool],
         recorder: StepRecorder,
         submitting: Any,
     ) -> None:
         self._recorder, self._submitting = recorder, submitting
-        self._handles_signals = handles_signals
+        self._is_unsafe = is_unsafe
         self._channel, self._polling, self._on_error = channel, polling, on_error
         self._executor, self._timeline = channel.executor, channel.executor.context.timeline
         self._known: dict[Hashable, Known] = {}
@@ -99,7 +99,7 @@ class Lane:
             if begun or self._executor.busy or channel.closed or self._timeline.recording or self._submitting.watch:
                 return False
             run, signatures, region, slots, in_python, _, what = known
-            if in_python and self._handles_signals():
+            if in_python and self._is_unsafe():
                 return False
             if signatures is None or region is None:
                 done = run(source, target, 0, 0, PATIENCE_US) == 0

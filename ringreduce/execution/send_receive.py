@@ -7,6 +7,7 @@ waits for keeps that message, so messages of several tags may be received in any
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -19,19 +20,25 @@ from ringreduce.execution.submission import Submission
 from ringreduce.transport.base import Steps, Transport, Work
 
 HEADER_TAG, DATA_TAG = 0, 6  # which no collective uses
-TEXT_BYTES = 240
+NUMBERS, TEXT_BYTES = 24, 232  # bytes of a header: tag, size and hash; and who may read it
 
 
 class Kept(NamedTuple):
     """A message that arrived before its receive."""
 
     tag: int
-    what: str
+    hashed: int  # its type and shape
+    text: str  # and these in words, with the sender's line
     data: Any
 
 
 def _what(submission: Submission) -> str:
     return tensor_text(submission.signature.tensors[0])
+
+
+def _hash(submission: Submission) -> int:
+    hashed = hashlib.blake2b(_what(submission).encode(), digest_size=8)
+    return int.from_bytes(hashed.digest(), "little", signed=True)
 
 
 def send(submission: Submission, context: Context, transport: Transport, destination: int) -> Steps[None]:
@@ -40,10 +47,10 @@ def send(submission: Submission, context: Context, transport: Transport, destina
         context.gpu.begin(submission)
     (tensor,) = submission.inputs
     elements = yield from context.gpu.down(tensor)
-    header = np.zeros(16 + TEXT_BYTES, np.uint8)
-    header[:16].view(np.int64)[:] = submission.payload[1], tensor.nbytes
-    text = f"{_what(submission)} {submission.line}".encode()[:TEXT_BYTES]
-    header[16 : 16 + len(text)] = np.frombuffer(text, np.uint8)
+    header = np.zeros(NUMBERS + TEXT_BYTES, np.uint8)
+    header[:NUMBERS].view(np.int64)[:] = submission.payload[1], tensor.nbytes, _hash(submission)
+    text = f"{_what(submission)} ({submission.line})".encode()[:TEXT_BYTES]
+    header[NUMBERS : NUMBERS + len(text)] = np.frombuffer(text, np.uint8)
     works = [transport.send(header, destination, HEADER_TAG), transport.send(elements, destination, DATA_TAG)]
     yield from works
     context.timeline.message(submission, "SEND")
@@ -96,7 +103,7 @@ class Receiver:
                 return
         while self._waits(submission):
             if self._coming is None:
-                self._header = np.empty(16 + TEXT_BYTES, np.uint8)
+                self._header = np.empty(NUMBERS + TEXT_BYTES, np.uint8)
                 self._coming = self._transport.receive(self._header, self._source, HEADER_TAG)
             yield Header(self._coming, lambda: self._waits(submission))
             if not self._coming.done():
@@ -106,31 +113,30 @@ class Receiver:
 
     def _take(self, header: Any) -> Steps[None]:
         """Receive the data that follow, for whoever waits for them first."""
-        tag, nbytes = header[:16].view(np.int64).tolist()
-        what = bytes(header[16:]).rstrip(b"\0").decode(errors="replace")
+        tag, nbytes, hashed = header[:NUMBERS].view(np.int64).tolist()
+        text = bytes(header[NUMBERS:]).rstrip(b"\0").decode(errors="replace")
         taker = next((each for each in self._all_waiting() if each.payload[1] == tag), None)
         if taker is not None:
             taker.payload = self._rank, tag
-        fits = taker is not None and what.rpartition(" ")[0] == _what(taker)
+        fits = taker is not None and hashed == _hash(taker)
         data = self._context.gpu.room(taker.outputs[0]) if taker is not None and fits else np.empty(nbytes, np.uint8)
         yield self._transport.receive(data, self._source, DATA_TAG)
         if taker is None:
-            self._kept.append(Kept(tag, what, data))
+            self._kept.append(Kept(tag, hashed, text, data))
         else:
-            self._deliver(taker, Kept(tag, what, data), data)
+            self._deliver(taker, Kept(tag, hashed, text, data), data)
 
     def _deliver(self, submission: Submission, message: Kept, elements: Any = None) -> None:
         """End a receive.  elements: the data, where they came into `room` for its target."""
         self._waiting.remove(submission)
         submission.payload = self._rank, message.tag
-        what, _, line = message.what.rpartition(" ")
         (target,) = submission.outputs
-        if what != _what(submission):
+        if message.hashed != _hash(submission):
             source, tag = submission.payload
             submission.fail(
                 MismatchError(
                     f"rank {self._own}, recv with tag {tag} ({submission.line}): {_what(submission)}, but rank "
-                    f"{source} has sent {what} ({line}); both must pass equal shapes and dtypes"
+                    f"{source} has sent {message.text}; both must pass equal shapes and dtypes"
                 )
             )
             return

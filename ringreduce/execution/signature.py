@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import re
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -13,12 +14,16 @@ from types import FrameType
 from typing import Any, NamedTuple
 
 from ringreduce.arrays.buffer import Buffer
+from ringreduce.errors import InputError
 
-PACKAGE = str(Path(__file__).parents[1])
-CALLERS = ("torch", "jax", "tensorflow", "keras")  # torch calls hooks; jax.tree.map and jax.jit call functions
+PACKAGE = f"{Path(__file__).parents[1]}{os.sep}"
+CALLERS = ("torch", "jax", "tensorflow", "keras")  # libraries, also where they stand in a clone
+STANDARD_LIBRARY = f"{os.path.dirname(os.__file__)}{os.sep}"
+SCRIPTS = f"{os.path.join(sys.prefix, 'bin')}{os.sep}"  # that pip makes, to start a package
+INSTALLED = re.compile(r"[/\\](?:site|dist)-packages[/\\]([^/\\]+)")
+TYPED = "<stdin>", "<string>", "<console>", "<input", "<ipython", "<doctest"  # <frozen ...> is none of a user's
+REFUSED = "refused"  # a detail
 SPANS = 16  # most spans of ranks named in a text
-FAILURE = "failure"
-"""The detail of a rank that cannot take part, and says why; no two such signatures go together."""
 MOST_KNOWN = 32768  # signatures that are kept
 
 
@@ -57,6 +62,33 @@ class Signature(NamedTuple):
         """The value of one detail."""
         return dict(self.details)[name]
 
+    @property
+    def refused(self) -> str:
+        """Of what stands for a call that its rank has refused: why. See `engine.submitting.Submitting.refuse`."""
+        return next((why for name, why in self.details if name == REFUSED), "")
+
+    @property
+    def text(self) -> str:
+        """In words, such as allreduce 'layer3.w', or allreduce of an unnamed tensor."""
+        if not self.numbered:
+            return f"{self.kind} {self.name!r}"
+        names, count = self.names, len(self.tensors)
+        if names:
+            return f"{self.kind} of {names[0]!r}" + (f" and {count - 1} more" if count > 1 else "")
+        return self.kind + (f" of {count} unnamed tensors" if count > 1 else " of an unnamed tensor" * count)
+
+    def text_of(self, number: int) -> str:
+        """As `text`, of one of its tensors."""
+        if self.names:
+            return f"{self.kind} {self.names[number]!r}"
+        return self.text + (f", tensor {number + 1} of {len(self.tensors)}" if len(self.tensors) > 1 else "")
+
+    @property
+    def names(self) -> list[str]:
+        """Those that the caller has given its tensors; none where `names_of` has made them."""
+        names = [each.name for each in self.tensors]
+        return [] if names == names_of(self.unnumbered.name, None, len(names)) else names
+
 
 class SubmissionRecord(NamedTuple):
     """One rank's signature, and the line that submitted it."""
@@ -83,11 +115,8 @@ def mismatch_message(records: Mapping[int, SubmissionRecord], size: int) -> str:
 
     records: by rank of the world, which has `size` ranks.
     """
-    failed = [rank for rank, each in records.items() if FAILURE in dict(each.signature.details)]
-    if failed:
-        signature, line = records[min(failed)][:2]
-        why = f"{signature.kind} {signature.unnumbered.name!r} ({line}): {signature.detail(FAILURE)}"
-        return f"rank {min(failed)} of {size}, {why}; so no other rank can go on with it"
+    if refusals := [rank for rank in sorted(records) if records[rank].signature.refused]:
+        return _refusal_message(refusals[0], records, size)
     first = min(records)
     differing = [rank for rank in sorted(records) if records[rank].signature != records[first].signature]
     mine, theirs = records[differing[0]], records[first]
@@ -100,6 +129,15 @@ def mismatch_message(records: Mapping[int, SubmissionRecord], size: int) -> str:
         text += f" ({ranks_text(differing)} differ from rank {first})"
     if mine.signature.numbered:
         text += "; unnamed tensors are numbered in order, so one more call on a rank shifts all later ones: pass name="
+    return text
+
+
+def _refusal_message(rank: int, records: Mapping[int, SubmissionRecord], size: int) -> str:
+    signature, line, *_ = records[rank]
+    text = f"rank {rank} of {size}, {signature.text} ({line}) was refused there: {signature.refused}"
+    for other, (theirs, its_line, *_) in records.items():
+        if other != rank:
+            return f"{text}; rank {other} has {theirs.text} ({its_line})"
     return text
 
 
@@ -118,20 +156,19 @@ def ranks_text(ranks: Iterable[int]) -> str:
 
 def _first_difference(mine: Signature, theirs: Signature) -> tuple[str, str, str, str]:
     """The subject, both values, and the requirement, in words."""
-    subject = f"{mine.kind} {mine.name!r}"
     if mine.kind != theirs.kind:
-        return subject, subject, f"{theirs.kind} {theirs.name!r}", "equal operations"
+        return mine.text, mine.text, theirs.text, "equal operations"
     ours, his = dict(mine.details), dict(theirs.details)
     for key in {**ours, **his}:  # first: with other arguments, tensors may be of other shapes, too
         if ours.get(key) != his.get(key):
             same = f"equal values of {key}" if key.isidentifier() else "the same"
-            return subject, _detail_text(key, ours), _detail_text(key, his), same
+            return mine.text, _detail_text(key, ours), _detail_text(key, his), same
     if len(mine.tensors) != len(theirs.tensors):
-        return subject, f"{len(mine.tensors)} tensors{_alone(mine, theirs)}", f"{len(theirs.tensors)}", "equally many"
-    for one, other in zip(mine.tensors, theirs.tensors, strict=True):
+        count = f"{len(mine.tensors)} tensors{_alone(mine, theirs)}"
+        return mine.text, count, f"{len(theirs.tensors)}", "equally many"
+    for number, (one, other) in enumerate(zip(mine.tensors, theirs.tensors, strict=True)):
         if one != other:
-            part = subject if one.name == mine.unnumbered.name else f"{mine.kind} {one.name!r}"
-            return part, *_tensor_difference(one, other)
+            return mine.text_of(number), *_tensor_difference(one, other)
     raise AssertionError("called with equal signatures")
 
 
@@ -144,12 +181,11 @@ def _detail_text(key: str, details: Mapping[str, Any]) -> str:
 
 def _alone(mine: Signature, theirs: Signature) -> str:
     """Of a group whose tensors have names of their own: the first one that one rank alone has."""
-    ours, his = ([each.name for each in one.tensors] for one in (mine, theirs))
-    own = f"{mine.unnumbered.name}."  # what the names begin with that are none of their own
-    for name in [*(each for each in ours if each not in his), *(each for each in his if each not in ours)]:
-        if not f"{name}.".startswith(own):
-            return f", {name!r} among them" if name in ours else f" without {name!r}"
-    return ""
+    ours, his = ({each.name for each in one.tensors} for one in (mine, theirs))
+    for name in mine.names:
+        if name not in his:
+            return f", {name!r} among them"
+    return next((f" without {name!r}" for name in theirs.names if name not in ours), "")
 
 
 def _tensor_difference(mine: TensorSignature, theirs: TensorSignature) -> tuple[str, str, str]:
@@ -168,20 +204,36 @@ def tensor_text(tensor: TensorSignature) -> str:
 
 
 def calling_line(skipped: int = 1, frame: FrameType | None = None) -> str:
-    """The innermost line outside this package, and outside libraries that call it; as file.py:41.
+    """The innermost line of the user's own code, as file.py:41: no library's, however it came to call this package.
+
+    Where all is in packages, as with `python -m package.train`, it is that of the outermost one; in a thread of a
+    library, such as a pool's, thread:NAME.
 
     skipped: how many functions, this one among them, are of this package for certain.  frame: of another thread.
     """
-    frame = frame or sys._getframe(skipped)
+    innermost = frame = frame or sys._getframe(skipped)
     path = frame.f_code.co_filename
     while is_of_library(path):
         if frame.f_back is None:
-            return getattr(_thread, "line", None) or _line(path, frame.f_lineno)
+            return getattr(_thread, "line", None) or _line_in_packages(innermost)
         frame = frame.f_back
         path = frame.f_code.co_filename
-    if path == threading.__file__:  # in a thread of this package
-        return f"thread:{threading.current_thread().name}"
     return _line(path, frame.f_lineno)
+
+
+def _line_in_packages(frame: FrameType | None) -> str:
+    frames = []
+    while frame is not None:
+        frames.append(frame)
+        frame = frame.f_back
+    packages = [_package(each.f_code.co_filename) for each in frames]
+    if outermost := next((each for each in reversed(packages) if each and each not in CALLERS), None):
+        found = frames[packages.index(outermost)]
+    elif (thread := threading.current_thread()) is not threading.main_thread():
+        return f"thread:{thread.name}"
+    else:
+        found = next((each for each in frames if not each.f_code.co_filename.startswith(PACKAGE)), frames[0])
+    return _line(found.f_code.co_filename, found.f_lineno)
 
 
 _thread = threading.local()
@@ -202,14 +254,32 @@ def called_from(line: str) -> Iterator[None]:
 
 @functools.lru_cache(maxsize=32768)
 def is_of_library(path: str) -> bool:
-    """True for a file of this package, and of libraries that call it."""
+    """True for a file of this package, Python's library and installed packages, and for code that these have made."""
+    if path.startswith("<"):
+        return not path.startswith(TYPED)
+    if _package(path) is not None or path.startswith((PACKAGE, STANDARD_LIBRARY, SCRIPTS)):
+        return True
     files = [getattr(sys.modules.get(name), "__file__", None) for name in CALLERS]
-    return path.startswith((PACKAGE, *(os.path.dirname(each) for each in files if each)))
+    return path.startswith(tuple(f"{os.path.dirname(each)}{os.sep}" for each in files if each))
+
+
+@functools.lru_cache(maxsize=32768)
+def _package(path: str) -> str | None:
+    """The installed package that a file is of; None for this one, and for files elsewhere."""
+    found = INSTALLED.search(path)
+    return None if found is None or path.startswith(PACKAGE) else found[1]
 
 
 @functools.lru_cache(maxsize=32768)
 def _line(path: str, number: int) -> str:
     return f"{os.path.basename(path)}:{number}"
+
+
+def named(name: str | None, names: Sequence[str] | None, number: int, count: int) -> str:
+    """Which of `count` tensors number `number` is, behind the word for an operation; nothing for one without a name."""
+    if names is not None and number < len(names):
+        return f" {names[number]!r}"
+    return (f" {name!r}" if name else "") + (f", tensor {number + 1} of {count}" if count > 1 else "")
 
 
 def names_of(name: str, names: Sequence[str] | None, count: int) -> Sequence[str]:
@@ -239,6 +309,7 @@ class KnownSignatures:
         names: tuple[str, ...] | None,
         by_rows: bool,
         check: Callable[[Buffer], object],
+        together: Callable[[Sequence[Buffer]], object] | None = None,
     ) -> tuple[Signature, str]:
         """The signature of an operation on these tensors, and its key; parameters as in Submitting.submit."""
         described: list[Any] = [kind, name, names, details, by_rows]
@@ -250,8 +321,14 @@ class KnownSignatures:
         key = tuple(described)
         found = self._known.get(key)
         if found is None:
-            for each in tensors:
-                check(each)
+            for number, each in enumerate(tensors):
+                try:
+                    check(each)
+                except InputError as exc:
+                    exc.at = number
+                    raise
+            if together is not None:
+                together(tensors)
             own = zip(tensors, names_of(name, names, len(tensors)), strict=True)
             signed = tuple([sign(each, one, each.shape[1:] if by_rows else None) for each, one in own])
             if len(self._known) >= MOST_KNOWN:

@@ -29,9 +29,11 @@ class Handle:
 
     signature: Signature
     process_set = 0
+    rank = "this rank"  # such as rank 1 of 8, in messages
+    line = ""  # of the user's script
     ended = False
     recorder: StepRecorder | None = None  # while steps are recorded
-    _error: Exception | None = None
+    _error: BaseException | None = None
     _gate: threading.Lock | None = None  # held until the end, if a thread waits: most handles are done before
     _on_wait: Callable[[Handle, float], None] = staticmethod(_nothing)
     _on_poll: Callable[[], object] = staticmethod(_nothing)
@@ -49,8 +51,8 @@ class Handle:
     def wait(self, timeout_s: float = -1) -> Any:
         """Wait for the operation, and return its result; raises its error, or StalledError after a timeout >= 0."""
         if not self.ended_within(timeout_s):
-            kind, name, *_ = self.signature
-            raise StalledError(f"{kind} {name!r}: Timed out after {timeout_s:g} s; other ranks may not have called it")
+            where = f"{self.rank}, {self.signature.text} ({self.line})"
+            raise StalledError(f"{where}: Timed out after {timeout_s:g} s; other ranks may not have called it")
         if self._error is not None:
             raise _copied(self._error)
         return self._result()
@@ -83,12 +85,15 @@ class Handle:
             self._gate.release()
 
     def __repr__(self) -> str:
-        return f"<Handle of {self.signature.kind} {self.signature.name!r}, {'done' if self.ended else 'pending'}>"
+        return f"<Handle of {self.signature.text}, {'done' if self.ended else 'pending'}>"
 
 
-def _copied(error: Exception) -> Exception:
+def _copied(error: BaseException) -> BaseException:
     """One per waiter: a traceback belongs to one raise. All have the cause, with its own."""
-    copied = copy.copy(error)
+    try:
+        copied = copy.copy(error)
+    except Exception:  # a user's class, which is not made of its `args`
+        return error
     if error.__cause__ is not None:
         copied.__cause__ = error.__cause__
     return copied
@@ -99,6 +104,7 @@ class Submission(Handle):
 
     ready: Sequence[Any] = ()  # events of the caller's streams, after which inputs on a GPU may be read; see Gpu.begin
     missing_pieces = 1  # the planning itself
+    is_refused = False  # it stands for a call that this rank has refused: see Submitting.refuse
     ready_s = begun_s = 0.0  # see StepRecorder
     algorithm = ""
     divisor = 1  # of an Average: the set's size, or the number of its live ranks
@@ -123,7 +129,7 @@ class Submission(Handle):
         key: str = "",
         on_wait: Callable[[Handle, float], None] = _nothing,
         on_poll: Callable[[], object] = _nothing,
-        then: Callable[[Exception | None], object] | None = None,
+        then: Callable[[BaseException | None], object] | None = None,
     ) -> None:
         self.signature = signature
         self.key = key or signature.key
@@ -134,8 +140,9 @@ class Submission(Handle):
         self.payload = payload  # further arguments or results: splits, pickled bytes, a flag
         self.line = line
         self.waits = waits
-        self.then = then
-        """Called by the thread that polls (engine/polling.py) just before the end; must neither wait nor raise."""
+        self.then = () if then is None else (then,)
+        """Called by the thread that polls (engine/polling.py) just before the end; must not wait. What one raises is
+        this rank's error of this operation; the engine, and the other ranks, go on."""
         self.submitted_s = time.monotonic()
         self._on_wait, self._on_poll = on_wait, on_poll
 
@@ -144,16 +151,9 @@ class Submission(Handle):
         self.in_flight = in_flight
         in_flight[self.key] = self
 
-    def add_then(self, then: Callable[[Exception | None], object]) -> None:
-        """Have this called, too, after what `then` is now."""
-        first = self.then
-
-        def both(error: Exception | None) -> None:
-            if first is not None:
-                first(error)
-            then(error)
-
-        self.then = both
+    def add_then(self, then: Callable[[BaseException | None], object]) -> None:
+        """Have this called, too, after what is there already."""
+        self.then = *self.then, then
 
     def reduction(self, element: ElementType) -> Reduction:
         """Its reduction, for this element type, without a `wire`: see Algorithms.wire."""
@@ -184,15 +184,27 @@ class Submission(Handle):
         if self.ended:
             return
         self.in_flight.pop(self.key, None)
-        self._error = error
-        if self.then is not None:
-            then, self.then = self.then, None  # which may refer to this handle
-            then(error)
+        self._error, interruption = error, None
+        thens, self.then = self.then, ()  # which may refer to this handle
+        if self.recorder is not None:
+            thens = *thens, self._record
+        try:
+            for then in thens:
+                try:
+                    then(self._error)
+                except BaseException as exc:
+                    self._error = exc if self._error is None else self._error
+                    interruption = None if isinstance(exc, Exception) else exc
+        finally:  # nobody else knows it any more, and whoever waits for it must not wait for ever
+            self.ended = True
+            if self._gate is not None:
+                self._gate.release()
+        if interruption is not None:
+            raise interruption
+
+    def _record(self, error: BaseException | None) -> None:
         if self.recorder is not None and error is None:
             self.recorder.ended(self)
-        self.ended = True
-        if self._gate is not None:
-            self._gate.release()
 
 
 @functools.lru_cache(maxsize=256)

@@ -65,7 +65,7 @@ class CudaBackend(GpuBackend):
 
     def allreduces(self, batches: Sequence[tuple[Batch, Reduction]]) -> Steps[list[Steps[None]]]:
         """See `GpuBackend`. One path for all, since a submission completes on one stream."""
-        if batches[0][1].wire is not None:  # encoded on the host
+        if any(reduction.wire is not None or reduction.is_paired for _, reduction in batches):  # the host's kernels do
             self._paths.start()
             return [GpuReduction(batch, reduction, "host_staged", self._paths).run() for batch, reduction in batches]
         path = yield from self._paths.choose(all(nccl_can(reduction) for _, reduction in batches))

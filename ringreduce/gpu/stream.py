@@ -49,15 +49,16 @@ class Gpu:
 
     def check(self, inputs: Sequence[Buffer]) -> None:
         """Raise InputError for an array on a GPU other than this rank's; called by the submitting threads."""
-        for each in inputs:
+        for number, each in enumerate(inputs):
             if isinstance(each, GpuBuffer) and each.index != self.index:
                 if self.index is not None:
-                    raise InputError(
+                    error = InputError(
                         f"rank {self.world.rank}: an array on cuda:{each.index}, but its first was on "
                         f"cuda:{self.index}; a rank uses one GPU: move the array there, or make that GPU current "
-                        "before arrays are made "
-                        "(torch.cuda.set_device, cupy.cuda.Device(…).use())"
+                        "before arrays are made (torch.cuda.set_device, cupy.cuda.Device(…).use())"
                     )
+                    error.at = number
+                    raise error
                 self.index = each.index
 
     @functools.cached_property

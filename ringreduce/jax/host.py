@@ -20,8 +20,9 @@ from ringreduce.api.collective import Collective
 from ringreduce.api.control import barrier
 from ringreduce.api.process_sets import number_of
 from ringreduce.api.reduce import grouped_reducescatter
+from ringreduce.api.submit import refused
 from ringreduce.api.world import rank
-from ringreduce.arrays.view import as_buffer
+from ringreduce.arrays.view import as_buffer, as_buffers
 from ringreduce.errors import InputError
 from ringreduce.execution.signature import called_from
 
@@ -87,7 +88,8 @@ class HostCollective(Collective):
                 return averages if rank() == self.root_rank else [np.zeros_like(each) for each in averages]
             case "allgather":
                 gathered, factor = gather.grouped_allgather(arrays, name, self.process_set), math.prod(self.scales)
-                return gathered if factor == 1.0 else [each * each.dtype.type(factor) for each in gathered]
+                with np.errstate(all="ignore"):
+                    return gathered if factor == 1.0 else [each * each.dtype.type(factor) for each in gathered]
             case "reducescatter":
                 return grouped_reducescatter(arrays, name, self.compression, self.op, self.process_set, *self.scales)
             case "alltoall":
@@ -115,19 +117,23 @@ class HostCollective(Collective):
 def _allreduce(it: HostCollective, arrays: Arrays, name: str | None, results: Any) -> Arrays:
     """Straight from the memory of `arrays` into that of the results."""
     arguments = arguments_of("allreduce", None, it.op, *it.scales, it.compression)
-    inputs = [as_buffer(each) for each in arrays]
-    runtime.current("allreduce").engine.submit(
-        "allreduce",
-        name,
-        number_of(it.process_set, "allreduce"),
-        details=arguments.details,
-        names=None if it.names is None else tuple(it.names),
-        check=arguments.check,
-        inputs=inputs,
-        outputs=[as_buffer(each, writable=True) for each in results],
-        waits=True,
-        line=it.place,
-    ).wait()
+    number = number_of(it.process_set, "allreduce")
+    try:
+        handle = runtime.current("allreduce").engine.submit(
+            "allreduce",
+            name,
+            number,
+            details=arguments.details,
+            names=None if it.names is None else tuple(it.names),
+            check=arguments.check,
+            inputs=as_buffers(arrays),
+            outputs=[as_buffer(each, writable=True) for each in results],
+            waits=True,
+            line=it.place,
+        )
+    except InputError as exc:
+        raise refused("allreduce", exc, number, name, it.names, len(arrays)) from exc.__cause__
+    handle.wait()
     return results  # type: ignore[no-any-return]
 
 

@@ -18,7 +18,7 @@ from ringreduce.api import gather, reduce
 from ringreduce.api.collective import Call, with_signature_of
 from ringreduce.api.process_sets import ProcessSet, global_process_set, number_of
 from ringreduce.api.submit import which_op
-from ringreduce.arrays.dtypes import element_type
+from ringreduce.arrays.dtypes import check_reducible, element_type
 from ringreduce.compression import Compression, check_compression, wire_of
 from ringreduce.errors import InputError, UnsupportedArrayError
 from ringreduce.execution.signature import calling_line
@@ -159,12 +159,14 @@ def _array(function: str, name: str, leaf: Any) -> Any:
         return jax.random.key_data(leaf)
     try:
         array = jnp.asarray(leaf)
-        element_type(array.dtype)
+        element = element_type(array.dtype)
     except (TypeError, UnsupportedArrayError) as exc:
         cure = "pass only the arrays of a tree, such as equinox.filter(tree, equinox.is_array)"
         if _is_key(leaf):
             cure = "random keys have no sum; broadcast or gather them"
         raise UnsupportedArrayError(f"{function}{_quoted(name)}: {exc}; {cure}") from exc
+    if function not in MOVING:
+        check_reducible(element, f"{function}{_quoted(name)}: ")
     return array
 
 

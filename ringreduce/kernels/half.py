@@ -37,7 +37,7 @@ def _narrow_float16(values: Any, target: Any) -> None:
         exponents = bits & np.uint32(0x7F800000)
         np.maximum(exponents, np.uint32(0x38800000), out=exponents)
         exponents += np.uint32(0x07800000)
-        with np.errstate(over="ignore", invalid="ignore"):  # infinity past the largest, as in every framework
+        with np.errstate(all="ignore"):  # infinity past the largest, as in every framework
             total = np.abs(wide) * np.float32(2.0**112)
             total *= np.float32(2.0**-110)
         total += exponents.view(np.float32)
@@ -65,7 +65,7 @@ def _widen_float16(source: Any, target: Any) -> None:
         small |= np.uint32(126 << 23)
         twice >>= np.uint32(4)
         twice += np.uint32(0xE0 << 23)
-        with np.errstate(invalid="ignore"):
+        with np.errstate(all="ignore"):
             np.multiply(twice.view(np.float32), np.float32(2.0**-112), out=wide)
         np.subtract(small.view(np.float32), np.float32(0.5), out=wide, where=is_small)
         np.copysign(wide, few.view(np.int16), out=wide)
@@ -95,7 +95,7 @@ def narrow(name: str, values: Any, target: Any) -> None:
     """Round float32 elements to 16 bits: to nearest, ties to even, or to infinity; float64 ones to float32 before."""
     if values.dtype == np.float64:
         for low in range(0, len(values), BLOCK):
-            with np.errstate(over="ignore"):
+            with np.errstate(all="ignore"):
                 wide = values[low : low + BLOCK].astype(np.float32)
             narrow(name, wide, target[low : low + BLOCK])
     elif native.module is not None and values.flags.c_contiguous and target.flags.c_contiguous:

@@ -88,7 +88,7 @@ def reduce(bits: int, parts: Sequence[Any], out: Any, divisor: float, postscale:
         here = slice(low, low + _TOGETHER)
         length = len(rows[here])
         _decode(bits, others[0][here], total[:length])
-        with np.errstate(over="ignore", invalid="ignore"):
+        with np.errstate(all="ignore"):
             for part in others[1:]:
                 _decode(bits, part[here], other[:length])
                 total[:length] += other[:length]
@@ -100,7 +100,7 @@ def reduce(bits: int, parts: Sequence[Any], out: Any, divisor: float, postscale:
 def _encode(bits: int, values: Any, rows: Any, key: int | None) -> None:
     """As `encode`, for (n, 256) elements."""
     largest, codes = _LARGEST[bits], rows["codes"]
-    with np.errstate(over="ignore", invalid="ignore"):
+    with np.errstate(all="ignore"):
         magnitude = np.maximum(values.max(axis=1), -values.min(axis=1))
         magnitude[~np.isfinite(magnitude)] = np.nan
         scale = np.empty(len(rows), np.uint16)
@@ -130,7 +130,7 @@ def _decode(bits: int, rows: Any, out: Any) -> None:
     else:
         np.copyto(out[:, : BLOCK // 2], (codes * np.uint8(16)).view(np.int8) >> np.int8(4))
         np.copyto(out[:, BLOCK // 2 :], codes.view(np.int8) >> np.int8(4))
-    with np.errstate(over="ignore", invalid="ignore"):
+    with np.errstate(all="ignore"):
         out *= _widened(rows["scale"])[:, None]
 
 

@@ -169,7 +169,7 @@ class StallWatch:
             return False
         with self._lock:
             first = next(iter(state.running.values()), None)
-        what = "an operation" if first is None else f"{first.signature.kind} {first.signature.name!r} ({first.line})"
+        what = "an operation" if first is None else f"{first.signature.text} ({first.line})"
         text = (
             f"{what} is under way, and has not moved for {stalled_s:.0f} s; rank {self._mailbox.rank} waits "
             f"for rank {state.stuck().stuck_on()}"
@@ -286,9 +286,9 @@ def headline(waiting: Sequence[Waiting], now: float) -> str:
     """Which tensors wait, for how long, and which ranks have submitted the first."""
     first = waiting[0]
     shapes = ", ".join(map(tensor_text, first.signature.tensors[:NAMED]))
-    text = f"{first.signature.kind} {first.signature.name!r}" + (f" ({shapes})" if shapes else "")
+    text = first.signature.text + (f" ({shapes})" if shapes else "")
     if len(waiting) > 1:
-        names = ", ".join(repr(each.signature.name) for each in waiting[1:NAMED])
+        names = ", ".join(each.signature.text.removeprefix(f"{first.signature.kind} ") for each in waiting[1:NAMED])
         more = len(waiting) - NAMED
         text += f", and {names}" + (f" and {more} more" if more > 0 else "")
     by_line: dict[str, list[int]] = {}

@@ -159,7 +159,7 @@ class Timeline:
         rows = (f"{kind}.{name}" + f" ({number})" * (number > 1) for number in itertools.count(1))
         return next(row for row in rows if self._free_us.get(row, 0) <= 1e6 * submission.submitted_s)
 
-    def _ended(self, submission: Submission, _: Exception | None) -> None:
+    def _ended(self, submission: Submission, _: BaseException | None) -> None:
         found = self._submitted.pop(submission, None)
         if found is not None and self.recording:
             self._free_us[found.row] = now_us()

@@ -195,7 +195,7 @@ class Coordinator:
 
     def _failure(self, key: str, entry: Entry) -> Failure | None:
         """What is wrong with a tensor that all live ranks have submitted."""
-        if entry.differs:
+        if entry.differs or entry.signature.refused:
             return Failure(key, "MismatchError", mismatch_message(entry.records, self._world_size))
         return self._join_failure(entry.signature) if self._joined else None
 
@@ -222,9 +222,11 @@ class Coordinator:
         """Why joined ranks cannot take part."""
         details = dict(signature.details)
         scaled = details.get("prescale_factor", 1.0) != 1.0 and ReduceOp(details["op"]) in NEUTRAL_UNSCALED
-        text = f"{signature.kind} {signature.name!r}: {ranks_text(self._joined)} called join(), and "
+        text = f"{signature.text}: {ranks_text(self._joined)} called join(), and "
         if signature.kind != JOINABLE:
             text += "a joined rank can take part in allreduce only; call other collectives before any rank joins"
+            if signature.kind == "allgather":
+                text += "; sparse gradients are gathered, too: pass sparse_as_dense=True to the optimizer"
         elif scaled:
             text += f"op={details['op']} has no neutral element that prescale_factor={details['prescale_factor']} "
             text += "leaves as it is; scale the array before the call"

@@ -32,7 +32,7 @@ def name_is_pending(submission: Submission, rank: int) -> InputError:
     """The previous submission of this name is not synchronized."""
     signature = submission.signature
     return InputError(
-        f"{signature.kind} {signature.name!r}: a tensor of this name is already pending on rank {rank}; "
+        f"{signature.text}: a tensor of this name is already pending on rank {rank}; "
         "synchronize it first, or use another name"
     )
 
@@ -40,12 +40,12 @@ def name_is_pending(submission: Submission, rank: int) -> InputError:
 def after_join(submission: Submission) -> InputError:
     """This rank has joined."""
     signature = submission.signature
-    return InputError(f"{signature.kind} {signature.name!r} after join(): a rank that has joined waits until all have")
+    return InputError(f"{signature.text} after join(): a rank that has joined waits until all have")
 
 
 def engine_closed(submission: Submission, why: str, error: Exception | None) -> CollectiveError:
     """The engine has failed, or this rank is leaving."""
-    text = f"{submission.signature.kind} {submission.signature.name!r}: {why}"
+    text = f"{submission.signature.text}: {why}"
     found = PeerLostError(text, error.lost_ranks) if isinstance(error, PeerLostError) else CollectiveError(text)
     if error is not None:
         found.__cause__ = error.__cause__
@@ -55,7 +55,7 @@ def engine_closed(submission: Submission, why: str, error: Exception | None) -> 
 def never_complete(state: Running, submission: Submission, world: World, leaving: str) -> CollectiveError:
     """A rank, perhaps this one, has left, or the process set was removed."""
     signature = submission.signature
-    what = f"rank {world.rank} of {world.size}, {signature.kind} {signature.name!r} ({submission.line})"
+    what = f"rank {world.rank} of {world.size}, {signature.text} ({submission.line})"
     if state.leaver == world.rank:
         return CollectiveError(f"{what}: was pending when this rank left the job ({leaving}); synchronize it before")
     if state.leaver < 0:

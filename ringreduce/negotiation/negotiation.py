@@ -218,6 +218,6 @@ class Negotiation:
 
 def _named(signatures: Sequence[Signature]) -> str:
     """The first operations, for the log."""
-    names = [f"{each.kind} {each.name!r}" for each in signatures[:NAMED_IN_LOG]]
+    names = [each.text for each in signatures[:NAMED_IN_LOG]]
     more = len(signatures) - NAMED_IN_LOG
     return ", ".join(names) + (f" and {more} more" if more > 0 else "")

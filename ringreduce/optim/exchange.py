@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -11,9 +12,9 @@ from ringreduce import runtime
 from ringreduce.api.arguments import Details, arguments_of
 from ringreduce.api.process_sets import ProcessSet, global_process_set, number_of
 from ringreduce.api.reduce import allreduce_async, grouped_allreduce, submit
-from ringreduce.api.submit import like, which_op
+from ringreduce.api.submit import like, refused, which_op
 from ringreduce.arrays.buffer import Buffer
-from ringreduce.arrays.view import as_buffer, to_write
+from ringreduce.arrays.view import as_buffers, nothing, to_write
 from ringreduce.compression import AnyCompressor, Compression, check_compression
 from ringreduce.errors import InputError
 from ringreduce.execution.signature import calling_line
@@ -110,10 +111,12 @@ class Exchange:
             return list(arrays)
         if not isinstance(self.compression, PowerSGD):
             return grouped_allreduce(arrays, name=name, names=names, **self.arguments)
-        buffers = [_copied(as_buffer(each)) for each in arrays]
-        if self.size > 1 and arrays:
-            names = names or [f"gradient {number}" for number in range(len(arrays))]
-            self._begin_factors(self.compression, name, buffers, names, None)[0]()
+        names = names or [f"gradient {number}" for number in range(len(arrays))]
+        with self._naming(name, names):
+            buffers = [_copied(each) for each in as_buffers(arrays)]
+            factors = self.size > 1 and arrays
+            wait = self._begin_factors(self.compression, name, buffers, names, None)[0] if factors else nothing
+        wait()
         return [like(each, buffer) for each, buffer in zip(arrays, buffers, strict=True)]
 
     def begin(
@@ -132,8 +135,9 @@ class Exchange:
         if self.size == 1:
             return Begun(lambda: list(arrays))
         if isinstance(self.compression, PowerSGD):
-            buffers, written = to_write(arrays)
-            wait, first = self._begin_factors(self.compression, name, buffers, names or [name], line, of_step)
+            with self._naming(name, names or [name]):
+                buffers, written = to_write(arrays)
+                wait, first = self._begin_factors(self.compression, name, buffers, names or [name], line, of_step)
             return Begun(lambda: wait() or written() or list(arrays), first)
         pairs = [self.compression.compress(each) for each in arrays]
         handle = self._submit([array for array, _ in pairs], name, names, line, of_step)
@@ -143,6 +147,15 @@ class Exchange:
             return [self.compression.decompress(each, context) for each, (_, context) in reduced]
 
         return Begun(finish, handle)
+
+    @contextlib.contextmanager
+    def _naming(self, name: str | None, names: Sequence[str]) -> Iterator[None]:
+        """An InputError in it names the gradient."""
+        try:
+            yield
+        except InputError as exc:
+            number = self.process_set.process_set_id
+            raise refused("allreduce", exc, number, name, names, len(names)) from exc.__cause__
 
     def _submit(
         self, arrays: list[Any], name: str, names: Sequence[str] | None, line: str | None = None, of_step: bool = False
@@ -189,7 +202,7 @@ class Exchange:
         if self.size == 1:
             return
         said = (*(self._details if details is None else details), (what, text))
-        buffers = [as_buffer(np.zeros(self.size, np.float32))] if name is not None else []
+        buffers = as_buffers([np.zeros(self.size, np.float32)] if name is not None else [])
         engine, number = runtime.current("DistributedOptimizer").engine, number_of(self.process_set, kind)
         engine.submit(kind, name, number, details=said, inputs=buffers, outputs=buffers, waits=True).wait()
 

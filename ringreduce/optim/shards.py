@@ -13,11 +13,12 @@ from typing import Any
 from ringreduce import runtime
 from ringreduce.api.arguments import arguments_of
 from ringreduce.api.process_sets import ProcessSet, number_of
+from ringreduce.api.submit import refused
 from ringreduce.arrays.buffer import Buffer
 from ringreduce.arrays.memory import Memory, in_common
-from ringreduce.arrays.view import as_buffer
+from ringreduce.arrays.view import as_buffers
 from ringreduce.compression import Compression
-from ringreduce.errors import InputError, UnsupportedArrayError
+from ringreduce.errors import InputError
 from ringreduce.execution.signature import calling_line
 from ringreduce.ops import Adasum, ReduceOp
 from ringreduce.optim.exchange import Exchange, Finish
@@ -77,7 +78,10 @@ class Shards:
         if self.size == 1:
             return lambda: [each.reshape(-1) for each in arrays]
         pairs = [self.exchange.compression.compress(each) for each in arrays]
-        inputs = [self._gradient(number, each) for number, (each, _) in enumerate(pairs)]
+        try:
+            inputs = as_buffers([array for array, _ in pairs])
+        except InputError as exc:
+            raise self._named(exc) from exc.__cause__
         self._check_types(inputs)
         counts = [high - low for low, high in self.bounds]
         if self._reduced is None or self._reduced.element is not inputs[0].element:
@@ -95,12 +99,6 @@ class Shards:
 
         return finish
 
-    def _gradient(self, number: int, array: Any) -> Buffer:
-        try:
-            return as_buffer(array)
-        except UnsupportedArrayError as exc:
-            raise UnsupportedArrayError(f"ShardedOptimizer: the gradient of {self.names[number]!r}: {exc}") from exc
-
     def _check_types(self, inputs: Sequence[Buffer]) -> None:
         for name, each in zip(self.names, inputs, strict=True):
             if each.element is not inputs[0].element:
@@ -113,7 +111,10 @@ class Shards:
         """Begin to give every rank's pieces of arrays to all, in place.  what: tells apart those at the same time."""
         if self.size == 1:
             return lambda: None
-        buffers = [as_buffer(each, writable=True) for each in arrays]
+        try:
+            buffers = as_buffers(arrays, writable=True)
+        except InputError as exc:
+            raise self._named(exc) from exc.__cause__
         return self._submit("gather_shards", what, buffers, buffers)
 
     def _submit(
@@ -128,9 +129,8 @@ class Shards:
         of_step: bool = False,
     ) -> Callable[[], object]:
         number = number_of(self.exchange.process_set, "ShardedOptimizer")
-        return (
-            runtime.current("ShardedOptimizer")
-            .engine.submit(
+        try:
+            handle = runtime.current("ShardedOptimizer").engine.submit(
                 kind,
                 self.name + what,
                 number,
@@ -142,5 +142,10 @@ class Shards:
                 line=line or calling_line(),
                 of_step=of_step,
             )
-            .wait
-        )
+        except InputError as exc:
+            raise self._named(exc) from exc.__cause__
+        return handle.wait
+
+    def _named(self, error: InputError) -> InputError:
+        number = self.exchange.process_set.process_set_id
+        return refused("ShardedOptimizer", error, number, self.name, self.names, len(self.names))

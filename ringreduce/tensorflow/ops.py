@@ -34,11 +34,7 @@ __all__ = ["allgather", "allreduce", "alltoall", "barrier", "broadcast", "groupe
 __all__ += ["grouped_reducescatter", "reducescatter"]
 
 
-def _padded(tensor: Any, rows: Any) -> Any:
-    return tf.pad(tensor, [[0, rows - tf.shape(tensor)[0]], *[[0, 0]] * (tensor.shape.rank - 1)])
-
-
-_TENSORFLOW = Framework(sys.modules[__name__], tf, _padded, "tf.stop_gradient")
+_TENSORFLOW = Framework(sys.modules[__name__], tf, "tf.stop_gradient")
 
 
 def _collective(
@@ -135,7 +131,10 @@ def alltoall(call: Call) -> Any:
     Gradient: sent back to where the rows came from.
     Source:   Horovod's alltoall.
     """
-    parts = [] if call.splits is None else [tf.cast(call.splits, tf.int32)]
+    given = None if call.splits is None else tf.convert_to_tensor(call.splits)
+    if given is not None and not given.dtype.is_integer:
+        raise InputError(f"alltoall: splits of type {given.dtype.name}; expected whole numbers, one for each rank")
+    parts = [] if given is None else [tf.saturate_cast(given, tf.int32)]  # what is too large stays wrong
     rows, received = _applied(Collective.of("alltoall", vars(call)), [call.tensor, *parts])
     return rows if call.splits is None else (rows, received)
 

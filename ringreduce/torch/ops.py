@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import operator
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -35,12 +36,7 @@ __all__ = ["allgather", "allreduce", "alltoall", "alltoall_async", "broadcast", 
 __all__ += ["grouped_allreduce", "grouped_reducescatter", "reducescatter"]
 
 
-def _padded(tensor: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    missing = int(rows) - tensor.shape[0]
-    return torch.cat([tensor, tensor.new_zeros(missing, *tensor.shape[1:])]) if missing else tensor
-
-
-_TORCH = Framework(sys.modules[__name__], torch, _padded, "tensor.detach()")
+_TORCH = Framework(sys.modules[__name__], torch, "tensor.detach()")
 
 
 class _Collective(torch.autograd.Function):
@@ -49,7 +45,7 @@ class _Collective(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, collective: Collective, received: Any, results: Tensors, *tensors: torch.Tensor) -> Any:
         ctx.collective, ctx.received = collective, received
-        ctx.rows = torch.tensor([each.shape[0] for each in tensors]) if collective.by_rows else None
+        ctx.rows = torch.tensor([each.shape[0] for each in tensors], device="cpu") if collective.by_rows else None
         return tuple(each.data for each in results)  # no views of anything, so that callers may change them in place
 
     @staticmethod
@@ -153,9 +149,9 @@ def grouped_reducescatter() -> None:
 def alltoall(call: Call) -> Any:
     """Send each rank its part of `tensor`'s rows, and return what all ranks sent to this one, in rank order.
 
-    splits:   the rows for each rank: an int32 tensor or a list, (size,), its sum at most dim 0. None: equal parts.
+    splits:   the rows for each rank: an int32 tensor or a list, (size,), whose sum is dim 0. None: equal parts.
     Returns:  the received rows; with splits (rows, received_splits), the latter an int32 tensor, (size,).
-    Gradient: sent back to where the rows came from; zeros for rows that went nowhere.
+    Gradient: sent back to where the rows came from.
     Otherwise as `ringreduce.alltoall`.
     Source:   Horovod's alltoall.
     """
@@ -174,14 +170,20 @@ def alltoall_async(call: Call) -> Handle:
 
 
 def _splits(tensor: Any, splits: Any, process_set: ProcessSet) -> Any:
-    """The splits as an int32 tensor; None where they are wrong and the collective itself raises the error."""
+    """The splits as an int32 tensor; what is wrong as it is: the collective itself raises the error."""
     if splits is None:
         number_of(process_set, "alltoall")
-        shape, size = getattr(tensor, "shape", ()), process_set.size()
-        if not shape or not size or shape[0] % size:
+        size = process_set.size() or 0
+        try:
+            each, rest = divmod(tensor.shape[0], size)
+        except (AttributeError, IndexError, RuntimeError, ZeroDivisionError):  # an odd tensor; not a member
             return None
-        return torch.full((size,), shape[0] // size, dtype=torch.int32)
+        return None if rest else torch.full((size,), each, dtype=torch.int32, device="cpu")
     if isinstance(splits, torch.Tensor) and splits.dtype != torch.int32:
         raise InputError(f"alltoall: splits of type {splits.dtype}; expected torch.int32, pass splits.int()")
-    given = torch.as_tensor(splits)
-    return given if given.is_floating_point() else given.to(torch.int32)
+    if isinstance(splits, torch.Tensor):
+        return splits
+    try:
+        return torch.tensor([operator.index(each) for each in splits], dtype=torch.int32, device="cpu")
+    except (TypeError, RuntimeError, OverflowError):  # no list, no integers, or too large ones
+        return splits

@@ -234,10 +234,10 @@ def _attach(gradients: Iterable[Gradient]) -> None:
 
 def line_of_backward() -> str:
     """The user's line that called backward(). For GPUs hooks run in threads of autograd's, without any frame of his."""
-    outermost = sys._getframe()
-    while outermost.f_back is not None:
-        outermost = outermost.f_back
-    if is_of_library(outermost.f_code.co_filename):
+    own: FrameType | None = sys._getframe()
+    while own is not None and is_of_library(own.f_code.co_filename):
+        own = own.f_back
+    if own is None:
         for innermost in sys._current_frames().values():
             frame: FrameType | None = innermost
             while frame is not None and frame.f_code.co_name != "_engine_run_backward":  # of torch.autograd.graph

@@ -294,7 +294,7 @@ class ShardedMixin(WrappedMixin):
         self._reducer.synchronize()
         found = [each.reduced for each in self._shards() if each.reduced is not None]
         norms = [torch.linalg.vector_norm(each, norm_type).double().cpu() for each in found if each.numel()]
-        together = torch.stack(norms) if norms else torch.zeros(1, dtype=torch.float64)
+        together = torch.stack(norms) if norms else torch.zeros(1, dtype=torch.float64, device="cpu")
         is_largest = norm_type == float("inf")
         total = together.max() if is_largest else together.pow(norm_type).sum()
         exchange, name = self._reducer.exchange, f"{self._reducer.buckets[0].name}.norm"

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from ringreduce.api.gather import grouped_allgather_async
+from ringreduce.api.gather import gather_with
 from ringreduce.api.process_sets import ProcessSet, global_process_set
 from ringreduce.api.submit import which_op
 from ringreduce.errors import InputError
@@ -37,14 +37,13 @@ def sparse_allreduce_async(
     shape = tensor.shape
     # the rows of what is gathered are its entries
     rows = tensor.detach()._indices().t().contiguous(), tensor.detach()._values().contiguous()
-    handle = grouped_allgather_async(rows, name, process_set)
+    handle = gather_with(rows, name, process_set, (("shape", tuple(shape)),))
 
     def wait() -> torch.Tensor:
         indices, values = handle.wait()
         if reduction is Average:
             values = values / (process_set.size() or 1)
-        # checked: a rank whose tensor is larger would have indices that lead out of this one
-        return torch.sparse_coo_tensor(indices.t(), values, shape, check_invariants=True)
+        return torch.sparse_coo_tensor(indices.t(), values, shape, device=values.device, check_invariants=True)
 
     return wait
 

@@ -12,6 +12,7 @@ from ringreduce.testing import run_ranks
 from ringreduce.torch import HorovodInternalError
 from tests.ranks.on_threads import each_rank_of
 
+torch = pytest.importorskip("torch", reason="torch is not installed: its tensors are not tested here")
 LINE = r"\(test_errors.py:\d+\)"
 
 
@@ -84,7 +85,7 @@ MISMATCHES = {
     ),
     "one of a group": (
         lambda r: rr.grouped_allreduce_async([zeros(4), zeros(5 + (r == 2))], name="w"),
-        r"rank 2 of 3, allreduce 'w.1' .*: float32\[6\], but rank 0 has float32\[5\] .* equal shapes$",
+        r"rank 2 of 3, allreduce 'w', tensor 2 of 2 .*: float32\[6\], but rank 0 has float32\[5\] .* equal shapes$",
     ),
     "names of a group": (
         lambda r: rr.grouped_allreduce_async([zeros(4)] * 2, name="w", names=["a", "c" if r else "b"]),
@@ -153,12 +154,12 @@ DIFFERENT = {
     ),
     "no name": (
         lambda r: [rr.allreduce, rr.allgather][r](zeros(4)),
-        "allgather 'noname.1', but rank 0 has allreduce 'noname.1' .*; unnamed tensors are numbered in order, so one "
-        "more call on a rank shifts all later ones: pass name=$",
+        "allgather of an unnamed tensor, but rank 0 has allreduce of an unnamed tensor .*; unnamed tensors are "
+        "numbered in order, so one more call on a rank shifts all later ones: pass name=$",
     ),
     "no array": (
         lambda r: rr.barrier() if r else rr.allreduce(zeros(4)),
-        "barrier 'noname.1', but rank 0 has allreduce 'noname.1'",
+        "barrier, but rank 0 has allreduce of an unnamed tensor",
     ),
     "checks": (
         lambda r: rr.check("nan" if r else "divergence,nan:zero"),
@@ -166,7 +167,7 @@ DIFFERENT = {
     ),
     "an object": (
         lambda r: rr.broadcast_object(r, r),
-        "broadcast_object 'noname.1' .*root_rank=1, but rank 0 has root_rank=0",
+        "rank 1 of 2, broadcast_object .*root_rank=1, but rank 0 has root_rank=0",
     ),
 }
 
@@ -255,7 +256,10 @@ WRONG = {
         "reducescatter: op=Max; expected Average or Sum",
     ),
     "0-d allgather": (lambda: rr.allgather(zeros(), name="w"), "allgather 'w': a 0-d tensor has no rows"),
-    "0-d in a grouped allgather": (lambda: rr.grouped_allgather([zeros(2), 3.0]), "allgather: a 0-d tensor has no row"),
+    "0-d in a grouped allgather": (
+        lambda: rr.grouped_allgather([zeros(2), 3.0]),
+        "allgather, tensor 2 of 2: a 0-d tensor",
+    ),
     "0-d alltoall": (lambda: rr.alltoall(np.float32(3)), "alltoall: a 0-d tensor has no rows"),
     "0-d reducescatter": (lambda: rr.reducescatter(zeros()), "reducescatter: a 0-d tensor has no rows to scatter"),
     "rows that cannot be parted": (
@@ -279,6 +283,10 @@ WRONG = {
         lambda: rr.alltoall(zeros(4), np.array([2, 2, 1], np.int32)),
         r"splits=\[2, 2, 1\] sum to 5, but the tensor has only 4 rows",
     ),
+    "rows that go nowhere": (
+        lambda: rr.alltoall(zeros(4), (1, 1, 1)),
+        r"alltoall: splits=\[1, 1, 1\] sum to 3, but the tensor has 4 rows: each must go to a rank; pass tensor\[:3\]",
+    ),
     "root": (lambda: rr.broadcast(zeros(3), 3), "broadcast: root_rank=3; expected a rank from 0 to 2"),
     "negative root": (lambda: rr.broadcast_(zeros(3), -1), "broadcast: root_rank=-1; expected a rank from 0 to 2"),
     "root of an object": (lambda: rr.broadcast_object(1, 9), "broadcast_object: root_rank=9; expected a rank from 0"),
@@ -289,12 +297,26 @@ WRONG = {
         "more than one array is called 'a.b'; rename the keys",
     ),
     "a number in place": (lambda: rr.allreduce_(3.0), "a float cannot be changed in place; pass an array"),
-    "strings": (
-        lambda: rr.broadcast(np.array(["a"]), 0),
-        "elements of type <U1 cannot be communicated; supported are: bool",
+    "Python's objects": (
+        lambda: rr.broadcast(np.array(["a", None]), 0),
+        "broadcast: elements of type object have no fixed size; pass numbers, .* or use broadcast_object",
     ),
-    "long doubles": (lambda: rr.allreduce(zeros(3, dtype="longdouble")), "elements of type .* cannot be communicated"),
-    "other byte order": (lambda: rr.allreduce(np.zeros(3, ">f4")), "elements of type >f4 cannot be communicated"),
+    "strings": (
+        lambda: rr.allreduce(np.array(["a"])),
+        "allreduce: elements of type <U1 can be moved, but not reduced: they can be broadcast, gathered and exchanged",
+    ),
+    "long doubles": (
+        lambda: rr.allreduce(zeros(3, dtype="longdouble")),
+        r"elements of type .* can be moved, but not reduced: convert them, such as array.astype\('float64'\)",
+    ),
+    "dates": (
+        lambda: rr.reducescatter(np.zeros(3, "M8[ns]"), name="w"),
+        r"reducescatter 'w': elements of type datetime64\[ns\] can be moved, but .*: pass array.view\('int64'\)",
+    ),
+    "other byte order": (
+        lambda: rr.allreduce(np.zeros(3, ">f4")),
+        r"elements of type >f4 .*in the byte order of other machines: pass array.astype\(array.dtype.newbyteorder",
+    ),
     "read-only": (
         lambda: rr.allreduce_(np.broadcast_to(zeros(1), (1,))),
         "a read-only array cannot be changed in place",
@@ -337,6 +359,107 @@ def test_one_ranks_wrong_argument_can_be_corrected():
         with pytest.raises(ValueError, match="elements of type <U1"):
             rr.allreduce(np.array(["a"]), name="w")
     assert rr.allreduce(zeros(3, 4) + rr.rank(), name="w", op=rr.Sum)[2, 3] == 3
+
+
+NAMED = {
+    "a text among metrics": (
+        lambda: rr.allreduce({"loss": 1.0, "of": {"split": "val", "n": 3}}),
+        "allreduce 'of.split': a str is not an array",
+    ),
+    "a number among parameters": (
+        lambda: rr.broadcast_parameters({"w": zeros(2), "b": {"steps": 3}}),
+        "broadcast_parameters 'b.steps': an int cannot be changed in place; pass an array, or use broadcast_object",
+    ),
+    "an object array": (
+        lambda: rr.allreduce([zeros(2), {"ids": np.array([1, None])}]),
+        "allreduce '1.ids': elements of type object have no fixed size",
+    ),
+    "a read-only one": (
+        lambda: rr.broadcast_parameters([("w", zeros(2)), ("b", np.broadcast_to(zeros(1), (2,)))]),
+        "broadcast_parameters 'b': a read-only array",
+    ),
+    "an expanded one": (
+        lambda: rr.allreduce_({"w": zeros(2), "b": torch.zeros(1).expand(3)}),
+        r"allreduce 'b': an array of shape \(3,\) whose elements share memory, .*; pass a copy: tensor.clone\(\)",
+    ),
+    "overlapping windows": (
+        lambda: rr.broadcast_(np.lib.stride_tricks.as_strided(zeros(9), (3, 4), (8, 8)), 0, name="windows"),
+        r"broadcast 'windows': an array of shape \(3, 4\) whose elements share memory",
+    ),
+    "one of a group": (
+        lambda: rr.grouped_reducescatter([zeros(3), np.zeros(3, "M8[s]")], name="g"),
+        r"reducescatter 'g', tensor 2 of 2: elements of type datetime64\[s\]",
+    ),
+    "one twice": (
+        lambda: rr.grouped_allreduce_([MEMORY, zeros(2), MEMORY], op=rr.Sum),
+        "allreduce, tensor 3 of 3: it shares memory with tensor 1 of these, and so would be changed twice",
+    ),
+    "one and its part": (
+        lambda: rr.allreduce_({"all": MEMORY, "some": MEMORY[3:5]}),
+        "allreduce 'some': it shares memory with tensor 1 of these",
+    ),
+    "a gradient": (
+        lambda: rr.DistributedOptimizer(lambda grads: grads)({"layer": {"w": zeros(2), "b": "zeros"}}),
+        "allreduce 'layer.b': a str is not an array",
+    ),
+    "a compressed gradient": (
+        lambda: rr.DistributedOptimizer(lambda grads: grads, compression=rr.Compression.fp16)(
+            {"w": zeros(2), "b": np.array(["zeros"])}
+        ),
+        "allreduce 'b': elements of type <U5",
+    ),
+    "a factored gradient": (
+        lambda: rr.DistributedOptimizer(lambda grads: grads, compression=rr.PowerSGD(1))(
+            {"w": zeros(2), "b": [1, "z"]}
+        ),
+        "allreduce 'b.1': a str is not an array",
+    ),
+}
+MEMORY = np.zeros(9)
+
+
+@pytest.mark.parametrize("case", NAMED)
+@each_rank_of(2)
+def test_of_several_arrays_the_one_that_is_refused_is_named(case):
+    call, message = NAMED[case]
+    for _ in range(2):
+        with pytest.raises(ValueError, match=f"^{message}"):
+            call()
+    goes_on()
+
+
+REFUSED = {
+    "allreduce": lambda wrong: rr.allreduce("zeros" if wrong else zeros(2)),
+    "a group": lambda wrong: rr.grouped_allreduce([zeros(2), None if wrong else zeros(2)]),
+    "in place": lambda wrong: rr.allreduce_(np.broadcast_to(zeros(1), (2,)) if wrong else zeros(2)),
+    "allgather": lambda wrong: rr.allgather(1.0 if wrong else zeros(2)),
+    "alltoall": lambda wrong: rr.alltoall(zeros(4), [3, 0, 0] if wrong else [4, 0, 0]),
+    "broadcast": lambda wrong: rr.broadcast(["zeros"] if wrong else zeros(2), 0),
+    "broadcast_parameters": lambda wrong: rr.broadcast_parameters({"w": "zeros" if wrong else zeros(2)}),
+    "reducescatter": lambda wrong: rr.reducescatter(1.0 if wrong else zeros(3)),
+    "allreduce, ordered": lambda wrong: rr.ordered().allreduce("zeros" if wrong else zeros(2)),
+    "scatter, ordered": lambda wrong: rr.ordered().scatter(1.0 if wrong else zeros(6), 0),
+    "gather, ordered": lambda wrong: rr.ordered().gather(1.0 if wrong else zeros(6), 2),
+}
+
+
+@pytest.mark.parametrize("refusing", [0, 2])
+@pytest.mark.parametrize("case", REFUSED)
+@each_rank_of(3)
+def test_what_one_rank_refuses_is_the_others_error_and_later_calls_meet(case, refusing):
+    kind, call = case.partition(",")[0], REFUSED[case]
+    for _ in range(2):
+        if rr.rank() == refusing:
+            with pytest.raises(ValueError, match=r"expected|pass") as caught:
+                call(True)
+            assert isinstance(caught.value, rr.InputError)
+        else:
+            message = rf"^rank {refusing} of 3, .*{LINE} was refused there: .*(expected|pass).*; rank . has .* {LINE}$"
+            with pytest.raises(rr.MismatchError, match=message) as caught:
+                call(False)
+            assert kind in REFUSED or kind in str(caught.value)
+        call(False)
+        goes_on()
 
 
 BEFORE_INIT = {

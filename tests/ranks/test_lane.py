@@ -197,14 +197,14 @@ def test_late_ranks_and_operations_that_differ(world, size):
 
 
 @on_every_world_and_hosts
-def test_a_rank_that_handles_signals_waits_for_other_hosts_outside_of_the_lane(world, size):
+def test_a_rank_that_is_unsafe_waits_for_other_hosts_outside_of_the_lane(world, size):
     """There its handler may raise, or call a collective; while the compiled module waits, no handler runs."""
 
     def program():
         channel, ones = rr.ordered(), np.ones(3)
         channel.allreduce_(ones, op=rr.Max)
         (known,) = channel._lane._known.values()
-        counts, channel._lane._handles_signals = counted(channel), lambda: True
+        counts, channel._lane._is_unsafe = counted(channel), lambda: True
         for _ in range(20):
             channel.allreduce_(ones, op=rr.Max)
         return known.in_python, counts[0]

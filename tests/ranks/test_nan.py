@@ -258,7 +258,7 @@ WRONG = {
     ),
     "complex": (lambda: rr.allreduce(arrays(complex(1, np.nan), "complex64", 1)), "rank 1 of 2, .*NaN .*complex64"),
     "a number": (lambda: rr.allreduce([1.0, -np.inf][rr.rank()]), "rank 1 of 2, .* infinity in this .*float64"),
-    "rows": (lambda: rr.reducescatter(arrays(np.nan, rank=0)), "rank 0 of 2, reducescatter 'noname.*NaN in this"),
+    "rows": (lambda: rr.reducescatter(arrays(np.nan, rank=0)), "rank 0 of 2, reducescatter of an unnamed .*NaN in"),
     "hosts": (lambda: rr.allreduce(arrays(4e4, "float16"), op=rr.Sum, name="w"), "rank [01] of 2, allreduce 'w'"),
 }
 

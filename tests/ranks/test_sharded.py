@@ -207,8 +207,14 @@ GRADIENTS = {
     "whole numbers": ([ints, np.ones(2, f4), 2], None),
     "whole numbers only": ([ints, ints[1:], np.int32(4)], None),
     "turned": ([np.ones(6, f4)[::2], np.arange(2, dtype=f4)[::-1], np.array(1, f4)], None),
-    "texts": ([np.array(["x", "y", "z"]), np.ones(2, f4), f4(1)], "the gradient of 'a': elements of type <U"),
-    "masked": ([np.ones(3, f4), np.ma.masked_array([1, 2], [0, 1], f4), f4(1)], "of 'b': a masked array would lose"),
+    "texts": (
+        [np.array(["x", "y", "z"]), np.ones(2, f4), f4(1)],
+        "'b' is float32, that of 'a' is <U1; expected one type",
+    ),
+    "masked": (
+        [np.ones(3, f4), np.ma.masked_array([1, 2], [0, 1], f4), f4(1)],
+        "'b': a masked array would lose",
+    ),
     "too long": ([np.ones(3, f4), np.ones(3, f4), f4(1)], r"the shape of 'b' is \(3,\), expected \(2,\)"),
     "missing": ([np.ones(3, f4), None, f4(1)], r"the shape of 'b' is none, expected \(2,\)"),
 }

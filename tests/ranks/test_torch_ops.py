@@ -87,8 +87,8 @@ def test_the_other_collectives_in_every_form(dtype):
     rank = hvd.rank()
     unevens = [tensor_of(dtype, (rows, 4), each) for each, rows in enumerate([2, 0, 3])]
     evens = [tensor_of(dtype, (6, 2), each, 1) for each in range(3)]
-    uneven, even, splits = unevens[rank], evens[rank], torch.tensor([rank, 1, 2], dtype=torch.int32)
-    starts, counts = [[0, 0, 0], [0, 1, 2], [1, 2, 3]][rank], [[0, 1, 2], [1, 1, 1], [2, 2, 2]][rank]
+    uneven, even, splits = unevens[rank], evens[rank], torch.tensor([rank, 4 - rank, 2], dtype=torch.int32)
+    starts, counts = [[0, 0, 0], [0, 1, 2], [4, 4, 4]][rank], [[0, 1, 2], [4, 3, 2], [2, 2, 2]][rank]
     gathered, equal_parts = torch.cat(unevens), torch.cat([each[2 * rank : 2 * rank + 2] for each in evens])
     parts = torch.cat([each[s : s + n] for each, s, n in zip(evens, starts, counts, strict=True)])
     exchanged = [hvd.alltoall(even, splits), hvd.synchronize(hvd.alltoall_async(even, splits.tolist()))]
@@ -172,7 +172,6 @@ COLLECTIVES = {
     "alltoall": (lambda x: hvd.alltoall(x), equal_parts, 1, [6] * 3),
     "alltoall, unequal rows": (lambda x: hvd.alltoall(x, name="a"), equal_parts, 1, [3, 6, 0]),
     "alltoall with splits": (lambda x: hvd.alltoall(x, SPLITS[hvd.rank()])[0], gathered_in_alltoall, 1, [3, 2, 4]),
-    "alltoall with rows left": (lambda x: hvd.alltoall(x, SPLITS[hvd.rank()])[0], gathered_in_alltoall, 1, [5, 2, 4]),
     "reducescatter": (
         lambda x: hvd.reducescatter(x, "r"),
         lambda xs, r: torch.tensor_split(of_all(xs) / 3, 3)[r],
@@ -294,7 +293,6 @@ def test_gradients_in_a_process_set():
 
 ALONE = {
     "alltoall with splits": lambda x: hvd.alltoall(x, [5])[0],
-    "alltoall with rows left": lambda x: hvd.alltoall(x, [3])[0],
     "broadcast": lambda x: hvd.broadcast(x, 0),
 }
 
@@ -415,7 +413,10 @@ def test_sparse_allreduce_in_a_process_set_and_of_gradients():
 # What is refused
 
 WRONG = [
-    (lambda: hvd.allreduce(torch.ones(3, dtype=torch.float8_e4m3fn)), "float8_e4m3fn cannot be communicated"),
+    (
+        lambda: hvd.allreduce(torch.ones(3, dtype=torch.float8_e4m3fn)),
+        r"float8_e4m3fn can be moved, but not reduced: .*\.to\(torch.float32",
+    ),
     (lambda: hvd.allreduce(torch.eye(3).to_sparse()), r"torch.sparse_coo is not dense; pass tensor.to_dense\(\)"),
     (lambda: hvd.allreduce(torch.ones(3, device="meta")), "a tensor on meta cannot be communicated"),
     (lambda: hvd.ordered().allreduce_(torch.ones(3, dtype=torch.cfloat).conj()), r"pass tensor.resolve_conj\(\)"),

@@ -7,6 +7,8 @@ import contextlib
 import threading
 from types import SimpleNamespace
 
+import numpy as np
+
 from tests.support import fake_cupy
 
 strided = "strided"
@@ -55,8 +57,8 @@ class Tensor:
     def stride(self):
         return tuple(step // self.array.itemsize for step in self.array.strides)
 
-    def new_tensor(self, values):
-        return tensor(values.astype(self.array.dtype))
+    def new_tensor(self, values, dtype):
+        return tensor(np.array(values, dtype.name))
 
     def tolist(self):
         return self.cpu().tolist()

@@ -225,7 +225,7 @@ def broadcast_program(dtype, ranks, process_set):
 
 
 def alltoall_program(dtype, ranks, process_set):
-    """Equal parts, and parts of all lengths, so that some rows stay at home."""
+    """Equal parts, and parts of all lengths."""
     size, me = len(ranks), ranks.index(rr.rank())
     for tail, rows in itertools.product([(), (3,), (0,)], [0, 1, 67]):
         everyones = [data(dtype, size * rows * math.prod(tail), rank).reshape(size * rows, *tail) for rank in ranks]
@@ -239,7 +239,7 @@ def alltoall_program(dtype, ranks, process_set):
 def uneven_alltoall(dtype, ranks, process_set):
     size, me = len(ranks), ranks.index(rr.rank())
     splits = [[(3 * source + 5 * target) % 4 for target in range(size)] for source in range(size)]
-    everyones = [data(dtype, 2 * (sum(own) + 1), rank).reshape(-1, 2) for own, rank in zip(splits, ranks, strict=True)]
+    everyones = [data(dtype, 2 * sum(own), rank).reshape(-1, 2) for own, rank in zip(splits, ranks, strict=True)]
     starts = [sum(own[:me]) for own in splits]
     expected = [array[start : start + own[me]] for array, start, own in zip(everyones, starts, splits, strict=True)]
     for form, given in itertools.product(ALLTOALL.values(), [list, lambda own: np.array(own, np.int32)]):

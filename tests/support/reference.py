@@ -99,9 +99,12 @@ def folded(op, arrays, prescale=1.0, postscale=1.0):
         return np.trunc(values * np.float64(factor)).astype(wide) if whole else values * wide.type(factor)
 
     with np.errstate(all="ignore"):
-        total = functools.reduce(COMBINES[op], [scaled(each.astype(wide), prescale) for each in arrays])
+        parts = [scaled(each.astype(wide), prescale) for each in arrays]
         if op is Average and whole:
-            total = (total - np.fmod(total, wide.type(size))) // wide.type(size)  # toward zero, and exact
+            parts = [each.astype(object) for each in parts]  # Python's integers, which are as long as they must be
+        total = functools.reduce(COMBINES[op], parts)
+        if op is Average and whole:
+            total = (abs(total) // size * np.where(total < 0, -1, 1)).astype(wide)  # toward zero, and exact
         elif op is Average and size > 1:
             total = total / wide.type(size)
         return scaled(total, postscale).astype(dtype)

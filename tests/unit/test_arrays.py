@@ -86,6 +86,13 @@ def test_dlpack_arrays_are_viewed():
     assert buffer.shape == (2, 3)
 
 
+class Frame:
+    """Such as pandas' and xarray's."""
+
+    def __array__(self, dtype=None, copy=None):
+        return np.zeros(2)
+
+
 REFUSED = [
     ([1, 2], r"a list is not an array; pass numpy.array\(...\) of numbers, or a list of arrays to allreduce"),
     ({"loss": 1.0}, r"a dict is not an array; pass its arrays one by one"),
@@ -96,11 +103,12 @@ REFUSED = [
     (np.ma.masked_array([1.0, 2.0], [False, True]), r"a masked array would lose its mask; pass array.filled\(value\)"),
     (torch.zeros(2, 3).to_sparse(), "layout torch.sparse_coo is not dense"),
     (torch.zeros(2, 3, dtype=torch.bfloat16).to_sparse(), "layout torch.sparse_coo is not dense"),
-    (torch.zeros(2, dtype=torch.complex64).conj(), "conjugated or negated view of another tensor; pass tensor.resolve"),
-    (torch.zeros(2, dtype=torch.complex64).conj().imag, "conjugated or negated view of another tensor"),
     (torch.nested.nested_tensor([torch.zeros(2)], layout=torch.jagged), "layout torch.jagged is not dense"),
     (torch.zeros(2, device="meta"), "a tensor on meta cannot be communicated; move it to cpu or cuda"),
-    (np.array(["a"]), "elements of type <U1 cannot be communicated"),
+    (np.array(["a"], object), "elements of type object have no fixed size; pass numbers"),
+    (None, "^None is not an array; leave it out on all ranks, or pass zeros of the shape"),
+    ("val", "^a str is not an array; pass a dict of arrays to allreduce"),
+    (Frame(), r"^a .*Frame is not an array; pass the numbers in it: numpy.asarray\(...\)"),
 ]
 
 
@@ -108,6 +116,16 @@ REFUSED = [
 def test_what_cannot_travel_is_refused(array, message):
     with pytest.raises(UnsupportedArrayError, match=message):
         as_buffer(array)
+
+
+VIEWS = [torch.tensor([1 + 2j, -3j]).conj(), torch.tensor([1 + 2j, -3j]).conj().imag]
+
+
+@pytest.mark.parametrize("view", VIEWS, ids=["conjugated", "negated"])
+def test_views_whose_memory_holds_other_values_are_read_and_not_written(view):
+    assert as_buffer(view).array().tolist() == view.tolist()
+    with pytest.raises(UnsupportedArrayError, match=r"conjugated or negated .*; pass tensor.resolve_conj\(\)"):
+        to_write([view])
 
 
 def test_a_container_of_an_array_is_no_array():

@@ -27,7 +27,7 @@ GUARD_BYTES = 64
 GUARD = 0xA5
 
 
-REDUCTIONS = all_but_few_extended(MATRIX)
+REDUCTIONS = all_but_few_extended([(name, op) for name, op in MATRIX if not Reduction(op, TABLE[name], 2).is_paired])
 
 
 def scales_of(name):

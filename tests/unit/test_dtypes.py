@@ -3,7 +3,7 @@ import numpy as np
 import pytest
 import torch
 
-from ringreduce.arrays.dtypes import TABLE, element_type
+from ringreduce.arrays.dtypes import TABLE, check_reducible, element_type
 from ringreduce.errors import UnsupportedArrayError
 
 
@@ -21,9 +21,18 @@ def test_dtypes_of_numpy_and_torch_are_told_by_name(name):
     assert element_type(getattr(torch, name)).name == name
 
 
-@pytest.mark.parametrize("dtype", [np.dtype("O"), np.dtype(">f4"), np.dtype("U3"), np.dtype("M8[s]"), torch.qint8])
-def test_other_types_are_refused_by_name(dtype):
-    with pytest.raises(
-        UnsupportedArrayError, match=r"elements of type .* cannot be communicated; supported are: bool, "
-    ):
+@pytest.mark.parametrize(
+    ("dtype", "name", "storage"),
+    [(np.dtype(">f4"), ">f4", "u4"), (np.dtype("U3"), "<U3", "V12"), (torch.float8_e5m2, "float8_e5m2", "u1")],
+)
+def test_elements_of_other_types_are_bytes(dtype, name, storage):
+    element = element_type(dtype)
+    assert (element.name, element.kind, element.storage, element.sum_type) == (name, "V", storage, storage)
+    with pytest.raises(UnsupportedArrayError, match=f"^here: elements of type {name} can be moved, but not reduced"):
+        check_reducible(element, "here: ")
+
+
+@pytest.mark.parametrize("dtype", [np.dtype("O"), np.dtype([("a", "O")]), np.dtype("S0")])
+def test_what_is_of_no_fixed_size_is_refused_by_name(dtype):
+    with pytest.raises(UnsupportedArrayError, match=r"elements of type .* have no fixed size; pass numbers, "):
         element_type(dtype)

@@ -91,7 +91,7 @@ def test_while_a_thread_of_the_rank_polls_the_engine_sleeps_whatever_waits(clock
 
 
 def test_a_thread_that_waits_polls_also_while_the_engine_is_awake(monkeypatch):
-    monkeypatch.setattr(inbox, "has_signal_handlers", lambda: False)
+    monkeypatch.setattr(inbox, "may_be_interrupted", lambda: False)
     box, driven = Inbox(None, SETTINGS, one_host=True), []
     box.drive = lambda handle: not driven.append(handle)
     handle = SimpleNamespace(block=lambda _: None, recorder=None)

@@ -72,6 +72,24 @@ def test_the_root_loggers_handlers_do_not_say_it_twice(fresh_log, capsys):
     assert stream.getvalue() == ""
 
 
+@pytest.mark.parametrize("adding", ["addFilter", "addHandler"])
+def test_what_the_programs_own_raise_reaches_no_thread_of_ours(fresh_log, capsys, adding):
+    """Ranks' threads log, which others wait for."""
+
+    class Broken(logging.Handler):
+        def filter(self, record):
+            raise LookupError(f"no {record.filename}, line {record.lineno}")
+
+    log.configure("warning", False)
+    getattr(fresh_log, adding)(broken := Broken())
+    try:
+        line = sys._getframe().f_lineno + 1
+        log.LOGGER.warning("a stall")
+    finally:
+        fresh_log.removeFilter(broken)
+    assert f"LookupError: no test_log.py, line {line}\n" in capsys.readouterr().err
+
+
 def test_the_import_sets_nothing_up():
     program = (
         "import logging, ringreduce; logger = logging.getLogger('ringreduce'); print(logger.handlers, logger.level)"

@@ -23,6 +23,49 @@ def test_integers_are_divided_exactly_and_truncated_toward_zero(values, divisor)
     assert flat.tolist() == [abs(value) // divisor * (1 if value >= 0 else -1) for value in values]
 
 
+@pytest.mark.parametrize("name", ["int64", "uint64"])
+@pytest.mark.parametrize("size", [1, 2, 3, 7, 64, 1000])
+def test_means_of_64_bit_integers_are_exact_where_their_sums_need_more_bits(name, size):
+    """In one look at all, in partial results of some, and added one by one."""
+    count, limits = 50, np.iinfo(name)
+    parts = raw_parts(name, size, count)
+    for number, part in enumerate(parts):
+        part[:5] = (
+            limits.min,
+            limits.max,
+            limits.max - number,
+            limits.min + number,
+            limits.max if number else limits.min,
+        )
+    sums = [sum(column) for column in zip(*(each.tolist() for each in parts), strict=True)]
+    expected = [abs(each) // size * (-1 if each < 0 else 1) for each in sums]
+    reduction, out = Reduction(Average, TABLE[name], size), np.empty(count, name)
+    reduction.reduce_parts(parts, out)
+    assert out.tolist() == expected
+    partials = np.empty((2, count), reduction.sum_type)
+    if size > 1:
+        reduction.part().reduce_parts(parts[:1], partials[0])
+        reduction.part().reduce_parts(parts[1:], partials[1])
+        reduction.combine(*partials)
+        reduction.finish(partials[0], out)
+        assert out.tolist() == expected
+    partial = reduction.start(parts[0].copy())
+    reduction.combine(partial, *[reduction.start(each.copy()) for each in parts[1:]])
+    reduction.finish(partial, out := partial if reduction.in_place else out)
+    assert out.tolist() == expected
+
+
+@pytest.mark.parametrize("factors", [(0.5, 1.0), (1.0, 3.0), (-2.0, 0.25)])
+def test_means_of_64_bit_integers_are_scaled_as_those_of_shorter_ones(factors):
+    parts = [np.array([10, -7, 100]), np.array([1, 2, 3]), np.array([5, 5, -51])]
+    found = [np.empty(3, name) for name in ("int64", "int32")]
+    for out in found:
+        Reduction(Average, TABLE[out.dtype.name], 3, *factors).reduce_parts(
+            [each.astype(out.dtype) for each in parts], out
+        )
+    assert found[0].tolist() == found[1].tolist()
+
+
 @pytest.mark.parametrize("arguments", [(Average, 1.0, 1.0), (Sum, 2.0, 1.0), (Max, 1.0, 0.5)])
 def test_bool_is_neither_averaged_nor_scaled(arguments):
     op, prescale, postscale = arguments

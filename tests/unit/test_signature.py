@@ -2,6 +2,7 @@
 
 import os
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -61,7 +62,7 @@ def test_the_first_difference_is_told(message):
 
 def test_of_a_group_the_tensor_that_differs_is_told():
     of_two, second_is_a_number = (reduction(tensor("w.0"), tensor("w.1", shape=shape)) for shape in ((3,), ()))
-    message = "allreduce 'w.1' (train.py:1): float32[], but rank 0 has float32[3]"
+    message = "allreduce 'w', tensor 2 of 2 (train.py:1): float32[], but rank 0 has float32[3]"
     assert message in explained(of_two, second_is_a_number)
 
 
@@ -104,12 +105,48 @@ def test_the_calling_line_is_that_of_each_call():
     assert lines == [f"test_signature.py:{here + 2}", f"test_signature.py:{here + 3}"]
 
 
-@pytest.mark.parametrize("library", [ringreduce.__file__, torch.__file__])
-def test_the_calling_line_is_outside_the_libraries(library):
-    inside = os.path.join(os.path.dirname(library), "some", "module.py")
-    called = {"calling_line": signature.calling_line}
-    exec(compile("def call():\n    return calling_line()", inside, "exec"), called)
-    assert called["call"]() == f"test_signature.py:{sys._getframe().f_lineno}"
+def through(path, called=None):
+    """A function of a file that calls another one, in its second line."""
+    names = {"called": called or signature.calling_line}
+    exec(compile("def call():\n    return called()", path, "exec"), names)
+    return names["call"]
+
+
+INSTALLED = os.path.dirname(os.path.dirname(torch.__file__))  # site-packages
+LIBRARIES = {
+    "this one": os.path.join(os.path.dirname(ringreduce.__file__), "module.py"),
+    "torch": os.path.join(os.path.dirname(torch.__file__), "some", "module.py"),
+    "an installed one": os.path.join(INSTALLED, "typing_extensions.py"),
+    "Debian's": "/usr/lib/python3/dist-packages/wrapt/wrappers.py",
+    "Python's": os.path.join(os.path.dirname(os.__file__), "functools.py"),
+    "what a library has made": "<decorator-gen-7>",
+    "what starts a package": os.path.join(sys.prefix, "bin", "train"),
+}
+
+
+@pytest.mark.parametrize("path", LIBRARIES.values(), ids=LIBRARIES)
+def test_the_calling_line_is_outside_the_libraries(path):
+    assert through(path)() == f"test_signature.py:{sys._getframe().f_lineno}"
+    assert through(LIBRARIES["this one"], through(path, through(path)))().startswith("test_signature.py:")
+
+
+@pytest.mark.parametrize(
+    "path", ["<stdin>", "<ipython-input-3-1f>", "/tmp/ipykernel_7/12.py", "/home/me/torchvision/x.py"]
+)
+def test_what_a_user_types_is_no_library(path):
+    assert through(LIBRARIES["an installed one"], through(path))() == f"{os.path.basename(path)}:2"
+
+
+def test_where_no_line_is_the_users_it_is_the_outermost_packages_or_a_threads_name():
+    own, others = (os.path.join(INSTALLED, each) for each in ("mine/train.py", "lightning/loop.py"))
+    started = through(LIBRARIES["what starts a package"], through(own, through(others, through(LIBRARIES["torch"]))))
+    with ThreadPoolExecutor(1, "loader") as pool:  # where no test's line is on the stack
+        assert pool.submit(started).result() == "train.py:2"
+        assert pool.submit(through(LIBRARIES["torch"])).result() == "thread:loader_0"
+        within = signature.called_from("jit.f.py:17")
+        pool.submit(within.__enter__).result()
+        assert pool.submit(signature.calling_line).result() == "jit.f.py:17"
+        pool.submit(within.__exit__, None, None, None).result()
 
 
 @pytest.mark.parametrize(

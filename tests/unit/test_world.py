@@ -187,7 +187,7 @@ def test_an_mpi_that_lets_one_thread_at_a_time_call_it_is_refused(level):
 
 def test_a_rank_that_forks_is_warned_where_a_card_registers_memory(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(lifecycle.process, "runtime", SimpleNamespace(world=SimpleNamespace(size=2)))
-    monkeypatch.setattr(lifecycle.log.LOGGER, "propagate", True)
+    monkeypatch.setattr(lifecycle.log.LOGGER.logger, "propagate", True)
     monkeypatch.setattr(lifecycle, "_REGISTERING_CARDS", (str(tmp_path / "absent"), str(tmp_path)))
     lifecycle._before_fork.__wrapped__()
     assert caplog.messages == []

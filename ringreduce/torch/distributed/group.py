@@ -28,6 +28,7 @@ from ringreduce.torch.distributed.uncompiled import uncompiled
 from ringreduce.torch.distributed.work import Work, keep_works_of_reducers
 from ringreduce.torch.wrapped import Wrapped
 
+PEER_TO_PEER = "send", "recv", "recv_anysource"
 ANEW = "init_process_group('ring', init_method=…, rank=ringreduce.rank(), world_size=ringreduce.size())"
 
 
@@ -164,7 +165,12 @@ def _by_device(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(method)
     def run(group: RingProcessGroup, *args: Any, **kwargs: Any) -> Any:
         other = group.elsewhere(device_of(args))
-        return method(group, *args, **kwargs) if other is None else getattr(other, name)(*args, **kwargs)
+        if other is not None:
+            return getattr(other, name)(*args, **kwargs)
+        try:
+            return method(group, *args, **kwargs)
+        except InputError as exc:
+            raise group.channel.refused(method.__name__, exc, tells=name not in PEER_TO_PEER) from exc.__cause__
 
     return run
 

@@ -50,8 +50,8 @@ class Operations:
 
     def allgather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> Work:
         """Copy inputs[k] of rank r into outputs[k][r] of all."""
-        work, by_rank = Work(self.channel, opts, outputs), zip(*outputs, strict=True)
-        return work.begin(self.channel.all_gather, work.read(inputs), work.write(_joined(by_rank)))
+        work = Work(self.channel, opts, outputs)
+        return work.begin(self.channel.all_gather, work.read(inputs), work.write(_by_rank(outputs)))
 
     def allgather_coalesced(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> Work:
         """Copy inputs[k] of rank r into outputs[r][k] of all."""
@@ -61,7 +61,7 @@ class Operations:
     def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Work:
         """Copy inputs[k] of all ranks into outputs[k], one after the other."""
         work = Work(self.channel, opts, list(outputs))
-        parts = [self.channel.equal_parts("all_gather", each) for each in work.write(outputs)]
+        parts = [self.channel.equal_parts(each) for each in work.write(outputs)]
         return work.begin(self.channel.all_gather, work.read(inputs), _joined(zip(*parts, strict=True)))
 
     def all_gather_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> Work:
@@ -71,14 +71,14 @@ class Operations:
 
     def reduce_scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any = None) -> Work:
         """Reduce inputs[k][r] of all ranks into outputs[k] of rank r; they may differ in size by r."""
-        work, by_rank = Work(self.channel, opts, list(outputs)), zip(*inputs, strict=True)
-        arrays = work.read(_joined(by_rank)), work.write(outputs)
+        work = Work(self.channel, opts, list(outputs))
+        arrays = work.read(_by_rank(inputs)), work.write(outputs)
         return work.begin(self.channel.reduce_scatter, *arrays, *op_and_factor(opts))
 
     def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Work:
         """Reduce the r-th parts of all ranks' inputs[k] into outputs[k] of rank r."""
         work = Work(self.channel, opts, list(outputs))
-        parts = [self.channel.equal_parts("reduce_scatter", each) for each in work.read(inputs)]
+        parts = [self.channel.equal_parts(each) for each in work.read(inputs)]
         arrays = _joined(zip(*parts, strict=True)), work.write(outputs)
         return work.begin(self.channel.reduce_scatter, *arrays, *op_and_factor(opts))
 
@@ -103,8 +103,8 @@ class Operations:
     ) -> Work:
         """As `alltoall`, of so many rows each; without these of equal parts."""
         work = Work(self.channel, opts, [output])
-        outgoing = self.channel.parts_of_rows("all_to_all", work.read([tensor])[0], input_rows)
-        incoming = self.channel.parts_of_rows("all_to_all", work.write([output])[0], output_rows)
+        outgoing = self.channel.parts_of_rows(work.read([tensor])[0], input_rows)
+        incoming = self.channel.parts_of_rows(work.write([output])[0], output_rows)
         return work.begin(self.channel.all_to_all, outgoing, incoming)
 
     def gather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any) -> Work:
@@ -137,6 +137,15 @@ class Operations:
     _reduce_scatter_base, reduce_scatter_tensor_coalesced = reduce_scatter_single, reduce_scatter_single_coalesced
 
 
+def _by_rank(lists: Sequence[Tensors]) -> list[torch.Tensor]:
+    """The tensors for each rank, one after the other, of lists that have one for each rank."""
+    if len(lengths := {len(each) for each in lists}) > 1:
+        raise InputError(
+            f"lists of {' and '.join(map(str, sorted(lengths)))} tensors; expected one for each rank in each"
+        )
+    return _joined(zip(*lists, strict=True))
+
+
 def _joined(tensors: Any) -> list[Any]:
     return list(itertools.chain.from_iterable(tensors))
 
@@ -144,12 +153,14 @@ def _joined(tensors: Any) -> list[Any]:
 def _sum_of_sparse(channel: OwnChannel, tensor: torch.Tensor, opts: Any) -> Work:
     """The sum of COO tensors: the elements of all ranks, which may differ in number; waits for them."""
     if op_and_factor(opts) != (Sum, 1):
-        raise InputError(f"allreduce of a sparse tensor: op {opts.reduceOp}; expected SUM")
+        raise InputError(f"a sparse tensor with op {opts.reduceOp}; expected SUM")
     mine, work = tensor.coalesce(), Work(channel, opts, [tensor])
     rows = work.read([mine.indices().t(), mine.values()])
     arrays = lambda gathered: [each.array() for each in gathered.outputs]  # noqa: E731
-    indices, values = work.begin(channel.begin, "allgather", rows, by_rows=True, finish=arrays).handle.wait()
-    found = torch.sparse_coo_tensor(indices.t(), values, tensor.shape, check_invariants=False)
+    details = (("shape", tuple(tensor.shape)),)
+    begun = work.begin(channel.begin, "allgather", rows, details=details, by_rows=True, finish=arrays)
+    indices, values = begun.handle.wait()
+    found = torch.sparse_coo_tensor(indices.t(), values, tensor.shape, device=tensor.device, check_invariants=False)
     with torch.no_grad():
         tensor.copy_(found.coalesce())
     return work

@@ -28,10 +28,10 @@ OPS = {
 
 def plain(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor itself, or a contiguous copy without pending conjugation."""
-    if tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
-        return tensor
     if tensor.layout is not torch.strided:
         raise UnsupportedArrayError(f"a tensor of layout {tensor.layout}; expected a dense one: pass tensor.to_dense()")
+    if tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
+        return tensor
     return tensor.detach().resolve_conj().resolve_neg().contiguous()
 
 

@@ -19,8 +19,9 @@ import torch
 import torch.distributed as dist
 
 from ringreduce.api.own_channel import OwnChannel
-from ringreduce.arrays.buffer import Buffer
-from ringreduce.arrays.torch_tensor import torch_buffer
+from ringreduce.arrays.buffer import Buffer, NotContiguousError
+from ringreduce.arrays.torch_tensor import torch_buffer, torch_packed
+from ringreduce.errors import UnsupportedArrayError
 from ringreduce.execution.submission import Handle
 from ringreduce.torch.distributed.tensors import plain, seconds
 from ringreduce.torch.distributed.uncompiled import uncompiled
@@ -39,28 +40,43 @@ class Work(dist.Work):
         self._channel, self._outputs = channel, outputs
         self._waits = getattr(opts, "asyncOp", True) is False  # torch waits for it at once
         self._timeout_s = seconds(getattr(opts, "timeout", None), channel.timeout_s)
-        self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._backs: list[Callable[[], object]] = []  # write results where their tensors are
         self._devices: list[torch.device | str | int] = []  # the GPU, if it has tensors there
         self._is_over = self._has_completed = self._is_waited_for = False
-        self._error: Exception | None = None
+        self._error: BaseException | None = None
         self._lock = threading.Lock()
         self._future: torch.futures.Future[Any] | None = None
         self._source = -1
 
     def read(self, tensors: Sequence[torch.Tensor]) -> list[Buffer]:
         """Buffers of tensors that are only read."""
-        return [self._buffer(plain(each), writable=False) for each in tensors]
+        return self._buffers(tensors, writable=False)
 
     def write(self, tensors: Sequence[torch.Tensor]) -> list[Buffer]:
         """Buffers of tensors that are written to, and perhaps read. As with other backends, autograd sees no change."""
-        contiguous = [each if each.is_cuda else plain(each) for each in tensors]
-        self._copies += [(old, new) for old, new in zip(tensors, contiguous, strict=True) if new is not old]
-        return [self._buffer(each, writable=True) for each in contiguous]
+        return self._buffers(tensors, writable=True)
+
+    def _buffers(self, tensors: Sequence[torch.Tensor], writable: bool) -> list[Buffer]:
+        buffers: list[Buffer] = []
+        try:
+            for each in tensors:
+                buffers.append(self._buffer(each if writable else plain(each), writable))
+        except UnsupportedArrayError as exc:
+            which = f"tensor {len(buffers) + 1} of {len(tensors)} to be {'written' if writable else 'read'}: "
+            raise UnsupportedArrayError(f"{which * (len(tensors) > 1)}{exc}") from exc.__cause__
+        return buffers
 
     def _buffer(self, tensor: torch.Tensor, writable: bool) -> Buffer:
         if tensor.is_cuda:
             self._devices = [tensor.device]
-        return torch_buffer(tensor, writable, resizable=True)
+        try:
+            return torch_buffer(tensor, writable, resizable=True)
+        except NotContiguousError:
+            if tensor.is_cuda:
+                raise
+        buffer, back = torch_packed(tensor)
+        self._backs.append(back)
+        return buffer
 
     def begin(self, operation: Callable[..., Handle], *arguments: Any, **options: Any) -> Work:
         """Begin an operation of the channel."""
@@ -68,18 +84,21 @@ class Work(dist.Work):
         self.handle = operation(*arguments, then=self._end, timeout_s=self._timeout_s, waits=waits, **options)
         return self
 
-    def _end(self, error: Exception | None) -> None:
+    def _end(self, error: BaseException | None) -> None:
         """The operation has ended; called by the thread that polls (engine/polling.py)."""
-        if error is None and self._copies:
-            with torch.no_grad():
-                for tensor, copy in self._copies:
-                    tensor.copy_(copy)
-        with self._lock:
-            self._error, self._is_over = error, True
-            needs_thread = self._future is not None and not self._is_waited_for
-        if needs_thread:
-            with contextlib.suppress(RuntimeError):  # the interpreter ends
-                threading.Thread(target=self._complete, name="ringreduce future", daemon=True).start()
+        try:
+            for back in self._backs if error is None else ():
+                back()
+        except BaseException as exc:
+            error = exc
+            raise
+        finally:
+            with self._lock:
+                self._error, self._is_over = error, True
+                needs_thread = self._future is not None and not self._is_waited_for
+            if needs_thread:
+                with contextlib.suppress(RuntimeError):  # the interpreter ends
+                    threading.Thread(target=self._complete, name="ringreduce future", daemon=True).start()
 
     def _complete(self) -> None:
         """Complete the future, once."""
@@ -130,7 +149,7 @@ class Work(dist.Work):
     def is_success(self) -> bool:
         return self._is_over and self._error is None
 
-    def exception(self) -> Exception | None:
+    def exception(self) -> BaseException | None:
         return self._error
 
     @uncompiled
