@@ -36,8 +36,8 @@ def check_identity_file(path: str, flag: str) -> str:
         raise UsageError(f"{flag} {path}: no such file; expected a private key, as in ~/.ssh/id_ed25519")
     if not os.access(found, os.R_OK):
         raise UsageError(f"{flag} {path}: this user cannot read it")
-    if '"' in found or not found.isprintable():
-        raise UsageError(f"{flag} {path}: ssh cannot take a path with a quote or a control character in it")
+    if '"' in found or "${" in found or not found.isprintable():
+        raise UsageError(f"{flag} {path}: ssh cannot take a path with a quote, ${{ or a control character in it")
     return found
 
 
@@ -60,7 +60,8 @@ def config_text(options: SshOptions, aliases: Mapping[str, str]) -> str:
     to a host that has gone away. `aliases` are names that stand for addresses, whose host keys are looked for.
     """
     lines = [
-        *(f"Host {name}\nHostName {host}\nHostKeyAlias {host}" for name, host in aliases.items()),
+        # of these ssh expands % in the second one
+        *(f"Host {name}\nHostName {_escaped(host)}\nHostKeyAlias {host}" for name, host in aliases.items()),
         "Match all",
         "BatchMode yes",
         f"ConnectTimeout {max(1, round(options.connect_timeout_s))}",
@@ -71,8 +72,13 @@ def config_text(options: SshOptions, aliases: Mapping[str, str]) -> str:
     if options.port is not None:
         lines.append(f"Port {options.port}")
     if options.identity_file is not None:
-        lines.append(f'IdentityFile "{options.identity_file.replace("%", "%%")}"')
+        quoted = _escaped(options.identity_file).replace("\\", "\\\\")
+        lines.append(f'IdentityFile "{quoted}"')
     return "\n".join([*lines, *(f"Include {path}" for path in _INCLUDED), ""])
+
+
+def _escaped(text: str) -> str:
+    return text.replace("%", "%%")
 
 
 def ssh_argv(directory: str) -> list[str]:

@@ -21,15 +21,15 @@ def understood(argv, host):
 
 
 def test_ssh_understands_what_a_job_needs(tmp_path):
-    key = tmp_path / "my key 100%"
+    key = tmp_path / "my key 100% \\x\\\\y"
     key.touch()
     options = SshOptions(2222, check_identity_file(str(key), "-i"), connect_timeout_s=7.4)
-    told = understood(written(tmp_path, options, {"ringrun-host-0": "fd77::2"}), "h1")
+    told = understood(written(tmp_path, options, {"ringrun-host-0": "fe80::2%eth0"}), "h1")
     assert (told["port"], told["batchmode"], told["connecttimeout"]) == ("2222", "yes", "7")
     assert told["identityfile"].replace("%%", "%") == str(key)
     assert (told["hostname"], told["stricthostkeychecking"]) == ("h1", "ask"), "as ssh does by default"
     told = understood(["ssh", "-F", str(tmp_path / "ssh_config")], "ringrun-host-0")
-    assert (told["hostname"], told["hostkeyalias"], told["port"]) == ("fd77::2", "fd77::2", "2222")
+    assert (told["hostname"], told["hostkeyalias"], told["port"]) == ("fe80::2%eth0", "fe80::2%eth0", "2222")
 
 
 def test_what_is_not_said_is_left_to_the_user_s_own_configuration(tmp_path):
@@ -54,8 +54,14 @@ def test_ports():
 
 
 def test_keys(tmp_path):
-    quoted = tmp_path / 'a"b'
-    quoted.touch()
-    for path, message in ((quoted, "a quote"), (tmp_path, "no such file"), (tmp_path / "none", "no such file")):
+    quoted, variable = tmp_path / 'a"b', tmp_path / "${HOME}"
+    for each in (quoted, variable):
+        each.touch()
+    for path, message in (
+        (quoted, "a quote"),
+        (variable, "a quote"),
+        (tmp_path, "no such file"),
+        (tmp_path / "none", "no such file"),
+    ):
         with pytest.raises(UsageError, match=message):
             check_identity_file(str(path), "-i")
