@@ -26,6 +26,7 @@ import contextlib
 import errno
 import importlib
 import os
+import shlex
 import shutil
 import socket
 import sys
@@ -122,7 +123,7 @@ def parser(prog: str, usage: str, introduction: str) -> Parser:
     add("--env", metavar="NAME[=VALUE]", action="append", help=on_all_hosts)
     add("--env-allow", metavar="LIST", help=SUPPRESS)
     add = parser.group("What ringrun itself does")
-    add("--dry-run", action="store_true", help="print the command that would be run, and do not run it")
+    add("--dry-run", action="store_true", help="print the commands that would be run, and run none")
     add("--verbose", action="store_true", help="print which MPI is used, and what mpirun itself prints")
     add("--version", "-v", action="store_true", help="print the version and exit")
     add("-h", "--help", action="help", help="print this manual and exit")
@@ -251,7 +252,7 @@ def run_job(request: Request) -> int:
         stdin_rank=_stdin_rank(request, size),
     )
     if request.options.dry_run:
-        print(example(detected, job, os.environ), flush=True)
+        print(f"{example(detected, job, os.environ)}\neach rank: {shlex.join(job.command)}", flush=True)
         return 0
     if job.verbose:
         say(f"ringrun: {detected.library.python} loads {detected.library.text}")

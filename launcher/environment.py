@@ -1,20 +1,21 @@
 """The environment of a rank's command, as a pure function of where the rank is and what the user has set."""
 
+import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from .connection.wire import ADDRESS_VARIABLE, AUTHKEY_VARIABLE, Setup
+from .connection.wire import AUTHKEY_VARIABLE, Address, Setup
 from .machine.topology import BY_ADDRESS, ORDER_VARIABLE, VISIBLE_VARIABLE
 
 PRIVATE_PREFIX = "RINGRUN_"
 """Variables of this prefix are between ringrun and its agents; a rank does not see them."""
 
 SETTINGS_VARIABLE = "RINGRUN_SETTINGS"
-"""The Settings of this job."""
+"""The Settings of this job, as JSON."""
 
-AGENT_VARIABLES = (ADDRESS_VARIABLE, AUTHKEY_VARIABLE, SETTINGS_VARIABLE)
+AGENT_VARIABLES = (AUTHKEY_VARIABLE, SETTINGS_VARIABLE)
 """What an agent must have before it reaches ringrun."""
 
 COMMITS_VARIABLE = "RINGREDUCE_STATE_DIR"
@@ -33,8 +34,10 @@ class Place(NamedTuple):
 
 
 class Settings(NamedTuple):
-    """What ringrun sends to an agent at its start, in addition to the address."""
+    """What an agent gets before it reaches ringrun, in one variable; all else is in Setup."""
 
+    address: Address
+    """Where ringrun listens."""
     engine: str
     """Which MPI launches the job: the name of one of engines.ENGINES."""
     directory: str
@@ -45,20 +48,18 @@ class Settings(NamedTuple):
     """Each rank sees its own GPU only."""
     verbose: bool = False
     """ringrun shows more than a user needs."""
-    master_port: str = ""
-    """The MASTER_PORT that the user has set; empty: rank 0's agent finds a free one."""
+    master_port: int = 0
+    """The MASTER_PORT that the user has set; 0: rank 0's agent finds a free one."""
 
     def to_environment(self) -> dict[str, str]:
         """Return the variable that carries these settings."""
-        flags = (str(int(each)) for each in (self.bind, self.mask_gpus, self.verbose))
-        return {SETTINGS_VARIABLE: ";".join([self.engine, *flags, self.master_port, self.directory])}
+        return {SETTINGS_VARIABLE: json.dumps({**self._asdict(), "address": str(self.address)})}
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str]) -> "Settings":
         """Read back what `to_environment` wrote; KeyError where there is nothing, ValueError for anything else."""
-        engine, *flags, master_port, directory = environ[SETTINGS_VARIABLE].split(";", 5)
-        bind, mask_gpus, verbose = (flag == "1" for flag in flags)
-        return cls(engine, directory, bind, mask_gpus, verbose, master_port)
+        fields = json.loads(environ[SETTINGS_VARIABLE])
+        return cls(**{**fields, "address": Address.parse(fields["address"])})
 
 
 def error_file(directory: str, rank: int) -> Path:

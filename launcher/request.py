@@ -2,7 +2,7 @@
 
 import os
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -126,8 +126,14 @@ def _job(resolved: Config, found: Found | None, joined: Joined | None) -> Job:
         interfaces=parse_interfaces(options.network_interfaces, flag("network_interfaces")),
         asked=asked,
         allowed=parse_allowed(options.env_allow, flag("env_allow")),
-        master_port={**os.environ, **asked}.get("MASTER_PORT", ""),
+        master_port=_master_port({**os.environ, **asked}),
     )
+
+
+def _master_port(environ: Mapping[str, str]) -> int:
+    """Return the port that the user has set, 0 where none is; UsageError for what is no port."""
+    text = environ.get("MASTER_PORT", "")
+    return parse_port(text, "MASTER_PORT") if text else 0
 
 
 def _metrics(text: str | None, flag: str) -> tuple[str, int] | None:

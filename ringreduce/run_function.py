@@ -25,9 +25,9 @@ from typing import Any
 
 from ringreduce import pickling
 from ringreduce.errors import InputError, JobFailedError, StartupError
-from ringrun.connection.link import Address, Gone, Link, connect
+from ringrun.connection.link import Gone, Link, connect
 from ringrun.connection.listener import Listener
-from ringrun.connection.wire import Hello, Input, Message, Output
+from ringrun.connection.wire import Address, Hello, Input, Message, Output
 from ringrun.errors import LauncherError
 from ringrun.network import own_addresses, parse_interfaces
 from ringrun.processes import die_with_parent

@@ -5,6 +5,7 @@
     stack_dumper  what the rank does just now: its Python stack, what ringreduce waits for
     death_notice  the rank's death, when it begins
     oom           whether the kernel's OOM killer ended it
+    master_port   where rank 0's script may listen
     kept_commits  the folder of an elastic job's commits, for its next attempt
     shm_cleanup   shared memory that a killed rank leaves behind
 

@@ -1,4 +1,4 @@
-"""`python -m ringrun.agent COMMAND …`."""
+"""`python -m ringrun.agent`."""
 
 from .agent import main
 

@@ -28,7 +28,7 @@ from typing import IO, NoReturn
 
 from .. import processes
 from ..connection import wire
-from ..connection.link import Address, HostSilentError, Link, connect, is_listening
+from ..connection.link import HostSilentError, Link, connect, is_listening
 from ..engines import DAEMONS, ENGINES
 from ..environment import Place, Settings, error_file, rank_environment
 from ..errors import MachineError
@@ -38,15 +38,13 @@ from ..machine.topology import read_topology, usable_cpus
 from ..text import counted
 from . import kept_commits
 from .death_notice import await_death
+from .master_port import MasterPort
 from .oom import OomWatch
 from .rank_socket import RankSocket
 from .shm_cleanup import ShmCleanup, remove_daemons_files
 from .stack_dumper import StackDumper
 
 _CHUNK_BYTES = 1 << 16
-_PORT_DIGITS = 5
-_PORTS, _PORT_TRIES = range(20000, 30000), 20
-"""Below those that Linux gives to connections: another program's could get the port before the script listens there."""
 
 
 class Agent:
@@ -74,13 +72,15 @@ class Agent:
         self._ahead_bytes = 0  # of output, sent and not taken
         self._lost: Exception | None = None  # why the connection to ringrun has ended without a word of its own
         self._sent: list[int] = []
+        self._port: MasterPort | None = None  # of rank 0
         self._dying = threading.Lock()
         self._ended_at_s = 0.0  # set when it begins to die, if that is known
 
-    def run(self, command: Sequence[str]) -> NoReturn:
-        """Run `command` to its end and stay until ringrun says so."""
-        wanted = self._settings.master_port if self._place.rank == 0 else ""
-        self._send(wire.Hello(self._place.rank, self._place.size, socket.gethostname(), free_port(wanted)))
+    def run(self) -> NoReturn:
+        """Run the command that ringrun sends to its end, and stay until ringrun says so."""
+        self._port = MasterPort(self._settings.master_port) if self._place.rank == 0 else None
+        port = self._port.number if self._port else 0
+        self._send(wire.Hello(self._place.rank, self._place.size, socket.gethostname(), port))
         setup = self._await_setup()
         if self._place.local_rank == 0:
             kept_commits.sweep()
@@ -88,9 +88,9 @@ class Agent:
         self._commits_folder = setup.commits
         self._started_at_s = time.time()
         try:
-            child = self._start(command, setup)
+            child = self._start(setup)
         except OSError as error:
-            self._send(wire.NotStarted(f"{error.strerror or error} ({error.filename or command[0]})"))
+            self._send(wire.NotStarted(f"{error.strerror or error} ({error.filename or setup.command[0]})"))
             self._await_end(None)
         self._send(wire.Started(child.pid, self._device))
         try:
@@ -113,9 +113,9 @@ class Agent:
                 self._send(wire.Ended(-message.number, time.time(), tuple(self._sent)))
             elif isinstance(message, wire.End):
                 self._leave()
-        return message
+        return message.mapped(wire.native)
 
-    def _start(self, command: Sequence[str], setup: wire.Setup) -> "subprocess.Popen[bytes]":
+    def _start(self, setup: wire.Setup) -> "subprocess.Popen[bytes]":
         os.chdir(setup.folder)
         share = self._share({**os.environ, **setup.variables})
         binds, masks = self._settings.bind, self._settings.mask_gpus
@@ -125,8 +125,10 @@ class Agent:
         placed_gpu = share.gpu.bus_id if share.gpu else ""
         environment = rank_environment(self._place, setup, self._directory, os.environ, threads, only_gpu, placed_gpu)
         environment |= self._shm_cleanup.variables(ENGINES[self._settings.engine], environment)
+        if self._port:
+            self._port.release()
         return subprocess.Popen(
-            command,
+            setup.command,
             env=environment,
             stdin=self._stdin(setup),
             stdout=subprocess.PIPE,
@@ -297,6 +299,8 @@ class Agent:
             self._shm_cleanup.look(pid)
 
     def _leave(self) -> NoReturn:
+        if self._port:
+            self._port.close()
         if not self._link.is_local or (self._lost and not is_listening(self._directory)):  # others there may need it
             shutil.rmtree(self._directory, ignore_errors=True)
         with contextlib.suppress(OSError):
@@ -311,8 +315,7 @@ class Agent:
 
         silent = f"its host has not answered for {self._link.lost_after_s:g} s (--lost-after)"
         why = silent if isinstance(error, HostSilentError) else str(error) or "it has ended without a word"
-        home = Address.parse(os.environ[wire.ADDRESS_VARIABLE]).host
-        lost = f"the connection to ringrun on host {home} is lost; {why}"
+        lost = f"the connection to ringrun on host {self._settings.address.host} is lost; {why}"
         syslog.openlog("ringrun")
         syslog.syslog(syslog.LOG_ERR, f"{self._who} was ended: {lost}")
 
@@ -384,36 +387,13 @@ def _detach() -> None:
     processes.adopt_orphans()
 
 
-def free_port(wanted: str) -> int:
-    """Return a TCP port of this host that nothing listens on just now: `wanted`, if given, or 0 if it is taken."""
-    if not wanted:
-        some = (_PORTS[int.from_bytes(os.urandom(4), "big") % len(_PORTS)] for _ in range(_PORT_TRIES))
-        return next(filter(None, map(_unused, (*some, 0))), 0)
-    if not (wanted.isascii() and wanted.isdecimal() and len(wanted) <= _PORT_DIGITS):
-        return 0
-    return _unused(int(wanted))
-
-
-def _unused(port: int) -> int:
-    """The port, one of the kernel's choice for 0; 0 if something listens there."""
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("", port))
-            probe.listen()
-        except (OSError, OverflowError):
-            return 0
-        return int(probe.getsockname()[1])
-
-
 def main() -> NoReturn:
-    """Run as `python -m ringrun.agent COMMAND …`, started by ringrun through mpirun."""
+    """Run as `python -m ringrun.agent`, started by ringrun through mpirun."""
     try:
-        address = Address.parse(os.environ[wire.ADDRESS_VARIABLE])
         authkey = bytes.fromhex(os.environ[wire.AUTHKEY_VARIABLE])
         settings = Settings.from_environment(os.environ)
         place = ENGINES[settings.engine].place(os.environ)
-    except (KeyError, ValueError) as error:
+    except (KeyError, ValueError, TypeError) as error:
         sys.exit(f"ringrun.agent is started by ringrun, not by hand: {error!r}")
     daemon = os.getppid()
     for number in (signal.SIGUSR1, signal.SIGUSR2):  # sent to all of a job, as by scancel: they are for the rank
@@ -422,10 +402,10 @@ def main() -> NoReturn:
     # Slurm sends it to all processes of a job that is cancelled; the rank ends by it, and the agent cleans up after it
     signal.signal(signal.SIGTERM, lambda *_: None)
     try:
-        link = connect(address, authkey)
+        link = connect(settings.address, authkey)
     except (OSError, EOFError) as error:
         sys.exit(
-            f"rank {place.rank} on {socket.gethostname()} cannot reach ringrun on {address.host}: {error}; "
+            f"rank {place.rank} on {socket.gethostname()} cannot reach ringrun on {settings.address.host}: {error}; "
             "name a network that all hosts share with --network-interfaces, and let its firewall pass TCP between them"
         )
     try:
@@ -435,4 +415,4 @@ def main() -> NoReturn:
     with open(os.devnull, "w") as null:
         for pipe in (1, 2):  # mpirun's, which waits for their ends before it exits
             os.dup2(null.fileno(), pipe)
-    agent.run(sys.argv[1:])
+    agent.run()

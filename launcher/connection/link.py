@@ -20,11 +20,10 @@ import time
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from ..network import LOST_AFTER_S, keepalive
+from ..network import keepalive
 from .frames import FrameReader, FrameWriter
-from .wire import Message, decode, encode
+from .wire import Address, Message, decode, encode
 
-CONNECT_S = 15.0
 SOCKET = "socket"
 """The name of ringrun's socket in its private folder."""
 LOOK_S = 2.0
@@ -46,32 +45,6 @@ class Gone(NamedTuple):
     """Nothing more can come over a connection; `error`: see `Link.receive`."""
 
     error: Exception
-
-
-class Address(NamedTuple):
-    """Where ringrun listens: at a socket's `path` on its own `host`, and at a TCP port of `addresses`, if any.
-
-    connect_s:     how long an agent goes on trying to connect
-    lost_after_s:  how long either end may be silent
-    """
-
-    host: str
-    path: str
-    port: int = 0
-    addresses: tuple[str, ...] = ()
-    connect_s: float = CONNECT_S
-    lost_after_s: float = LOST_AFTER_S
-
-    def __str__(self) -> str:
-        times = f"{self.connect_s!r};{self.lost_after_s!r}"
-        return ";".join([self.host, str(self.port), ",".join(self.addresses), times, self.path])
-
-    @classmethod
-    def parse(cls, text: str) -> "Address":
-        """Return the address that `str` gave; ValueError for anything else."""
-        host, port, addresses, connect_s, lost_after_s, path = text.split(";", 5)
-        found = tuple(filter(None, addresses.split(",")))
-        return cls(host, path, int(port), found, float(connect_s), float(lost_after_s))
 
 
 def is_listening(directory: str) -> bool:

@@ -19,20 +19,18 @@ from typing import Protocol
 
 from ..network import LOST_AFTER_S
 from .link import (
-    CONNECT_S,
     HANDSHAKE_TIMEOUT_S,
     LOOK_S,
     NONCE_BYTES,
     PROOF_BYTES,
     SOCKET,
-    Address,
     Gone,
     HostSilentError,
     Link,
     keys,
     proof,
 )
-from .wire import Message
+from .wire import CONNECT_S, Address, Message
 
 _ONCE = select.EPOLLIN | select.EPOLLONESHOT  # a connection's messages are in one thread at a time
 _MOST_GREETINGS = 256  # more wait in the kernel's queue

@@ -19,13 +19,13 @@ InputWanted for each Input.
 """
 
 import json
+import os
 from collections.abc import Callable, Mapping
 from typing import Literal, NamedTuple, TypeAlias, get_args
 
-StreamName = Literal["stdout", "stderr"]
+from ..network import LOST_AFTER_S
 
-ADDRESS_VARIABLE = "RINGRUN_ADDRESS"
-"""Where ringrun listens: the text of a link.Address."""
+StreamName = Literal["stdout", "stderr"]
 
 MOST_AHEAD_BYTES = 1 << 18
 TAKEN_BYTES = MOST_AHEAD_BYTES // 4
@@ -34,11 +34,48 @@ TAKEN_BYTES = MOST_AHEAD_BYTES // 4
 AUTHKEY_VARIABLE = "RINGRUN_AUTHKEY"
 """The key both sides must know, in hexadecimal digits."""
 
+CONNECT_S = 15.0
+
+
+class Address(NamedTuple):
+    """Where ringrun listens: at a socket's `path` on its own `host`, and at a TCP port of `addresses`, if any.
+
+    connect_s:     how long an agent goes on trying to connect
+    lost_after_s:  how long either end may be silent
+    """
+
+    host: str
+    path: str
+    port: int = 0
+    addresses: tuple[str, ...] = ()
+    connect_s: float = CONNECT_S
+    lost_after_s: float = LOST_AFTER_S
+
+    def __str__(self) -> str:
+        return json.dumps(self)
+
+    @classmethod
+    def parse(cls, text: str) -> "Address":
+        """Return the address that `str` gave; ValueError for anything else."""
+        host, path, port, addresses, connect_s, lost_after_s = json.loads(text)
+        return cls(host, path, port, tuple(addresses), connect_s, lost_after_s)
+
+
+def portable(text: str) -> str:
+    """Return a word, a path or a variable of this host as text that stands for the same bytes in every locale."""
+    return os.fsencode(text).decode("utf-8", "surrogateescape")
+
+
+def native(text: str) -> str:
+    """Return what `portable` has made, as this host's Python has it."""
+    return os.fsdecode(text.encode("utf-8", "surrogateescape"))
+
 
 class Hello(NamedTuple):
     """An agent is there and waits for Setup.
 
-    `port` is a free TCP port of its host: rank 0's the MASTER_PORT that the user has set, and 0 if that is in use.
+    `port` is rank 0's alone: a TCP port of its host that is kept for it, 0 if the MASTER_PORT that the user has set
+    cannot be.
     """
 
     rank: int
@@ -48,13 +85,15 @@ class Hello(NamedTuple):
 
 
 class Setup(NamedTuple):
-    """Start the command: in `folder`, with `variables` in addition to the agent's own.
+    """Start `command`, its program an absolute path: in `folder`, with `variables` in addition to the agent's own.
 
+    It travels here, and on no command line: each program that starts another would read it in its own way.
     `master` is where rank 0 may listen, address and port; `gives_stdin`: this rank reads ringrun's standard input;
     `open_files`: how many files it may have open by default, 0 for as many as its agent; `commits`: the folder in which
     this host keeps commits of an elastic job for its next attempt, empty for none.
     """
 
+    command: tuple[str, ...]
     master_address: str
     master_port: int
     folder: str
@@ -62,6 +101,12 @@ class Setup(NamedTuple):
     gives_stdin: bool
     open_files: int = 0
     commits: str = ""
+
+    def mapped(self, change: Callable[[str], str]) -> "Setup":
+        """Return it with `change` made to all that consists of bytes on a host: words, paths and variables."""
+        command, folder, commits = tuple(map(change, self.command)), change(self.folder), change(self.commits)
+        variables = {change(name): change(value) for name, value in self.variables.items()}
+        return self._replace(command=command, folder=folder, commits=commits, variables=variables)
 
 
 class Note(NamedTuple):
@@ -326,6 +371,8 @@ Message: TypeAlias = (
 _STREAM_TAGS: dict[str, bytes] = {"stdout": b"o", "stderr": b"e"}
 _INPUT_TAG = b"i"
 _JSON_TAG = b"j"
+_ITEMS: dict[object, type] = {tuple[int, ...]: int, tuple[str, ...]: str}
+"""What the lists of JSON become, by the annotation of a field."""
 _JSON_KINDS: dict[str, Callable[..., Message]] = {
     kind.__name__: kind for kind in get_args(Message) if kind not in (Output, Input)
 }
@@ -367,7 +414,8 @@ def _from_json(payload: bytes) -> Message:
     if kind is Ended:
         given["error"] = rank_error(given["error"])
     fields = kind.__annotations__
-    given |= {name: tuple(map(int, given[name])) for name in given if fields.get(name) == tuple[int, ...]}
+    items = {name: _ITEMS[fields[name]] for name in given if fields.get(name) in _ITEMS}
+    given |= {name: tuple(map(kind_of_item, given[name])) for name, kind_of_item in items.items()}
     message = kind(**given)
     for (name, kind_of_field), value in zip(fields.items(), message, strict=True):
         if kind_of_field in (int, str, bool) and type(value) is not kind_of_field:

@@ -9,7 +9,7 @@ from ..report.outcome import RankEnd
 
 
 class Arrived(NamedTuple):
-    """The agent of `rank` is connected, and has found a free port (0: the one that was asked for is taken)."""
+    """The agent of `rank` is connected, and rank 0's has a port (0: the one that was asked for cannot be had)."""
 
     rank: int
     host: str

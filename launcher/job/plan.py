@@ -10,8 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ..connection.link import Address
-from ..connection.wire import ADDRESS_VARIABLE, AUTHKEY_VARIABLE
+from ..connection.wire import AUTHKEY_VARIABLE
 from ..elastic import Elastic, rank_variables
 from ..engines import Across
 from ..engines.detect import Detected
@@ -140,8 +139,8 @@ class Job:
     """Variables that --env wants the ranks on all hosts to have, secrets too."""
     allowed: Sequence[str] = ("*",)
     """Names and patterns of the other variables that ranks on other hosts may have."""
-    master_port: str = ""
-    """The MASTER_PORT that the user has set; empty if there is none."""
+    master_port: int = 0
+    """The MASTER_PORT that the user has set; 0 if there is none."""
 
     def host_of(self, rank: int) -> str:
         """Return the name of the host that `rank` is to start on."""
@@ -171,8 +170,8 @@ def across(job: Job, inherited: Mapping[str, str], directory: str) -> Across | N
 
 
 def job_command(detected: Detected, job: Job, beyond: Across | None, *, as_root: bool) -> list[str]:
-    """Return the argv that starts the job's agents, each of which starts its command."""
-    program = [sys.executable, *run_module(_AGENT), *job.command]
+    """Return the argv that starts the job's agents; what each of them is to start it hears from ringrun."""
+    program = [sys.executable, *run_module(_AGENT)]
     argv = detected.engine.command(detected.launcher, job.size, program, as_root=as_root, across=beyond)
     return [*_without(argv[: -len(program)], job.mpi_args), *job.mpi_args, *program]
 
@@ -191,12 +190,11 @@ def engine_variables(detected: Detected, inherited: Mapping[str, str]) -> dict[s
 
 
 def job_environment(
-    detected: Detected, job: Job, inherited: Mapping[str, str], settings: Settings, address: Address, authkey: bytes
+    detected: Detected, job: Job, inherited: Mapping[str, str], settings: Settings, authkey: bytes
 ) -> dict[str, str]:
     """Return the environment of mpirun, and through it of the agents; beyond this host no secrets leave with it."""
-    channel = {ADDRESS_VARIABLE: str(address), AUTHKEY_VARIABLE: authkey.hex()}
-    wanted = engine_variables(detected, inherited)
-    ours = {**job.variables, **job.asked, **wanted, **settings.to_environment(), **channel}
+    wanted, key = engine_variables(detected, inherited), {AUTHKEY_VARIABLE: authkey.hex()}
+    ours = {**job.variables, **job.asked, **wanted, **settings.to_environment(), **key}
     scratch = detected.engine.scratch(detected.launcher, settings.directory)
     if not job.hosts:
         return {**scratch, **inherited, **ours}

@@ -82,12 +82,13 @@ class Channel:
 
     def set_up(self) -> None:
         """Let all agents, which are there, start their commands."""
-        job, setup, address = self._job, self._setup, self._master_address()
+        job, setup = self._job, self._setup
+        what = (tuple(job.command), self._master_address(), self._ports[0], setup.folder)
         for rank, link in self._links.items():
             gives_stdin = rank == job.stdin_rank and setup.stdin is not None
             variables, open_files = (setup.local, job.open_files) if link.is_local else (setup.remote, 0)
-            where = (address, self._ports[0], setup.folder)
-            self.send(rank, wire.Setup(*where, variables, gives_stdin, open_files, job.commits_folder))
+            message = wire.Setup(*what, variables, gives_stdin, open_files, job.commits_folder)
+            self.send(rank, message.mapped(wire.portable))
             if gives_stdin and link.is_local and setup.stdin is not None:
                 with contextlib.suppress(OSError):
                     link.send_descriptor(setup.stdin)

@@ -166,6 +166,7 @@ def _start_and_supervise(
             lost_after_s=job.lost_after_s,
         )
         settings = Settings(
+            listener.address,
             detected.engine.name,
             directory,
             bind=job.bind,
@@ -174,9 +175,9 @@ def _start_and_supervise(
             master_port=job.master_port,
         )
         control = ControlSocket(directory, job.size, job.command, events)
-        environment = plan.job_environment(detected, job, os.environ, settings, listener.address, listener.authkey)
+        environment = plan.job_environment(detected, job, os.environ, settings, listener.authkey)
         for name, text in job.reach.files(plan.aliases(job)).items():
-            Path(directory, name).write_text(text)
+            Path(directory, name).write_bytes(os.fsencode(text))
         if beyond := plan.across(job, environment, directory):
             environment |= detected.engine.across_environment(beyond)
         local, remote = plan.local_variables(job, os.environ), plan.remote_variables(job, environment)

@@ -244,9 +244,10 @@ class Supervisor:
         ranks.hosts[rank] = arrived.host
         ranks.missing.discard(rank)
         ranks.running.add(rank)
-        if not arrived.port:
-            why = f"MASTER_PORT={self._job.master_port} is in use on {arrived.host}, where rank 0 would listen, or is "
-            cure = "no port; set another, or unset it, and ringrun finds a free one"
+        if rank == 0 and not arrived.port:
+            where = f"MASTER_PORT={self._job.master_port} is in use on {arrived.host}, where rank 0 would listen"
+            why = f"{where}, or not allowed there"
+            cure = "; set another, or unset it, and ringrun finds a free one"
             self._end(shutdown.AT_ONCE, raising(MachineError(why + cure)))
         if self._shutdown and self._shutdown.latest:
             self._channel.send(rank, wire.Signal(self._shutdown.latest))

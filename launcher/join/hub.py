@@ -133,7 +133,7 @@ class Hub:
         try:
             _, link = self._nodes.get(host, (None, None))
             if link:
-                link.send(wire.Run(number, command))
+                link.send(wire.Run(number, wire.portable(command)))
                 code = program.run(caller, streams)
             else:
                 os.write(streams[2], f"host {host} has left the job\n".encode())

@@ -97,7 +97,7 @@ class Lender:
         with contextlib.suppress(OSError), contextlib.closing(self._connect()) as link:
             link.send(wire.Running(run.number))
             pipe = subprocess.PIPE
-            argv = [_shell(), "-c", run.command]
+            argv = [_shell(), "-c", wire.native(run.command)]
             child = subprocess.Popen(argv, 0, stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True)
             assert child.stdout
             assert child.stderr

@@ -5,6 +5,7 @@ Both ringrun (before a job, and after it) and an MPI's launcher start programs t
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -50,7 +51,7 @@ class Reach:
     def remote(self, directory: str, timeout_s: float = 0.0) -> Remote:
         """Return what runs programs on the hosts, each of which may take `timeout_s`, if not as long as it says."""
         for name, text in self.files({}).items():
-            Path(directory, name).write_text(text)
+            Path(directory, name).write_bytes(os.fsencode(text))
         timeout_s = timeout_s or self.timeout_s
         # what is called there has a limit of its own, which comes first: it says what it waited for
         return Remote(self._runner(self.rsh(directory), timeout_s), timeout_s + _GRACE_S)

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ringrun.agent.agent import free_port
+from ringrun.agent.master_port import free_port
 from tests.end_to_end.conftest import PROGRAMS, ringrun
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.xdist_group("frameworks")]
@@ -38,7 +38,7 @@ def ports(count):
     """So many that are free, and that no connection is given meanwhile."""
     found = set()
     while len(found) < count:
-        found.add(free_port(""))
+        found.add(free_port())
     return sorted(found)
 
 

@@ -7,7 +7,8 @@ import threading
 from collections.abc import Callable
 
 from ringrun.connection.frames import HEAD_BYTES, FrameWriter
-from ringrun.connection.link import NONCE_BYTES, PROOF_BYTES, Address, keys
+from ringrun.connection.link import NONCE_BYTES, PROOF_BYTES, keys
+from ringrun.connection.wire import Address
 
 TAG_BYTES = 16
 SEEN: list[bytes] = []  # both nonces, the agent's first, both proofs, and the frames, the agent's Hello first
@@ -30,16 +31,15 @@ ATTACKS: dict[str, Callable[[bytes, int, Callable[[], bytes]], bytes]] = {
 }
 
 
-def through_attacker(address: str, attack: str, direction: str) -> str:
+def through_attacker(real: Address, attack: str, direction: str) -> Address:
     """Start one; return the address at which he stands in for ringrun."""
-    real = Address.parse(address)
     his = real._replace(path=f"{real.path}-{os.getpid()}")
     with socket.socket(socket.AF_UNIX) as listening:
         listening.bind(his.path)
         listening.listen()
         if child := os.fork():
             os.waitpid(child, 0)
-            return str(his)
+            return his
         if os.fork():  # children of the agent's shim end with the agent, before they have passed on its last words
             os._exit(0)
         agent, ringrun = listening.accept()[0], socket.socket(socket.AF_UNIX)

@@ -111,13 +111,27 @@ def _command_line(pid):
         return ""
 
 
+def _folder(pid):
+    try:
+        return os.readlink(f"/proc/{pid}/cwd")
+    except OSError:
+        return ""
+
+
 @pytest.fixture
 def processes_of(tmp_path):
-    """Return the live processes whose command line holds this test's folder: ringrun, mpirun, agents, ranks."""
+    """Return the live processes of this test: those that run in its folder, or have it in their command line.
+
+    These are ringrun, mpirun, agents and ranks.
+    """
 
     def find():
-        lines = {int(path.name): _command_line(int(path.name)) for path in Path("/proc").glob("[0-9]*")}
-        return {pid: line for pid, line in lines.items() if str(tmp_path) in line and pid != os.getpid()}
+        lines = {pid: _command_line(pid) for pid in map(int, filter(str.isdecimal, os.listdir("/proc")))}
+        return {
+            pid: line
+            for pid, line in lines.items()
+            if line and (str(tmp_path) in line or _folder(pid) == str(tmp_path)) and pid != os.getpid()
+        }
 
     return find
 

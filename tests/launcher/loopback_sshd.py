@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from ringrun.agent.agent import free_port
+from ringrun.agent.master_port import free_port
 from tests.support.patience import wait_until
 
 SSHD = shutil.which("sshd", path=f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin")
@@ -57,7 +57,7 @@ def sshd(folder: Path, *lines: str) -> Iterator[Server]:
     """Run a server that lets `folder`/user in, and whose key is in `folder`/known, not in `folder`/unknown."""
     for name in ("host", "another_host", "user", "stranger"):
         subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(folder / name)], check=True)
-    port = free_port("")
+    port = free_port()
     _write_known_hosts(folder, "known", port, "host")
     _write_known_hosts(folder, "changed", port, "another_host")
     (folder / "unknown").write_text("")

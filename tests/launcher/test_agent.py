@@ -19,11 +19,13 @@ from ringrun.agent import agent as agent_module
 from ringrun.agent import kept_commits, shm_cleanup
 from ringrun.agent.agent import Agent
 from ringrun.connection import wire
-from ringrun.connection.link import Address, HostSilentError
+from ringrun.connection.link import HostSilentError
 from ringrun.environment import Place, Settings
 from ringrun.machine.placement import Share
 from tests.support import jobs
 from tests.support.patience import patient
+
+HEAD = wire.Address("head", "/nowhere")
 
 
 class SlowLink:
@@ -71,10 +73,14 @@ def test_an_agent_removes_the_folder_of_commits_that_ringrun_has_named_and_no_ot
     for number, commits in enumerate(("", users, f"{ours}/../{Path(ours).name}", ours)):
         Path(str(number)).mkdir()
         assert kept_commits.prepared(ours)
-        setup = wire.Setup("", 0, users, {"RINGREDUCE_STATE_DIR": users}, gives_stdin=False, commits=commits)
-        agent = Agent(ScriptedLink(setup, wire.End()), Place(0, 1, 0, 1), Settings("openmpi", str(number)), daemon=0)
+        setup = wire.Setup(
+            ("/no/such/command",), "", 0, users, {"RINGREDUCE_STATE_DIR": users}, gives_stdin=False, commits=commits
+        )
+        agent = Agent(
+            ScriptedLink(setup, wire.End()), Place(0, 1, 0, 1), Settings(HEAD, "openmpi", str(number)), daemon=0
+        )
         with pytest.raises(SystemExit):
-            agent.run(["/no/such/command"])
+            agent.run()
         agent._rank_socket._socket.close()
         assert Path(users).exists()
         assert Path(ours).exists() == (commits != ours)
@@ -106,7 +112,7 @@ def ends_its_rank(link, folder, monkeypatch):
     monkeypatch.setattr(agent_module.os, "_exit", sys.exit)
     monkeypatch.setattr(agent_module.processes, "kill_children", lambda: None)  # those of this process are other tests'
     with subprocess.Popen(["sleep", "100"], start_new_session=True) as child:
-        agent = Agent(link, Place(1, 3, 0, 1), Settings("openmpi", str(folder)), daemon=child.pid)
+        agent = Agent(link, Place(1, 3, 0, 1), Settings(HEAD, "openmpi", str(folder)), daemon=child.pid)
         with pytest.raises(SystemExit):
             agent._await_end(child.pid)
         agent._rank_socket._socket.close()
@@ -123,7 +129,6 @@ def ends_its_rank(link, folder, monkeypatch):
 )
 def test_an_agent_that_loses_ringrun_ends_its_rank_and_the_systems_log_says_why(error, why, tmp_path, monkeypatch):
     logged = []
-    monkeypatch.setenv(wire.ADDRESS_VARIABLE, str(Address("head", "/nowhere")))
     monkeypatch.setattr(syslog, "syslog", lambda priority, text: logged.append((priority, text)))
     link = ScriptedLink(error)
     link.is_local = False
@@ -139,7 +144,6 @@ def test_an_agent_that_loses_ringrun_ends_its_rank_and_the_systems_log_says_why(
 def test_an_agent_that_loses_ringrun_keeps_the_folder_of_other_ranks_while_ringrun_is_there(
     is_there, tmp_path, monkeypatch
 ):
-    monkeypatch.setenv(wire.ADDRESS_VARIABLE, str(Address("head", "/nowhere")))
     monkeypatch.setattr(syslog, "syslog", lambda *_: None)
     monkeypatch.chdir(tmp_path)
     Path("folder").mkdir()
@@ -170,7 +174,7 @@ def test_a_death_that_is_heard_in_two_ways_is_reported_once(tmp_path, monkeypatc
     dies = threading.Event()
     monkeypatch.setattr(agent_module, "await_death", lambda files, pid: dies.wait(patient(5)) and 7)
     link = SlowLink()
-    agent = Agent(link, Place(0, 1, 0, 1), Settings("openmpi", str(tmp_path)), daemon=0)
+    agent = Agent(link, Place(0, 1, 0, 1), Settings(HEAD, "openmpi", str(tmp_path)), daemon=0)
     lives = [sys.executable, "-c", "import os, sys; sys.stdin.readline(); os._exit(7)"]
     child = subprocess.Popen(lives, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     agent._on_init(child.pid, [])
@@ -192,7 +196,7 @@ def test_an_agent_that_can_start_no_thread_answers_and_goes_on(tmp_path, monkeyp
         raise RuntimeError("can't start new thread")
 
     link = SlowLink()
-    agent = Agent(link, Place(0, 1, 0, 1), Settings("openmpi", str(tmp_path)), daemon=0)
+    agent = Agent(link, Place(0, 1, 0, 1), Settings(HEAD, "openmpi", str(tmp_path)), daemon=0)
     monkeypatch.setattr(threading.Thread, "start", refuse)
     agent._handle(wire.Ask(7), 1)
     agent._on_init(1, [])
@@ -203,7 +207,7 @@ def test_an_agent_that_can_start_no_thread_answers_and_goes_on(tmp_path, monkeyp
 def test_output_that_ringrun_does_not_take_waits_in_the_rank_until_its_end(tmp_path):
     link = SlowLink()
     link._died.set()
-    agent = Agent(link, Place(0, 1, 0, 1), Settings("openmpi", str(tmp_path)), daemon=0)
+    agent = Agent(link, Place(0, 1, 0, 1), Settings(HEAD, "openmpi", str(tmp_path)), daemon=0)
     chatters = [sys.executable, "-c", f"import os; os.write(1, bytes({9 * wire.MOST_AHEAD_BYTES}))"]
     child = subprocess.Popen(chatters, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
@@ -227,7 +231,7 @@ def test_output_that_ringrun_does_not_take_waits_in_the_rank_until_its_end(tmp_p
 
 def test_a_death_is_reported_before_what_the_rank_wrote_is_read(tmp_path):
     link = SlowLink()
-    agent = Agent(link, Place(0, 1, 0, 1), Settings("openmpi", str(tmp_path)), daemon=0)
+    agent = Agent(link, Place(0, 1, 0, 1), Settings(HEAD, "openmpi", str(tmp_path)), daemon=0)
     last_words = [sys.executable, "-c", "import os; os.write(1, b'last words'); os._exit(7)"]
     child = subprocess.Popen(last_words, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     with child, pytest.raises(SystemExit):
@@ -248,7 +252,7 @@ def test_a_death_is_reported_before_what_the_rank_wrote_is_read(tmp_path):
 def test_gpus_without_a_rank_are_named_once_on_each_host(rank, local_rank, ranks, idle, bind, tmp_path, monkeypatch):
     monkeypatch.setattr(agent_module, "read_topology", lambda _: SimpleNamespace(gpus=range(8)))
     monkeypatch.setattr(agent_module, "place", lambda topology, size: [Share(())] * size)
-    link, settings = ScriptedLink(), Settings("openmpi", str(tmp_path), bind=bind, verbose=True)
+    link, settings = ScriptedLink(), Settings(HEAD, "openmpi", str(tmp_path), bind=bind, verbose=True)
     agent = Agent(link, Place(rank, 8, local_rank, ranks), settings, daemon=0)
     agent._share({})
     agent._rank_socket._socket.close()

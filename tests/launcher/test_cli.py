@@ -161,12 +161,11 @@ def test_version(ringrun):
     assert (done.returncode, done.stdout) == (0, f"ringrun {version('ringreduce')}\n")
 
 
-def test_dry_run_prints_the_command_and_runs_nothing(ringrun, tmp_path):
+def test_dry_run_prints_the_commands_and_runs_nothing(ringrun, tmp_path):
     done = ringrun("-np", 3, "--deterministic", "--mpi-args=-x 'A B'", "--dry-run", "touch", "made here", returncode=0)
     assert done.stdout.startswith("env RINGREDUCE_DETERMINISTIC=1 ")
     assert " -x 'A B' " in done.stdout
-    assert done.stdout.count("\n") == 1
-    assert done.stdout.endswith("-m ringrun.agent /usr/bin/touch 'made here'\n")
+    assert done.stdout.endswith("-m ringrun.agent\neach rank: /usr/bin/touch 'made here'\n")
     assert " 3 " in done.stdout
     assert not list(tmp_path.iterdir())
 

@@ -94,7 +94,7 @@ def test_a_rank_finds_its_place_by_all_its_variables(name):
 ACROSS = Across(
     ranks=((Host("h1", 4), 3), (Host("h2"), 2)),
     rsh=("ssh", "-F", "/p/ssh_config"),
-    variables=("RINGRUN_ADDRESS", "PYTHONPATH"),
+    variables=("RINGRUN_SETTINGS", "PYTHONPATH"),
 )
 
 
@@ -106,7 +106,7 @@ def test_open_mpi_across_hosts():
         *["--prtemca", "oob_tcp_keepalive_time", "7", "--prtemca", "oob_tcp_keepalive_intvl", "3"],
         *["--prtemca", "oob_tcp_keepalive_probes", "6"],
         *["--prtemca", "plm", "ssh", "--prtemca", "plm_ssh_agent", "ssh -F /p/ssh_config"],
-        *["-x", "RINGRUN_ADDRESS", "-x", "PYTHONPATH", "-H", "h1:3,h2:2", "-np", "5", "agent"],
+        *["-x", "RINGRUN_SETTINGS", "-x", "PYTHONPATH", "-H", "h1:3,h2:2", "-np", "5", "agent"],
     ]
     assert OpenMPI().across_environment(ACROSS) == {}
 
@@ -132,7 +132,7 @@ def test_mpich_across_hosts():
     argv = MPICH().command(HYDRA, 5, ["agent"], as_root=True, across=ACROSS._replace(interfaces=("ib0", "eth0")))
     assert argv == [
         *["/v/bin/mpiexec.hydra", "-launcher", "ssh", "-launcher-exec", "ssh", "-iface", "ib0"],
-        *["-genvlist", "RINGRUN_ADDRESS,PYTHONPATH", "-hosts", "h1:3,h2:2", "-n", "5", "agent"],
+        *["-genvlist", "RINGRUN_SETTINGS,PYTHONPATH", "-hosts", "h1:3,h2:2", "-n", "5", "agent"],
     ]
     assert MPICH().across_environment(ACROSS) == {"HYDRA_LAUNCHER_EXTRA_ARGS": "-F /p/ssh_config"}
 

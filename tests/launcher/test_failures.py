@@ -49,10 +49,11 @@ def test_an_attack_on_a_connection_ends_its_rank_and_is_named(attack, says, ring
 def test_who_has_another_jobs_key_is_refused_and_the_job_goes_on(ringrun, script):
     source = """
         import os
-        from ringrun.connection.link import Address, connect
+        from ringrun.connection.link import connect
+        from ringrun.environment import Settings
         variables = dict(each.split("=", 1) for each in open(f"/proc/{os.getppid()}/environ").read().split("\\0")[:-1])
         try:
-            connect(Address.parse(variables["RINGRUN_ADDRESS"]), b"another job's key")
+            connect(Settings.from_environment(variables).address, b"another job's key")
         except PermissionError as error:
             print(error)
     """

@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from ringrun import cli
-from ringrun.agent.agent import free_port
+from ringrun.agent.master_port import free_port
 from ringrun.config import resolve as config
 from ringrun.join import command
 from tests.launcher import loopback_sshd
@@ -78,7 +78,7 @@ def test_shared_memory_is_larger_than_a_container_has():
 def test_its_sshd_needs_no_rights():
     """As in the pod: user 1000, no capability, none to gain; the key is root's, and everybody may read it."""
     home = Path(tempfile.mkdtemp())  # others may not enter pytest's own folders
-    uid, port = str(WORKER["securityContext"]["runAsUser"]), free_port("")
+    uid, port = str(WORKER["securityContext"]["runAsUser"]), free_port()
     try:
         (home / ".ssh").mkdir()
         home.chmod(0o755)

@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from ringrun.connection.link import Address
-from ringrun.connection.wire import Setup
+from ringrun.connection.wire import Address, Setup
 from ringrun.engines import ENGINES, Launcher, Library
 from ringrun.engines.detect import Detected
 from ringrun.environment import HOOK_DIRECTORY, Place, Settings, rank_environment
@@ -23,9 +22,9 @@ from ringrun.remote import OverSsh
 from ringrun.ssh import SshOptions
 from tests.support.jobs import executable
 
-SETTINGS = Settings("mpich", "/tmp/private")
-SETUP = Setup("127.0.0.1", 2345, "/home/me", {}, gives_stdin=False)
 ADDRESS = Address("here", "/tmp/private/socket")
+SETTINGS = Settings(ADDRESS, "mpich", "/tmp/private")
+SETUP = Setup(("true",), "127.0.0.1", 2345, "/home/me", {}, gives_stdin=False)
 ONE_HOST = plan.Job(2, ["/bin/true"])
 ABROAD = replace(
     ONE_HOST,
@@ -109,12 +108,12 @@ def test_a_python_command_is_asked_for_its_mpi_and_instead_of_others_ours(name):
     )
 
 
-def test_the_job_is_agents_with_the_command_as_it_stands():
+def test_the_job_is_agents_that_hear_their_command_from_ringrun():
     argv = plan.job_command(OPEN_MPI, plan.Job(4, ["/bin/echo", "$HOME", "a;b"]), None, as_root=False)
     assert argv[0] == "/v/bin/mpirun"
     assert argv[argv.index("-np") + 1] == "4"
     agent = plan.run_module("ringrun.agent")
-    assert argv[argv.index(sys.executable) :] == [sys.executable, *agent, "/bin/echo", "$HOME", "a;b"]
+    assert argv[argv.index(sys.executable) :] == [sys.executable, *agent]
 
 
 @pytest.mark.parametrize("version", [(3, 10), sys.version_info[:2]])
@@ -130,8 +129,8 @@ def test_the_user_s_mca_settings_win():
     scratch, ours = "PRTE_MCA_prte_local_tmpdir_base", {"OMPI_MCA_mpi_yield_when_idle": "1", "OMPI_MCA_btl": "^ofi"}
     users = {"OMPI_MCA_osc": "rdma", "A": "b", scratch: "/mine"}
     assert plan.engine_variables(OPEN_MPI, users) == ours
-    assert plan.job_environment(OPEN_MPI, ONE_HOST, users, SETTINGS, ADDRESS, b"key").items() >= (users | ours).items()
-    assert plan.job_environment(OPEN_MPI, ONE_HOST, {}, SETTINGS, ADDRESS, b"key")[scratch] == SETTINGS.directory
+    assert plan.job_environment(OPEN_MPI, ONE_HOST, users, SETTINGS, b"key").items() >= (users | ours).items()
+    assert plan.job_environment(OPEN_MPI, ONE_HOST, {}, SETTINGS, b"key")[scratch] == SETTINGS.directory
 
 
 def test_what_is_printed_can_be_pasted_into_a_shell():
@@ -141,7 +140,8 @@ def test_what_is_printed_can_be_pasted_into_a_shell():
 
 
 def test_settings_survive_the_environment():
-    odd = SETTINGS._replace(directory="/tmp/a;b c", master_port="29500")
+    address = Address("h;1", "/tmp/a;b c", 2345, ("10.0.0.1", "fd00::1"), 0.1, 1e9)
+    odd = SETTINGS._replace(address=address, directory="/tmp/a;b \udcff", master_port=29500)
     for settings in (SETTINGS, SETTINGS._replace(bind=False, verbose=True), SETTINGS._replace(mask_gpus=True), odd):
         assert Settings.from_environment(settings.to_environment()) == settings
     with pytest.raises(KeyError):
@@ -210,7 +210,7 @@ def test_hosts_are_filled_in_order(rank, host):
 def test_only_names_of_variables_stand_on_the_command_line():
     beyond = plan.across(ABROAD, {"PYTHONPATH": "/secret/path", "MY_TOKEN": "hush"}, "/tmp/private")
     argv = plan.job_command(OPEN_MPI, ABROAD, beyond, as_root=False)
-    assert {"RINGRUN_AUTHKEY", "RINGRUN_ADDRESS", "PYTHONPATH"} <= set(argv)
+    assert {"RINGRUN_AUTHKEY", "RINGRUN_SETTINGS", "PYTHONPATH"} <= set(argv)
     assert not [word for word in argv if "secret" in word or "hush" in word or "TOKEN" in word or "sent" in word]
     assert argv[argv.index("-H") + 1] == "h1:3,ringrun-host-0:2"
     assert plan.aliases(ABROAD) == {"ringrun-host-0": "fe80::1"}
@@ -226,14 +226,14 @@ def test_only_names_of_variables_stand_on_the_command_line():
 
 def test_other_hosts_get_what_may_leave_this_one():
     inherited = {"LANG": "C", "MY_TOKEN": "hush", "WANDB_API_KEY": "sent", "HOME": "/root", "RINGREDUCE_COSTS": "x=1"}
-    environment = plan.job_environment(OPEN_MPI, ABROAD, inherited, SETTINGS, ADDRESS, b"key")
+    environment = plan.job_environment(OPEN_MPI, ABROAD, inherited, SETTINGS, b"key")
     assert "MY_TOKEN" not in environment, "a batch system would send mpirun's environment along"
     assert environment["PRTE_MCA_prte_local_tmpdir_base"] == SETTINGS.directory
     assert plan.local_variables(ABROAD, inherited) == {"MY_TOKEN": "hush"}
     assert plan.local_variables(ONE_HOST, inherited) == {}
     few = replace(ABROAD, allowed=["LC_*"])
     assert plan.local_variables(few, inherited) == {"MY_TOKEN": "hush", "LANG": "C"}
-    assert "LANG" not in plan.job_environment(OPEN_MPI, few, inherited, SETTINGS, ADDRESS, b"key")
+    assert "LANG" not in plan.job_environment(OPEN_MPI, few, inherited, SETTINGS, b"key")
     sent = plan.remote_variables(ABROAD, environment)
     ours = {"OMPI_MCA_mpi_yield_when_idle": "1", "OMPI_MCA_btl": "^ofi", "OMPI_MCA_osc": "^ucx"}
     assert sent == {"LANG": "C", "WANDB_API_KEY": "sent", "RINGREDUCE_COSTS": "x=1", **ours}

@@ -68,7 +68,7 @@ NO_MESSAGE = "a message that ringrun does not understand: b"
         (b'j{"kind": "Started"}', 1, NO_MESSAGE),
         (b"", 1, NO_MESSAGE),
         (b"eX", 2, "message 3 of this connection was changed"),
-        (wire.encode(Setup("h", 1, "/", {}, gives_stdin=False)), 1, "an agent does not send Setup"),
+        (wire.encode(Setup(("x",), "h", 1, "/", {}, gives_stdin=False)), 1, "an agent does not send Setup"),
     ],
 )
 def test_what_no_agent_sends_is_the_end_of_that_rank_and_says_why(channel, events, sent, times, why):
@@ -111,7 +111,7 @@ def test_only_ranks_that_the_job_awaits_are_let_in_and_each_once(channel, events
     with pytest.raises((EOFError, OSError)):
         refused.receive()
     made.set_up()
-    assert first.receive() == Setup("127.0.0.1", 2345, "/work", {"A": "b"}, gives_stdin=False), "the first one stays"
+    assert first.receive() == Setup(("true",), "127.0.0.1", 2345, "/work", {"A": "b"}, False), "the first one stays"
 
 
 def test_all_but_output_is_heard_while_nobody_reads_what_ranks_print(tmp_path, events):

@@ -1,13 +1,16 @@
 """What agents and ringrun say to each other survives the wire, and nothing else is accepted."""
 
 import json
+import os
+import subprocess
+import sys
 from typing import get_args, get_type_hints
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ringrun.connection.wire import Message, RankError, Setup, decode, encode, rank_error
+from ringrun.connection.wire import Message, RankError, Setup, decode, encode, native, portable, rank_error
 
 
 @pytest.mark.parametrize("kind", get_args(Message))
@@ -17,9 +20,28 @@ def test_messages_survive(kind, data):
     assert repr(decode(encode(message))) == repr(message)  # with NaN in it, too
 
 
-def test_variables_that_are_no_utf_8_survive():
-    message = Setup("10.0.0.1", 2345, "/home/me", {"A": "é=\udc80"}, gives_stdin=True)
+def test_words_and_variables_that_are_no_utf_8_survive():
+    command = ("/bin/echo", "", "a\nb", "caf\udce9", "é")
+    message = Setup(command, "10.0.0.1", 2345, "/home/me", {"A": "é=\udc80"}, gives_stdin=True)
     assert decode(encode(message)) == message
+
+
+def test_bytes_are_the_same_in_every_locale():
+    """As between a host whose Python takes all for ASCII and one of UTF-8."""
+    setup = Setup(("/bin/echo", "café"), "h", 1, "/home/é", {"Ä": "ö"}, gives_stdin=False, commits="/ü")
+    code = """if True:
+        import os, sys
+        from ringrun.connection.wire import decode, encode, native, portable
+        assert sys.getfilesystemencoding() == "ascii"
+        message = decode(bytes.fromhex(sys.argv[1])).mapped(native)
+        os.write(1, b"|".join(map(os.fsencode, (message.command[1], *message.variables, *message.variables.values()))))
+        os.write(1, b"\\n" + encode(message.mapped(portable)).hex().encode())
+    """
+    ascii = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    argv = [sys.executable, "-c", code, encode(setup.mapped(portable)).hex()]
+    has, sends = subprocess.run(argv, env=ascii, stdout=subprocess.PIPE, check=True).stdout.split(b"\n")
+    assert has.decode() == "café|Ä|ö"
+    assert decode(bytes.fromhex(sends.decode())).mapped(native) == setup
 
 
 def test_an_unknown_frame_is_refused():

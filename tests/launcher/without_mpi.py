@@ -2,19 +2,18 @@
 
     without_mpi.py -np 2 python script.py       as `ringrun -np 2 python script.py`
 
-It does not ask which MPI there is, and instead of mpirun it starts itself: without_mpi.py --agents 2 PROGRAM …
+It does not ask which MPI there is, and instead of mpirun it starts itself: without_mpi.py --agents 2 AGENT
 """
 
 import os
 import sys
 
 
-def start_agents(size: int, program: list[str]) -> int:
+def start_agents(size: int) -> int:
     """Fork so many off one interpreter, with the variables that MPICH's launcher sets; the first code that is not 0."""
     from ringrun.agent import agent
-    from ringrun.job.plan import run_module
+    from ringrun.environment import Settings
 
-    sys.argv[1:] = program[1 + len(run_module("ringrun.agent")) :]
     os.environ.update(PMI_SIZE=str(size), MPI_LOCALNRANKS=str(size))
     children = []
     for rank in range(size):
@@ -24,8 +23,9 @@ def start_agents(size: int, program: list[str]) -> int:
             if rank == 1 and "ATTACK" in os.environ:
                 from attacked_link import through_attacker
 
-                attack, direction = os.environ["ATTACK"].split(" to ")
-                os.environ["RINGRUN_ADDRESS"] = through_attacker(os.environ["RINGRUN_ADDRESS"], attack, direction)
+                settings = Settings.from_environment(os.environ)
+                his = through_attacker(settings.address, *os.environ["ATTACK"].split(" to "))
+                os.environ.update(settings._replace(address=his).to_environment())
             agent.main()  # never returns
     statuses = [os.waitpid(child, 0)[1] for child in children]
     return next(filter(None, map(os.waitstatus_to_exitcode, statuses)), 0)
@@ -46,4 +46,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(start_agents(int(sys.argv[2]), sys.argv[3:]) if sys.argv[1:2] == ["--agents"] else main())
+    sys.exit(start_agents(int(sys.argv[2])) if sys.argv[1:2] == ["--agents"] else main())

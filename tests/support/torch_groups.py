@@ -6,7 +6,7 @@ import os
 import torch.distributed as dist
 
 import ringreduce as rr
-from ringrun.agent.agent import free_port
+from ringrun.agent.master_port import free_port
 
 
 @contextlib.contextmanager
@@ -31,4 +31,4 @@ def groups_outlive_models():
 
 def new_store():
     """Let env:// find a store of its own: at the port of the last one that might answer, with old addresses."""
-    os.environ["MASTER_PORT"] = str(rr.broadcast_object(free_port(""), 0))
+    os.environ["MASTER_PORT"] = str(rr.broadcast_object(free_port(), 0))
