@@ -27,6 +27,7 @@ from ringreduce import pickling
 from ringreduce.errors import InputError, JobFailedError, StartupError
 from ringrun.connection.link import Gone, Link, connect
 from ringrun.connection.listener import Listener
+from ringrun.connection.queued import QueuedLink
 from ringrun.connection.wire import Address, Hello, Input, Message, Output
 from ringrun.errors import LauncherError
 from ringrun.network import own_addresses, parse_interfaces
@@ -164,7 +165,7 @@ class _Results:
 class _Rank:
     """A rank's connection: it gets the function, and sends its result. See `ringrun.connection.listener.Reader`."""
 
-    def __init__(self, link: Link, results: _Results) -> None:
+    def __init__(self, link: QueuedLink, results: _Results) -> None:
         self.link = link
         self._results = results
         self._rank = -1
@@ -303,6 +304,7 @@ def serve() -> None:
 def _send(link: Link, message: Callable[[bytes], Any], data: bytes) -> None:
     """Send bytes in pieces, then an empty one."""
     for start in range(0, len(data), PIECE_BYTES):
+        link.await_room()
         link.send(message(data[start : start + PIECE_BYTES]))
     link.send(message(b""))
 

@@ -22,6 +22,7 @@ import termios
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
 from typing import IO, NoReturn
@@ -375,16 +376,25 @@ def _read_error(directory: str, rank: int) -> wire.RankError | None:
 def _detach() -> None:
     """Fork: the parent waits as the shim, the child goes on as the agent, out of mpirun's reach.
 
-    The shim kills what an agent leaves that is killed itself.
+    The shim kills what an agent leaves that is killed itself. When an MPI's launcher ends it, an agent that is stopped
+    (SIGSTOP) goes on, so that it can see what ringrun has said, or that it is gone.
     """
     processes.adopt_orphans()
     agent = os.fork()
     if agent:
+        signal.signal(signal.SIGTERM, partial(_end_shim, agent))
         _, status = os.waitpid(agent, 0)
         processes.kill_children()
         os._exit(os.waitstatus_to_exitcode(status) & 0xFF)
     os.setsid()
     processes.adopt_orphans()
+
+
+def _end_shim(agent: int, number: int, _: object) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(agent, signal.SIGCONT)
+    signal.signal(number, signal.SIG_DFL)
+    signal.raise_signal(number)
 
 
 def main() -> NoReturn:

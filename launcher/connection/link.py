@@ -54,7 +54,10 @@ def is_listening(directory: str) -> bool:
 
 
 class Link:
-    """One connection. `send` may be called from several threads, `receive` from one, or `arrived` and no `receive`."""
+    """One connection. `send` may be called from several threads, `receive` from one, or `arrived` and no `receive`.
+
+    This is an agent's end, where who sends waits until the socket takes it; queued.py has ringrun's.
+    """
 
     def __init__(self, sock: socket.socket, lost_after_s: float, sends: bytes, receives: bytes) -> None:
         """sock: connected, and each end has shown that it knows the job's key. OSError where it is gone already.
@@ -81,6 +84,9 @@ class Link:
         """Send what `encode` has made of a message; OSError when the other end is gone."""
         with self._send_lock:
             self._socket.sendall(self._writer.frame(encoded))
+
+    def await_room(self) -> None:
+        """Wait until the other end takes more, for who sends much: here `send` has waited."""
 
     def receive(self) -> Message:
         """Return the next message.
@@ -125,11 +131,6 @@ class Link:
     def fileno(self) -> int:
         """Return the socket's descriptor; -1 once it is closed."""
         return self._socket.fileno()
-
-    def send_descriptor(self, descriptor: int) -> None:
-        """Give the other end a descriptor of this process; local links only."""
-        with self._send_lock:
-            socket.send_fds(self._socket, [b"\0"], [descriptor])
 
     def receive_descriptor(self) -> int:
         """Return the descriptor that the other end gives; OSError where none comes."""

@@ -1,6 +1,8 @@
-"""ringrun's end of all connections: takes them and reads them, in one thread, however many there are.
+"""ringrun's end of all connections: takes them, reads them and writes to them, in one thread, however many there are.
 
 a connection  ->  _Greeting: does the other end know the key?  ->  a Reader, which handles its messages
+
+What a connection does not take at once is queued (queued.py) and goes out here.
 """
 
 import contextlib
@@ -14,7 +16,9 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Protocol
 
 from ..network import LOST_AFTER_S
@@ -26,13 +30,12 @@ from .link import (
     SOCKET,
     Gone,
     HostSilentError,
-    Link,
     keys,
     proof,
 )
+from .queued import NotReadError, QueuedLink
 from .wire import CONNECT_S, Address, Message
 
-_ONCE = select.EPOLLIN | select.EPOLLONESHOT  # a connection's messages are in one thread at a time
 _MOST_GREETINGS = 256  # more wait in the kernel's queue
 _SILENT_S = 1.0  # when there are so many
 _RESET_AT_CLOSE = struct.pack("ii", 1, 0)
@@ -44,7 +47,7 @@ Arrived = Iterator[Message | Gone]
 class Reader(Protocol):
     """What handles the messages of one connection, in their order, without waiting; the last one is Gone."""
 
-    link: Link
+    link: QueuedLink
 
     def handle(self, message: Message | Gone) -> bool:
         """Handle a message; return whether another one may come. If not, the connection is closed."""
@@ -81,14 +84,16 @@ class Listener:
         self._removed = threading.Condition()
         self._poll = select.epoll()
         self._end, self._other_end = os.pipe()
-        for descriptor in (self._end, *self._sockets):
+        self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._full: SimpleQueue[int] = SimpleQueue()  # descriptors whose links have something to send
+        for descriptor in (self._end, self._wake, *self._sockets):
             self._poll.register(descriptor, select.EPOLLIN)
         self._pause_until_s = 0.0  # no connection is accepted before
         self._complaint = ""
 
     def start(
         self,
-        serve: Callable[[Link], Reader],
+        serve: Callable[[QueuedLink], Reader],
         complain: Callable[[str], None] = lambda _: None,
         broken: Callable[[str], None] = lambda _: None,
     ) -> None:
@@ -119,10 +124,10 @@ class Listener:
     def _read(self) -> None:
         look_at_s, accepts = 0.0, True
         while True:
-            for descriptor, _ in self._poll.poll(LOOK_S if accepts else _PAUSE_S):
+            for descriptor, events in self._poll.poll(LOOK_S if accepts else _PAUSE_S):
                 if descriptor == self._end:
                     return self._stop()
-                self._attend_to(descriptor)
+                self._attend_to(descriptor, events)
             now_s = time.monotonic()
             if now_s >= look_at_s:
                 look_at_s = now_s + min(LOOK_S, HANDSHAKE_TIMEOUT_S)
@@ -141,17 +146,43 @@ class Listener:
     def _stop(self) -> None:
         self._poll.close()
         os.close(self._end)
+        os.close(self._wake)
         for greeting in self._greetings.values():
             greeting.socket.close()
 
-    def _attend_to(self, descriptor: int) -> None:
+    def _attend_to(self, descriptor: int, events: int) -> None:
         if descriptor in self._sockets:
             self._accept(self._sockets[descriptor])
         elif descriptor in self._greetings:
             self._greet(descriptor)
-        else:
-            reader = self._readers[descriptor]
-            self._handle(reader, reader.link.arrived())
+        elif descriptor == self._wake:
+            self._await_room()
+        elif reader := self._readers.get(descriptor):
+            if events & select.EPOLLOUT:
+                self._flush(reader)
+            if events & ~select.EPOLLOUT:
+                self._handle(reader, reader.link.arrived())
+
+    def _when_full(self, descriptor: int) -> None:
+        """Have `descriptor` written to when it takes more; called in any thread."""
+        self._full.put(descriptor)
+        with contextlib.suppress(OSError):  # all is over
+            os.eventfd_write(self._wake, 1)
+
+    def _await_room(self) -> None:
+        os.eventfd_read(self._wake)
+        while not self._full.empty():
+            if (descriptor := self._full.get()) in self._readers:
+                self._watch(descriptor, select.EPOLLIN | select.EPOLLOUT)
+
+    def _flush(self, reader: Reader) -> None:
+        with contextlib.suppress(OSError):  # its end can be read, too
+            if reader.link.flush():
+                self._watch(reader.link.fileno(), select.EPOLLIN)
+
+    def _watch(self, descriptor: int, events: int) -> None:
+        with contextlib.suppress(OSError, ValueError):  # closed meanwhile
+            self._poll.modify(descriptor, events)
 
     def _accept(self, listening: socket.socket) -> None:
         try:
@@ -164,9 +195,13 @@ class Listener:
                 self._complaint = f"a rank's connection cannot be taken: {error}; trying again"
                 self._complain(self._complaint)
             return
-        with contextlib.suppress(OSError):
+        sock.setblocking(False)
+        try:
             self._greetings[sock.fileno()] = _Greeting(sock, address[:1], self.authkey)
             self._poll.register(sock, select.EPOLLIN)
+        except OSError:  # it has gone again, too
+            self._greetings.pop(sock.fileno(), None)
+            sock.close()
 
     def _greet(self, descriptor: int) -> None:
         greeting = self._greetings[descriptor]
@@ -174,13 +209,13 @@ class Listener:
             if not (nonces := greeting.proceed()):
                 return
             from_agent, to_agent = keys(self.authkey, nonces)
-            link = Link(greeting.socket, self.address.lost_after_s, to_agent, from_agent)
+            when_full = partial(self._when_full, descriptor)
+            link = QueuedLink(greeting.socket, self.address.lost_after_s, to_agent, from_agent, when_full)
         except OSError:  # not one of our agents, or one that died
             self._greetings.pop(descriptor).socket.close()
             return
         del self._greetings[descriptor]
         self._readers[descriptor] = self._serve(link)
-        self._read_on(self._readers[descriptor])
 
     def _drop_greetings(self, now_s: float, silent_s: float, address: object = None) -> None:
         """End the connections, of one address or of all, that have not shown for so long that they know the key.
@@ -197,17 +232,14 @@ class Listener:
             with contextlib.suppress(OSError):  # closed meanwhile
                 if reader.link.is_silent():
                     self._handle(reader, iter([Gone(HostSilentError())]))
+                elif reader.link.is_stuck():
+                    self._handle(reader, iter([Gone(NotReadError())]))
 
     def _handle(self, reader: Reader, messages: Arrived) -> None:
         for message in messages:
             if not reader.handle(message):
                 self._remove(reader)
                 return
-        self._read_on(reader)
-
-    def _read_on(self, reader: Reader) -> None:
-        with contextlib.suppress(OSError, ValueError):  # closed meanwhile
-            self._poll.modify(reader.link.fileno(), _ONCE)
 
     def _remove(self, reader: Reader) -> None:
         with self._removed:

@@ -16,8 +16,9 @@ from queue import SimpleQueue
 from typing import Any
 
 from ..connection import wire
-from ..connection.link import Gone, HostSilentError, Link
+from ..connection.link import Gone, HostSilentError
 from ..connection.listener import Listener
+from ..connection.queued import NotReadError, QueuedLink
 from ..output.display import Output
 from ..output.lines import LineSplitter
 from ..report.outcome import APPLICATION_ABORT, RankEnd
@@ -52,7 +53,7 @@ class Channel:
         self._setup = setup
         self._printer = printer
         self._events = events
-        self._links: dict[int, Link] = {}
+        self._links: dict[int, QueuedLink] = {}
         self._ports: dict[int, int] = {}
         self._ending: wire.End | None = None
         self.gone: set[int] = set()
@@ -109,7 +110,7 @@ class Channel:
         """Stop listening, and print what has come so far; agents that are still there see the end."""
         self._listener.close(_PATIENCE_S)
 
-    def admit(self, hello: wire.Message | Gone, link: Link) -> "_RankReader | None":
+    def admit(self, hello: wire.Message | Gone, link: QueuedLink) -> "_RankReader | None":
         """Return what handles the messages of an agent that begins with `hello`; None if it is not let in."""
         if isinstance(hello, Gone):
             if isinstance(hello.error, ValueError):
@@ -141,7 +142,7 @@ class Channel:
 class _Agent:
     """An agent's connection; see `Reader`."""
 
-    def __init__(self, link: Link, channel: Channel) -> None:
+    def __init__(self, link: QueuedLink, channel: Channel) -> None:
         self.link = link
         self._channel = channel
         self._rank: _RankReader | None = None  # once it has said which it is
@@ -157,7 +158,7 @@ class _RankReader:
     """Handles one agent's messages: has output printed and puts events until the agent is gone."""
 
     def __init__(
-        self, hello: wire.Hello, link: Link, printer: Output, events: Events, stdin: int | None, gone: set[int]
+        self, hello: wire.Hello, link: QueuedLink, printer: Output, events: Events, stdin: int | None, gone: set[int]
     ) -> None:
         self._gone = gone
         self._link = link
@@ -191,6 +192,8 @@ class _RankReader:
     def _how_lost(self, error: Exception) -> str:
         if isinstance(error, HostSilentError):
             return f"its host has not answered for {self._link.lost_after_s:g} s (--lost-after)"
+        if isinstance(error, NotReadError):
+            return f"its agent has not read what ringrun sends for {self._link.lost_after_s:g} s (--lost-after)"
         return f"its connection is broken: {error}" if isinstance(error, ValueError) else RankEnd.lost
 
     def _handle(self, message: wire.Message) -> None:
@@ -253,7 +256,7 @@ class _RankReader:
 class _Stdin:
     """Gives ringrun's stdin to a rank on another host, a piece whenever its agent asks for one."""
 
-    def __init__(self, descriptor: int | None, link: Link) -> None:
+    def __init__(self, descriptor: int | None, link: QueuedLink) -> None:
         self._descriptor = descriptor
         self._link = link
         self._wanted: SimpleQueue[None] = SimpleQueue()

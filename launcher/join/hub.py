@@ -21,8 +21,9 @@ from queue import SimpleQueue
 from typing import NoReturn
 
 from ..connection import wire
-from ..connection.link import Gone, Link
+from ..connection.link import Gone
 from ..connection.listener import Listener
+from ..connection.queued import QueuedLink
 from ..hosts.host import LOOPBACK
 from ..processes import raise_open_files
 
@@ -45,7 +46,9 @@ class Hub:
 
     def __init__(self, listener: Listener, directory: str, own: wire.Node) -> None:
         self._listener = listener
-        self._nodes: dict[str, tuple[wire.Node, Link | None]] = {own.host: (own, None)}  # no link to the head itself
+        self._nodes: dict[str, tuple[wire.Node, QueuedLink | None]] = {
+            own.host: (own, None)
+        }  # no link to the head itself
         self._programs: dict[int, Program] = {}
         self._numbers = itertools.count()
         self._release: wire.Release | None = None  # the job has ended
@@ -88,7 +91,7 @@ class Hub:
         """Take no more calls."""
         self._callers.close()
 
-    def admit(self, node: wire.Node, link: Link) -> str:
+    def admit(self, node: wire.Node, link: QueuedLink) -> str:
         """Take a node; returns why not, if so. One that has come again takes its own place."""
         before, link_before = self._nodes.get(node.host, (node, link))
         namesake = next((each.host for each, _ in self._nodes.values() if each.number == node.number >= 0), node.host)
@@ -106,7 +109,7 @@ class Hub:
                 link.send(self._release)
         return ""
 
-    def left(self, host: str, link: Link) -> None:
+    def left(self, host: str, link: QueuedLink) -> None:
         """A node's connection has ended, and what ran there."""
         if host in self._nodes and self._nodes[host][1] is link:
             del self._nodes[host]
@@ -152,13 +155,13 @@ class Program:
 
     def __init__(self, host: str) -> None:
         self.host = host
-        self.inbox: SimpleQueue[Link | wire.Message | Gone] = SimpleQueue()
+        self.inbox: SimpleQueue[QueuedLink | wire.Message | Gone] = SimpleQueue()
         """The connection that the node makes for it, then what comes over that."""
 
     def run(self, caller: socket.socket, streams: Sequence[int]) -> int:
         """Move its input and output; return its exit code. OSError or EOFError where somebody goes before its end."""
         link = self.inbox.get()
-        if not isinstance(link, Link):
+        if not isinstance(link, QueuedLink):
             raise EOFError
         done, end = os.pipe()
         feeds = threading.Thread(target=self._feed, args=(link, caller.fileno(), streams[0], done), daemon=True)
@@ -175,13 +178,14 @@ class Program:
             feeds.join()
             os.close(done)
 
-    def _feed(self, link: Link, caller: int, stdin: int, done: int) -> None:
+    def _feed(self, link: QueuedLink, caller: int, stdin: int, done: int) -> None:
         """Send what the caller reads, until all is `done`, or it is gone."""
         poll = select.poll()
         for descriptor in (caller, stdin, done):
             poll.register(descriptor, select.POLLIN)
         try:
             while stdin in (ready := [descriptor for descriptor, _ in poll.poll()]):
+                link.await_room()
                 link.send(wire.Input(data := os.read(stdin, _CHUNK_BYTES)))
                 if not data:
                     poll.unregister(stdin)
@@ -194,7 +198,7 @@ class Program:
 class _Connection:
     """One of a node's connections, see `Reader`."""
 
-    def __init__(self, link: Link, hub: Hub) -> None:
+    def __init__(self, link: QueuedLink, hub: Hub) -> None:
         self.link = link
         self._hub = hub
         self._host = ""

@@ -5,9 +5,11 @@ import signal
 import subprocess
 import textwrap
 import time
+from pathlib import Path
 
 import pytest
 
+from ringrun.job.control_socket import TOTALS, ask, find_jobs
 from tests.support import jobs, tiers
 from tests.support.patience import patient, wait_until
 from tests.support.tiers import parted
@@ -97,6 +99,29 @@ def test_ctrl_c_ends_ranks_that_ignore_it_and_a_second_one_at_once(pauses_s, lea
     seconds, _, _ = ended(process)
     assert process.returncode == 130
     assert least_s < seconds + wait_until_gone() < patient(most_s)  # without the second it takes 3.5
+
+
+@both_mpis
+@pytest.mark.parametrize("end", [signal.SIGTERM, "it does not read"])
+def test_an_agent_that_is_stopped_holds_nobody_up_and_does_not_stay(end, start, program, processes_of, wait_until_gone):
+    process = start("-np", 2, "--lost-after", 3 if end == "it does not read" else 60, *program("runs_on"), "die")
+    assert [process.stdout.readline()[3:] for _ in range(2)] == [" up\n"] * 2
+    found = processes_of()
+    parents = {pid: int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1]) for pid in found}
+    of_ranks = [parents[pid] for pid, line in found.items() if "script.py die" in line and "ringrun" not in line]
+    os.kill(next(pid for pid in of_ranks if "ringrun.agent" in found.get(pid, "")), signal.SIGSTOP)
+    job = next(job for job in find_jobs() if job.pid == process.pid)
+    for _ in range(400):  # as `ringrun top`, each of which has ringrun tell all agents something
+        ask(job, TOTALS)
+    if end != "it does not read":
+        process.send_signal(end)
+    seconds, _, errors = ended(process)
+    assert seconds < patient(10)
+    if end == "it does not read":
+        assert "its agent has not read what ringrun sends for 3 s (--lost-after)" in errors
+    else:
+        assert process.returncode == 128 + end
+    wait_until_gone()
 
 
 @pytest.mark.parametrize("what", ["die", "ignore"])

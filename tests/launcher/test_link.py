@@ -8,6 +8,7 @@ import resource
 import socket
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
@@ -16,12 +17,15 @@ from hypothesis import strategies as st
 from ringrun import network
 from ringrun.connection import link as link_module
 from ringrun.connection import listener as listener_module
+from ringrun.connection import queued
 from ringrun.connection.frames import HEAD_BYTES
 from ringrun.connection.link import Gone, HostSilentError, connect, introduce
 from ringrun.connection.listener import Listener
+from ringrun.connection.queued import NotReadError
 from ringrun.connection.wire import Address, Note, Signal
 from ringrun.errors import MachineError
 from ringrun.network import own_addresses, parse_interfaces
+from tests.support.patience import wait_until
 
 
 class Served:
@@ -181,6 +185,71 @@ def test_a_descriptor_follows_a_message_and_another_message_that(pair):
     assert ours.receive() == Note("after")
     for descriptor in (write, received):
         os.close(descriptor)
+
+
+@pytest.mark.parametrize("is_local", [True, False])
+def test_who_sends_to_one_that_does_not_read_never_waits_and_the_order_stays(pair, is_local):
+    ours, theirs = pair(is_local)
+    notes = [Note(f"{number} " + "x" * 100_000) for number in range(200)]  # more than any socket holds
+    for note in notes:
+        theirs.send(note)
+    if is_local:
+        read, write = os.pipe()
+        theirs.link.send_descriptor(read)
+        notes.append(Signal(9))
+        theirs.send(notes[-1])
+    assert [ours.receive() for _ in range(200)] == notes[:200]
+    if is_local:
+        received = ours.receive_descriptor()
+        os.write(write, b"through")
+        assert os.read(received, 7) == b"through"
+        for descriptor in (read, write, received):
+            os.close(descriptor)
+        assert ours.receive() == notes[-1]
+    ours.send(Note("heard all the while"))
+    assert theirs.receive() == Note("heard all the while")
+
+
+def test_who_sends_much_waits_until_there_is_room(pair):
+    ours, theirs = pair(True)
+    sent = []
+
+    def give():
+        for number in range(100):
+            theirs.link.await_room()
+            theirs.send(Note("x" * 100_000))
+            sent.append(number)
+        theirs.send(Signal(1))
+
+    giver = threading.Thread(target=give)
+    giver.start()
+    wait_until(lambda: len(sent) > 5)
+    assert len(sent) < 50
+    while ours.receive() != Signal(1):
+        pass
+    giver.join()
+    for _ in range(50):
+        theirs.send(Note("x" * 100_000))
+    theirs.close()
+    with pytest.raises(ConnectionResetError):
+        theirs.link.await_room()
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        theirs.send(Signal(1))
+
+
+def test_a_link_that_takes_nothing_for_too_long_is_lost_and_a_slow_one_is_not(pair, monkeypatch):
+    monkeypatch.setattr(listener_module, "LOOK_S", 0.05)
+    now_s = [0.0]
+    monkeypatch.setattr(queued, "time", SimpleNamespace(monotonic=lambda: now_s[0]))
+    ours, theirs = pair(True)
+    for _ in range(4):
+        theirs.send(Note("x" * 1_000_000))
+    for _ in range(3):  # longer than --lost-after, in all
+        now_s[0] += 20.0
+        assert ours.receive() == Note("x" * 1_000_000)
+    now_s[0] += 31.0
+    with pytest.raises(NotReadError):
+        theirs.receive()
 
 
 @pytest.mark.parametrize("is_local", [True, False])
