@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from ..connection.accepting import accept_all, stop
 from .events import Events, StacksWanted, TotalsWanted
 
 STACKS, TOTALS = b"stacks\n", b"totals\n"
@@ -54,21 +55,11 @@ class ControlSocket:
 
     def start(self) -> None:
         """Begin to take questions. Called after mpirun was started, since threads and fork do not mix."""
-        threading.Thread(target=self._accept, daemon=True).start()
+        accept_all(self._listener, self._serve)
 
     def close(self) -> None:
         """Take no more questions."""
-        with contextlib.suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread in accept()
-        self._listener.close()
-
-    def _accept(self) -> None:
-        while True:
-            try:
-                connection, _ = self._listener.accept()
-            except OSError:
-                return
-            threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
+        stop(self._listener)
 
     def _serve(self, connection: socket.socket) -> None:
         answered = threading.Event()

@@ -21,6 +21,7 @@ from queue import SimpleQueue
 from typing import NoReturn
 
 from ..connection import wire
+from ..connection.accepting import accept_all, stop
 from ..connection.link import Gone
 from ..connection.listener import Listener
 from ..connection.queued import QueuedLink
@@ -46,9 +47,8 @@ class Hub:
 
     def __init__(self, listener: Listener, directory: str, own: wire.Node) -> None:
         self._listener = listener
-        self._nodes: dict[str, tuple[wire.Node, QueuedLink | None]] = {
-            own.host: (own, None)
-        }  # no link to the head itself
+        # there is no link to the head itself
+        self._nodes: dict[str, tuple[wire.Node, QueuedLink | None]] = {own.host: (own, None)}
         self._programs: dict[int, Program] = {}
         self._numbers = itertools.count()
         self._release: wire.Release | None = None  # the job has ended
@@ -59,7 +59,7 @@ class Hub:
     def start(self) -> None:
         """Take nodes, and commands for them."""
         self._listener.start(lambda link: _Connection(link, self))
-        threading.Thread(target=self._take_calls, daemon=True).start()
+        accept_all(self._callers, self._serve_call)
 
     def serve(self, lifeline: socket.socket) -> None:
         """Answer ringrun until it says how the job has ended, or is gone; then release all nodes."""
@@ -82,14 +82,13 @@ class Hub:
             if link:
                 with contextlib.suppress(OSError):
                     link.send(self._release)
-        with contextlib.suppress(OSError):
-            self._callers.shutdown(socket.SHUT_RDWR)  # wakes up who waits there
-        self.close()
+        stop(self._callers)
         self._listener.close(_RELEASE_S)
 
     def close(self) -> None:
-        """Take no more calls."""
+        """Leave what is open to another process, which has it, too."""
         self._callers.close()
+        self._listener.close()
 
     def admit(self, node: wire.Node, link: QueuedLink) -> str:
         """Take a node; returns why not, if so. One that has come again takes its own place."""
@@ -121,12 +120,6 @@ class Hub:
         """Return a program that a node has been asked to run, if somebody still waits for it."""
         return self._programs.get(number)
 
-    def _take_calls(self) -> None:
-        with contextlib.suppress(OSError):  # closed
-            while True:
-                caller, _ = self._callers.accept()
-                threading.Thread(target=self._serve_call, args=(caller,), daemon=True).start()
-
     def _serve_call(self, caller: socket.socket) -> None:
         """Have a command run for a caller, to which its three streams belong, and say how it has ended."""
         request, streams, _, _ = socket.recv_fds(caller, _REQUEST_BYTES, 3)
@@ -142,6 +135,8 @@ class Hub:
                 os.write(streams[2], f"host {host} has left the job\n".encode())
         except (OSError, EOFError, IndexError):
             pass  # the node, or the caller, has gone
+        except RuntimeError as error:  # there are too many threads
+            os.write(streams[2], f"the head cannot run anything on {host}: {error}\n".encode())
         finally:
             del self._programs[number]
             for descriptor in streams:
@@ -239,8 +234,7 @@ def start(listener: Listener, directory: str, own: wire.Node) -> socket.socket:
         lifeline.close()
         _run(hub, other_end)
     other_end.close()
-    listener.close()  # these sockets are the other process's now
-    hub.close()
+    hub.close()  # its sockets are the other process's now
     return lifeline
 
 

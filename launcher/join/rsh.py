@@ -16,10 +16,13 @@ def main() -> int:
         try:
             hub.connect(path)
             socket.send_fds(hub, [host + b"\0" + b" ".join(words)], [0, 1, 2])
-            return int(hub.recv(16) or 255)
+            if answer := hub.recv(16):
+                return int(answer)
+            why: object = "what holds their connections can do no more just now"
         except OSError as error:
-            print(f"the job's nodes cannot be reached: {error}", file=sys.stderr)
-            return 255
+            why = error
+    print(f"the job's nodes cannot be reached: {why}", file=sys.stderr)
+    return 255
 
 
 if __name__ == "__main__":

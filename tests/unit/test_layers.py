@@ -158,8 +158,8 @@ def test_only_two_modules_and_two_of_the_transport_know_mpi():
 LAUNCHER_LAYERS = layers("""
 errors, text, hook, torch_backend < network < arguments, folders, processes, machine, forward <
 hosts, ssh, connection.frames, connection.wire, config, elastic < environment <
-engines, report, output, connection.link < run_report, connection.queued < connection.listener < remote <
-agent, preflight < job <
+engines, report, output, connection.link < run_report, connection.queued, connection.accepting <
+connection.listener < remote < agent, preflight < job <
 doctor, stacks, build, request, twice < top < cli < join < __main__
 """)
 

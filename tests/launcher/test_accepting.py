@@ -1,0 +1,66 @@
+"""A thread that takes connections ends with its socket, and with nothing else."""
+
+import errno
+import queue
+import socket
+import threading
+
+import pytest
+
+from ringrun.connection import accepting
+from ringrun.connection.accepting import accept_all, stop
+from ringrun.job.control_socket import STACKS, ControlSocket, RunningJob, ask
+from tests.support.patience import wait_until
+
+
+class Failing(socket.socket):
+    """Its accept() fails so often with these errors before it takes a connection."""
+
+    errors: list[int]
+
+    def accept(self):
+        if self.errors:
+            raise OSError(self.errors.pop(), "")
+        return super().accept()
+
+
+@pytest.fixture(autouse=True)
+def _no_pauses(monkeypatch):
+    monkeypatch.setattr(accepting, "_PAUSE_S", 0.001)
+
+
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS, errno.ECONNABORTED])
+def test_connections_are_taken_after_each_failure(number, tmp_path):
+    taken, path = queue.SimpleQueue(), str(tmp_path / "socket")
+    listening = Failing(socket.AF_UNIX)
+    listening.errors = [number] * 3
+    listening.bind(path)
+    listening.listen()
+    before = threading.active_count()
+    accept_all(listening, taken.put)
+    for _ in range(2):
+        with socket.socket(socket.AF_UNIX) as client:
+            client.connect(path)
+            taken.get(timeout=10).close()
+            listening.errors = [number]
+    stop(listening)
+    wait_until(lambda: threading.active_count() == before)
+
+
+def test_a_question_for_which_no_thread_can_be_started_is_closed_and_the_next_one_is_answered(tmp_path, monkeypatch):
+    events = queue.SimpleQueue()
+    control = ControlSocket(str(tmp_path), 1, ["true"], events)
+    job = RunningJob(1, 0.0, 1, ("true",), str(tmp_path / "control"))
+    control.start()
+    start = threading.Thread.start
+
+    def refuse(thread):
+        monkeypatch.setattr(threading.Thread, "start", start)
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    with pytest.raises(OSError, match=r"reset|Broken pipe"):
+        ask(job, STACKS)
+    threading.Thread(target=lambda: events.get(timeout=10).deliver(["hello"])).start()
+    assert ask(job, STACKS) == "hello\n"
+    control.close()
