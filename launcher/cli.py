@@ -25,6 +25,7 @@ Exit code
 import contextlib
 import errno
 import importlib
+import io
 import os
 import shlex
 import shutil
@@ -294,6 +295,8 @@ def main() -> int:
     """Run as the console script `ringrun`."""
     survive(FORWARDABLE)
     open_standard_streams()
+    if isinstance(sys.stdout, io.TextIOWrapper):  # names that are not UTF-8 are printed, too, as on stderr
+        sys.stdout.reconfigure(errors="backslashreplace")
     for name in leave_outer_job(os.environ):
         say(f"ringrun: {name} is ignored: ringrun sets it itself")
     try:

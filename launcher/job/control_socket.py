@@ -74,7 +74,7 @@ class ControlSocket:
             if wanted := _QUESTIONS.get(connection.recv(_LONGEST_QUESTION)):
                 self._events.put(wanted(deliver))
                 answered.wait(ANSWER_S)
-                connection.sendall("".join(f"{line}\n" for line in answer).encode(errors="replace"))
+                connection.sendall("".join(f"{line}\n" for line in answer).encode(errors="backslashreplace"))
 
 
 def find_jobs() -> list[RunningJob]:

@@ -143,7 +143,7 @@ class Output:
 
     def message(self, lines: Sequence[str]) -> None:
         """Print ringrun's own `lines` on stderr, below all others."""
-        self._messages.append("".join(f"{line}\n" for line in lines).encode(errors="replace"))
+        self._messages.append("".join(f"{line}\n" for line in lines).encode(errors="backslashreplace"))
         self._writer.put(self._print_message)
 
     def finish(self, patience_s: float) -> bool:

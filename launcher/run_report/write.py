@@ -87,7 +87,7 @@ def write_page(folder: Path, report: Json) -> str:
 def replace(path: Path, text: str) -> None:
     """Write a file as a whole."""
     part = _part(path)
-    part.write_text(text)
+    part.write_bytes(text.encode("utf-8", "backslashreplace"))
     os.replace(part, path)
 
 

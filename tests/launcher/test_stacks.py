@@ -172,3 +172,15 @@ def test_a_directory_that_a_killed_ringrun_left_is_no_job(tmp_path, monkeypatch)
         assert 99 not in [job.pid for job in jobs.find_jobs()]
         (folder / "job.json").write_text(json.dumps(fields))
     assert 99 not in [job.pid for job in jobs.find_jobs()]
+
+
+@pytest.mark.without_mpi
+def test_a_name_that_is_not_utf_8_is_shown_and_hides_nothing(start, ringrun, tmp_path, python):
+    name = "caf\udce9.py"
+    (tmp_path / name).write_text("import time; print('up', flush=True); time.sleep(1000)")
+    process = start("-np", 1, python, name)
+    assert process.stdout.readline() == "[0] up\n"
+    for arguments in (["stacks"], ["stacks", process.pid], ["--dry-run", "-np", 1, python, name]):
+        assert "caf\\udce9.py" in ringrun(*arguments, returncode=0).stdout
+    process.terminate()
+    assert process.wait(patient(20)) == 143
