@@ -11,12 +11,14 @@ import socket
 import subprocess
 import threading
 import time
+from pathlib import Path
 from typing import IO
 
 from .. import processes
 from ..cli import say
 from ..connection import wire
 from ..connection.link import HostSilentError, Link, connect_to
+from ..connection.wire import CONNECT_S
 from ..errors import MachineError
 from .platforms import Place
 
@@ -30,6 +32,8 @@ _LEFT_S = 3.0
 """For what runs here, once the job has ended."""
 _LAST_WORDS_S = 1.0
 _CHUNK_BYTES = 1 << 16
+_NOT_RUN = 126
+_NO_LOGIN = ("nologin", "false")  # of which some systems' /etc/shells has the first
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGALRM)
 
 
@@ -63,7 +67,10 @@ class Lender:
         try:
             while not isinstance(message := link.receive(), wire.Release):
                 if isinstance(message, wire.Run):
-                    threading.Thread(target=self._start, args=(message,), daemon=True).start()
+                    try:
+                        threading.Thread(target=self._start, args=(message,), daemon=True).start()
+                    except RuntimeError as error:  # there are too many
+                        self._refuse(message, error)
         except (OSError, EOFError, ValueError) as error:
             silent = f"it has not answered for {self._lost_after_s:g} s (--lost-after)"
             why = silent if isinstance(error, HostSilentError) else str(error) or "it has ended without a word"
@@ -89,30 +96,70 @@ class Lender:
                     say(f"ringrun: {where}: no head has answered yet ({why}); trying for another {left_s:.0f} s")
             time.sleep(_PAUSE_S)
 
+    def _call_back(self, run: wire.Run) -> Link:
+        """Return a connection to the head for a command; OSError where it cannot be had."""
+        try:
+            link = self._find_head(CONNECT_S)
+        except MachineError as error:
+            say(f"ringrun: error: {error}")
+            raise ConnectionError from error
+        link.send(wire.Running(run.number))
+        return link
+
+    def _refuse(self, run: wire.Run, error: Exception) -> None:
+        """Tell the head that a command cannot be run."""
+        with contextlib.suppress(OSError), contextlib.closing(self._call_back(run)) as link:
+            _end_with(error, link)
+
     def _connect(self) -> Link:
         return connect_to(self._place.head, self._place.port, self._authkey, self._lost_after_s)
 
     def _start(self, run: wire.Run) -> None:
         """Run a command for the head, which may lose interest."""
-        with contextlib.suppress(OSError), contextlib.closing(self._connect()) as link:
-            link.send(wire.Running(run.number))
-            pipe = subprocess.PIPE
-            argv = [_shell(), "-c", wire.native(run.command)]
-            child = subprocess.Popen(argv, 0, stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True)
-            assert child.stdout
-            assert child.stderr
-            pumps = [
-                threading.Thread(target=_pump, args=pair, daemon=True)
-                for pair in ((child.stdout, "stdout", link), (child.stderr, "stderr", link))
-            ]
-            feeds = threading.Thread(target=_feed, args=(child, link), daemon=True)
-            for each in (*pumps, feeds):
-                each.start()
+        with contextlib.suppress(OSError), contextlib.closing(self._call_back(run)) as link:
+            try:
+                child, pumps, feeds = _started(wire.native(run.command), link)
+            except (OSError, RuntimeError) as error:
+                _end_with(error, link)
+                return
             code = child.wait()
             for each in pumps:
                 each.join(_LAST_WORDS_S)  # what it has left behind may hold its pipes open
             link.send(wire.Ended(code if code >= 0 else 128 - code, time.time()))
             feeds.join()  # the head closes the connection
+
+
+def _started(command: str, link: Link) -> "tuple[subprocess.Popen[bytes], list[threading.Thread], threading.Thread]":
+    """Start a command; return it, the threads that send what it writes, and the one that gives it its input.
+
+    Raises: OSError where there is no shell or no room for it, RuntimeError where there are too many threads.
+    """
+    pipe, argv = subprocess.PIPE, [_shell(), "-c", command]
+    child = subprocess.Popen(argv, 0, stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True)
+    assert child.stdout
+    assert child.stderr
+    pumps = [
+        threading.Thread(target=_pump, args=pair, daemon=True)
+        for pair in ((child.stdout, "stdout", link), (child.stderr, "stderr", link))
+    ]
+    feeds = threading.Thread(target=_feed, args=(child, link), daemon=True)
+    try:
+        for each in (*pumps, feeds):
+            each.start()
+    except RuntimeError:
+        processes.signal_group(child.pid, signal.SIGKILL)
+        with child:  # closes its pipes
+            raise
+    return child, pumps, feeds
+
+
+def _end_with(error: Exception, link: Link) -> None:
+    """Tell the head that a command cannot be run, and wait until it closes the connection."""
+    link.send(wire.Output("stderr", f"{socket.gethostname()} cannot run it: {error}\n".encode()))
+    link.send(wire.Ended(_NOT_RUN, time.time()))
+    with contextlib.suppress(EOFError, ValueError):
+        while link.receive():
+            pass
 
 
 def _pump(stream: IO[bytes], name: wire.StreamName, link: Link) -> None:
@@ -136,11 +183,16 @@ def _feed(child: "subprocess.Popen[bytes]", link: Link) -> None:
 
 
 def _shell() -> str:
-    """Return the user's, as sshd does: an MPI's launcher writes its commands for that."""
-    try:
-        return pwd.getpwuid(os.getuid()).pw_shell or "/bin/sh"
-    except KeyError:  # a container's user need not have a name
-        return "/bin/sh"
+    """Return the user's, as sshd does: an MPI's launcher writes its commands for that.
+
+    Where it lets nobody in, or is not there, as in many containers, it is /bin/sh: there is no login here.
+    """
+    with contextlib.suppress(KeyError, OSError):  # a container's user need not have a name
+        own = pwd.getpwuid(os.getuid()).pw_shell
+        allowed = Path("/etc/shells").read_text(errors="replace").split()
+        if own in allowed and Path(own).name not in _NO_LOGIN and os.access(own, os.X_OK):
+            return own
+    return "/bin/sh"
 
 
 def lend(place: Place, authkey: bytes, slots: int, timeout_s: float, lost_after_s: float) -> int:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -19,6 +20,7 @@ from ringrun.connection.link import connect_to, introduce
 from ringrun.connection.listener import Listener
 from ringrun.errors import MachineError, UsageError
 from ringrun.join import command
+from ringrun.join import node as node_module
 from ringrun.join.head import Nodes, OverJoin
 from ringrun.join.hub import Hub
 from ringrun.join.key import KEY_VARIABLE, read_key
@@ -133,6 +135,23 @@ def test_a_key_is_the_same_from_a_file_a_variable_and_standard_input(tmp_path):
     assert read_key(written(tmp_path / "another", KEY[1:] + "1", 0o400), {}) != found
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away")
+@pytest.mark.parametrize("mode", [0o600, 0o640, 0o660])
+def test_a_key_that_belongs_to_another_user_is_none(mode, tmp_path):
+    path = written(tmp_path / "key", KEY, mode)
+    os.chown(path, 1234, -1)
+    with pytest.raises(UsageError, match="it belongs to user 1234, who could know it; make a copy that is yours: "):
+        read_key(path, {})
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can make a file of root's")
+def test_a_key_of_root_s_is_taken_by_its_group(tmp_path, monkeypatch):
+    """As a Secret of Kubernetes, whose group is the pod's."""
+    path = written(tmp_path / "key", KEY, 0o640)
+    monkeypatch.setattr(os, "geteuid", lambda: 1234)
+    assert read_key(path, {}) == read_key(None, {KEY_VARIABLE: KEY})
+
+
 @pytest.mark.parametrize(
     ("text", "mode", "message"),
     [
@@ -241,6 +260,44 @@ def test_a_command_runs_on_every_node(count, nodes, tmp_path):
     assert ran(tmp_path, names, "/bin/echo", "a b", "$HOME") == dict.fromkeys(names, "a b $HOME\n")
     nodes.release(7)
     wait_until(lambda: nodes.codes == dict.fromkeys(range(1, count), 7))
+
+
+@pytest.mark.parametrize("shell", ["/usr/sbin/nologin", "/bin/false", "", "/no/such/shell", "/bin/echo"])
+def test_an_account_that_may_not_log_in_runs_commands_too(shell, nodes, tmp_path, monkeypatch):
+    monkeypatch.setattr(node_module.pwd, "getpwuid", lambda _: SimpleNamespace(pw_shell=shell))
+    assert nodes(2).await_all(2, 60.0) == 2
+    assert ran(tmp_path, ["n1"], "/bin/echo", "a b", "$HOME") == {"n1": "a b $HOME\n"}
+
+
+def test_the_shell_of_an_account_that_may_log_in_is_its_own(monkeypatch):
+    """Of csh an MPI's launcher writes another command than of sh."""
+    shell = next(each for each in Path("/etc/shells").read_text().split() if "bash" in each)
+    monkeypatch.setattr(node_module.pwd, "getpwuid", lambda _: SimpleNamespace(pw_shell=shell))
+    assert node_module._shell() == shell
+
+
+def test_a_command_that_cannot_be_started_says_so(nodes, tmp_path, monkeypatch):
+    monkeypatch.setattr(node_module, "_shell", lambda: "/no/such/shell")
+    assert nodes(2).await_all(2, 60.0) == 2
+    why = f"{socket.gethostname()} cannot run it: [Errno 2] No such file or directory: '/no/such/shell'"
+    assert ran(tmp_path, ["n1"], "/bin/true")["n1"].what == f"it did not run the command: {why}"
+
+
+@pytest.mark.parametrize("thread", ["_start", "_feed"])
+def test_a_node_that_can_start_no_thread_says_so_and_stays(thread, nodes, tmp_path, monkeypatch):
+    assert nodes(2).await_all(2, 60.0) == 2
+    start = threading.Thread.start
+
+    def refuse(each):
+        if each._target and each._target.__module__ == node_module.__name__ and each._target.__name__ == thread:
+            raise RuntimeError("can't start new thread")
+        start(each)
+
+    with monkeypatch.context() as crowded:
+        crowded.setattr(threading.Thread, "start", refuse)
+        problem = ran(tmp_path, ["n1"], "/bin/true")["n1"]
+    assert "cannot run it: can't start new thread" in problem.what
+    assert ran(tmp_path, ["n1"], "/bin/echo", "again") == {"n1": "again\n"}
 
 
 def test_the_head_stays_until_its_nodes_have_gone(nodes):
