@@ -43,6 +43,7 @@ from .arguments import (
     parse_ranks,
 )
 from .config import resolve as config
+from .elastic import most_ranks
 from .engines.detect import by_srun, detect
 from .errors import LauncherError, MachineError, UsageError
 from .forward import leave_outer_job, withheld
@@ -160,7 +161,7 @@ def _growth(request: Request) -> Growth:
     """Return what there is to know of the job's hosts while it runs."""
     elastic = request.job.elastic
     blacklist = Blacklist(elastic.cooldown_s if elastic else None)
-    most = elastic.max_np + elastic.spares if elastic and elastic.max_np else request.np or sys.maxsize
+    most = most_ranks(elastic, request.np) or sys.maxsize
 
     def named() -> Sequence[Host]:
         found = request.find_hosts()

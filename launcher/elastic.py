@@ -111,6 +111,11 @@ def _stall_abort_s(environ: Mapping[str, str]) -> float | None:
         return None
 
 
+def most_ranks(elastic: Elastic | None, np: int | None) -> int | None:
+    """Return how many ranks a job may have, spares included, for which `np` were asked; None: as many as slots."""
+    return elastic.max_np + elastic.spares if elastic and elastic.max_np else np
+
+
 def with_size(elastic: Elastic, np: int, size: int) -> Elastic:
     """Return what holds for `size` ranks where `np`, and the spares, were asked for: there may be fewer spares."""
     return replace(elastic, spares=max(0, min(elastic.spares, size - np)))

@@ -3,6 +3,7 @@
 import contextlib
 import os
 import queue
+import sys
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from functools import partial
@@ -47,9 +48,8 @@ def run_job(
     reallocate: the job on the hosts that answer now, see restarts.py; by default they are those that it had.
     growth:     of an elastic job whose hosts may come and go.
     """
-    most = max(job.size, (job.elastic.max_np or 0) + job.elastic.spares) if job.elastic else job.size
-    own = most * (1 if job.output_directory is None else 3) + _OWN_FILES
-    asked = job = replace(job, open_files=raise_open_files(own + most * _MPIRUNS_FILES, own))
+    growth = growth or Growth(tuple, Blacklist(None), job.size)
+    asked = job = replace(job, open_files=_raise_open_files(job, job.size))
     if job.elastic and (job.restarts or job.elastic.takes_hosts):
         job = replace(job, commits_folder=kept_commits.prepared(kept_commits.new_name()))
     signals = SignalRelay()
@@ -59,7 +59,8 @@ def run_job(
         stack.callback(signals.end)
         files = None
         if job.output_directory is not None:  # one set for all attempts, so that each goes on where the last has ended
-            files = stack.enter_context(contextlib.closing(OutputFiles(job.output_directory, most)))
+            most = growth.most if growth.most < sys.maxsize else 0
+            files = stack.enter_context(contextlib.closing(OutputFiles(job.output_directory, job.size, most)))
         display = Display(job.shown, fold=job.fold, time=job.timestamps)
         output = Output(job.size, os.environ, display=display, files=files)
 
@@ -75,12 +76,13 @@ def run_job(
             say(text)
             collector.note("elastic", text.removeprefix("ringrun: "))
 
-        growth = growth or Growth(tuple, Blacklist(None), job.size)
         hosts = _Hosts(growth, lambda in_use: reallocate(asked, in_use), say)
 
         def attempt(job: Job, deadline_s: float | None) -> Ending:
             names = {host.name for host, _ in job.hosts}
             kept_on.update(names)
+            if (more := job.size - asked.size) > 0:
+                _raise_open_files(job, more)
             output.begin(job.size)
             start = partial(_start_and_supervise, detected, job, deadline_s, output, signals, hosts, collector, metrics)
             ending = _run_once(start, job, say)
@@ -97,6 +99,13 @@ def run_job(
         if writer is not None:
             writer.finish(code)
         return _finish(output, signals, code)
+
+
+def _raise_open_files(job: Job, ranks: int) -> int:
+    """Raise ringrun's limit of open files for so many ranks more; return what it was. MachineError if that is not
+    allowed."""
+    own = ranks * (1 if job.output_directory is None else 3) + _OWN_FILES
+    return raise_open_files(own + ranks * _MPIRUNS_FILES, own)
 
 
 def _finish(output: Output, signals: SignalRelay, code: int) -> int:

@@ -103,7 +103,7 @@ class Output:
 
     def begin(self, size: int) -> None:
         """Show the lines of another job, of `size` ranks, from here on."""
-        self._keeper.put(lambda: None)  # its thread starts now, and not when there may be no more threads
+        self._keeper.put(partial(self._make_files, size))  # its thread starts now: later there may be no more threads
         self._writer.put(partial(self._begin, size))
 
     def _begin(self, size: int) -> None:
@@ -127,6 +127,11 @@ class Output:
     def keep(self, rank: int, name: StreamName, data: bytes, then: Work) -> None:
         """Put `data`, cut anywhere, in the files of `rank`, if there are any, and say so once when that fails."""
         self._writer.put(lambda: self._keeper.put(partial(self._keep, rank, name, data, then)))
+
+    def _make_files(self, size: int) -> None:
+        """Have files for all ranks, those that have come and write nothing, too."""
+        for rank in range(size):
+            self._keep(rank, "stdout", b"", lambda: None)
 
     def _keep(self, rank: int, name: StreamName, data: bytes, then: Work) -> None:
         if self._files and (complaint := self._files.write(rank, name, data)):

@@ -19,22 +19,24 @@ _NOT_THE_PATH = {*_FULL, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EIO}
 class OutputFiles:
     """The open files of all ranks. Files of an earlier run are overwritten.
 
+    size: how many ranks there are at first.
+    most: how many there may be, for the width of their numbers; 0: nobody knows.
+
     Raises: UsageError where the folder or a file cannot be made; MachineError if that is not because of its path.
     """
 
-    def __init__(self, directory: str, size: int) -> None:
+    def __init__(self, directory: str, size: int, most: int = 0) -> None:
         if not directory:
             raise UsageError("--output-filename '': expected a folder for the ranks' output")
+        self._directory = Path(directory)
+        self._width = len(str(max(size, most) - 1))
         self._files: dict[tuple[int, str], FileIO] = {}
+        self._is_closed = False
         self._lock = threading.Lock()
         self._has_complained = False
-        width = len(str(size - 1))
         try:
             for rank in range(size):
-                folder = Path(directory) / f"rank.{rank:0{width}}"
-                folder.mkdir(parents=True, exist_ok=True)
-                for stream in _STREAMS:
-                    self._files[rank, stream] = FileIO(folder / stream, "wb")
+                self._open(rank)
             try_to_write(self._files[0, "stdout"], directory)
         except OSError as error:
             self.close()
@@ -43,25 +45,41 @@ class OutputFiles:
     def write(self, rank: int, stream: str, data: bytes) -> str | None:
         """Keep `data`. The first time that a file cannot be written, return the line that says so; never raises.
 
-        That file ends there: it would otherwise hide a gap.
+        That file ends there: it would otherwise hide a gap. A rank that came later gets its files here.
         """
-        file = self._files[rank, stream]
         try:
-            _write_all(file, data)
+            self._open(rank)
+            _write_all(self._files[rank, stream], data)
         except ValueError:  # closed: the disk was full before, or the job is over
             return None
         except OSError as error:
-            file.close()
+            file = self._files.get((rank, stream))
+            if file:
+                file.close()
             with self._lock:
                 is_first, self._has_complained = not self._has_complained, True
             if is_first:
-                return f"{file.name} cannot be written any more: {error.strerror}; it ends here, the job goes on"
+                where = file.name if file else error.filename or self._directory
+                return f"{where} cannot be written any more: {error.strerror}; it ends here, the job goes on"
         return None
 
     def close(self) -> None:
         """Close all files."""
-        for file in self._files.values():
-            file.close()
+        with self._lock:
+            self._is_closed = True
+            for file in self._files.values():
+                file.close()
+
+    def _open(self, rank: int) -> None:
+        """Make the files of a rank that has none yet; OSError where that fails, ValueError once all are closed."""
+        with self._lock:
+            if self._is_closed:
+                raise ValueError
+            folder = self._directory / f"rank.{rank:0{self._width}}"
+            for stream in _STREAMS:
+                if (rank, stream) not in self._files:
+                    folder.mkdir(parents=True, exist_ok=True)
+                    self._files[rank, stream] = FileIO(folder / stream, "wb")
 
 
 def refusal(flag: str, directory: str, error: OSError) -> LauncherError:

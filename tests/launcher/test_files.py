@@ -29,6 +29,25 @@ def test_bytes_come_as_they_were_and_at_once(tmp_path):
     assert files.write(1, "stderr", b"too late") is None
 
 
+def test_a_rank_that_comes_later_gets_files_at_its_first_byte(tmp_path):
+    files = OutputFiles(str(tmp_path), 2, most=11)
+    assert files.write(10, "stderr", b"late") is None
+    files.close()
+    assert files.write(5, "stdout", b"too late") is None
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["rank.00", "rank.01", "rank.10"]
+    assert [(tmp_path / "rank.10" / each).read_bytes() for each in ("stdout", "stderr")] == [b"", b"late"]
+
+
+def test_a_rank_that_comes_later_and_can_have_no_file_is_told_of_once(tmp_path):
+    files = OutputFiles(str(tmp_path), 1)
+    (tmp_path / "rank.1").write_text("")
+    assert files.write(1, "stdout", b"x") == (
+        f"{tmp_path}/rank.1 cannot be written any more: File exists; it ends here, the job goes on"
+    )
+    assert files.write(1, "stdout", b"x") is None
+    files.close()
+
+
 def full(folder, rank):
     (folder / f"rank.{rank}").mkdir()
     for name in ("stdout", "stderr"):
