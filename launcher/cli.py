@@ -110,7 +110,7 @@ def parser(prog: str, usage: str, introduction: str) -> Parser:
     add(*timestamps, action="store_true", help="print the local time before each line")
     add("--output-filename", metavar="DIR", help="also keep all output, in DIR/rank.N/stdout and stderr")
     add("--report", metavar="DIR", help="write what steps wait for to DIR/report.html (ringrun report: again)")
-    add("--metrics-port", metavar="PORT", help="serve metrics to Prometheus at 127.0.0.1:PORT, or at ADDRESS:PORT")
+    add("--metrics-port", metavar="PORT", help="serve metrics at 127.0.0.1:PORT (ADDRESS:PORT: to all, no password)")
     add("--stdin", metavar="RANK", help="let this rank read stdin, even from a terminal (for a debugger)")
     add("--timeout", metavar="SECONDS", help="end the job when it takes longer, restarts included")
     add("--twice", metavar="N", help="run the first N steps twice, and say whose bits differ")

@@ -2,13 +2,18 @@
 
 import contextlib
 import ctypes
+import errno
 import os
 import resource
+import shutil
 import signal
+import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
+from typing import Any
 
 from .errors import MachineError
 from .text import format_spans
@@ -17,6 +22,44 @@ _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _LOOK_S = 0.01
 _PATIENCE_S = 2.0  # with what SIGTERM or SIGKILL is to end
+
+
+# what start_with_parent runs beside other threads, where a fork may run no Python
+_BEFORE_EXEC = """
+import ctypes, os, signal, sys
+parent, number, ignored, *argv = sys.argv[1:]
+ctypes.CDLL(None).prctl(1, int(number))
+if os.getppid() != int(parent):
+    os.kill(os.getpid(), signal.SIGKILL)
+for each in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores them
+    signal.signal(each, signal.SIG_DFL)
+for each in filter(None, ignored.split(",")):
+    signal.signal(int(each), signal.SIG_IGN)
+signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+os.execvp(argv[0], argv)
+"""
+
+
+def start_with_parent(
+    argv: Sequence[str], number: int, ignored: Collection[int] = (), **options: Any
+) -> "subprocess.Popen[bytes]":
+    """Start `argv`, which gets signal `number` when this thread ends, and ignores the signals `ignored`; SIGINT is not
+    blocked there. `options` are Popen's. OSError where it cannot be executed.
+    """
+
+    def arm() -> None:
+        for each in ignored:
+            signal.signal(each, signal.SIG_IGN)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+
+    if threading.active_count() == 1:
+        return subprocess.Popen(argv, preexec_fn=before_exec(die_with_parent(number), arm), **options)
+    path = (options.get("env") or os.environ).get("PATH", os.defpath)
+    if shutil.which(argv[0], path=path) is None:
+        number = errno.EACCES if os.path.exists(argv[0]) else errno.ENOENT
+        raise OSError(number, os.strerror(number), argv[0])
+    helper = [sys.executable, "-I", "-S", "-c", _BEFORE_EXEC, str(os.getpid()), str(int(number))]
+    return subprocess.Popen([*helper, ",".join(map(str, map(int, ignored))), *argv], **options)
 
 
 def die_with_parent(number: int) -> Callable[[], None]:

@@ -31,7 +31,7 @@ from ringrun.connection.queued import QueuedLink
 from ringrun.connection.wire import Address, Hello, Input, Message, Output
 from ringrun.errors import LauncherError
 from ringrun.network import own_addresses, parse_interfaces
-from ringrun.processes import die_with_parent
+from ringrun.processes import start_with_parent
 from ringrun.text import numbered
 
 __all__ = ["run"]
@@ -208,14 +208,14 @@ def _finish(command: Sequence[str], environment: Mapping[str, str]) -> tuple[int
     """
     out, errors = _Printer("stdout"), _Report("stderr")
     is_interrupted = False
-    process = subprocess.Popen(
+    process = start_with_parent(
         command,
+        signal.SIGTERM,
         env=environment,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         start_new_session=True,  # a terminal's Ctrl-C reaches this process alone
-        preexec_fn=die_with_parent(signal.SIGTERM),
     )
     try:
         with process, selectors.DefaultSelector() as selector:

@@ -11,6 +11,7 @@ and what was expected there.
 
 from .assign import Found, assign, may_get_ranks, named_hosts, place_ranks
 from .host import MAX_SLOTS, Host, is_here
+from .hostfile import stop_discovery
 from .nodelist import fold_names
 
 __all__ = [
@@ -23,4 +24,5 @@ __all__ = [
     "may_get_ranks",
     "named_hosts",
     "place_ranks",
+    "stop_discovery",
 ]

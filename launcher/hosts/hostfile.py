@@ -10,12 +10,15 @@ it is refused with the place where it belongs, and never passed over.
 """
 
 import re
+import signal
 import subprocess
 from collections.abc import Sequence
 from difflib import get_close_matches
 from pathlib import Path
+from typing import Any
 
 from ..errors import UsageError
+from ..processes import signal_group, start_with_parent
 from ..text import quoted
 from .host import Host, merge, parse_host, parse_slots
 
@@ -34,6 +37,7 @@ _REFUSED = {
 _LINE_END = re.compile(r"\r\n?|\n")
 _AROUND_EQUALS = re.compile(" ?= ?")  # Open MPI allows `slots = 4`
 _TIMEOUT_S = 30.0  # of a program that prints hosts
+_running: set[int] = set()  # such programs, which lead their process groups
 _LAST_WORDS = 200
 _EXAMPLE = "a line for each host, as in 'h1 slots=4' or 'h1:4'"
 
@@ -62,9 +66,7 @@ def discover(script: Sequence[str]) -> list[Host]:
     """Return the hosts that `script`, the argv of --host-discovery-script, prints; UsageError where that fails."""
     where = f"--host-discovery-script {' '.join(script)}"
     try:
-        done = subprocess.run(
-            script, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace", timeout=_TIMEOUT_S
-        )
+        done = _run(script)
     except subprocess.TimeoutExpired:
         raise UsageError(f"{where}: it did not end within {_TIMEOUT_S:g} s") from None
     except (OSError, ValueError) as error:
@@ -79,6 +81,27 @@ def discover(script: Sequence[str]) -> list[Host]:
         return parse_hostfile(done.stdout, "its output")
     except UsageError as error:
         raise UsageError(f"{where}: {error}") from None
+
+
+def stop_discovery() -> None:
+    """End the scripts that `discover` runs in other threads, with all that they have started."""
+    for leader in _running.copy():
+        signal_group(leader, signal.SIGKILL)
+
+
+def _run(script: Sequence[str]) -> "subprocess.CompletedProcess[str]":
+    """Run a script to its end. One that takes too long is ended, and what it has started, which may hold its pipes."""
+    streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with start_with_parent(script, signal.SIGKILL, **streams, start_new_session=True) as process:
+        _running.add(process.pid)
+        try:
+            out, err = (data.decode(errors="replace") for data in process.communicate(timeout=_TIMEOUT_S))
+        except BaseException:
+            signal_group(process.pid, signal.SIGKILL)
+            raise
+        finally:
+            _running.discard(process.pid)
+    return subprocess.CompletedProcess(list(script), process.returncode, out, err)
 
 
 def parse_hostfile(text: str, source: str) -> list[Host]:

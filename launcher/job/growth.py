@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from ..elastic import LONGEST_COOLDOWN_S
 from ..errors import LauncherError
-from ..hosts import Host, is_here
+from ..hosts import Host, is_here, stop_discovery
 from .events import Events, HostsCame
 from .plan import Job
 
@@ -117,8 +117,9 @@ class HostWatch:
         self._thread.start()
 
     def close(self) -> None:
-        """Look no more."""
+        """Look no more; what looks just now is ended."""
         self._ended.set()
+        stop_discovery()
 
     def _watch(self) -> None:
         while not self._ended.is_set():
@@ -132,7 +133,7 @@ class HostWatch:
             if has and has.ranks < self._growth.most and _not_used(named, has) and self._is_due((named, has)):
                 self._ask(named, has)
         except LauncherError as error:
-            if str(error) != self._complaint:
+            if str(error) != self._complaint and not self._ended.is_set():
                 self._say(f"ringrun: warning: hosts stay as they are: {error}")
             self._complaint = str(error)
 

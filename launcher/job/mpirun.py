@@ -8,7 +8,7 @@ import threading
 from collections.abc import Mapping, Sequence
 
 from ..output.display import Output
-from ..processes import before_exec, die_with_parent, signal_group
+from ..processes import signal_group, start_with_parent
 from .events import Events, LauncherEnded
 from .shutdown import Step
 from .signals import FORWARDABLE
@@ -22,14 +22,15 @@ class MpiLauncher:
 
     def __init__(self, argv: Sequence[str], environment: Mapping[str, str], events: Events) -> None:
         self.name = os.path.basename(argv[0])
-        self._process = subprocess.Popen(
+        self._process = start_with_parent(
             argv,
+            signal.SIGTERM,
+            ignored=FORWARDABLE,  # they are for ranks, if they are sent to all of a job: hydra ends by SIGUSR2
             env=environment,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             start_new_session=True,  # so that Ctrl-C reaches ringrun alone
-            preexec_fn=before_exec(die_with_parent(signal.SIGTERM), _ignore),
         )
         self._events = events
         self._lines: collections.deque[str] = collections.deque(maxlen=_TAIL_LINES)
@@ -71,9 +72,3 @@ class MpiLauncher:
         self.code = code if code >= 0 else 128 - code
         self._threads[0].join(_LAST_WORDS_S)  # what it wrote says why it ended
         self._events.put(LauncherEnded())
-
-
-def _ignore() -> None:
-    """Ignore signals that are for ranks, if they are sent to all of a job: hydra ends by SIGUSR2."""
-    for number in FORWARDABLE:
-        signal.signal(number, signal.SIG_IGN)

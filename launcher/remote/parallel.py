@@ -1,6 +1,6 @@
 """Runs many child processes at once, from one thread, and keeps what each writes until its end or a time limit.
 
-No threads: a fork next to them is not safe, and Ctrl-C must end the children (`finally`).
+No threads, since Ctrl-C must end the children (`finally`).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import IO
 
-from ..processes import before_exec, die_with_parent, signal_group
+from ..processes import signal_group, start_with_parent
 
 AT_ONCE = 256
 """Child processes at the same time: with three pipes each they stay below the usual limit of 1024 open files."""
@@ -113,10 +113,6 @@ def _started(
         yield child
 
 
-def _unblock_interrupt() -> None:
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-
-
 class _Child:
     """A running process, and its three pipes."""
 
@@ -125,14 +121,14 @@ class _Child:
         self._selector = selector
         self._deadline_s = deadline_s
         self._unsent = memoryview(task.stdin)
-        self._process = subprocess.Popen(
+        self._process = start_with_parent(
             task.argv,
+            signal.SIGTERM,
             env=task.environment,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             start_new_session=True,  # Ctrl-C reaches ringrun alone, and no child asks at the terminal
-            preexec_fn=before_exec(_unblock_interrupt, die_with_parent(signal.SIGTERM)),
         )
         self._open: set[IO[bytes]] = set()
         for pipe in (self._process.stdin, self._process.stdout, self._process.stderr):

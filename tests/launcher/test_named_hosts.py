@@ -1,5 +1,6 @@
 """Hosts that are named, of which only this one gets ranks."""
 
+import queue
 import socket
 
 import pytest
@@ -7,8 +8,11 @@ import pytest
 from ringrun import cli
 from ringrun.doctor import command as doctor
 from ringrun.errors import UsageError
-from ringrun.hosts import Host, is_here, place_ranks
+from ringrun.hosts import Host, hostfile, is_here, place_ranks
+from ringrun.job.growth import Blacklist, Growth, HostWatch
+from ringrun.processes import state_of
 from tests.support.jobs import executable
+from tests.support.patience import patient, wait_until
 
 
 @pytest.mark.parametrize(
@@ -157,6 +161,34 @@ def test_a_program_that_finds_no_hosts_is_quoted(source, why, tmp_path):
     with pytest.raises(UsageError) as error:
         cli.parse(["--host-discovery-script", str(script), "true"])
     assert str(error.value) == f"--host-discovery-script {script}: {why}"
+
+
+def test_a_program_that_takes_too_long_is_ended_with_what_it_has_started(tmp_path, monkeypatch):
+    """Which else would hold its stdout, for whose end nobody waits."""
+    monkeypatch.setattr(hostfile, "_TIMEOUT_S", 0.5)
+    script = executable(tmp_path / "discover", f"#!/bin/sh\nsh -c 'echo $$ > {tmp_path}/pid; exec sleep 1000'\n")
+    with pytest.raises(UsageError, match=r"it did not end within 0\.5 s"):
+        cli.parse(["--host-discovery-script", str(script), "true"])
+    wait_until(lambda: is_gone(tmp_path / "pid"))
+
+
+def test_a_program_does_not_outlive_who_looks_for_hosts(tmp_path):
+    script = executable(tmp_path / "discover", f"#!/bin/sh\nsh -c 'echo $$ > {tmp_path}/pid; exec sleep 1000'\n")
+    said, events = [], queue.SimpleQueue()
+    growth = Growth(lambda: hostfile.discover([str(script)]), Blacklist(None), 9)
+    watch = HostWatch(growth, lambda _: None, lambda: None, events, said.append)
+    watch.start()
+    wait_until((tmp_path / "pid").exists)
+    wait_until((tmp_path / "pid").read_text)
+    watch.close()
+    wait_until(lambda: is_gone(tmp_path / "pid"))
+    watch._thread.join(patient(10))
+    assert not watch._thread.is_alive()
+    assert said == []
+
+
+def is_gone(file):
+    return state_of(int(file.read_text())) in "ZX"
 
 
 def test_one_source_of_hosts_is_enough(tmp_path):

@@ -4,8 +4,11 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 
-from ringrun.processes import before_exec, bind_to, in_session
+import pytest
+
+from ringrun.processes import before_exec, bind_to, in_session, start_with_parent
 
 ASK = [sys.executable, "-c", "import os; print(sorted(os.sched_getaffinity(0)))"]
 
@@ -21,6 +24,56 @@ def test_a_child_that_cannot_be_bound_says_so_and_runs():
     done = subprocess.run(ASK, preexec_fn=before_exec(bind_to({absent})), capture_output=True, text=True)
     assert done.stdout == f"{sorted(os.sched_getaffinity(0))}\n"
     assert done.stderr == f"ringrun: not bound to CPUs {absent}: Invalid argument\n"
+
+
+SIGNALS = """
+import ctypes, sys
+dies_by = ctypes.c_int()
+ctypes.CDLL(None).prctl(2, ctypes.byref(dies_by))
+masks = dict(line.split(":") for line in open("/proc/self/status") if line.startswith("Sig"))
+bits = {name: [n + 1 for n in range(31) if int(masks[name], 16) >> n & 1] for name in ("SigIgn", "SigBlk")}
+print(dies_by.value, bits, sys.argv[1:])
+"""
+
+
+@pytest.fixture(params=[1, 2], ids=["alone", "beside a thread"])
+def _threads(request, monkeypatch):
+    """A fork may run Python where no other thread may hold a lock; elsewhere there is a helper."""
+    monkeypatch.setattr(threading, "active_count", lambda: request.param)
+
+
+@pytest.mark.usefixtures("_threads")
+def test_a_child_ends_with_its_parent_ignores_what_it_should_and_hears_ctrl_c():
+    ignored = [signal.SIGUSR1, signal.SIGUSR2]
+    argv = [sys.executable, "-I", "-S", "-c", SIGNALS, "a b", "", "caf\udce9"]
+    plain = subprocess.run(argv, capture_output=True, text=True)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        with start_with_parent(argv, signal.SIGTERM, ignored, stdout=subprocess.PIPE, text=True) as child:
+            out, _ = child.communicate()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    assert plain.stdout.startswith("0 ")
+    both = sorted([*ignored, signal.SIGPIPE, signal.SIGXFSZ])  # the last two: Python's own
+    assert out == f"15 {{'SigIgn': {[int(each) for each in both]}, 'SigBlk': []}} ['a b', '', 'caf\\udce9']\n"
+
+
+@pytest.mark.usefixtures("_threads")
+def test_a_child_that_cannot_be_executed_is_told_at_once():
+    with pytest.raises(FileNotFoundError, match="no/such/program"):
+        start_with_parent(["/no/such/program"], signal.SIGTERM)
+    with pytest.raises(PermissionError, match=__file__):
+        start_with_parent([__file__], signal.SIGTERM)
+    with pytest.raises(FileNotFoundError, match="'sh'"):
+        start_with_parent(["sh"], signal.SIGTERM, env={"PATH": "/nowhere"})
+
+
+@pytest.mark.usefixtures("_threads")
+def test_a_child_whose_program_does_not_ignore_sigpipe_does_not():
+    show = ["sh", "-c", "grep SigIgn /proc/self/status"]
+    expected = subprocess.run(show, stdout=subprocess.PIPE).stdout
+    with start_with_parent(show, signal.SIGTERM, stdout=subprocess.PIPE) as child:
+        assert child.stdout.read() == expected
 
 
 def test_the_processes_of_a_session_are_found_and_no_others():
