@@ -54,7 +54,7 @@ from .job.restarts import Reallocate, on_hosts_that_answer
 from .job.signals import FORWARDABLE, survive
 from .preflight import Preflight, check_job
 from .preflight.probe import both_mpi_wheels
-from .processes import open_standard_streams
+from .processes import home, open_standard_streams
 from .request import Request, checked
 
 _WHERE = """\
@@ -298,6 +298,7 @@ def main() -> int:
     open_standard_streams()
     if isinstance(sys.stdout, io.TextIOWrapper):  # names that are not UTF-8 are printed, too, as on stderr
         sys.stdout.reconfigure(errors="backslashreplace")
+    os.environ.setdefault("HOME", home())
     for name in leave_outer_job(os.environ):
         say(f"ringrun: {name} is ignored: ringrun sets it itself")
     try:

@@ -4,6 +4,7 @@ import contextlib
 import ctypes
 import errno
 import os
+import pwd
 import resource
 import shutil
 import signal
@@ -83,6 +84,14 @@ def open_standard_streams() -> None:
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:  # the lowest that is free
         os.set_inheritable(descriptor, True)
     os.close(descriptor)
+
+
+def home() -> str:
+    """Return this user's home by the system's table, for who has no HOME, as a service has none: Open MPI needs one."""
+    try:
+        return pwd.getpwuid(os.getuid()).pw_dir
+    except KeyError:  # a container's user need not have a name
+        return "/"
 
 
 def adopt_orphans() -> None:

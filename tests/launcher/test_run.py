@@ -2,6 +2,7 @@
 
 import json
 import os
+import pwd
 import socket
 import sys
 import zlib
@@ -64,6 +65,15 @@ def test_the_environment_of_each_rank(size, ringrun, script):
             "RINGRUN_AUTHKEY": None,
             "MINE": "kept",
         }
+
+
+@pytest.mark.parametrize("variables", [{"HOME": None}, {"HOME": None, "PATH": None, "USER": None, "LANG": None}])
+def test_a_service_s_few_variables_are_enough(variables, ringrun, script):
+    """As systemd and `env -i` leave them; Open MPI needs HOME."""
+    source = "import os; from mpi4py import MPI; print(MPI.COMM_WORLD.size, os.environ['HOME'])"
+    done = ringrun("-np", 2, *script(source), env=variables, returncode=0)
+    home = pwd.getpwuid(os.getuid()).pw_dir
+    assert sorted(done.stdout.splitlines()) == [f"[0] 2 {home}", f"[1] 2 {home}"]
 
 
 def test_the_ranks_are_one_mpi_job(ringrun, script):
