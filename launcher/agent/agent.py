@@ -21,7 +21,7 @@ import sys
 import termios
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
@@ -34,8 +34,8 @@ from ..engines import DAEMONS, ENGINES
 from ..environment import Place, Settings, error_file, rank_environment
 from ..errors import MachineError
 from ..folders import make_private_folder
-from ..machine.placement import Share, describe, place
-from ..machine.topology import read_topology, usable_cpus
+from ..machine.placement import Share, describe, place, threads_of
+from ..machine.topology import Topology, read_topology
 from ..text import counted
 from . import kept_commits
 from .death_notice import await_death
@@ -118,9 +118,10 @@ class Agent:
 
     def _start(self, setup: wire.Setup) -> "subprocess.Popen[bytes]":
         os.chdir(setup.folder)
-        share = self._share({**os.environ, **setup.variables})
+        topology = read_topology({**os.environ, **setup.variables})
+        share = self._share(topology)
         binds, masks = self._settings.bind, self._settings.mask_gpus
-        threads = len(share.cores) if binds else max(1, len(usable_cpus()) // self._place.local_size)
+        threads = threads_of(share, topology, self._place.local_size, bound=binds)
         only_gpu = share.gpu.name if masks and share.gpu else None
         self._device = f"GPU {share.gpu.name}" if share.gpu else ""
         placed_gpu = share.gpu.bus_id if share.gpu else ""
@@ -144,9 +145,8 @@ class Agent:
             ),
         )
 
-    def _share(self, environ: Mapping[str, str]) -> Share:
-        """Return what a rank with these variables gets of its host; the first rank there reports what all get."""
-        topology = read_topology(environ)
+    def _share(self, topology: Topology) -> Share:
+        """Return what the rank gets of its host; the first rank there reports what all get."""
         shares = place(topology, self._place.local_size)
         if self._place.local_rank == 0:
             for text in _notes(shares, self._place, self._settings, len(topology.gpus)):

@@ -12,8 +12,10 @@ import os
 import re
 import signal
 from collections.abc import Iterable, Iterator, Mapping
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import NamedTuple
+
+from ..machine.cgroups import cgroups_of
 
 _KILLED = re.compile(r"[Oo]ut of memory: Killed process (\d+) ")
 _COUNT = re.compile(r"^oom_kill (\d+)$", re.MULTILINE)
@@ -78,35 +80,10 @@ def _counters(proc: Path) -> Iterator[Counter]:
 
 
 def counters(groups: str, mounts: str) -> Iterator[Counter]:
-    """Yield the counters that /proc/PID/cgroup and /proc/PID/mounts lead to.
-
-    In a container without a cgroup namespace the name is the host's, and the mount shows the container's own: then the
-    nearest of the parents that exists is meant.
-    """
-    for line in groups.splitlines():
-        _, _, rest = line.partition(":")
-        controllers, _, name = rest.partition(":")
-        unified = line.startswith("0::")
-        if not unified and "memory" not in controllers.split(","):
-            continue
-        file = "memory.events" if unified else "memory.oom_control"
-        for top in _mounted(mounts, unified):
-            path = PurePosixPath(name or "/")
-            for parent in (path, *path.parents):
-                folder = top / str(parent).lstrip("/")
-                if (folder / file).exists():
-                    yield Counter(folder / file, name)
-                    break
-
-
-def _mounted(mounts: str, unified: bool) -> Iterator[Path]:
-    for line in mounts.splitlines():
-        fields = line.split(" ")
-        if len(fields) < 4:
-            continue
-        path, kind, options = fields[1:4]
-        if kind == ("cgroup2" if unified else "cgroup") and (unified or "memory" in options.split(",")):
-            yield Path(path.replace("\\040", " "))
+    """Yield the counters that /proc/PID/cgroup and /proc/PID/mounts lead to."""
+    for name, is_unified, folders in cgroups_of(groups, mounts, "memory"):
+        files = [folder / ("memory.events" if is_unified else "memory.oom_control") for folder in folders]
+        yield from (Counter(file, name) for file in [file for file in files if file.exists()][:1])
 
 
 def _count(counter: Counter) -> int | None:

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from ..text import counted, numbered
+from .cpus import limited
 from .topology import Core, Gpu, Topology
 
 _SHOWN = 8
@@ -38,8 +39,14 @@ class Share(NamedTuple):
 
 
 def automatic_size(topology: Topology) -> int:
-    """Return how many ranks a host runs if nobody says: one per GPU, else one per physical core."""
-    return len(topology.gpus) or len(topology.cores)
+    """Return how many ranks a host runs if nobody says: one per GPU, else one per physical core that has its time."""
+    return len(topology.gpus) or limited(len(topology.cores), topology.quota)
+
+
+def threads_of(share: Share, topology: Topology, local_size: int, *, bound: bool) -> int:
+    """Return for how many threads one of `local_size` ranks has cores: those of its `share` if it is bound to them."""
+    cpus = sum(len(core.cpus) for core in topology.cores)
+    return limited(len(share.cores) if bound else cpus // local_size, topology.quota / local_size)
 
 
 def place(topology: Topology, local_size: int) -> list[Share]:

@@ -6,11 +6,14 @@ stands in placement.py.
 """
 
 import contextlib
+import math
 import os
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
+
+from .cpus import cpu_quota, usable_cpus
 
 VISIBLE_VARIABLE = "CUDA_VISIBLE_DEVICES"
 ORDER_VARIABLE, BY_ADDRESS = "CUDA_DEVICE_ORDER", "PCI_BUS_ID"
@@ -39,10 +42,12 @@ class Gpu(NamedTuple):
 
 
 class Topology(NamedTuple):
-    """The usable cores, by node and number (never none), and the visible GPUs, in CUDA's order."""
+    """The usable cores, by node and number (never none), the visible GPUs, in CUDA's order, and a limit of CPU time."""
 
     cores: tuple[Core, ...]
     gpus: tuple[Gpu, ...] = ()
+    quota: float = math.inf
+    """How many CPUs' time there is on these cores; infinite without a limit."""
 
 
 class _Device(NamedTuple):
@@ -51,11 +56,6 @@ class _Device(NamedTuple):
     uuid: str  # empty if unknown
     near: frozenset[int]
     bus_id: str
-
-
-def usable_cpus() -> frozenset[int]:
-    """Return the CPUs that this process may run on: its affinity, of which a container's share is a part."""
-    return frozenset(os.sched_getaffinity(0))
 
 
 def read_topology(
@@ -69,7 +69,7 @@ def read_topology(
     nodes = _read_nodes(root, cpus)
     devices = _read_devices(root, cpus, nodes)
     gpus = _visible(devices, environ.get(VISIBLE_VARIABLE), by_address=environ.get(ORDER_VARIABLE) == BY_ADDRESS)
-    return Topology(_read_cores(root, cpus, nodes), gpus)
+    return Topology(_read_cores(root, cpus, nodes), gpus, cpu_quota(root))
 
 
 def installed_cupy() -> str:

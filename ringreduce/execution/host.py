@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import os
 import weakref
 from collections.abc import Container, Sequence
 from typing import Any, NamedTuple
@@ -29,6 +28,7 @@ from ringreduce.transport.window import (
     flags_at,
 )
 from ringreduce.world import World
+from ringrun.machine.cpus import usable_count
 
 
 class Resources(NamedTuple):
@@ -68,7 +68,7 @@ class Host:
         self.links = links or Links()
         self.window = window
         self.constants = constants or Constants.parse(settings.costs)
-        self.cores = cores or len(os.sched_getaffinity(0))  # how many cores this host's ranks may use together
+        self.cores = cores or usable_count()  # how many cores this host's ranks may use together
         self.settings = settings
         self.reducers: weakref.WeakSet[Any] = weakref.WeakSet()  # of the rank's optimizers; `no_overlap` says why not
         self._transport = transport

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,6 +16,7 @@ from ringreduce.transport.blocks import shared_blocks
 from ringreduce.transport.message import MessageTransport
 from ringreduce.transport.window import FLAGS_BYTES, Window
 from ringreduce.world import World
+from ringrun.machine.cpus import cpu_quota, limited, usable_cpus
 
 
 def prepare_host(world: World, transport: MessageTransport, settings: Settings) -> Host:
@@ -41,7 +41,10 @@ def prepare_host(world: World, transport: MessageTransport, settings: Settings) 
 
 def host_cores(world: World) -> int:
     """How many cores this host's ranks may use together; a launcher may have bound each rank to some."""
-    return len(set().union(*world.gather_on_host(os.sched_getaffinity(0))))
+    found = world.gather_on_host((usable_cpus(), cpu_quota()))
+    cpus = set().union(*(each for each, _ in found))
+    cores: int = limited(len(cpus), max(quota for _, quota in found))
+    return cores
 
 
 def make_window(world: World, settings: Settings) -> tuple[Window | None, str]:

@@ -250,11 +250,10 @@ def test_a_death_is_reported_before_what_the_rank_wrote_is_read(tmp_path):
     ("rank", "local_rank", "ranks", "idle"), [(0, 0, 1, 7), (4, 0, 4, 4), (5, 1, 4, 0), (0, 0, 8, 0)]
 )
 def test_gpus_without_a_rank_are_named_once_on_each_host(rank, local_rank, ranks, idle, bind, tmp_path, monkeypatch):
-    monkeypatch.setattr(agent_module, "read_topology", lambda _: SimpleNamespace(gpus=range(8)))
     monkeypatch.setattr(agent_module, "place", lambda topology, size: [Share(())] * size)
     link, settings = ScriptedLink(), Settings(HEAD, "openmpi", str(tmp_path), bind=bind, verbose=True)
     agent = Agent(link, Place(rank, 8, local_rank, ranks), settings, daemon=0)
-    agent._share({})
+    agent._share(SimpleNamespace(gpus=range(8)))
     agent._rank_socket._socket.close()
     text = f"; {idle} of 8 GPUs idle: for a rank on each, raise -np, or Slurm's --ntasks-per-node"
     assert [text in sent.text for sent in link.sent] == [idle > 0] * (local_rank == 0 and (idle > 0 or bind))

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ringrun.machine.topology import Core, Gpu, Topology, parse_cpulist, read_topology, usable_cpus
+from ringrun.machine.cpus import usable_cpus
+from ringrun.machine.topology import Core, Gpu, Topology, parse_cpulist, read_topology
 from ringrun.text import format_spans
 from tests.launcher.fake_machines import FakeGpu, make_machine, two_sockets, write
 
