@@ -154,7 +154,9 @@ def _preflight(request: Request, command: Sequence[str]) -> Preflight | None:
 
 def _ask(request: Request, command: Sequence[str], hosts: Sequence[Host]) -> Preflight:
     program, job = (interpreter_of(command), command[0]), request.job
-    return check_job(hosts, *program, job.folder, reach=job.reach, interfaces=job.interfaces)
+    preflight = check_job(hosts, *program, job.folder, reach=job.reach, interfaces=job.interfaces)
+    job.machines.learn(preflight.machines)
+    return preflight
 
 
 def _growth(request: Request) -> Growth:
@@ -165,7 +167,7 @@ def _growth(request: Request) -> Growth:
 
     def named() -> Sequence[Host]:
         found = request.find_hosts()
-        return blacklist.without(found.hosts) if found else ()
+        return blacklist.without(request.job.machines.merged(found.hosts)) if found else ()
 
     return Growth(named, blacklist, most)
 
@@ -177,7 +179,7 @@ def _reallocation(request: Request, command: Sequence[str], growth: Growth) -> R
         asked = _ask(request, command, [Host(name) for name in names])
         return set(asked.answering) - {finding.host for finding in asked.errors}
 
-    return on_hosts_that_answer(growth.named, answering, growth.most)
+    return on_hosts_that_answer(growth.named, answering, growth.most, request.job.machines.merged)
 
 
 def say(text: str) -> None:
@@ -236,14 +238,19 @@ def run_job(request: Request) -> int:
         say(f"ringrun: warning: {both}; {cure}")
     if preflight is None and not request.options.dry_run:
         _require_folder(request)
-    size, hosts = place_ranks(request.found, request.np, preflight.automatic_size if preflight else None)
+    found, machines = request.found, request.job.machines
+    if found:
+        for notice in machines.notices(found.hosts):
+            say(f"ringrun: {notice}")
+        found = replace(found, hosts=machines.merged(found.hosts))
+    size, hosts = place_ranks(found, request.np, preflight.automatic_size if preflight else None)
     if request.job.elastic:
         elastic.check_size(request.job.elastic, size)
     if preflight:
         chosen = preflight.only([host.name for host, _ in hosts])
         say("\n".join([chosen.table(), *(f"ringrun: warning: {line}" for line in chosen.warning_lines())]))
         chosen.require_no_errors()
-    if hosts and request.found and request.found.in_slurm and request.options.launcher == "srun":
+    if hosts and found and found.in_slurm and request.options.launcher == "srun":
         detected = by_srun(detected)
     job = replace(
         request.job,

@@ -4,6 +4,7 @@
     hostfile     a file, as Open MPI, MPICH, Horovod and PBS write it
     allocation   what a batch system has given to this job: Slurm (slurm, nodelist), LSF, PBS, Kubernetes' MPI Operator
     assign       the hosts of a job, and how many ranks each gets
+    machines     the machines behind their names
 
 Nothing here starts anything or asks another host. What cannot be understood is a UsageError that says where it stands
 and what was expected there.
@@ -12,12 +13,16 @@ and what was expected there.
 from .assign import Found, assign, may_get_ranks, named_hosts, place_ranks
 from .host import MAX_SLOTS, Host, is_here
 from .hostfile import stop_discovery
+from .machines import Interface, Machine, Machines
 from .nodelist import fold_names
 
 __all__ = [
     "MAX_SLOTS",
     "Found",
     "Host",
+    "Interface",
+    "Machine",
+    "Machines",
     "assign",
     "fold_names",
     "is_here",

@@ -17,7 +17,7 @@ from ..engines.detect import Detected
 from ..environment import AGENT_VARIABLES, Settings
 from ..errors import UsageError
 from ..forward import forwarded, withheld
-from ..hosts import Host, is_here
+from ..hosts import Host, Machines, is_here
 from ..network import LOST_AFTER_S
 from ..remote import OverSsh, Reach
 
@@ -131,6 +131,8 @@ class Job:
     """It reads it even where that is a terminal."""
     hosts: Sequence[tuple[Host, int]] = ()
     """The hosts, in the order of their ranks, and how many each gets; empty: all ranks are on this host."""
+    machines: Machines = field(default_factory=Machines)
+    """What is known of these hosts, and of those that come."""
     reach: Reach = field(default_factory=OverSsh)
     """How the other hosts are reached."""
     interfaces: Sequence[str] = ()

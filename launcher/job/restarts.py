@@ -144,12 +144,16 @@ def reallocated(
 
 
 def on_hosts_that_answer(
-    named: Callable[[], Sequence[Host]], answering: Callable[[Sequence[str]], Collection[str]], most: int
+    named: Callable[[], Sequence[Host]],
+    answering: Callable[[Sequence[str]], Collection[str]],
+    most: int,
+    merged: Callable[[Sequence[Host]], Sequence[Host]] = list,
 ) -> Reallocate:
     """Return a function that assigns the ranks again, to those of the hosts that are `named` now that answer.
 
     answering: is given the names of the hosts that are to be asked, perhaps this host's, too.
     most: how many ranks there may be, spares included.
+    merged: returns hosts that are one machine as one, by what `answering` has found.
     """
 
     def reallocate(job: Job, in_use: Collection[str]) -> Job | None:
@@ -159,7 +163,8 @@ def on_hosts_that_answer(
             return replace(job, size=min(most, slots)) if job.elastic and hosts else job
         before = {host.name: count for host, count in job.hosts}
         asked = [host.name for host in hosts if host.name not in in_use]
-        placed = reallocated(hosts, before, {*in_use, *answering(asked)}, most)
+        there = {*in_use, *answering(asked)}
+        placed = reallocated(merged(hosts), before, there, most)
         if not placed:
             return None
         is_remote = not all(is_here(host) for host, _ in placed)

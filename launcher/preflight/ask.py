@@ -7,8 +7,10 @@ import json
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from ipaddress import ip_interface
 from typing import Any
 
+from ..hosts import Interface, Machine
 from ..remote import Answer, Problem, Remote
 from . import probe
 
@@ -53,6 +55,7 @@ class Version:
 class Facts:
     """The answer of a host."""
 
+    machine: Machine
     python: str
     ringreduce: Version
     ringrun: Version
@@ -114,6 +117,10 @@ def read_answer(answer: Answer) -> Facts | Problem:
     )
 
 
+def _interface(name: str, is_running: bool, networks: Sequence[str]) -> Interface:
+    return Interface(name, bool(is_running), tuple(str(ip_interface(network)) for network in networks))
+
+
 def _facts(fields: dict[str, Any], arrived_s: float) -> Facts:
     # read there last of all, and so until its line was here: no connection, no start of a Python lies in between
     skew_s = float(fields.pop("clock_s")) - arrived_s
@@ -122,4 +129,7 @@ def _facts(fields: dict[str, Any], arrived_s: float) -> Facts:
         fields[name] = Version(
             part.get("version", part.get("location", "")), part.get("error", ""), part.get("digest", "")
         )
-    return Facts(**fields, clock_skew_s=skew_s)
+    (name, identity, interfaces, rdma), connection = fields.pop("machine"), fields.pop("connection")
+    of_machine = tuple(_interface(*each) for each in interfaces), tuple(rdma), connection.get("address", "")
+    not_connected = connection.get("error", "")
+    return Facts(Machine(name, identity, *of_machine), **fields, not_connected=not_connected, clock_skew_s=skew_s)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from ..errors import MachineError
 from ..folders import private_folder
-from ..hosts import Host
+from ..hosts import Host, Machine
 from ..network import own_addresses
 from ..remote import Problem, Reach, Remote
 from .ask import Facts, Question, ask
@@ -39,6 +39,11 @@ class Preflight:
     def answering(self) -> list[str]:
         """The hosts that have answered."""
         return [name for name, facts in self.answers.items() if isinstance(facts, Facts)]
+
+    @property
+    def machines(self) -> dict[str, Machine]:
+        """Those behind the names of the hosts that have answered."""
+        return {name: facts.machine for name, facts in self.answers.items() if isinstance(facts, Facts)}
 
     def only(self, names: Collection[str]) -> Preflight:
         """Return it as if only this host and those of `names` had been asked."""
@@ -120,7 +125,8 @@ def check_job(
         addresses: list[tuple[str, int]] = []
         if others := [host.name for host in hosts if not remote.is_here(host.name)]:
             port = stack.enter_context(_listener()).getsockname()[1]
-            addresses = [(address, port) for address in own_addresses(others, interfaces)]
+            found = sorted(own_addresses(others, interfaces), key=lambda address: ":" in address)  # MPICH needs IPv4
+            addresses = [(address, port) for address in found]
         return check(hosts, remote, python, command, folder, addresses=addresses, timeout_s=reach.timeout_s)
 
 

@@ -6,7 +6,9 @@ It prints one line of JSON on stdout, last of all. MPI is loaded, not initialise
 
 from __future__ import annotations
 
+import array
 import contextlib
+import fcntl
 import glob
 import hashlib
 import importlib
@@ -17,6 +19,7 @@ import re
 import shutil
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import tempfile
@@ -26,6 +29,11 @@ MARK = "ringrun-probe"
 """The key of the answer, which distinguishes it from other lines on stdout."""
 
 _AGENT_TIMEOUT_S = 30
+
+_SIOCGIFCONF, _SIOCGIFFLAGS, _SIOCGIFNETMASK = 0x8912, 0x8913, 0x891B
+_IFREQ_BYTES, _MOST_ADDRESSES = 40, 4096
+_IFF_LOOPBACK, _IFF_RUNNING = 0x8, 0x40
+_RDMA_PORTS = "/sys/class/infiniband/*/ports/*"
 
 
 def main() -> None:
@@ -42,6 +50,7 @@ def describe(request: dict) -> dict:  # type: ignore[type-arg] # plain JSON, of 
     """Return what this host has, as JSON; `request` is what ask.py says."""
     gpus, ranks, cupy = _slots()
     return {
+        "machine": _machine(),
         "python": "{}.{}.{}".format(*sys.version_info[:3]),
         "ringreduce": _ringreduce(),
         "ringrun": _agent(request["agent_python"]),
@@ -56,8 +65,67 @@ def describe(request: dict) -> dict:  # type: ignore[type-arg] # plain JSON, of 
         "missing_directory": not os.path.isdir(request["directory"]),
         "bad_programs": {path: why for path in request["programs"] for why in [_why_not_executable(path)] if why},
         "no_temporary_file": _write_temporary_file(),
-        "not_connected": _connect_to_one(request["addresses"]),
+        "connection": _connect_to_one(request["addresses"]),
     }
+
+
+def _machine() -> list:  # type: ignore[type-arg]
+    """Return what Machine in hosts/machines.py says: name, identity, interfaces, RDMA devices."""
+    identity = ""
+    with contextlib.suppress(OSError), open("/proc/sys/kernel/random/boot_id") as file:
+        root, boot = os.stat("/"), file.read().strip()
+        namespaces = [os.readlink("/proc/self/ns/" + kind) for kind in ("net", "pid", "ipc")]
+        identity = " ".join([boot, f"{root.st_dev}:{root.st_ino}", *namespaces])
+    rdma = sorted(path.split("/")[4] + ":" + path.split("/")[-1] for path in glob.glob(_RDMA_PORTS))
+    return [socket.gethostname(), identity, _interfaces(), rdma]
+
+
+def _interfaces() -> list[list]:  # type: ignore[type-arg]
+    """Return name, whether it is running, and networks of each interface but the loopback."""
+    found: dict[str, list] = {}  # type: ignore[type-arg]
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+        for name, flags in [(name, _flags(sock, name)) for _, name in socket.if_nameindex()]:
+            if not flags & _IFF_LOOPBACK:
+                found[name] = [name, bool(flags & _IFF_RUNNING), []]
+        for name, network in [*_ipv4_networks(sock), *_ipv6_networks()]:
+            if name in found:
+                found[name][2].append(network)
+    return list(found.values())
+
+
+def _flags(sock: socket.socket, name: str) -> int:
+    try:
+        request = struct.pack("40s", name.encode())
+        return int(struct.unpack_from("H", fcntl.ioctl(sock, _SIOCGIFFLAGS, request), 16)[0])
+    except OSError:  # it has just gone
+        return _IFF_LOOPBACK
+
+
+def _ipv4_networks(sock: socket.socket) -> list[tuple[str, str]]:
+    """Return each address, with its prefix, behind its interface's name."""
+    room = array.array("B", bytes(_IFREQ_BYTES * _MOST_ADDRESSES))
+    request = struct.pack("iP", len(room), room.buffer_info()[0])
+    (used,) = struct.unpack_from("i", fcntl.ioctl(sock, _SIOCGIFCONF, request))
+    found = []
+    for at in range(0, used, _IFREQ_BYTES):
+        entry = bytes(room[at : at + _IFREQ_BYTES])
+        with contextlib.suppress(OSError):  # it has just gone
+            mask = fcntl.ioctl(sock, _SIOCGIFNETMASK, entry)[20:24]
+            bits = bin(int.from_bytes(mask, "big")).count("1")
+            name = entry[:16].split(b"\0")[0].decode().partition(":")[0]  # eth0:1 is a second address of eth0
+            found.append((name, f"{socket.inet_ntoa(entry[20:24])}/{bits}"))
+    return found
+
+
+def _ipv6_networks() -> list[tuple[str, str]]:
+    """Return the same of IPv6, but for link-local addresses."""
+    found = []
+    with contextlib.suppress(OSError), open("/proc/net/if_inet6") as file:
+        for line in file:
+            digits, _, bits, scope, _, name = line.split()
+            if scope == "00":
+                found.append((name, f"{socket.inet_ntop(socket.AF_INET6, bytes.fromhex(digits))}/{int(bits, 16)}"))
+    return found
 
 
 def _version(module: str) -> dict[str, str]:
@@ -170,16 +238,16 @@ def _why_not_executable(path: str) -> str:
     return "" if os.access(path, os.X_OK) else "not executable"
 
 
-def _connect_to_one(addresses: list[list]) -> str:  # type: ignore[type-arg] # [host, port]
-    """Return nothing if one of the addresses takes a connection, or none is given; else why the last did not."""
+def _connect_to_one(addresses: list[list]) -> dict[str, str]:  # type: ignore[type-arg] # [host, port]
+    """Return the first of the addresses that takes a connection; if there is none why the last did not."""
     why = ""
     for host, port in addresses:
         try:
             socket.create_connection((host, port), timeout=5).close()
-            return ""
+            return {"address": host}
         except OSError as error:
             why = f"{host} port {port}: {_first_line(error)}"
-    return why
+    return {"error": why}
 
 
 def _first_line(error: BaseException) -> str:

@@ -210,6 +210,16 @@ class Hosts:
         left = {name: files for k, name in enumerate(self.names) if (files := self.left_behind(k))}
         assert not left, f"left behind: {left}"
 
+    def rename(self, own: Mapping[int, str], aliases: Mapping[int, Sequence[str]] | None = None) -> None:
+        """Let hosts call themselves otherwise than they are reached; or, too, be reached by other names."""
+        for k, name in own.items():
+            self.check(k, ["hostname", name])
+        table, known = self.files / "etc" / "hosts", self.home / ".ssh" / "known_hosts"
+        for k, names in (aliases or {}).items():
+            key = (self.files / self.names[k] / "host_key.pub").read_text()
+            table.write_text(f"{table.read_text()}{self.addresses[k]} {' '.join(names)}\n")
+            known.write_text(f"{known.read_text()}{','.join(names)} {key}")
+
     def link_down(self, k: int) -> None:
         """Pull host k's cable out of the switch: nobody is told, packets just vanish."""
         self._at_switch("link", "set", self.names[k], "down")

@@ -5,6 +5,7 @@ import importlib.util
 import json
 import os
 import socket
+import subprocess
 import sys
 import tempfile
 import time
@@ -17,10 +18,11 @@ from hypothesis import strategies as st
 
 import ringreduce
 from ringrun.errors import MachineError
-from ringrun.hosts import Host, fold_names
+from ringrun.hosts import Host, Machine, fold_names
 from ringrun.hosts.nodelist import expand_nodelist
 from ringrun.machine.placement import automatic_size
 from ringrun.machine.topology import read_topology
+from ringrun.network import own_addresses
 from ringrun.preflight import Facts, Preflight, check, probe
 from ringrun.preflight.ask import Question, Version, ask, read_answer
 from ringrun.preflight.findings import find, lines, short_mpi
@@ -31,6 +33,7 @@ from tests.support.jobs import executable
 OPEN_MPI = "Open MPI v5.0.11, package: Open MPI user@localhost Distribution, ident: 5.0.11, repo rev: v5.0.11rc1, Sep"
 MPICH = "MPICH Version:      5.0.2"
 GOOD = Facts(
+    machine=Machine("ip-10-0-0-1"),
     python="3.11.7",
     ringreduce=Version("0.1.0"),
     ringrun=Version("/venv/lib/ringrun"),
@@ -267,13 +270,46 @@ def test_what_this_host_tells(tmp_path):
     assert told.missing_directory
     assert told.bad_programs == {str(tmp_path / "file"): "not executable", str(tmp_path / "missing"): "missing"}
     assert told.not_connected == ""
+    assert told.machine.reached == "127.0.0.1"
     assert told.ranks == automatic_size(read_topology(os.environ))
     assert told.shm_bytes is None or told.shm_bytes >= 0
     assert abs(told.clock_skew_s) < 5.0
 
 
 def test_an_address_that_nobody_listens_at():
-    assert probe._connect_to_one([["127.0.0.1", 1]]) == "127.0.0.1 port 1: [Errno 111] Connection refused"
+    assert probe._connect_to_one([["127.0.0.1", 1]]) == {"error": "127.0.0.1 port 1: [Errno 111] Connection refused"}
+
+
+def test_a_host_says_which_machine_it_is_and_twice_the_same():
+    remote, question = Remote(Ssh(["ssh"], 50), 50), Question(sys.executable, "/")
+    one, two = (told.machine for told in ask(["localhost", "127.0.0.1"], remote, question, os.environ).values())
+    assert one.name == socket.gethostname()
+    assert one.proof == two.proof is not None
+    assert {each.name for each in one.interfaces} <= {name for _, name in socket.if_nameindex()} - {"lo"}
+    assert {*own_addresses([], ())} <= {*one.addresses}
+
+
+def test_interfaces_with_several_addresses_and_without(tmp_path):
+    """In a network of its own, where this may be done."""
+    if os.geteuid():
+        pytest.skip("networks are namespaces, and making one needs root")
+    commands = """
+        ip link add eth0 type veth peer name up0; ip link set up0 up
+        ip link add eth1 type veth peer name eth2; ip link add br0 type bridge
+        ip addr add 10.0.0.7/20 dev eth0; ip addr add 10.0.0.8/32 dev eth0 label eth0:1; ip link set eth0 up
+        ip addr add fd00::7/64 dev eth0 nodad; ip addr add 10.9.0.1 peer 10.9.0.2 dev eth1; ip link set eth1 up
+        ip link set lo up; ip addr add 10.5.5.5/32 dev lo
+    """
+    program = "from ringrun.preflight import probe; import json; print(json.dumps(probe._interfaces()))"
+    argv = ["unshare", "--net", "sh", "-c", f'{commands.strip()}; exec "$@"', "sh", sys.executable, "-c", program]
+    done = subprocess.run(argv, capture_output=True, text=True, check=True)
+    assert {each[0]: each[1:] for each in json.loads(done.stdout)} == {
+        "eth0": [True, ["10.0.0.7/20", "10.0.0.8/32", "fd00::7/64"]],
+        "up0": [True, []],
+        "eth1": [False, ["10.9.0.1/32"]],
+        "eth2": [False, []],
+        "br0": [False, []],
+    }
 
 
 def test_files_of_the_current_folder_are_not_imported(tmp_path, monkeypatch):
@@ -300,18 +336,25 @@ def test_what_is_missing_is_told(tmp_path, monkeypatch):
     assert info.value.exit_code == 3
 
 
-def clock(ahead_s):
-    fields = dataclasses.asdict(GOOD) | {"ringrun-probe": 1, "clock_s": 1000.0 + ahead_s}
+def read(**changes):
+    """What becomes of an answer with these changes."""
+    fields = dataclasses.asdict(GOOD) | {"ringrun-probe": 1, "machine": ["ip-10-0-0-1", "", [], []]}
+    fields["connection"] = {"error": fields.pop("not_connected")}
     del fields["clock_skew_s"]
     for name in ("ringreduce", "ringrun", "mpi4py", "numpy", "mpi"):
         fields[name] = {"version": fields[name]["text"]}
-    text = f"Welcome!\n{json.dumps(fields)}\n"
+    text = f"Welcome!\n{json.dumps(fields | changes)}\n"
     return read_answer(Answer("n2", text.encode(), "", 0, arrived_s=1000.0))
 
 
 @pytest.mark.parametrize("ahead_s", [0.0, 2.5, -2.5])
 def test_a_clock_is_compared_when_its_answer_comes(ahead_s):
-    assert clock(ahead_s) == facts(clock_skew_s=ahead_s)
+    assert read(clock_s=1000.0 + ahead_s) == facts(clock_skew_s=ahead_s)
+
+
+@pytest.mark.parametrize("machine", [["n2", "", [["eth0", True, ["10.0.0.7/33"]]], []], ["n2"], [7, 8, 9, 0], None])
+def test_a_machine_that_is_none_makes_no_facts(machine):
+    assert isinstance(read(machine=machine, clock_s=1000.0), Problem)
 
 
 json_values = st.recursive(
