@@ -81,7 +81,7 @@ class Agent:
         """Run the command that ringrun sends to its end, and stay until ringrun says so."""
         self._port = MasterPort(self._settings.master_port) if self._place.rank == 0 else None
         port = self._port.number if self._port else 0
-        self._send(wire.Hello(self._place.rank, self._place.size, socket.gethostname(), port))
+        self._send(wire.Hello(*self._place, socket.gethostname(), port))
         setup = self._await_setup()
         if self._place.local_rank == 0:
             kept_commits.sweep()

@@ -72,14 +72,16 @@ def native(text: str) -> str:
 
 
 class Hello(NamedTuple):
-    """An agent is there and waits for Setup.
+    """An agent is there and waits for Setup: of which rank, as the MPI's launcher says it, and on which host.
 
-    `port` is rank 0's alone: a TCP port of its host that is kept for it, 0 if the MASTER_PORT that the user has set
-    cannot be.
+    `host` is what the host calls itself. `port` is rank 0's alone: a TCP port of its host that is kept for it, 0 if the
+    MASTER_PORT that the user has set cannot be.
     """
 
     rank: int
     size: int
+    local_rank: int
+    local_size: int
     host: str
     port: int
 

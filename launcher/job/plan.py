@@ -146,11 +146,15 @@ class Job:
 
     def host_of(self, rank: int) -> str:
         """Return the name of the host that `rank` is to start on."""
+        return self.place_of(rank)[0]
+
+    def place_of(self, rank: int) -> tuple[str, int, int]:
+        """Return the same, its number there, and how many are there."""
         for host, count in self.hosts:
             if rank < count:
-                return host.name
+                return host.name, rank, count
             rank -= count
-        return socket.gethostname()
+        return socket.gethostname(), rank, self.size
 
 
 def aliases(job: Job) -> dict[str, str]:
@@ -168,7 +172,10 @@ def across(job: Job, inherited: Mapping[str, str], directory: str) -> Across | N
     own = [host.name for host, _ in job.hosts if ":" in host.name and host.name not in names_of]
     names_of |= dict.fromkeys(own, socket.gethostname())  # by which the MPI's launcher knows that no ssh is needed
     ranks = [(Host(names_of.get(host.name, host.name)), count) for host, count in job.hosts]
-    return Across(ranks, job.reach.rsh(directory), names, job.reach.address, job.interfaces, job.lost_after_s)
+    rsh, address = job.reach.rsh(directory), job.reach.address
+    if rsh and not address:
+        address = job.machines.address(host.name for host, _ in job.hosts if not is_here(host))
+    return Across(ranks, rsh, names, address, job.interfaces, job.lost_after_s)
 
 
 def job_command(detected: Detected, job: Job, beyond: Across | None, *, as_root: bool) -> list[str]:

@@ -23,6 +23,7 @@ from ..output.display import Output
 from ..output.lines import LineSplitter
 from ..report.outcome import APPLICATION_ABORT, RankEnd
 from .events import Aborted, Arrived, Deaf, Events, OutputClosed, RankDied, RankEnded, RankNotStarted, Refused, Reported
+from .misplaced import misplaced
 from .plan import Job
 
 _TAIL_LINES = 200
@@ -136,7 +137,9 @@ class Channel:
                 f"a process on host {hello.host} was started as rank {hello.rank} of {hello.size}, but this job has "
                 f"{self._job.size}: perhaps another MPI's launcher started it; see ringrun --verbose"
             )
-        return f"rank {hello.rank} was started twice, again on host {hello.host}" if hello.rank in self._links else ""
+        if hello.rank in self._links:
+            return f"rank {hello.rank} was started twice, again on host {hello.host}"
+        return misplaced(self._job, hello, os.environ)
 
 
 class _Agent:

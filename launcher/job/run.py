@@ -28,6 +28,7 @@ from . import plan, restarts
 from .control_socket import ControlSocket
 from .events import Events
 from .growth import Blacklist, Growth, HostWatch, InUse
+from .misplaced import require_own_names
 from .mpirun import MpiLauncher
 from .plan import Job
 from .ranks import Channel, RankSetup
@@ -164,6 +165,7 @@ def _start_and_supervise(
     collector: Collector,
     metrics: Metrics,
 ) -> Ending:
+    require_own_names(job, detected.engine)
     events: Events = queue.SimpleQueue()
     with private_folder() as directory:
         addresses = own_addresses([host.name for host, _ in job.hosts], job.interfaces) if job.hosts else ()

@@ -106,6 +106,7 @@ def test_open_mpi_across_hosts():
         *["--prtemca", "oob_tcp_keepalive_time", "7", "--prtemca", "oob_tcp_keepalive_intvl", "3"],
         *["--prtemca", "oob_tcp_keepalive_probes", "6"],
         *["--prtemca", "plm", "ssh", "--prtemca", "plm_ssh_agent", "ssh -F /p/ssh_config"],
+        *["--prtemca", "prte_keep_fqdn_hostnames", "1", "--pmixmca", "pmix_keep_fqdn_hostnames", "1"],
         *["-x", "RINGRUN_SETTINGS", "-x", "PYTHONPATH", "-H", "h1:3,h2:2", "-np", "5", "agent"],
     ]
     assert OpenMPI().across_environment(ACROSS) == {}
@@ -125,6 +126,8 @@ def test_open_mpi_4_has_other_names_for_it():
     settings = {argv[at + 1]: argv[at + 2] for at, word in enumerate(argv) if word == "--mca"}
     assert settings["plm_rsh_agent"] == "ssh -F /p/ssh_config"
     assert (settings["plm"], settings["oob_tcp_if_include"]) == ("rsh", "eth0")
+    assert settings["orte_keep_fqdn_hostnames"] == "1"
+    assert "--pmixmca" not in argv
     assert OpenMPI().across_environment(beyond) == {"OMPI_MCA_btl_tcp_if_include": "eth0"}
 
 
@@ -135,6 +138,12 @@ def test_mpich_across_hosts():
         *["-genvlist", "RINGRUN_SETTINGS,PYTHONPATH", "-hosts", "h1:3,h2:2", "-n", "5", "agent"],
     ]
     assert MPICH().across_environment(ACROSS) == {"HYDRA_LAUNCHER_EXTRA_ARGS": "-F /p/ssh_config"}
+    at = MPICH().command(HYDRA, 5, ["agent"], as_root=True, across=ACROSS._replace(address="10.0.0.9"))
+    assert at[at.index("-localhost") + 1] == "10.0.0.9"
+    with pytest.raises(
+        MachineError, match="MPICH's launcher knows IPv4 alone, and the other hosts reach this one at fd"
+    ):
+        MPICH().command(HYDRA, 5, ["agent"], as_root=True, across=ACROSS._replace(address="fd00::9"))
 
 
 def test_in_a_slurm_job_no_ssh_is_named():

@@ -1,11 +1,17 @@
-"""The machines behind the names of hosts: which are one, and which networks lead to others."""
+"""The machines behind the names of hosts: which are one, and which networks lead to others. Ranks that go astray."""
 
 import socket
+from dataclasses import replace
 
 import pytest
 
+from ringrun.connection.wire import Hello
+from ringrun.engines import MPICH, OpenMPI
+from ringrun.errors import MachineError
 from ringrun.hosts import Host, Interface, Machine, Machines
 from ringrun.hosts.host import parse_host_list
+from ringrun.job.misplaced import misplaced, require_own_names
+from ringrun.job.plan import Job
 
 
 def machine(number, name="", **changes):
@@ -131,3 +137,66 @@ def test_the_address_that_all_have_reached_is_this_host_s():
     )
     assert machines.address(["a", "b"]) == "10.0.0.9"
     assert machines.address(["a", "c"]) == machines.address(["a", "never-asked"]) == machines.address([]) == ""
+
+
+# where ranks are
+
+HOSTS = ((Host("node7"), 2), (Host("node8"), 1))
+JOB = Job(3, ["true"], hosts=HOSTS, machines=known(node7=machine(7), node8=machine(8)))
+ONE_HOST = Job(2, ["true"])
+CURE_NAME = "name each host as it calls itself, see `hostname` there"
+
+
+@pytest.mark.parametrize(
+    ("job", "hello", "why"),
+    [
+        (JOB, Hello(1, 3, 1, 2, "ip-10-0-0-7", 1), ""),
+        (JOB, Hello(2, 3, 0, 1, "ip-10-0-0-8", 1), ""),
+        (
+            JOB,
+            Hello(2, 3, 2, 3, "ip-10-0-0-7", 1),
+            f"rank 2 is to run on node8, which calls itself ip-10-0-0-8, but was started on ip-10-0-0-7; {CURE_NAME}",
+        ),
+        (
+            JOB,
+            Hello(1, 3, 0, 1, "ip-10-0-0-7", 1),
+            "rank 1 is to be local rank 1 of 2 on node7, but was started as local rank 0 of 1; "
+            "name each host once, with all its slots",
+        ),
+        (JOB, Hello(2, 3, 0, 2, "ip-10-0-0-8", 1), "rank 2 is to be local rank 0 of 1 on node8, but"),
+        (ONE_HOST, Hello(1, 2, 1, 2, socket.gethostname(), 1), ""),
+        (ONE_HOST, Hello(1, 2, 0, 1, "n9", 1), f"rank 1 is to run on {socket.gethostname()}, but was started on n9;"),
+        (
+            replace(JOB, machines=known(node7=machine(7, "node7"))),
+            Hello(0, 3, 0, 2, "n9", 1),
+            "rank 0 is to run on node7,",
+        ),
+        (replace(JOB, machines=Machines()), Hello(0, 3, 0, 2, "nobody-knows", 1), ""),
+        (replace(JOB, mpi_args=["--map-by", "node"]), Hello(1, 3, 0, 1, "ip-10-0-0-8", 1), ""),
+        (replace(JOB, mpi_args=["-v"]), Hello(1, 3, 0, 1, "ip-10-0-0-8", 1), "rank 1 is to run on node7, which"),
+    ],
+)
+def test_a_rank_that_is_not_where_it_is_to_be_is_told_with_both_places(job, hello, why):
+    found = misplaced(job, hello, {"PATH": "/bin", "OMPI_MCA_btl": "^ofi"})
+    assert found == why if not why or why.endswith(("there", "slots")) else found.startswith(why)
+
+
+@pytest.mark.parametrize(
+    "variable", ["PRTE_MCA_rmaps_default_mapping_policy", "OMPI_MCA_orte_default_hostfile", "SLURM_DISTRIBUTION"]
+)
+def test_what_else_places_ranks_is_named(variable):
+    found = misplaced(JOB, Hello(0, 3, 0, 1, "ip-10-0-0-8", 1), {variable: "x"})
+    assert found.endswith(f"but was started on ip-10-0-0-8; unset {variable}, which may have placed it")
+
+
+def test_hosts_that_call_themselves_the_same_are_refused_where_the_mpi_goes_by_that():
+    twins = replace(JOB, machines=known(node7=machine(7, "ubuntu"), node8=machine(8, "ubuntu")))
+    require_own_names(twins, MPICH())
+    require_own_names(JOB, OpenMPI())
+    require_own_names(replace(JOB, machines=Machines()), OpenMPI())
+    with pytest.raises(MachineError) as info:
+        require_own_names(twins, OpenMPI())
+    assert str(info.value) == (
+        "node7 and node8 both call themselves ubuntu, by which Open MPI tells hosts apart; "
+        "give each a name of its own, as with `hostnamectl set-hostname`, or use MPICH: pip install mpich"
+    )

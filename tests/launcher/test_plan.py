@@ -16,9 +16,9 @@ from ringrun.engines.detect import Detected
 from ringrun.environment import HOOK_DIRECTORY, Place, Settings, rank_environment
 from ringrun.errors import MachineError, UsageError
 from ringrun.folders import make_private_folder, private_folder
-from ringrun.hosts import Host
+from ringrun.hosts import Host, Interface, Machine, Machines
 from ringrun.job import plan
-from ringrun.remote import OverSsh
+from ringrun.remote import OverSlurm, OverSsh
 from ringrun.ssh import SshOptions
 from tests.support.jobs import executable
 
@@ -222,6 +222,26 @@ def test_only_names_of_variables_stand_on_the_command_line():
     assert argv[argv.index("plm_ssh_agent") + 1] == "ssh -F /tmp/private/ssh_config"
     assert argv[argv.index("prte_if_include") + 1] == "ib0,eth0"
     assert plan.across(ONE_HOST, {}, "/tmp/private") is None
+
+
+def known(name, number, **changes):
+    interfaces = [Interface("eth0", is_running=True, networks=(f"10.0.0.{number}/24",))]
+    docker = Interface("docker0", is_running=True, networks=("172.17.0.1/16",))
+    return Machine(name, f"boot {number}", (*interfaces, docker), reached="10.0.0.9")._replace(**changes)
+
+
+KNOWN = replace(
+    ABROAD, interfaces=(), machines=Machines({"h1": known("h1", 1), "fe80::1": known("h2", 2, rdma=("m:1",))})
+)
+
+
+def test_the_launcher_hears_of_the_address_that_others_have_reached():
+    assert plan.across(KNOWN, {}, "/tmp/private").address == "10.0.0.9"
+    assert plan.across(ABROAD, {}, "/tmp/private").address == "", "nobody has been asked"
+    in_slurm = replace(KNOWN, reach=OverSlurm(30.0))
+    assert plan.across(in_slurm, {}, "/tmp/private").address == "", "names are known there"
+    own = replace(KNOWN, hosts=[(Host("localhost"), 1), *KNOWN.hosts])
+    assert plan.across(own, {}, "/tmp/private").address == "10.0.0.9", "nobody asks this host whether it reaches itself"
 
 
 def test_other_hosts_get_what_may_leave_this_one():

@@ -4,6 +4,7 @@ import os
 import queue
 import resource
 import select
+import socket
 import threading
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -17,6 +18,7 @@ from ringrun.connection.listener import Listener
 from ringrun.connection.wire import Answer, Died, Ended, Hello, Note, Setup, Started, Taken
 from ringrun.connection.wire import Output as Says
 from ringrun.errors import MachineError
+from ringrun.hosts import Host, Machine, Machines
 from ringrun.job.events import Arrived, Deaf, RankDied, RankEnded, Refused, Reported
 from ringrun.job.plan import Job
 from ringrun.job.ranks import Channel, RankSetup
@@ -26,6 +28,13 @@ from tests.support.patience import patient, wait_until
 
 Come = Callable[[Hello], Link]
 SIZE = 4
+NAMES = [f"h{rank}" for rank in range(SIZE)]
+JOB = Job(
+    SIZE,
+    ["true"],
+    hosts=[(Host(name), 1) for name in NAMES],
+    machines=Machines({name: Machine(name) for name in NAMES}),
+)
 
 
 @pytest.fixture
@@ -37,7 +46,7 @@ def events():
 def channel(tmp_path, events):
     listener = Listener(str(tmp_path), ["127.0.0.1"], SIZE)
     setup = RankSetup(folder="/work", local={"A": "b"})
-    made = Channel(listener, Job(SIZE, ["true"]), setup, Output(SIZE, {}), events)
+    made = Channel(listener, JOB, setup, Output(SIZE, {}), events)
     made.start()
     links = []
 
@@ -54,8 +63,8 @@ def channel(tmp_path, events):
         link.close()
 
 
-def hello(rank, size=SIZE):
-    return Hello(rank, size, f"h{rank}", 2345)
+def hello(rank, size=SIZE, host=""):
+    return Hello(rank, size, 0, 1, host or f"h{rank}", 2345)
 
 
 NO_MESSAGE = "a message that ringrun does not understand: b"
@@ -96,6 +105,7 @@ def test_what_no_agent_sends_is_the_end_of_that_rank_and_says_why(channel, event
             hello(1, size=1),
             "a process on host h1 was started as rank 1 of 1, but this job has 4: perhaps another MPI's",
         ),
+        (hello(1, host="h2"), "rank 1 is to run on h1, but was started on h2; name each host as it calls itself"),
         (Note("no greeting"), "an agent begins with Note"),
         (None, "an agent begins with what it has not sent: message 0 of this connection was changed"),
     ],
@@ -121,7 +131,7 @@ def test_all_but_output_is_heard_while_nobody_reads_what_ranks_print(tmp_path, e
     channel = Channel(listener, Job(1, ["true"]), RankSetup(), output, events)
     channel.start()
     agent = connect(listener.address, listener.authkey)
-    agent.send(hello(0, 1))
+    agent.send(hello(0, 1, socket.gethostname()))
     lines = [b"%06d" % number + b"x" * 65000 for number in range(20)]
     for line in lines:
         agent.send(Says("stdout", line + b"\n"))

@@ -1,0 +1,58 @@
+"""Whether a rank is where the plan says, by what its agent says; and plans that an MPI cannot keep.
+
+An MPI's launcher has a view of names, slots and settings of its own. Where it differs from ringrun's, ranks would run
+elsewhere, or use another's cores and GPU. So each agent is compared with the plan before any rank's command starts.
+"""
+
+import re
+from collections.abc import Mapping
+
+from ..connection.wire import Hello
+from ..engines import Engine
+from ..errors import MachineError
+from ..text import listed
+from .plan import Job
+
+_STEERS = re.compile(r"(OMPI|PRTE)_MCA_(rmaps|ras|\w*hostfile)|HYDRA_|MPIEXEC_|SLURM_(DISTRIBUTION|HOSTFILE)")
+"""Variables by which mpirun and srun place ranks, too."""
+
+_PLACING_FLAGS = (
+    *("H", "N", "bynode", "byslot", "cpus-per-rank", "f", "host", "hostfile", "hosts", "machinefile", "map-by"),
+    *("nolocal", "npernode", "pernode", "perhost", "ppn", "rank-by", "rankfile", "rf"),
+)
+
+
+def misplaced(job: Job, hello: Hello, environ: Mapping[str, str]) -> str:
+    """Return why the agent that says `hello` is not where its rank is to run; nothing if it is there.
+
+    Where the user's own --mpi-args place the ranks there is no plan of them, and nothing to compare.
+    """
+    if any(argument.lstrip("-") in _PLACING_FLAGS or "rmaps_" in argument for argument in job.mpi_args):
+        return ""
+    steering = [name for name in environ if _STEERS.match(name)]
+    name, local_rank, local_size = job.place_of(hello.rank)
+    own_name = job.machines.own_name(name) if job.hosts else name
+    if own_name not in ("", hello.host):
+        called = f"{name}, which calls itself {own_name}" if own_name != name else name
+        what = f"rank {hello.rank} is to run on {called}, but was started on {hello.host}"
+        cure = "name each host as it calls itself, see `hostname` there"
+    elif (hello.local_rank, hello.local_size) != (local_rank, local_size):
+        theirs = f"was started as local rank {hello.local_rank} of {hello.local_size}"
+        what = f"rank {hello.rank} is to be local rank {local_rank} of {local_size} on {name}, but {theirs}"
+        cure = "name each host once, with all its slots"
+    else:
+        return ""
+    return f"{what}; {f'unset {listed(steering)}, which may have placed it' if steering else cure}"
+
+
+def require_own_names(job: Job, engine: Engine) -> None:
+    """Raise MachineError where hosts share a name that the MPI tells them apart by."""
+    if not engine.needs_own_names:
+        return
+    names: dict[str, str] = {}
+    for host, _ in job.hosts:
+        own_name = job.machines.own_name(host.name)
+        if (other := names.setdefault(own_name, host.name)) != host.name and own_name:
+            what = f"{other} and {host.name} both call themselves {own_name}, by which {engine.title} tells hosts apart"
+            cure = "give each a name of its own, as with `hostnamectl set-hostname`, or use MPICH: pip install mpich"
+            raise MachineError(f"{what}; {cure}")
