@@ -100,7 +100,15 @@ class Engine(ABC):
 
     def across_environment(self, across: Across) -> dict[str, str]:
         """Return more variables for the launcher, and through it for the ranks, of a job on several hosts."""
+        return self.network_environment(across.interfaces)
+
+    def network_environment(self, interfaces: Sequence[str], rdma: Sequence[str] = ()) -> dict[str, str]:
+        """Return variables by which a rank's MPI uses these network interfaces, and RDMA devices; none: it chooses."""
         return {}
+
+    def has_chosen_network(self, launcher: Launcher, environ: Mapping[str, str], mpi_args: Sequence[str]) -> bool:
+        """Return whether the user says to the MPI itself which interfaces it is to use."""
+        return any(name in environ for name in self.network_environment(["any"]))
 
     def elastic_environment(self, launcher: Launcher, environ: Mapping[str, str], *, is_across: bool) -> dict[str, str]:
         """Return variables for the ranks of an elastic job, which outlive others; none by default.

@@ -30,11 +30,14 @@ class MPICH(Engine):
         return {"MPIR_CVAR_CH4_CMA_ENABLE": "0"}
 
     def across_environment(self, across: Across) -> dict[str, str]:
-        """Return the words that follow ssh's name, and the interface for MPICH's own network layers."""
+        """Return the words that follow ssh's name, and the interfaces for MPICH's own network layers."""
         words = {"HYDRA_LAUNCHER_EXTRA_ARGS": " ".join(across.rsh[1:])} if across.rsh else {}
-        first = dict.fromkeys(("FI_TCP_IFACE", "FI_SOCKETS_IFACE"), across.interfaces[0]) if across.interfaces else {}
-        ucx = {"UCX_NET_DEVICES": ",".join(across.interfaces)} if across.interfaces else {}
-        return {**words, **first, **ucx}
+        return {**words, **super().across_environment(across)}
+
+    def network_environment(self, interfaces: Sequence[str], rdma: Sequence[str] = ()) -> dict[str, str]:
+        """Return those of libfabric, which takes one, and of UCX."""
+        first = dict.fromkeys(("FI_TCP_IFACE", "FI_SOCKETS_IFACE"), interfaces[0]) if interfaces else {}
+        return {**first, "UCX_NET_DEVICES": ",".join([*rdma, *interfaces])} if interfaces else {}
 
 
 def _hosts(across: Across) -> list[str]:

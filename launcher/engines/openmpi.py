@@ -1,5 +1,6 @@
 """Open MPI: 5, whose launcher is PRRTE's prterun, and 4."""
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -9,6 +10,8 @@ from .base import Across, Engine, Launcher, Version, slots
 
 _PRRTE_VERSION: Version = (5,)  # prterun prints PRRTE's or PMIx's version; it came with Open MPI 5
 _PML = "OMPI_MCA_pml"
+_TCP_INTERFACES = "btl_tcp_if_"  # include or exclude
+_PARAMETERS = "openmpi-mca-params.conf"
 
 
 class OpenMPI(Engine):
@@ -46,9 +49,21 @@ class OpenMPI(Engine):
         hosts = _hosts(across, is_five) if across else []
         return [launcher.path, *root, *mapping, "--bind-to", "none", *hosts, "-np", str(size), *program]
 
-    def across_environment(self, across: Across) -> dict[str, str]:
-        """Return which interfaces the ranks use."""
-        return {"OMPI_MCA_btl_tcp_if_include": ",".join(across.interfaces)} if across.interfaces else {}
+    def network_environment(self, interfaces: Sequence[str], rdma: Sequence[str] = ()) -> dict[str, str]:
+        """Return which interfaces are used for TCP."""
+        return {"OMPI_MCA_btl_tcp_if_include": ",".join(interfaces)} if interfaces else {}
+
+    def has_chosen_network(self, launcher: Launcher, environ: Mapping[str, str], mpi_args: Sequence[str]) -> bool:
+        """Return whether an argument, a variable or a file of parameters does; beside if_exclude ours would fail."""
+        words = [*environ, *mpi_args]
+        for path in (
+            Path(environ.get("HOME", ""), ".openmpi/mca-params.conf"),
+            Path(launcher.path).parent.parent / "etc" / _PARAMETERS,
+            Path("/etc/openmpi", _PARAMETERS),
+        ):
+            with contextlib.suppress(OSError):
+                words += [line for line in path.read_text(errors="replace").splitlines() if line.strip()[:1] != "#"]
+        return any(_TCP_INTERFACES in word for word in words)
 
     def environment(self, launcher_path: str) -> dict[str, str]:
         """Return MCA settings and, for a bare prterun, what mpirun would set: where it is, and to act as Open MPI."""

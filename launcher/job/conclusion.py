@@ -1,5 +1,6 @@
 """What ringrun says when all processes of a job are gone, and its exit code."""
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -66,7 +67,7 @@ class Conclusions:
         said = self.launcher_said
         shown = partial(card, cause, ends, job.size, asked=asked, answers=answers, left=left, launcher_tail=said)
         self._collector.card = shown()
-        self._output.message([*_advice(cause, job.size), *shown(colour=self._output.colours)])
+        self._output.message([*_advice(cause, job, said), *shown(colour=self._output.colours)])
         return outcome.exit_code(cause)
 
     def took_too_long(self, running: set[int], missing: set[int]) -> int:
@@ -131,9 +132,25 @@ _OF_TORCH = {"in notebook_launcher": "notebook_launcher", "ProcessRaisedExceptio
 """Who starts processes that make a process group of their own, by what is then in a traceback."""
 
 
-def _advice(cause: RankEnd, size: int) -> list[str]:
+_NO_NETWORK = re.compile(
+    r"[Uu]nable to connect to the peer|connect\(\) to \S+ failed|ucx.*Destination is unreachable|OFI call \w+ failed"
+)
+"""What the MPIs write where they try a network that does not lead to another host."""
+
+
+def network_hint(job: Job) -> str:
+    """Return which networks the MPI may have tried in vain, and the cure; nothing where there is one host."""
+    if not (found := job.machines.networks(host.name for host, _ in job.hosts)):
+        return ""
+    cure = f"name one that does: --network-interfaces {found[0].split()[0]}"
+    return f"perhaps a network does not lead from each host to each other ({listed(found)}): {cure}"
+
+
+def _advice(cause: RankEnd, job: Job, launcher_said: Sequence[str]) -> list[str]:
     """Return what to do about a failure whose traceback does not say it."""
-    rank, traceback = cause.rank, cause.error.traceback if cause.error else ""
+    if any(map(_NO_NETWORK.search, (*cause.tail, *launcher_said))) and (hint := network_hint(job)):
+        return [f"ringrun: {hint}"]
+    size, rank, traceback = job.size, cause.rank, cause.error.traceback if cause.error else ""
     raised = cause.error.exception if cause.error else " ".join(cause.tail[-1:])
     if "BdbQuit" in raised:
         return [f"ringrun: to debug rank {rank} here, give it this terminal: ringrun --stdin {rank} …"]

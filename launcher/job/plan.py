@@ -235,6 +235,15 @@ def remote_variables(job: Job, environment: Mapping[str, str]) -> dict[str, str]
     return forwarded(environment, job.asked, gpus_are_chosen=job.reach.gpus_are_chosen) if job.hosts else {}
 
 
+def network_variables(detected: Detected, job: Job, inherited: Mapping[str, str]) -> dict[str, dict[str, str]]:
+    """Return the variables by which the MPI on each host leaves out interfaces that lead to no other one."""
+    engine, environ = detected.engine, {**inherited, **job.variables, **job.asked}
+    if job.interfaces or engine.has_chosen_network(detected.launcher, environ, job.mpi_args):
+        return {}
+    machines, names = job.machines, [host.name for host, _ in job.hosts]
+    return {name: engine.network_environment(machines.interfaces(name), machines.rdma(name)) for name in names}
+
+
 def example(detected: Detected, job: Job, inherited: Mapping[str, str]) -> str:
     """Return the command that starts the job's agents, as a shell would take it; nothing is written."""
     directory = "/tmp/ringrun-…"  # noqa: S108 - stands for a private directory

@@ -10,6 +10,7 @@ import os
 import threading
 import time
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from queue import SimpleQueue
@@ -43,6 +44,8 @@ class RankSetup:
     remote: dict[str, str] = field(default_factory=dict)
     stdin: int | None = None
     """A descriptor, for the job's `stdin_rank`."""
+    of_hosts: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    """More variables, by the names of hosts."""
 
 
 class Channel:
@@ -89,6 +92,7 @@ class Channel:
         for rank, link in self._links.items():
             gives_stdin = rank == job.stdin_rank and setup.stdin is not None
             variables, open_files = (setup.local, job.open_files) if link.is_local else (setup.remote, 0)
+            variables = {**variables, **setup.of_hosts.get(job.host_of(rank), {})}
             message = wire.Setup(*what, variables, gives_stdin, open_files, job.commits_folder)
             self.send(rank, message.mapped(wire.portable))
             if gives_stdin and link.is_local and setup.stdin is not None:

@@ -4,7 +4,7 @@ import contextlib
 import os
 import queue
 import sys
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -168,7 +168,7 @@ def _start_and_supervise(
     require_own_names(job, detected.engine)
     events: Events = queue.SimpleQueue()
     with private_folder() as directory:
-        addresses = own_addresses([host.name for host, _ in job.hosts], job.interfaces) if job.hosts else ()
+        addresses = _addresses(job) if job.hosts else ()
         listener = Listener(
             directory,
             addresses,
@@ -194,7 +194,8 @@ def _start_and_supervise(
         local, remote = plan.local_variables(job, os.environ), plan.remote_variables(job, environment)
         for_all = plan.elastic_variables(detected, job, os.environ) | ({"PWD": job.folder} if job.folder else {})
         folder = job.folder or _current_folder()
-        setup = RankSetup(folder, local | for_all, remote | for_all, _ranks_stdin(job))
+        of_hosts = plan.network_variables(detected, job, os.environ)
+        setup = RankSetup(folder, local | for_all, remote | for_all, _ranks_stdin(job), of_hosts)
         channel = Channel(listener, job, setup, output, events)
         argv = plan.job_command(detected, job, beyond, as_root=os.geteuid() == 0)
         signals.to(events)
@@ -217,6 +218,12 @@ def _start_and_supervise(
             watch.close()
             control.close()
             remove_folders(directory)
+
+
+def _addresses(job: Job) -> Sequence[str]:
+    """Return this host's addresses for agents on others, but those that others have, too, if it has any of its own."""
+    found, equal = own_addresses([host.name for host, _ in job.hosts], job.interfaces), job.machines.equal_addresses()
+    return [address for address in found if address not in equal] or found
 
 
 def _current_folder() -> str:

@@ -23,7 +23,7 @@ from ..run_report import live
 from ..run_report.collect import Collector
 from ..text import counted, listed, numbered
 from . import events, shutdown
-from .conclusion import WITHOUT_INIT, WITHOUT_LEAVING, Conclusion, Conclusions, Ranks, raising
+from .conclusion import WITHOUT_INIT, WITHOUT_LEAVING, Conclusion, Conclusions, Ranks, network_hint, raising
 from .growth import Blacklist, InUse
 from .init_watch import InitWatch
 from .joining import Joining
@@ -328,7 +328,8 @@ class Supervisor:
             self._ask(lambda asked: self._output.message([headline, *waiting(late & asked.asked, asked.answers)]))
         else:
             waited = f"{numbered('rank', self._init.waiting)} waited {self._init.report_after_s:g} s in init()"
-            self._output.message([f"ringrun: {waited}, which all ranks have called"])
+            why = f"; {hint}" if (hint := network_hint(self._job)) else ""
+            self._output.message([f"ringrun: {waited}, which all ranks have called{why}"])
 
     def _end(self, steps: Sequence[shutdown.Step], conclusion: Conclusion | None = None) -> bool:
         """Begin to end the job, and return True, unless its ending has begun."""

@@ -146,6 +146,43 @@ def test_mpich_across_hosts():
         MPICH().command(HYDRA, 5, ["agent"], as_root=True, across=ACROSS._replace(address="fd00::9"))
 
 
+def test_interfaces_and_rdma_devices_of_a_rank():
+    assert OpenMPI().network_environment(["eth0", "ib0"], ["mlx5_0:1"]) == {"OMPI_MCA_btl_tcp_if_include": "eth0,ib0"}
+    assert MPICH().network_environment(["eth0", "ib0"], ["mlx5_0:1"]) == {
+        "FI_TCP_IFACE": "eth0",
+        "FI_SOCKETS_IFACE": "eth0",
+        "UCX_NET_DEVICES": "mlx5_0:1,eth0,ib0",
+    }
+    for engine in ENGINES.values():
+        assert engine.network_environment([]) == {}
+
+
+@pytest.mark.parametrize(
+    ("engine", "environ", "mpi_args", "chosen"),
+    [
+        (OpenMPI(), {"OMPI_MCA_btl": "tcp,self"}, ["--mca", "btl", "tcp"], False),
+        (OpenMPI(), {"OMPI_MCA_btl_tcp_if_exclude": "lo"}, [], True),
+        (OpenMPI(), {}, ["--mca", "btl_tcp_if_include", "eth0"], True),
+        (MPICH(), {"OMPI_MCA_btl_tcp_if_exclude": "lo"}, [], False),
+        (MPICH(), {"UCX_NET_DEVICES": "all"}, [], True),
+        (MPICH(), {"FI_TCP_IFACE": "eth0"}, [], True),
+    ],
+)
+def test_whoever_chooses_interfaces_for_the_mpi_is_left_alone(engine, environ, mpi_args, chosen, tmp_path):
+    launcher = Launcher(str(tmp_path / "bin" / "mpirun"), (5, 0))
+    assert engine.has_chosen_network(launcher, {"HOME": str(tmp_path), **environ}, mpi_args) == chosen
+
+
+@pytest.mark.parametrize("file", [".openmpi/mca-params.conf", "etc/openmpi-mca-params.conf"])
+def test_open_mpi_s_files_may_choose_interfaces(file, tmp_path):
+    path, launcher = tmp_path / file, Launcher(str(tmp_path / "bin" / "mpirun"), (5, 0))
+    path.parent.mkdir()
+    path.write_text("btl = tcp,self\n # btl_tcp_if_include = eth0\n")
+    assert not OpenMPI().has_chosen_network(launcher, {"HOME": str(tmp_path)}, [])
+    path.write_text("btl_tcp_if_include = eth0\n")
+    assert OpenMPI().has_chosen_network(launcher, {"HOME": str(tmp_path)}, [])
+
+
 def test_in_a_slurm_job_no_ssh_is_named():
     beyond = ACROSS._replace(rsh=())
     argv = OpenMPI().command(MPIRUN, 5, ["agent"], as_root=False, across=beyond)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from ringrun.connection.wire import Address, Setup
-from ringrun.engines import ENGINES, Launcher, Library
+from ringrun.engines import ENGINES, MPICH, Launcher, Library
 from ringrun.engines.detect import Detected
 from ringrun.environment import HOOK_DIRECTORY, Place, Settings, rank_environment
 from ringrun.errors import MachineError, UsageError
@@ -242,6 +242,22 @@ def test_the_launcher_hears_of_the_address_that_others_have_reached():
     assert plan.across(in_slurm, {}, "/tmp/private").address == "", "names are known there"
     own = replace(KNOWN, hosts=[(Host("localhost"), 1), *KNOWN.hosts])
     assert plan.across(own, {}, "/tmp/private").address == "10.0.0.9", "nobody asks this host whether it reaches itself"
+
+
+def test_each_host_s_mpi_leaves_out_interfaces_that_lead_nowhere():
+    mpich, of_open_mpi = replace(OPEN_MPI, engine=MPICH()), {"OMPI_MCA_btl_tcp_if_include": "eth0"}
+    assert plan.network_variables(OPEN_MPI, KNOWN, {}) == {"h1": of_open_mpi, "fe80::1": of_open_mpi}
+    assert [each["UCX_NET_DEVICES"] for each in plan.network_variables(mpich, KNOWN, {}).values()] == [
+        "eth0",
+        "m:1,eth0",
+    ]
+    for changes, inherited in (
+        ({"interfaces": ("ib0",)}, {}),
+        ({"asked": {"OMPI_MCA_btl_tcp_if_exclude": "lo"}}, {}),
+        ({}, {"OMPI_MCA_btl_tcp_if_exclude": "lo"}),
+        ({"mpi_args": ["--mca", "btl_tcp_if_include", "ib0"]}, {}),
+    ):
+        assert plan.network_variables(OPEN_MPI, replace(KNOWN, **changes), inherited) == {}
 
 
 def test_other_hosts_get_what_may_leave_this_one():
