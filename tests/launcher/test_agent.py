@@ -107,6 +107,18 @@ def test_commits_that_a_killed_ringrun_has_left_are_swept_away():
             kept_commits.remove(folder)
 
 
+@pytest.mark.parametrize("mode", [0o770, 0o707, 0o710])
+def test_a_folder_for_commits_that_others_may_enter_is_not_used(mode):
+    folder = kept_commits.new_name()
+    Path(folder).mkdir(0o700)
+    try:
+        assert kept_commits.prepared(folder) == folder
+        Path(folder).chmod(mode)
+        assert kept_commits.prepared(folder) == ""
+    finally:
+        kept_commits.remove(folder)
+
+
 def ends_its_rank(link, folder, monkeypatch):
     """Let the agent of rank 1 of 3 do what this ringrun says, and return how its rank has ended."""
     monkeypatch.setattr(agent_module.os, "_exit", sys.exit)

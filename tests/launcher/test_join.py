@@ -398,15 +398,30 @@ def test_nodes_that_nobody_has_numbered_come_last_by_their_names(nodes):
     assert [node.host for node in asker.there()[0]] == ["n0", "n1", "a", "b"]
 
 
+class Clock:
+    """Time that passes when somebody sleeps."""
+
+    def __init__(self):
+        self.now_s = 0.0
+
+    def monotonic(self):
+        return self.now_s
+
+    def sleep(self, seconds):
+        self.now_s += seconds
+
+
 def test_strangers_get_nothing(nodes, monkeypatch):
     asker = nodes(2)
     assert asker.await_all(2, 60.0) == 2
-    monkeypatch.setattr("ringrun.join.node._OTHER_KEY_S", 0.0)
+    clock = Clock()
+    monkeypatch.setattr("ringrun.join.node.time", clock)
     stranger = Lender(Place(2, 4, "127.0.0.1", nodes.port), b"another key", 30.0)
     with pytest.raises(
         MachineError, match=r"127.0.0.1 port \d+: what listens there does not know this job's key; give"
     ):
-        stranger.run(wire.Node(2, "n2", 1), 60.0)
+        stranger.run(wire.Node(2, "n2", 1), 600.0)
+    assert 5.0 < clock.now_s < 6.0, "the last job's head may still listen there; 600 s are for one that comes later"
     sent = replayed(nodes)
     with socket.create_connection(("127.0.0.1", nodes.port)) as again:
         again.sendall(sent)

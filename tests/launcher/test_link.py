@@ -6,6 +6,7 @@ import os
 import queue
 import resource
 import socket
+import struct
 import threading
 import time
 from types import SimpleNamespace
@@ -137,6 +138,19 @@ def test_a_silent_host_is_told_from_one_that_has_closed(pair, monkeypatch):
     theirs.link.lost_after_s = -1.0
     with pytest.raises(HostSilentError):
         theirs.receive()
+
+
+@pytest.mark.parametrize(("lost_after_s", "silent_ms"), [(30.0, 30_000), (0.5, 500)])
+def test_a_host_is_silent_after_the_time_that_was_asked_for_and_not_before(lost_after_s, silent_ms, pair, monkeypatch):
+    ours, theirs = pair(False)
+    for link in (ours, theirs.link):
+        link.lost_after_s = lost_after_s
+        for ms, is_silent in ((silent_ms, False), (silent_ms + 1, True)):
+            acknowledged = bytes(link_module._LAST_ACKNOWLEDGEMENT_AT) + struct.pack("I", ms)
+            told = SimpleNamespace(getsockopt=lambda *_, info=acknowledged: info)
+            with monkeypatch.context() as patched:
+                patched.setattr(link, "_socket", told)
+                assert link.is_silent() == is_silent
 
 
 def test_both_ends_have_the_kernel_probe_for_a_lost_host_in_the_time_that_was_asked_for(tmp_path, served):
@@ -274,6 +288,27 @@ def test_only_the_chosen_addresses_are_listened_at(tmp_path, served):
         served.get(timeout=10).close()
         link.close()
     listener.close()
+
+
+def test_a_job_can_start_again_at_its_port_at_once(tmp_path, served):
+    """The kernel keeps the ends of connections that this side has closed, for a minute."""
+    port = 0
+    for attempt in ("first", "second"):
+        (tmp_path / attempt).mkdir()
+        listener = Listener(str(tmp_path / attempt), ["127.0.0.1"], 4, port=port or free_port())
+        port = listener.address.port
+        listener.start(keeping(served))
+        with contextlib.closing(connect(elsewhere(listener.address), listener.authkey)) as ours:
+            served.get(timeout=10).close()
+            with pytest.raises(EOFError):
+                ours.receive()
+        listener.close()
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
 
 
 @pytest.mark.parametrize(("timeout_s", "patience_s"), [(0.5, 1000), (1000, 0.5)])

@@ -59,6 +59,15 @@ def test_a_child_ends_with_its_parent_ignores_what_it_should_and_hears_ctrl_c():
 
 
 @pytest.mark.usefixtures("_threads")
+def test_a_child_whose_parent_died_before_it_could_ask_for_a_signal_ends(monkeypatch):
+    own = os.getpid
+    numbers = iter([own() + 1])  # as if the parent had been another, which is gone
+    monkeypatch.setattr(os, "getpid", lambda: next(numbers, None) or own())
+    with start_with_parent(["true"], signal.SIGTERM) as child:
+        assert child.wait() == -signal.SIGKILL
+
+
+@pytest.mark.usefixtures("_threads")
 def test_a_child_that_cannot_be_executed_is_told_at_once():
     with pytest.raises(FileNotFoundError, match="no/such/program"):
         start_with_parent(["/no/such/program"], signal.SIGTERM)
