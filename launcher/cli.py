@@ -44,7 +44,7 @@ from .arguments import (
 )
 from .config import resolve as config
 from .elastic import most_ranks
-from .engines.detect import by_srun, detect
+from .engines.detect import by_srun, detect, refuse_being_many
 from .errors import LauncherError, MachineError, UsageError
 from .forward import leave_outer_job, withheld
 from .hosts import Host, may_get_ranks, place_ranks
@@ -54,7 +54,7 @@ from .job.restarts import Reallocate, on_hosts_that_answer
 from .job.signals import FORWARDABLE, survive
 from .preflight import Preflight, check_job
 from .preflight.probe import both_mpi_wheels
-from .processes import home, open_standard_streams
+from .processes import home, open_standard_streams, starter
 from .request import Request, checked
 
 _WHERE = """\
@@ -227,6 +227,7 @@ def run_job(request: Request) -> int:
     """Run the job that was asked for; return the exit code."""
     if "TORCHELASTIC_RUN_ID" in os.environ:  # and what else torch would heed in the ranks
         raise UsageError("torchrun has started ringrun; start it once, by itself: ringrun -np 2 python train.py")
+    refuse_being_many(os.environ, starter())
     command = find_command(request.job.command)
     if (name := request.job.command[0]) != command[0] == sys.executable != shutil.which(name):
         say(f"ringrun: {name} is ringrun's own, {sys.executable}: its environment is not activated")

@@ -21,6 +21,7 @@ from .text import format_spans
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
+_SHELLS = ("sh", "ash", "bash", "busybox", "csh", "dash", "fish", "ksh", "tcsh", "zsh")
 _LOOK_S = 0.01
 _PATIENCE_S = 2.0  # with what SIGTERM or SIGKILL is to end
 
@@ -205,6 +206,14 @@ def signals_caught(pid: int) -> set[int]:
 def state_of(pid: int) -> str:
     """Return the letter of proc(5) for what process `pid` does: R, S, D, T …; X if it is gone."""
     return _status(pid).get("State", "X")[:1]
+
+
+def starter() -> str:
+    """Return the name of the program that has started this one, behind the shells in between; empty where none is."""
+    pid = os.getppid()
+    while pid and (status := _status(pid)).get("Name") in _SHELLS:
+        pid = int(status["PPid"])
+    return _status(pid).get("Name", "")
 
 
 def in_session(session: int) -> list[int]:

@@ -17,4 +17,19 @@ ENGINES: dict[str, Engine] = {engine.name: engine for engine in (*MPIS, Srun())}
 DAEMONS = ("prted", "orted", "hydra_pmi_proxy")
 """The programs that start ranks on other hosts, as /proc/PID/comm calls them."""
 
-__all__ = ["DAEMONS", "ENGINES", "MPICH", "MPIS", "Across", "Engine", "Launcher", "Library", "OpenMPI", "Srun"]
+STARTERS = (*DAEMONS, *(name[:15] for engine in MPIS for name in engine.launcher_names))
+"""Those, and the programs that start ranks on their own host."""
+
+__all__ = [
+    "DAEMONS",
+    "ENGINES",
+    "MPICH",
+    "MPIS",
+    "STARTERS",
+    "Across",
+    "Engine",
+    "Launcher",
+    "Library",
+    "OpenMPI",
+    "Srun",
+]

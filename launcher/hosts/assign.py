@@ -84,7 +84,8 @@ def _refuse_being_many(environ: Mapping[str, str]) -> None:
     if "SLURM_STEP_ID" in environ and tasks not in ("", "0", "1"):
         raise UsageError(
             f"srun has started ringrun {tasks} times (SLURM_STEP_NUM_TASKS={tasks}), and each would start all ranks; "
-            "start it once, in the batch script or in salloc, without srun; or, on each node once, ringrun join"
+            "start it once, in the batch script or in salloc, without srun; or, on each node once, ringrun join; "
+            "salloc gives a shell, too, as `srun --pty bash` does"
         )
 
 

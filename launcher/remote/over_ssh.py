@@ -4,10 +4,10 @@ ssh joins its words with spaces and gives them to the remote user's shell, which
 them cannot be right. So that shell gets REMOTE_COMMAND alone, and xargs hands the words from standard input, with a
 zero byte behind each, to a small sh script as its arguments:
 
-    NAME=VALUE … -- /path/of/python -c …
+    all NAME=VALUE … -- /path/of/python -c …
 
 The script sets the variables, runs the program and writes its exit code behind its stderr: ssh's own 255 could be
-the program's, and xargs says 123 for any failure.
+the program's, and xargs says 123 for any failure. A login that reads standard input takes words away, the first of all.
 """
 
 from __future__ import annotations
@@ -16,12 +16,15 @@ from collections.abc import Mapping, Sequence
 
 from .base import Answer, Problem, Runner
 from .parallel import Outcome, Task
-from .refusals import program_problem, ssh_problem, took_too_long
+from .refusals import READ_BEFORE, program_problem, ssh_problem, took_too_long
+
+_FIRST = "all"
 
 # in single quotes, without `!`: the same to sh, bash, zsh, csh and fish
 REMOTE_COMMAND = (
     "xargs -0 sh -c "
-    '\'until [ "$1" = -- ]; do export "$1"; shift; done; shift; "$@"; echo "ringrun: exit $?" >&2\' ringrun'
+    f'\'[ "$1" = {_FIRST} ] || {{ echo "{READ_BEFORE}" >&2; exit 1; }}; shift; '
+    'until [ "$1" = -- ]; do export "$1"; shift; done; shift; "$@"; echo "ringrun: exit $?" >&2\' ringrun'
 )
 
 MAX_BYTES = 60_000
@@ -64,7 +67,7 @@ class Ssh(Runner):
 
 def payload(argv: Sequence[str], variables: Mapping[str, str]) -> bytes:
     """Return the words for xargs, a zero byte behind each."""
-    words = [*(f"{name}={value}" for name, value in variables.items()), "--", *argv]
+    words = [_FIRST, *(f"{name}={value}" for name, value in variables.items()), "--", *argv]
     data = b"".join(word.encode(errors="surrogateescape") + b"\0" for word in words)
     if data.count(b"\0") != len(words) or len(data) > MAX_BYTES:
         raise ValueError(f"{len(words)} words of {len(data)} bytes: expected no zero byte, at most {MAX_BYTES} bytes")

@@ -17,6 +17,9 @@ _FORGET = re.compile(r'ssh-keygen -f "[^"\n]+" -R "[^"\n]+"')
 _NOT_EXECUTABLE, _NOT_FOUND = 126, 127
 
 
+READ_BEFORE = "ringrun: standard input has been read before"
+"""What the remote script writes where it has not got its words."""
+
 _KEY_CURE = (
     "name the key with -i FILE, or install it: ssh-copy-id HOST; a key with a passphrase needs an agent: ssh-add. "
     "Another user name there belongs in ~/.ssh/config"
@@ -27,6 +30,11 @@ _NAME_CURE = "correct the name, or make it known here: getent hosts HOST, /etc/h
 # what ssh writes, and the problem and the cure that it means: TEXT stands for the line, HOST for the host's name;
 # the first that fits counts: the more exact before what follows from it
 _RULES = (
+    (
+        READ_BEFORE,
+        "its login reads standard input, and with it what ringrun sends",
+        "let ~/.bashrc, ~/.ssh/rc or the like on HOST read only where a terminal is: [ -t 0 ] && …",
+    ),
     (
         r"remote host identification has changed|host key for .* has changed",
         "its host key has changed since this host saw it last (Host key verification failed)",

@@ -12,10 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ringrun import cli
+from ringrun.engines.detect import refuse_being_many
 from ringrun.errors import UsageError
 from ringrun.hosts import place_ranks
 from ringrun.machine.placement import automatic_size
 from ringrun.machine.topology import read_topology
+from tests.support import jobs, tiers
 
 
 def test_all_after_the_command_belongs_to_it():
@@ -152,6 +154,37 @@ def test_a_ringrun_that_torchrun_has_started_is_refused(ringrun):
     assert done.stderr == (
         "ringrun: error: torchrun has started ringrun; start it once, by itself: ringrun -np 2 python train.py\n"
     )
+
+
+@pytest.mark.parametrize("python", ["openmpi", pytest.param("mpich", marks=tiers.extended)], indirect=True)
+@pytest.mark.parametrize(
+    "words", [["ringrun", "-np", "1", "true"], ["sh", "-c", "ringrun -np 1 true; exit $?"]], ids=["itself", "a shell"]
+)
+def test_a_ringrun_that_mpirun_starts_once_for_every_rank_is_refused(words, python):
+    beside = Path(python).parent
+    known = subprocess.run([beside / "mpirun", "--version"], capture_output=True, text=True).stdout
+    as_root, size = ([], "PMI_SIZE") if "HYDRA" in known else (["--allow-run-as-root"], "OMPI_COMM_WORLD_SIZE")
+    argv = [beside / "mpirun", *as_root, "-np", "2", *words]
+    done = jobs.run(argv, env=jobs.environment(PATH=f"{beside}:{os.environ['PATH']}"), timeout_s=50)
+    assert done.returncode != 0
+    assert f" has started ringrun 2 times ({size}=2), and each would start all ranks; start it once" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("starter", "environ", "is_many"),
+    [
+        ("prterun", {"OMPI_COMM_WORLD_SIZE": "2"}, True),
+        ("prted", {"OMPI_COMM_WORLD_SIZE": "64"}, True),
+        ("hydra_pmi_proxy", {"PMI_SIZE": "2"}, True),
+        ("hydra_pmi_proxy", {"PMI_SIZE": "1"}, False),
+        ("prterun", {}, False),
+        ("python3", {"OMPI_COMM_WORLD_SIZE": "2"}, False),
+        ("", {"PMI_SIZE": "2"}, False),
+    ],
+)
+def test_a_program_in_a_rank_may_start_ringrun(starter, environ, is_many):
+    with pytest.raises(UsageError, match=r"started ringrun (2|64) times") if is_many else contextlib.nullcontext():
+        refuse_being_many(environ, starter)
 
 
 def test_version(ringrun):

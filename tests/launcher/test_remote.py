@@ -193,7 +193,7 @@ def test_what_is_missing_here(there, name, program, problem):
 
 
 def test_words_travel_apart_from_the_command():
-    assert payload(["/a b/py'thon", "-c", ""], {"A": "x y"}) == b"A=x y\0--\0/a b/py'thon\0-c\0\0"
+    assert payload(["/a b/py'thon", "-c", ""], {"A": "x y"}) == b"all\0A=x y\0--\0/a b/py'thon\0-c\0\0"
     for argv in (["a\0b"], ["x" * MAX_BYTES]):
         with pytest.raises(ValueError, match="expected no zero byte"):
             payload(argv, {})
@@ -210,6 +210,16 @@ def test_the_remote_command_is_the_same_to_every_shell(shell):
     )
     assert done.stdout.decode() == f"{words} 1 '\" $2\n"
     assert split_exit(done.stderr) == ("warn\n", 5)
+
+
+@pytest.mark.parametrize("reads", ["cat > /dev/null", "head -c 2 > /dev/null", "IFS= read -r answer"])
+def test_a_login_that_reads_what_ringrun_sends_is_named(reads):
+    login = f'{reads}; exec sh -c "$2"'
+    answer = Remote(Ssh(["sh", "-c", login, "ssh"], 20.0), 21.0, own_name="here").run(["h1"], ["/bin/true"])["h1"]
+    assert problem_of(answer) == (
+        "its login reads standard input, and with it what ringrun sends; "
+        "let ~/.bashrc, ~/.ssh/rc or the like on h1 read only where a terminal is: [ -t 0 ] && …"
+    )
 
 
 @given(st.binary(max_size=200))
