@@ -18,6 +18,7 @@ from .events import Events, HostsCame
 from .plan import Job
 
 POLL_S = 2.0
+_LEAVE_S, _PAUSE_S = 1.0, 0.02  # one that asks hosts takes longer, and goes with the process
 _LONGEST_PAUSE_S = 60.0
 """Between two questions to hosts that are named and not used."""
 
@@ -117,9 +118,12 @@ class HostWatch:
         self._thread.start()
 
     def close(self) -> None:
-        """Look no more; what looks just now is ended."""
+        """Look no more; what looks just now is ended, also what begins to in this moment."""
         self._ended.set()
-        stop_discovery()
+        until_s = time.monotonic() + _LEAVE_S
+        while self._thread.is_alive() and time.monotonic() < until_s:
+            stop_discovery()
+            self._thread.join(_PAUSE_S)
 
     def _watch(self) -> None:
         while not self._ended.is_set():

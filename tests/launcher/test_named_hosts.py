@@ -2,6 +2,7 @@
 
 import queue
 import socket
+import threading
 
 import pytest
 
@@ -186,6 +187,25 @@ def test_a_program_does_not_outlive_who_looks_for_hosts(tmp_path):
     watch._thread.join(patient(10))
     assert not watch._thread.is_alive()
     assert said == []
+
+
+def test_a_program_that_starts_when_nobody_looks_any_more_is_ended_too(tmp_path, monkeypatch):
+    script, closing = executable(tmp_path / "discover", "#!/bin/sh\nexec sleep 1000\n"), threading.Event()
+
+    def named():
+        assert closing.wait(patient(10))
+        return hostfile.discover([str(script)])
+
+    def stop():
+        hostfile.stop_discovery()
+        closing.set()
+
+    monkeypatch.setattr("ringrun.job.growth.stop_discovery", stop)
+    monkeypatch.setattr("ringrun.job.growth._LEAVE_S", patient(10))
+    watch = HostWatch(Growth(named, Blacklist(None), 9), lambda _: None, lambda: None, queue.SimpleQueue(), print)
+    watch.start()
+    watch.close()
+    assert not watch._thread.is_alive()
 
 
 def is_gone(file):
