@@ -261,6 +261,7 @@ def test_a_link_that_takes_nothing_for_too_long_is_lost_and_a_slow_one_is_not(pa
     for _ in range(3):  # longer than --lost-after, in all
         now_s[0] += 20.0
         assert ours.receive() == Note("x" * 1_000_000)
+        assert not theirs.link.is_stuck()
     now_s[0] += 31.0
     with pytest.raises(NotReadError):
         theirs.receive()
