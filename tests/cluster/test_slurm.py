@@ -3,6 +3,7 @@
 import os
 import re
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -89,6 +90,7 @@ def test_the_example_with_gpus_saves_when_signalled_goes_back_into_the_queue_and
     first = output.read_text()
     assert f"SIGUSR1: stopped; --resume goes on from {checkpoint}\n" in first
     wait_until_idle(slurm)
+    time.sleep(1.1)  # what runs in the second in which Slurm has ended it is taken for the first run, and refused
     slurm.check(0, ["scontrol", "update", f"JobId={number}", "StartTime=now"])  # by itself after two minutes
     wait_until(lambda: "JobState=COMPLETED" in slurm.check(0, ["scontrol", "show", "job", number]), within_s=120)
     done = [float(each) for each in re.findall(r"epoch (\d\.\d+): ", output.read_text())]
