@@ -173,6 +173,20 @@ def test_a_patient_channel_waits_without_a_report(capsys, patient):
     assert ("recv 'ordered'" in capsys.readouterr().err) is not patient
 
 
+@pytest.mark.parametrize("kind", ["join", "allreduce"])
+def test_a_rank_that_waits_in_join_is_not_stalled(monkeypatch, kind):
+    probed = threading.Event()
+    monkeypatch.setattr(stalls.StallWatch, "_probe_coordinator", lambda *_: probed.set())
+
+    def program():
+        if rr.rank() == 0:
+            probed.wait(0.5 if kind == "join" else 20)  # longer than stall_check_s
+        return rr.join() if kind == "join" else rr.allreduce(1.0, name="w", op=rr.Sum)
+
+    run_ranks(2, program, settings=Settings(stall_check_s=0.1))
+    assert probed.is_set() == (kind == "allreduce")
+
+
 class Guarded(dict):
     """What the user's threads add to meanwhile: nobody may look through it without the lock."""
 

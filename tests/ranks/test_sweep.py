@@ -162,6 +162,33 @@ def test_trials_that_ran_when_their_job_ended_are_repeated_once_with_the_same_va
         assert [each.state for each in result.trials] == ["complete"] * 4
 
 
+@pytest.mark.parametrize("repeated", [False, True], ids=["the job ended in a trial", "and the next one at once"])
+def test_a_trial_that_was_interrupted_waits_once_to_be_repeated(tmp_path, repeated):
+    storage = str(tmp_path / "study.journal")
+    before = optuna.create_study(storage=study._storage(storage), study_name="sweep")
+    interrupted = [before.ask() for _ in range(2)]
+    drawn = [trial.suggest_float("x", 0, 1) for trial in interrupted]
+    if repeated:  # the job ended after it had queued the first, and before it had told that the first ended
+        before.enqueue_trial(interrupted[0].params, user_attrs={study.REPEATS: 0})
+    for _ in range(2):
+        found = study.Study(4, storage, "sweep", "minimize", {})
+    waiting = [each for each in before.get_trials() if each.state.name == "WAITING"]
+    assert sorted(each.user_attrs[study.REPEATS] for each in waiting) == [0, 1]
+    numbers = [found.ask() for _ in range(2)]
+    assert sorted(found.call(number, "suggest_float", "x", 0, 1) for number in numbers) == sorted(drawn)
+
+
+def test_a_files_name_says_how_a_study_is_stored(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    urls = ("sqlite:////tmp/a.db", "mysql://user@host/sweeps", "sqlite:///a.journal")
+    assert [study._storage(url) for url in (None, *urls)] == [None, *urls]
+    assert study._storage("study.db") == "sqlite:///study.db"
+    assert study._storage("journal") == "sqlite:///journal"
+    journal = optuna.create_study(storage=study._storage("study.journal"), study_name="sweep")
+    assert not (tmp_path / "study.journal").read_bytes().startswith(b"SQLite format")
+    assert isinstance(journal._storage, optuna.storages.JournalStorage)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

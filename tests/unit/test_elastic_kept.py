@@ -57,6 +57,35 @@ def test_what_is_being_written_counts_for_nothing(tmp_path, written):
     assert values(found)[2] == 2
 
 
+@pytest.mark.parametrize("count", [0, 3, 5000], ids=["none", "few", "many"])
+@pytest.mark.parametrize("is_finished", [False, True], ids=["begun", "finished"])
+def test_a_commit_that_is_overwritten_while_it_is_read_is_not_taken(tmp_path, monkeypatch, count, is_finished):
+    files, commit = Kept(tmp_path, 0), Commit()
+    commit.file = files.next(None)
+    commit.take({"w": np.arange(count)}, 1)
+    fromfile = np.fromfile
+
+    def while_it_is_read(file, dtype, nbytes):
+        found = fromfile(file, dtype, nbytes)
+        commit.file.begin(nbytes)
+        if is_finished:
+            commit.file.finish(2, "another")
+        return found
+
+    monkeypatch.setattr(kept.np, "fromfile", while_it_is_read)
+    assert Kept(tmp_path, 0).newest() is None
+
+
+def test_the_file_written_last_is_not_written_next_whatever_the_other_has(tmp_path):
+    """As where an earlier job left a commit of a higher number, and this one began again."""
+    take(Kept(tmp_path, 0), Commit(), 9)
+    files = Kept(tmp_path, 0)
+    last = take(files, Commit(), 1).file
+    assert (last.path.name, last.number) == ("0.b", 1)
+    following = files.next(last)
+    assert (following.path.name, following.number) == ("0.a", 9)
+
+
 def test_a_file_that_is_cut_off_counts_for_nothing(tmp_path):
     take(Kept(tmp_path, 0), Commit(), 7)
     os.truncate(tmp_path / "0.a", (tmp_path / "0.a").stat().st_size - 1)

@@ -120,3 +120,12 @@ def test_an_error_in_one_thread_ends_the_waits_of_the_others():
             raise
 
     assert [type(each) for each in at_once([0, 1], work)] == [ZeroDivisionError] * 2
+
+
+def test_the_first_error_is_raised_and_not_what_followed_from_it():
+    consistency = Consistency([0, 1], 0, lambda gradients: None)
+    consistency.push(0, {})
+    for error in (ZeroDivisionError("the cause"), TimeoutError("nobody came")):
+        consistency.fail(error)
+    with consistency.changed, pytest.raises(ZeroDivisionError, match="the cause"):
+        consistency.wait_to_pull(0)

@@ -4,7 +4,7 @@ import pytest
 
 from ringreduce.checks.setting import Checks
 from ringreduce.errors import SettingsError
-from ringreduce.settings import LEAST_FUSION_BYTES, Settings, horovod_notice
+from ringreduce.settings import HOROVOD, LEAST_FUSION_BYTES, Settings, horovod_notice
 
 READ = {
     "FUSION_SLOT_BYTES": ("1024", 1024),
@@ -27,6 +27,19 @@ HOROVODS = {
     "DYNAMIC_PROCESS_SETS": ("1", {"dynamic_process_sets": True}),
     "FUSION_THRESHOLD": ("134217728", {"fusion_buffer_bytes": 128 << 20}),
 }
+EACH_ALONE = {
+    "HOROVOD_FUSION_THRESHOLD": ("33554432", "fusion_buffer_bytes", 32 << 20),
+    "HOROVOD_CYCLE_TIME": ("1.5", "cycle_time_ms", 1.5),
+    "HOROVOD_CACHE_CAPACITY": ("2048", "cache_capacity", 2048),
+    "HOROVOD_STALL_CHECK_TIME_SECONDS": ("61", "stall_check_s", 61.0),
+    "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": ("121", "stall_abort_s", 121.0),
+    "HOROVOD_DYNAMIC_PROCESS_SETS": ("1", "dynamic_process_sets", True),
+    "HOROVOD_TIMELINE": ("/tmp/timeline.json", "timeline", "/tmp/timeline.json"),
+    "HOROVOD_TIMELINE_MARK_CYCLES": ("1", "timeline_mark_cycles", True),
+    "HOROVOD_LOG_LEVEL": ("DEBUG", "log_level", "debug"),
+    "HOROVOD_LOG_TIMESTAMP": ("1", "log_timestamp", True),
+}
+"""Horovod's names, as its documentation has them: a text, and the one setting that it changes."""
 
 
 def test_defaults_and_variables():
@@ -40,6 +53,12 @@ def test_horovods_variables_are_understood_and_ours_count():
     expected = dict(collections.ChainMap(*(changed for _, changed in HOROVODS.values())), stall_check_s=5)
     assert Settings.from_environment(variables) == Settings(**expected)
     assert Settings.from_environment({"HOROVOD_FUSION_THRESHOLD": "0"}).fusion_buffer_bytes == LEAST_FUSION_BYTES
+
+
+def test_each_of_horovods_variables_sets_what_it_means_and_nothing_else():
+    assert set(EACH_ALONE) == set(HOROVOD)
+    for variable, (text, name, value) in EACH_ALONE.items():
+        assert Settings.from_environment({variable: text}) == Settings(**{name: value}) != Settings(), variable
 
 
 @pytest.mark.parametrize(
