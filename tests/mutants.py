@@ -2,11 +2,13 @@
 
     python tests/mutants.py                    all of them, half a minute each; the last line counts the survivors
     python tests/mutants.py ring hook          those whose reason holds one of these words
+    python tests/mutants.py --today 5          a fifth, by the date: in five days each, as in CI every night
     python tests/mutants.py --list
 
 Every mutant is made in a copy of the tree, in a temporary folder, which the tests import instead of this one; nothing
 here is changed, so it may be interrupted at any moment. The tests that probably notice run first, then all of the
-quick tier. A hang counts as noticed: with threads or ranks that wait for ever there is no other sign.
+quick tier. A hang counts as noticed: with threads or ranks that wait for ever there is no other sign. A test that has
+failed runs once more without the mutant, where it must pass.
 
 A text that does not stand exactly once in its file is an error, and so is a rename: mend the mutant then.
 """
@@ -21,6 +23,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from datetime import date
 from pathlib import Path
 from typing import NamedTuple
 
@@ -119,6 +122,11 @@ def noticed(copy: Path, paths: list[str], limit_s: float) -> str:
     return f"exit code {code}: {told.strip().splitlines()[-1] if told.strip() else ''}"
 
 
+def of_day(mutants: list[Mutant], parts: int, day: date) -> list[Mutant]:
+    """The day's part of them; `parts` days in a row have all. Neighbours, which are alike, are on different days."""
+    return mutants[day.toordinal() % parts :: parts]
+
+
 def compile_again(copy: Path, path: Path) -> None:
     """Compile a C file of the copy where tests import it."""
     if path.suffix == ".c":
@@ -134,10 +142,14 @@ def verdict(copy: Path, mutant: Mutant, source: Path, rest: bool) -> str:
     compile_again(copy, path)
     try:
         likely = [word for word in mutant.likely.split() if not word.startswith("tests/") or (copy / word).exists()]
-        return noticed(copy, likely, LIKELY_S) or (noticed(copy, [], REST_S) if rest else "")
+        by = noticed(copy, likely, LIKELY_S) or (noticed(copy, [], REST_S) if rest else "")
     finally:
         shutil.copy2(source / mutant.file, path)
         compile_again(copy, path)
+    test = by.partition("[")[0]  # for all of its parameters
+    if test.startswith("tests/") and noticed(copy, [test], LIKELY_S):
+        sys.exit(f"{test} fails without a mutant, too: mend it first, since it would notice anything")
+    return by
 
 
 def table(mutants: list[Mutant], source: Path, rest: bool) -> Iterator[bool]:
@@ -156,6 +168,7 @@ def parse() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("words", nargs="*", help="only mutants whose reason holds one of these")
+    parser.add_argument("--today", type=int, metavar="PARTS", default=1, help="only one of so many parts, by the date")
     parser.add_argument("--list", action="store_true", help="print their reasons, and check that all still fit")
     parser.add_argument("--tree", type=Path, default=ROOT, help="a checkout; by default this one")
     parser.add_argument("--likely", action="store_true", help="run the likely tests only")
@@ -166,7 +179,7 @@ def main() -> int:
     """Return 1 when a mutant has survived."""
     asked = parse()
     words = re.compile("|".join(rf"\b{re.escape(word)}" for word in asked.words))  # "ps:" is none of "groups:"
-    chosen = [each for each in MUTANTS if words.search(each.why)]
+    chosen = of_day([each for each in MUTANTS if words.search(each.why)], asked.today, date.today())
     for mutant in chosen:
         mutated((asked.tree / mutant.file).read_text(), mutant)
     if asked.list:
