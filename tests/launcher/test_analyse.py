@@ -1,10 +1,13 @@
 """Who keeps whom waiting, and why: of jobs in virtual time, of which the truth is known."""
 
 import re
+from collections import deque
 
 import pytest
 
 from ringrun.run_report import analyse
+from ringrun.run_report.causes import host_names, links
+from ringrun.run_report.collect import Rank
 from ringrun.run_report.document import document
 from tests.support.made_steps import STEPS, MadeJob
 
@@ -130,3 +133,87 @@ def test_a_rank_is_not_late_since_it_waited_for_another_one_in_a_smaller_process
     found = analyse.delays(analyse.gains(analyse.in_common(said, dict.fromkeys(said, 0.0))))
     assert found[1] == pytest.approx(20)
     assert found[0] == found[2] == 0
+
+
+# of steps that are made by hand: an operation is its name, kind, and when it was submitted, ready and ended
+
+
+def sent(number, operations, waits, from_s=0.0, to_s=10.0):
+    made = [
+        [name, kind, 8, begun_s, ready_s, ready_s, end_s, "ring"] for name, kind, begun_s, ready_s, end_s in operations
+    ]
+    return {"number": number, "from_s": from_s, "to_s": to_s, "operations": made, "waits": waits}
+
+
+def of_ranks(*said):
+    """One step, by rank."""
+    return {rank: analyse.parsed(each, 0.0) for rank, each in enumerate(said)}
+
+
+def test_what_threads_wait_for_at_a_time_counts_once():
+    waits = [["b", 3, 4.5], ["a", 1.5, 5], ["b", 4, 6], ["a", 8, 9]]
+    operations = [("a", "allreduce", 1, 2, 5), ("b", "allreduce", 3, 4, 6), ("a", "allreduce", 7, 8, 9)]
+    found = analyse.parsed(sent(1, operations, waits), 0.0)
+    assert found.waits == [(("a", 0), 1.5, 5), (("b", 0), 5, 6), (("a", 1), 8, 9)]
+    assert list(found.operations) == [("a", 0), ("b", 0), ("a", 1)]
+
+
+def test_steps_that_all_have_sent_are_compared_but_for_the_first():
+    said = {0: [sent(number, [], []) for number in (0, 1, 2, 3)], 1: [sent(number, [], []) for number in (0, 1, 3)]}
+    found = analyse.in_common(said, {0: 0.0, 1: 0.0})
+    assert {number: sorted(by_rank) for number, by_rank in found.items()} == {1: [0, 1], 3: [0, 1]}
+    assert list(analyse.in_common({0: [sent(0, [], [])]}, {0: 0.0})) == [0], "there is no other"
+
+
+def test_a_wait_is_for_the_last_rank_until_it_submits_and_what_moves_meanwhile_is_not_hidden():
+    """Rank 0 submits "a" at 2, rank 1 at 5; "b" and "c" move from 1 to 3."""
+    before = [("b", "allreduce", 0.5, 1, 3), ("c", "allreduce", 0.5, 1.5, 2)]
+    by_rank = of_ranks(
+        sent(1, [*before, ("a", "allreduce", 2, 5, 7)], [["a", 2, 7]]),
+        sent(1, [*before, ("a", "allreduce", 5, 5, 7)], [["a", 5, 7]]),
+    )
+    found = analyse.shares([by_rank, by_rank])
+    assert [found[rank].waiting[1] for rank in (0, 1)] == [3, 0]
+    assert [found[rank].exposed_s for rank in (0, 1)] == [2, 2]
+    assert [found[rank].computing_s for rank in (0, 1)] == [5, 8]
+    assert [found[rank].hidden_s for rank in (0, 1)] == [1, 2], "from 1 to 2, and from 1 to 3"
+
+
+@pytest.mark.parametrize(("kind", "ahead_s"), [("allreduce", -5), ("broadcast", 0)])
+def test_clocks_are_wrong_where_a_sum_seems_to_end_before_all_have_submitted(kind, ahead_s):
+    """A broadcast's root may have ended before others have begun."""
+    always = [("sum", "allreduce", 1, 3, 4)] * (kind == "broadcast")
+    by_rank = of_ranks(
+        sent(1, [*always, ("x", kind, 1, 2, 3)], []),
+        sent(1, [*always, ("x", kind, 5, 7, 8)], []),
+    )
+    assert analyse.behind(1, [by_rank]) == ahead_s
+
+
+# links between hosts
+
+
+def linked(places, **totals):
+    """Ranks by their number at the start: host, its number, and the number in this world; each has sent the same."""
+    return {
+        origin: Rank(deque(), {"rank": rank, "host": host, "host_number": number}, {"step": 4, **totals})
+        for origin, (host, number, rank) in places.items()
+    }
+
+
+def test_containers_of_one_name_get_their_hosts_number():
+    ranks = linked({0: ("c", 0, 0), 1: ("c", 1, 1), 2: ("d", 2, 2)})
+    assert host_names(ranks) == {0: "c #0", 1: "c #1", 2: "d"}
+
+
+def test_links_go_between_hosts_to_the_ranks_of_this_world():
+    """Rank 1 of the start is lost, so that rank 1 is now on another host."""
+    ranks = linked(
+        {0: ("a", 0, 0), 2: ("b", 1, 1), 3: ("b", 1, 2)}, sent={"1": 400, "2": 80}, send_s={"1": 2.0, "2": 0.5}
+    )
+    ranks[0].about["links"] = [[0, 1, 100.0]]
+    found = links(ranks)
+    assert [pair for pair, link in found.items() if link.nbytes] == [("a", "b")]
+    link = found["a", "b"]
+    assert (link.nbytes, link.busy_s, link.most_s, link.rate) == (480, 2.5, 0.5, 192)
+    assert link.share == 1, "no link carries more than it can: what was measured is too low"
