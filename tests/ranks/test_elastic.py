@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 import ringreduce as rr
-from ringreduce.elastic import ElasticSampler, HostsUpdatedInterrupt, ObjectState, State, run
+from ringreduce.elastic import ElasticSampler, HostsUpdatedInterrupt, ObjectState, State, loop, run
 from ringreduce.errors import CollectiveError, MismatchError, PeerLostError
-from ringreduce.runtime import Runtime
+from ringreduce.runtime import Runtime, current
 from ringreduce.testing import run_ranks
 from tests.ranks.on_threads import each_rank_of
 
@@ -253,9 +253,12 @@ def test_a_change_of_ranks_between_steps_goes_on_from_there(elastic, monkeypatch
     assert elastic == [[2, 3]]
 
 
-@pytest.mark.parametrize(("update", "skips_sync"), [(1, True), (2, False), (3, False), (None, True)])
+@pytest.mark.parametrize(
+    ("updates", "skips_sync"),
+    [([1], True), ([2], False), ([3], False), (None, True), ([2, 1], False), ([1, 2], False), ([1, 1], True)],
+)
 @each_rank_of(2)
-def test_hosts_that_change_are_told_at_the_next_commit(update, skips_sync):
+def test_hosts_that_change_are_told_at_the_next_commit(updates, skips_sync):
     """Horovod's interface: what the script itself says, or raises."""
     state, resets = new_state(), []
     state.register_reset_callbacks([lambda: resets.append(state.step)])
@@ -264,13 +267,68 @@ def test_hosts_that_change_are_told_at_the_next_commit(update, skips_sync):
     def train(state):
         state.step += 1
         if len(resets) == 0:
-            if update is None:
+            if updates is None:
                 raise HostsUpdatedInterrupt(skip_sync=True)
-            state.on_hosts_updated(timestamp=1, update_res=update)
+            for update in updates:
+                state.on_hosts_updated(timestamp=1, update_res=update)
         state.commit()
         return state.step
 
     assert (train(state), resets, state.syncs) == (2, [1], 1 if skips_sync else 2)
+
+
+@pytest.mark.parametrize(
+    ("error", "has_failed"),
+    [
+        (SystemExit(), False),
+        (SystemExit(0), False),
+        (SystemExit(3), True),
+        (SystemExit("no data"), True),
+        (KeyError("x"), True),
+    ],
+    ids=repr,
+)
+@each_rank_of(1)
+def test_a_rank_that_leaves_in_order_has_not_failed(error, has_failed):
+    @run
+    def train(state):
+        raise error
+
+    with pytest.raises(type(error)):
+        train(new_state())
+    assert current("a test").has_failed is has_failed
+
+
+@each_rank_of(2)
+def test_a_spare_has_its_state_when_it_is_synchronized():
+    own = current("a test")
+    own.has_state = False
+    assert run(lambda state: own.has_state)(new_state())
+
+
+def of_library(module, text):
+    """An error that a library raises with this text."""
+    return type("XlaRuntimeError", (RuntimeError,), {"__module__": module})(text)
+
+
+@pytest.mark.parametrize(
+    ("error", "is_loss"),
+    [
+        (PeerLostError("rank 2 died", [2]), True),
+        (MismatchError("shapes differ"), False),
+        *(
+            (of_library(name, "INTERNAL: PeerLostError: rank 2"), True)
+            for name in ("jax.errors", "jaxlib._jax", "tensorflow")
+        ),
+        (of_library("jaxlib._jax", "CpuCallback error: StalledError: 'w' waits"), True),
+        (of_library("jaxlib._jax", "INTERNAL: MismatchError: shapes differ"), False),
+        (of_library("jaxlib._jax", "UNKNOWN: MyPeerLostError: of the user's own"), False),
+        (of_library("train", "PeerLostError: of the user's own"), False),
+    ],
+    ids=repr,
+)
+def test_a_loss_is_told_by_its_kind_or_in_jitted_functions_by_its_text(error, is_loss):
+    assert loop._is_loss(error) is is_loss
 
 
 def test_a_sync_in_mid_epoch_divides_what_is_left_on_the_root_too():

@@ -141,6 +141,14 @@ def test_memory_is_used_again_until_sizes_change():
     assert commit.tree()["w"].tolist() == list(range(10))
 
 
+def test_arrays_of_as_many_bytes_are_read_as_what_they_are():
+    commit = Commit()
+    for number, array in enumerate([np.arange(8.0), np.arange(16, dtype=np.float32), np.arange(8).reshape(2, 4)], 1):
+        commit.take({"w": array}, number)
+        found = commit.tree()["w"]
+        assert (found.dtype, found.tolist()) == (array.dtype, array.tolist())
+
+
 def sampler(size, count, **options):
     return run_ranks(size, lambda: ElasticSampler(count, **options))
 

@@ -130,3 +130,36 @@ def test_after_a_restart_all_ranks_go_on_with_the_most_advanced_commit(tmp_path,
         return rr.elastic.run(lambda state: (state.step, state.w[-1], state.b.tolist(), state.commits))(state)
 
     assert run_ranks(3, program, settings=Settings(state_dir="x")) == [(5, 1004.0, [5] * 3, 6)] * 3
+
+
+@pytest.mark.parametrize(
+    ("restarted", "root", "commits"),
+    [(True, None, 3), (False, None, 0), (True, 0, 0)],
+    ids=["a restart", "a start", "a loss"],
+)
+def test_what_is_kept_counts_after_a_restart_alone(tmp_path, monkeypatch, restarted, root, commits):
+    """A first attempt may find files of an older job, and ranks that have lost others have newer states in memory."""
+    take(Kept(tmp_path, 0), Commit(), 3)
+    monkeypatch.setattr(Runtime, "was_restarted", lambda self: restarted)
+    monkeypatch.setattr(Runtime, "root", root)
+    monkeypatch.setattr(ObjectState, "_numbers", iter([0]))
+
+    def program():
+        state = ObjectState(w=np.zeros(1000), b=torch.zeros(3, dtype=torch.int64), step=0, text="")
+        state.resume()
+        return state.commits, state.step
+
+    assert run_ranks(1, program, settings=Settings(state_dir=str(tmp_path))) == [(commits, commits)]
+
+
+def test_one_rank_of_a_host_keeps_its_commits(tmp_path, monkeypatch):
+    monkeypatch.setattr(Runtime, "is_elastic", True)
+    monkeypatch.setattr(ObjectState, "_numbers", iter([0] * 3))
+
+    def program():
+        state = ObjectState(step=rr.rank())
+        state.save()
+        return state._committed.file is not None
+
+    assert run_ranks(3, program, settings=Settings(state_dir=str(tmp_path))) == [True, False, False]
+    assert Kept(tmp_path, 0).newest().number == 1
