@@ -83,6 +83,29 @@ def test_a_value_that_does_not_parse_is_refused(variable, texts, expected):
             Settings.from_environment({variable: text})
 
 
+@pytest.mark.parametrize(
+    ("texts", "value"), [(["1", "true", "True", "YES", "on"], True), (["", "0", "false", "False", "NO", "off"], False)]
+)
+def test_yes_and_no_in_every_spelling(texts, value):
+    for text in texts:
+        found = Settings.from_environment({"RINGREDUCE_CUDA_NCCL": text, "RINGREDUCE_REPORT": text})
+        assert (found.cuda_nccl, found.report) == (value, value)
+
+
+def test_least_numbers_of_ranks():
+    assert Settings.from_environment({"RINGREDUCE_MIN_NP": "1", "RINGREDUCE_SPARES": "0"}) == Settings()
+    for variable, text, least in (("MIN_NP", "0", 1), ("SPARES", "-1", 0), ("SERVERS", "-1", 0)):
+        with pytest.raises(
+            SettingsError, match=f"RINGREDUCE_{variable}='{text}': .* whole number of ranks of {least} or"
+        ):
+            Settings.from_environment({f"RINGREDUCE_{variable}": text})
+
+
+def test_process_sets_have_flags_in_shared_memory_as_far_as_there_is_room():
+    assert Settings(fusion_buffer_bytes=8192, fusion_slot_bytes=1024, shared_slot_bytes=256).shared_regions == 4
+    assert Settings(fusion_buffer_bytes=1 << 20, fusion_slot_bytes=1024, shared_slot_bytes=256).shared_regions == 32
+
+
 def test_an_unknown_variable_is_refused_with_the_nearest_known_one():
     message = "RINGREDUCE_FUSION_SLOTBYTES is not a setting of ringreduce; did you mean RINGREDUCE_FUSION_SLOT_BYTES?"
     with pytest.raises(SettingsError, match=message.replace("?", r"\?")):
@@ -154,7 +177,10 @@ def test_what_is_checked(text, expected):
         assert str(caught.value).startswith(f"check={text!r}: {expected}")
 
 
-@pytest.mark.parametrize(("text", "told"), [("1", True), ("true", True), ("0", False), ("", False), (None, False)])
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [*((text, True) for text in ("1", "true", "True")), *((text, False) for text in ("0", "False", "OFF", "", None))],
+)
 def test_who_asks_for_autotune_is_told_that_nothing_needs_tuning(text, told):
     environ = {} if text is None else {"HOROVOD_AUTOTUNE": text}
     assert Settings.from_environment(environ) == Settings()
