@@ -92,3 +92,18 @@ def test_of_what_happens_the_newest_is_kept(clock):
         (1, "exit code 3"),
         (2, "exit code 1: ValueError: bad batch"),
     ]
+
+
+def test_a_new_attempt_and_a_new_world_begin_with_nothing(clock):
+    collector = Collector()
+    collector.begin(2)
+    for rank in range(2):
+        say(collector, rank, about={"rank": rank, "host": "h"})
+    for clock[0] in (0, 100):
+        say(collector, 0, totals=totals(0, 1 + clock[0]))
+    say(collector, 0, about={"rank": 0})
+    assert collector.latest() == []
+    say(collector, 0, totals=totals(0, 4))
+    assert collector.ranks[0].recent("step") == 12, "not less than there was in the world before"
+    collector.begin(1)
+    assert (collector.size, collector.ranks) == (1, {})

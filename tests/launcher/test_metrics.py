@@ -4,6 +4,7 @@ import json
 import math
 import os
 import re
+import types
 import urllib.request
 
 import pytest
@@ -82,6 +83,21 @@ def test_metrics_are_what_the_ranks_have_said_last():
     assert re.fullmatch(
         r"ringrun: no metrics, since .*:\d+ cannot be used: Address already in use; the job runs without", lines[1]
     )
+
+
+@pytest.mark.parametrize(("address", "url"), [("127.0.0.1", "127.0.0.1:9400"), ("::1", "[::1]:9400")])
+@pytest.mark.parametrize("error", [None, OSError(99, "Cannot assign requested address")], ids=["served", "refused"])
+def test_where_metrics_are_is_said_as_an_address_is_written(address, url, error, monkeypatch):
+    def start_http_server(port, address, registry):
+        if error:
+            raise error
+        return types.SimpleNamespace(server_port=port), None
+
+    monkeypatch.setattr("prometheus_client.start_http_server", start_http_server)
+    lines = []
+    metrics.Metrics((address, 9400), Collector()).start(lines.append)
+    no = f"no metrics, since {url} cannot be used: Cannot assign requested address; the job runs without"
+    assert lines == [f"ringrun: {no if error else f'metrics are at http://{url}/metrics'}"]
 
 
 def test_a_job_serves_metrics_while_it_runs(start, program, tmp_path):

@@ -3,16 +3,19 @@
 import json
 import re
 import sys
+import threading
 import types
+from collections import Counter, deque
 from pathlib import Path
 
 import pytest
 
 from ringrun.errors import MachineError, UsageError
 from ringrun.report.outcome import RankEnd
-from ringrun.run_report import command, write
-from ringrun.run_report.collect import Collector
-from ringrun.run_report.document import document
+from ringrun.run_report import command, document, write
+from ringrun.run_report.analyse import Shares
+from ringrun.run_report.causes import Straggler
+from ringrun.run_report.collect import Bin, Collector, Rank, seconds_of
 from ringrun.run_report.write import Writer
 from tests.support.made_steps import BUCKETS, MadeJob
 from tests.support.patience import wait_until
@@ -49,7 +52,7 @@ def test_all_of_a_job_is_in_its_report(collector):
     collector.ended(RankEnd(1, "h0", 101, -9, 0.0, device="GPU 1"))
     collector.ended(RankEnd(2, "h0", 102, -15, 0.0, sent=(15,)))
     collector.card, collector.exit_code = ["-- ringrun: rank 1 of 3 failed first --"], 137
-    found = json.loads(json.dumps(document(collector)))
+    found = json.loads(json.dumps(document.document(collector)))
     job, step = found["job"], found["step"]
     assert found["sentence"] == "of a step's 126 ms, 110 computing, 3 exposed communication, 13 waiting for rank 1"
     assert (job["size"], job["hosts"], job["command"]) == (3, {"h0": 3}, "python train.py")
@@ -84,10 +87,59 @@ def test_all_of_a_job_is_in_its_report(collector):
     assert found["findings"][0]["rank"] == 2
 
 
+def of_totals(**totals):
+    return Rank(deque(), totals={"step": 10, **totals})
+
+
+def test_an_algorithm_has_the_reason_for_messages_of_its_size():
+    why = [[1024, "direct", "few bytes"], [65536, "ring", "of some size"], [None, "ring", "the most"]]
+    sums = {
+        "ring 65536": [10, 500, 0.5],
+        "ring 4096": [2, 8, 0.1],
+        "ring 131072": [1, 9, 0.2],
+        "direct 512": [3, 6, 0.3],
+    }
+    found = document._algorithms({0: of_totals(by_algorithm=sums)}, why)
+    assert [(each["algorithm"], each["up_to_bytes"], each["why"]) for each in found] == [
+        ("direct", 512, "few bytes"),
+        ("ring", 4096, "of some size"),
+        ("ring", 65536, "of some size"),
+        ("ring", 131072, "the most"),
+    ]
+    assert (found[2]["count"], found[2]["bytes"], found[2]["ms"]) == (10, 500, 500)
+
+
+def test_of_many_tensors_those_that_take_longest_are_shown():
+    sums = {f"w{number}": [10, 100 * number, 0.01 * (number * 37 % 80)] for number in range(80)}
+    found = document._tensors({0: of_totals(by_name=sums), 1: of_totals(by_name=sums)})
+    assert [each["ms_per_step"] for each in found] == list(range(79, 29, -1))
+    assert {each["bytes"] for each in found} == {100 * int(each["name"][1:]) for each in found}
+
+
+def test_a_changed_setting_is_shown_with_its_default(collector):
+    collector.ranks[0].about["settings"] = {"cycle_time_ms": [5.0, 50.0]}
+    expected = [{"name": "cycle_time_ms", "value": "5.0", "default": "50.0"}]
+    assert document.document(collector)["settings"] == expected
+
+
+def test_advice_saves_no_more_than_others_wait():
+    late = [Straggler("rank 1", "computes longer", delay_s=0.02, caused_s=0.01, ranks=(1,))]
+    ranks = {rank: of_totals() for rank in range(3)}
+    (advice,) = document._advice(late, {}, Shares(step_s=0.1), ranks, "")
+    assert advice["saves_ms"] == 5, "two others wait for 10 ms together, since they communicate meanwhile"
+
+
+def test_the_slowest_of_twenty_steps_is_the_95th_percentile():
+    found = document._times([Bin(Counter({-40: 80})), Bin(Counter({-60: 10, -20: 10}))])
+    assert found["count"] == 100
+    times = [found[name] for name in ("p5_ms", "median_ms", "p95_ms")]
+    assert times == [pytest.approx(1000 * seconds_of(index), rel=0.01) for index in (-60, -40, -20)]
+
+
 def test_before_a_step_was_sent_nobody_knows_for_whom_ranks_waited(collector):
     for rank in collector.ranks.values():
         rank.steps.clear()
-    found = document(collector)
+    found = document.document(collector)
     sentence = "of a step's 126 ms, 110 computing, 3 exposed communication, 13 waiting for other ranks"
     assert found["sentence"] == sentence
     assert (found["stragglers"], found["timeline"]) == ([], None)
@@ -99,7 +151,7 @@ def test_before_a_step_has_ended_there_is_little_to_say(collector):
         rank.steps.clear()
         rank.totals |= {"step": 0, "step_s": 0.0, "blocked_s": 0.0, "moving_s": 0.0, "core_wait_s": 9.0}
     for each in (collector, Collector(["x"])):
-        found = document(each)
+        found = document.document(each)
         assert (found["sentence"], found["advice"]) == (sentence, [])
 
 
@@ -108,7 +160,7 @@ def test_a_wire_that_is_full_cores_that_are_too_few_and_what_prevents_overlap(co
         each.about |= {"host": f"h{rank}", "links": [[f"h{rank}", f"h{other}", 1e9] for other in range(3)]}
         each.totals |= {"sent": {str((rank + 1) % 3): 200e6}, "send_s": {str((rank + 1) % 3): 0.206}}
         each.totals |= {"no_overlap": "train.py:88 reads a gradient", "core_wait_s": 20 * 0.015 * (1 + rank)}
-    found = document(collector)
+    found = document.document(collector)
     shares = [(each["from"], each["to"], each["bytes_per_step"], each["share"]) for each in found["links"]]
     assert shares == [(f"h{rank}", f"h{(rank + 1) % 3}", 1e7, 0.971) for rank in range(3)]
     texts = [each["text"] for each in found["advice"]]
@@ -174,6 +226,15 @@ def test_a_report_that_cannot_be_made_costs_one_line(tmp_path, collector, said):
     writer.finish(0)
     (line,) = said
     assert line.startswith(f"ringrun: the report in {tmp_path} is lost, the job goes on: IndexError: ")
+
+
+def test_a_file_system_that_hangs_is_not_waited_for(tmp_path, collector, said, monkeypatch):
+    hangs = threading.Event()
+    monkeypatch.setattr(write, "_PATIENCE_S", 0.1)
+    monkeypatch.setattr(write, "replace", lambda *_: hangs.wait(30))
+    Writer(str(tmp_path), collector, said.append).finish(0)
+    assert said == [f"ringrun: {tmp_path} hangs; the report there may be a minute old"]
+    hangs.set()
 
 
 def test_without_the_extra_one_line_says_how_to_get_the_page(tmp_path, collector, said, page):

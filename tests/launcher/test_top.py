@@ -78,6 +78,15 @@ def test_a_rank_of_which_less_is_known(changes, shown):
     assert shown in "\n".join(table([row(totals(0, 100), now)], 1, 200, 50))
 
 
+def test_lines_are_those_of_the_time_between_two_messages():
+    before, now = totals(0, 100), totals(0, 110)
+    before["lines"], now["lines"] = (
+        {"load.py:3": 900, "train.py:7": 50},
+        {"load.py:3": 900, "train.py:7": 60, "eval.py:2": 30},
+    )
+    assert row(before, now).lines == {"load.py:3": 0, "train.py:7": 50, "eval.py:2": 150}
+
+
 def test_before_the_first_step_the_table_says_what_a_step_is():
     first = totals(0, 0, bytes=4_000_000)
     assert row(first, first).mb_s == 0
