@@ -10,6 +10,7 @@ import pytest
 
 import ringreduce as rr
 from ringreduce import runtime
+from ringreduce.engine.engine import Engine
 from ringreduce.execution.signature import Signature
 from ringreduce.monitor import stalls
 from ringreduce.monitor.stalls import headline
@@ -185,6 +186,27 @@ def test_a_rank_that_waits_in_join_is_not_stalled(monkeypatch, kind):
 
     run_ranks(2, program, settings=Settings(stall_check_s=0.1))
     assert probed.is_set() == (kind == "allreduce")
+
+
+def test_in_an_elastic_job_those_who_keep_others_waiting_are_given_up_and_nothing_fails(monkeypatch):
+    """ringrun ends them, and the others go on; here nobody does, and the late rank comes after all."""
+    given_up, failed = [], []
+    monkeypatch.setattr(Engine, "_stalled", lambda _, error, ranks: given_up.append((str(error), list(ranks))))
+
+    def program():
+        if rr.rank() == 1:
+            wait_until(lambda: given_up or failed)
+        try:
+            return rr.allreduce(np.ones(2), name="w", op=rr.Sum)[0]
+        except rr.StalledError as error:
+            failed.append(error)
+            raise
+
+    settings = Settings(stall_check_s=0.1, stall_abort_s=0.3, elastic=True)
+    assert run_ranks(3, program, settings=settings) == [3, 3, 3]
+    why, ranks = given_up[0]
+    assert ranks == [1]
+    assert re.match(r"allreduce 'w' .*; missing: rank 1\. ", why)
 
 
 class Guarded(dict):

@@ -46,3 +46,40 @@ def test_before_the_process_ends_there_is_a_last_report(tmp_path, monkeypatch):
     finally:
         excepthook.uninstall()
     assert done == ["reported", 1]
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "shown"),
+    [(ValueError("x"), 1, True), (KeyboardInterrupt(), 130, False), (PeerLostError("rank 2 died", [2]), 1, False)],
+    ids=["an error", "Ctrl-C", "a lost rank"],
+)
+@pytest.mark.parametrize("by_ringrun", [True, False], ids=["ringrun", "mpirun"])
+def test_how_the_process_ends_and_who_shows_the_traceback(tmp_path, monkeypatch, error, code, shown, by_ringrun):
+    """ringrun shows an interrupt once, and not each rank's loss of another; without it each rank says all itself."""
+    ended, said = [], []
+    monkeypatch.setattr(excepthook.mpi, "is_alone", lambda: False)
+    monkeypatch.setattr(excepthook.mpi, "abort", lambda code: ended.append(("mpi", code)))
+    monkeypatch.setattr(excepthook.os, "_exit", lambda code: ended.append(("exit", code)))
+    monkeypatch.setattr(sys, "excepthook", lambda kind, *_: said.append(kind))
+    excepthook.install(str(tmp_path / "rank0.json") if by_ringrun else "")
+    try:
+        sys.excepthook(*raised(error))
+    finally:
+        excepthook.uninstall()
+    assert ended[0] == ("exit" if by_ringrun else "mpi", code)
+    assert said == [type(error)] * (shown or not by_ringrun)
+    assert (tmp_path / "rank0.json").exists() is by_ringrun
+
+
+def test_a_report_is_there_as_a_whole_or_not_at_all(tmp_path, monkeypatch):
+    path = tmp_path / "rank3.json"
+
+    def is_full(report, file):
+        file.write('{"exception": ')
+        file.flush()
+        assert not path.exists()
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(excepthook.json, "dump", is_full)
+    write_report(str(path), *raised(ValueError("x")))
+    assert not path.exists()

@@ -15,7 +15,7 @@ import ringreduce as rr
 from ringreduce import runtime
 from ringreduce.monitor.launcher_link import StatusServer, report
 from ringreduce.testing import run_ranks
-from tests.support.patience import wait_until
+from tests.support.patience import patient, wait_until
 
 
 @pytest.fixture
@@ -103,6 +103,26 @@ def test_a_stall_is_told(agent, error_file):
 def test_whoever_is_not_told_learns_it(error_file):
     assert not report("", stalled="x")
     assert not report(error_file, stalled="x")
+
+
+def test_an_agent_that_does_not_read_holds_no_rank_up(agent, error_file):
+    def fill():
+        while report(error_file, stalled="x"):
+            pass
+
+    filling = threading.Thread(target=fill, daemon=True)
+    filling.start()
+    filling.join(patient(10))
+    assert not filling.is_alive()
+    assert json.loads(agent.recv(100_000)) == {"stalled": "x"}
+    assert report(error_file, stalled="y"), "there is room again"
+
+
+def test_a_request_that_cannot_be_answered_is_not_the_last(agent, error_file, caplog):
+    with closing(StatusServer(error_file, lambda: "x")):
+        agent.sendto(b'{"record_s": "soon"}', f"{error_file}.ask")
+        assert ask(agent, error_file)["doing"] == "x"
+    assert "a request of the launcher was not answered: ValueError: could not convert" in caplog.text
 
 
 def test_a_rank_records_its_steps_as_long_as_it_is_asked_to(agent, error_file):
