@@ -9,7 +9,8 @@ import pytest
 from ringrun import cli
 from ringrun.doctor import command as doctor
 from ringrun.errors import UsageError
-from ringrun.hosts import Host, hostfile, is_here, place_ranks
+from ringrun.hosts import Found, Host, hostfile, is_here, may_get_ranks, place_ranks
+from ringrun.hosts.host import parse_host_list
 from ringrun.job.growth import Blacklist, Growth, HostWatch
 from ringrun.processes import state_of
 from tests.support.jobs import executable
@@ -57,6 +58,23 @@ def test_slots_say_how_many_ranks_there_are(tmp_path, monkeypatch):
     monkeypatch.setenv("SLURM_TASKS_PER_NODE", "7")
     assert _placed() == (7, [])
     assert _placed("-H", "localhost:2") == (2, [])
+
+
+@pytest.mark.parametrize(
+    ("hosts", "size", "names"),
+    [
+        ("localhost:2,h9:2", 4, ["localhost", "h9"]),
+        ("localhost:2,h9:2", 2, []),
+        ("h8:2,localhost:2", 3, ["h8", "localhost"]),
+        ("localhost,h9:2", 1, ["localhost", "h9"]),
+        ("h9:2,localhost", None, ["h9", "localhost"]),
+        ("localhost,127.0.0.1:2", 3, []),
+    ],
+)
+def test_which_hosts_may_get_ranks_if_any_other_than_this_one(hosts, size, names):
+    """Those without slots may get any: how many is known when they have been asked."""
+    found = Found(parse_host_list(hosts), "-H", in_slurm=False)
+    assert [host.name for host in may_get_ranks(found, size)] == names
 
 
 def test_a_slurm_job_starts_its_own_nodes_and_ssh_the_others(monkeypatch):
@@ -210,6 +228,11 @@ def test_a_program_that_starts_when_nobody_looks_any_more_is_ended_too(tmp_path,
 
 def is_gone(file):
     return state_of(int(file.read_text())) in "ZX"
+
+
+def test_odd_bytes_in_what_a_program_says_are_no_fault(tmp_path):
+    script = executable(tmp_path / "discover", "#!/bin/sh\nprintf 'h1:2\\n# in the caf\\351\\n'\n")
+    assert hostfile.discover([str(script)]) == [Host("h1", 2)]
 
 
 def test_one_source_of_hosts_is_enough(tmp_path):

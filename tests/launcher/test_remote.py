@@ -1,5 +1,6 @@
 """A program on every host: here, over a real sshd on loopback, through a fake srun; and why a host did not run it."""
 
+import contextlib
 import os
 import re
 import shutil
@@ -9,16 +10,20 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ringrun.remote import Answer, Remote, Slurm, Ssh, parallel
+from ringrun.hosts import Found, Host
+from ringrun.remote import Answer, OverSlurm, OverSsh, Remote, Slurm, Ssh, parallel, reach_of
 from ringrun.remote.base import Runner
+from ringrun.remote.over_slurm import answers
 from ringrun.remote.over_ssh import MAX_BYTES, REMOTE_COMMAND, payload, split_exit
-from ringrun.remote.parallel import Task, run_all
+from ringrun.remote.parallel import Outcome, Task, run_all
 from ringrun.remote.refusals import program_problem, srun_problem, ssh_problem
+from ringrun.ssh import SshOptions
 from tests.launcher.conftest import PROGRAMS
 from tests.support.jobs import executable
 from tests.support.patience import patient, wait_until
@@ -88,6 +93,41 @@ def test_one_that_takes_too_long_is_ended_with_its_children():
     assert (quick.code, quick.stdout, slow.code) == (0, b"done\n", None)
     group = int(slow.stdout)
     wait_until(lambda: not group_exists(group))
+
+
+def test_one_that_ignores_sigterm_is_killed(monkeypatch):
+    monkeypatch.setattr(parallel, "_PATIENCE_S", 0.1)
+    deaf = (
+        "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('deaf', flush=True); time.sleep(20)"
+    )
+    outcome = run_all([Task([sys.executable, "-c", f"{deaf}; print('never')"])], 2.0)[0]
+    assert outcome.code is None
+    assert b"never" not in outcome.stdout
+
+
+def test_programs_do_not_outlive_ringrun(tmp_path):
+    program = f"""
+from ringrun.remote.parallel import Task, run_all
+run_all([Task(["sh", "-c", "echo $$ > {tmp_path}/pid; exec sleep 600"])], 60)
+"""
+    process = subprocess.Popen([sys.executable, "-c", program])
+    wait_until(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text().endswith("\n"))
+    process.kill()
+    process.wait()
+    pid = int((tmp_path / "pid").read_text())
+    try:
+        wait_until(lambda: process_state(pid) in "Z", within_s=10)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def process_state(pid):
+    """Its letter in /proc; empty where it is gone."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return ""
 
 
 class Sleeping(Runner):
@@ -197,6 +237,36 @@ def test_words_travel_apart_from_the_command():
     for argv in (["a\0b"], ["x" * MAX_BYTES]):
         with pytest.raises(ValueError, match="expected no zero byte"):
             payload(argv, {})
+
+
+def test_why_a_login_shell_refuses_is_shown_wherever_it_says_so():
+    said = b"This account is currently not available.\n"
+    runner = Ssh(["ssh"], 20)
+    for outcome in (Outcome(1, stdout=said), Outcome(1, stderr=said), Outcome(1, stdout=b"Welcome\n", stderr=said)):
+        answer = runner._answer("h1", "/bin/true", outcome)
+        assert answer.problem.what == f"ssh ended with exit code 1 and wrote: {said.decode().strip()}"
+        assert answer.code is None
+
+
+def test_a_program_may_write_what_ends_its_output():
+    stderr = b"ringrun: exit 3\nringrun: exit 0\n"
+    assert split_exit(stderr) == ("ringrun: exit 3\n", 0)
+
+
+def test_how_hosts_are_reached(tmp_path):
+    options = SshOptions(connect_timeout_s=7.0)
+    for found in (None, Found([Host("h1")], "-H h1", in_slurm=False)):
+        assert reach_of(found, options) == OverSsh(options)
+    slurm = reach_of(Found([Host("n1")], "SLURM_JOB_NODELIST='n1'", in_slurm=True), options)
+    assert slurm == OverSlurm(7.0)
+    assert slurm.environment == {"SLURM_EXPORT_ENV": "ALL", "SLURM_OVERLAP": "1"}, (
+        "all variables, also in a step of salloc"
+    )
+    assert slurm.rsh(str(tmp_path)) == ()
+    remote = OverSsh(options).remote(str(tmp_path))
+    assert remote._there._timeout_s == 7
+    assert remote._timeout_s > 7, "ssh's own limit comes first, and says what it waited for"
+    assert "ConnectTimeout 7" in (tmp_path / "ssh_config").read_text()
 
 
 @pytest.mark.parametrize("shell", ["sh", "bash", "dash"])  # zsh, tcsh, fish and busybox were tried by hand
@@ -381,6 +451,37 @@ sys.exit(6)
         "Slurm did not run a program there; srun ended with exit code 1 and wrote: srun: error: Task launch"
         in problem_of(answers["dead"])
     )
+
+
+def test_an_answer_is_that_of_the_node_it_names_whichever_task_it_is():
+    outcome = Outcome(
+        1,
+        stdout=b"0: of n2\n1: of n1\n",
+        stderr=b"1: warn\n0: ringrun: exit 0 on n2\nsrun: lost n3\nsrun: error: Node failure on n3\nsrun: ended\n"
+        b"1: ringrun: exit 3 on n1\n",
+    )
+    n1, n2, n3 = answers(["n1", "n2", "n3"], "/bin/x", outcome, 30)
+    assert (n1.host, n1.stdout, n1.stderr, n1.code) == ("n1", b"of n1\n", "warn\n", 3)
+    assert (n2.host, n2.stdout, n2.stderr, n2.code) == ("n2", b"of n2\n", "", 0)
+    assert n3.code is None
+    assert n3.problem.what.endswith("wrote: srun: error: Node failure on n3"), "not what came after it"
+
+
+def test_a_step_has_nothing_of_the_step_that_ringrun_runs_in(monkeypatch):
+    for name in ("SLURM_CPU_BIND", "SLURM_NTASKS_PER_NODE", "SLURM_CPUS_PER_TASK", "SLURM_EXACT", "SLURM_EXCLUSIVE"):
+        monkeypatch.setenv(name, "1")
+    monkeypatch.setenv("SLURM_JOB_ID", "77")
+    (task,) = Slurm("srun", 30).tasks(["n1", "n2"], ["/bin/true"], {"MINE": "1"})
+    told = {name: value for name, value in task.environment.items() if name.startswith(("SLURM_", "MINE"))}
+    assert told == {"SLURM_JOB_ID": "77", "MINE": "1"}
+
+
+@pytest.mark.parametrize(
+    ("code", "what"), [(126, "/p cannot be executed there (sh: x)"), (127, "/p is not there (sh: x)")]
+)
+def test_what_a_shell_says_of_a_program_that_it_cannot_start(code, what):
+    assert program_problem("/p", code, "sh: x\n").what == what
+    assert [program_problem("/p", other, "sh: x\n") for other in (0, 1, 125, 128, 255)] == [None] * 5
 
 
 def test_a_program_that_is_missing_on_a_node(srun):
