@@ -37,8 +37,8 @@ ALIGNMENT = 64
 class HostCollective(Collective):
     """A collective that the host runs.
 
-    place:  inside jit it is the name of what has none: calls there run in a thread of XLA's, where numbers could be
-            drawn in another order than on another rank.
+    place:  inside jit the name of what has none is made of it: calls there run in a thread of XLA's, where numbers
+            could be drawn in another order than on another rank.
     rows:   of an allgather's results; by default all ranks have as many.
     """
 

@@ -130,8 +130,7 @@ def _on_leaves(function: str, tree: Any, call: Call) -> Any:
         array = _array(function, own, float(leaf) if averages and type(leaf) is int else leaf)
         pairs.append(compression.compress(array))
     arrays = [array for array, _ in pairs]
-    place = _place(function, calling_line(), tuple((each.shape, each.dtype) for each in arrays))
-    own_ones = {"place": place, "names": None if names == ("",) else names}
+    own_ones = {"place": calling_line(), "names": None if names == ("",) else names}
     travelling = {"compression": wire_of(compression) or Compression.none}  # others compress here
     collective = HostCollective.of(function, vars(call) | own_ones | travelling)
     for own, (_, leaf) in zip(names, paths, strict=True):
@@ -172,13 +171,3 @@ def _array(function: str, name: str, leaf: Any) -> Any:
 
 def _quoted(name: str) -> str:
     return f" {name!r}" if name else ""
-
-
-_SEEN: dict[tuple[str, str], dict[Any, int]] = {}
-
-
-def _place(function: str, line: str, shapes: Any) -> str:
-    """The line, with a number where it is called with several shapes, as by jax.tree.map; equal again when retraced."""
-    seen = _SEEN.setdefault((function, line), {})
-    number = seen.setdefault(shapes, len(seen))
-    return f"{line}.{number}" if number else line

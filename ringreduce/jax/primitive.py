@@ -13,9 +13,11 @@ from __future__ import annotations
 import contextlib
 import functools
 import operator
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import jax
 import jax.numpy as jnp
@@ -138,7 +140,9 @@ def _lower(
             f"{collective.kind} ({collective.place}): jax.export of a function with collectives, which call "
             "this process; export the part without them, and call that between: hvd.allreduce(exported.call(x))"
         )
-    name = f"jit.{collective.place}" if collective.name is None else collective.name
+    name = collective.name
+    if name is None:
+        name = _named_by_place(ctx.module_context.module, collective.place)
     ordered = ctx.primitive is collective_p
     own = slice(None if ordered else -1)  # without the byte
 
@@ -149,6 +153,22 @@ def _lower(
     if ordered:
         ctx.set_tokens_out(ctx.tokens_in.update_tokens(mlir.TokenSet({ORDERED: token})))
     return results
+
+
+_of_programs: WeakKeyDictionary[Any, Counter[str]] = WeakKeyDictionary()
+
+
+def _named_by_place(program: Any, place: str) -> str:
+    """The name of one that has none: the jitted function, its line, and a number if it is not the line's first.
+
+    The same on all ranks that lower this program, whatever each has traced, lowered or run before. Shapes are no part
+    of it, as ranks that pass different ones must find that out.
+    """
+    known = _of_programs.setdefault(program, Counter())
+    number = known[place]
+    known[place] += 1
+    name = f"{program.operation.attributes['sym_name'].value}.{place}"
+    return f"{name}.{number}" if number else name
 
 
 def _refuse_several_devices(context: Any, collective: HostCollective) -> None:

@@ -438,14 +438,61 @@ def test_a_parameter_servers_arrays_come_back_as_jaxs(dtype):
     assert (back.dtype, back.sharding, back.tolist()) == (original.dtype, original.sharding, [0, 1, 2])
 
 
-def test_calls_of_one_line_have_a_name_for_each_shape():
-    """As of jax.tree.map; retraced, they have the same."""
-    tree = [own(2), own(3), own(2)]
+def helper(x):
+    return hvd.allreduce(x)
+
+
+HISTORIES = {
+    "make_jaxpr": lambda: jax.make_jaxpr(helper)(own(1, 4)),
+    "lower": lambda: jax.jit(helper).lower(own(7)).compile(),
+    "hvd.jit's lower": lambda: hvd.jit(helper).lower(own(8)),
+    "eval_shape": lambda: jax.eval_shape(helper, own(9)),
+    "a gradient": lambda: jax.make_jaxpr(jax.vmap(jax.grad(lambda x: helper(x).sum())))(own(3, 2)),
+    "clear_caches": lambda: (jax.jit(lambda x: helper(x[:1])).lower(own(6)), jax.clear_caches()),
+}
+
+
+@pytest.mark.parametrize("history", HISTORIES.values(), ids=HISTORIES)
+def test_names_do_not_depend_on_what_a_rank_has_looked_at(jit, history):
+    """Else rank 0 would wait for another name than the others."""
+    if RANK == 0:
+        history()
+
+    @jit
+    def program(x):
+        first, second = jax.tree.map(helper, [x, x[:1]])
+        total = jax.lax.fori_loop(0, 2, lambda _, each: helper(each) + RANK, first)
+        return total + helper(second) + jax.jit(helper)(x)
+
+    mean = RANKS.mean()
+    close(program(own(5)), 2 * own(5, rank=mean) + own(1, rank=mean) + mean + RANK)
+
+
+@pytest.mark.skipif(SIZE == 1, reason="takes two ranks")
+def test_names_do_not_depend_on_what_another_process_set_has_run(run):
+    alone, others = hvd.add_process_set([0]), hvd.add_process_set(list(range(1, SIZE)))
+    mine = others if RANK else alone
+    summed = lambda x, process_set: hvd.allreduce(x, process_set=process_set, op=hvd.Sum)  # noqa: E731
+    for width in (2, 3, 4) if RANK else (3, 5):
+        close(run(lambda x: summed(x, mine))(own(width)), sum(own(width, rank=each) for each in mine.ranks))
+    close(run(lambda x: summed(x, hvd.global_process_set))(own(4)), sum(own(4, rank=each) for each in RANKS))
+    for each in (alone, others):
+        hvd.remove_process_set(each)
+
+
+def test_collectives_of_one_line_have_a_name_each_and_shapes_are_no_part_of_it(monkeypatch):
+    """In the branches of a condition, too: ranks that differ in it must not take one for the other."""
     names = []
-    for _ in range(2):
-        jaxpr = jax.make_jaxpr(lambda tree: jax.tree.map(hvd.allreduce, tree))(tree)
-        names.append([each.params["collective"].place for each in jaxpr.eqns])
-    first, second, third = names[0]
-    assert CALL.fullmatch(first)
-    assert (second, third) == (f"{first}.1", first)
-    assert names[0] == names[1]
+    monkeypatch.setattr(primitive.HostCollective, "run_into", lambda self, arrays, results, name: names.append(name))
+
+    @jax.jit
+    def program(x):
+        jax.lax.cond(x[0] > 0, helper, lambda x: 2 * helper(x), x)
+        return jax.tree.map(helper, [x, x[:1]])
+
+    for width in (2, 3):
+        for sign in (1, -1):
+            jax.block_until_ready(program(sign * jnp.ones(width)))
+    first = f"jit_program.test_ops.py:{helper.__code__.co_firstlineno + 1}"
+    assert {names[0], names[3]} == {first, f"{first}.1"}
+    assert names == 2 * [names[0], f"{first}.2", f"{first}.3", names[3], f"{first}.2", f"{first}.3"]
