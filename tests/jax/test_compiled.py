@@ -102,6 +102,27 @@ def test_options_and_arguments_of_jax_jit():
     np.testing.assert_allclose(hvd.jit(step, static_argnums=1)(own(2), 1, scale=1), [2, MEAN, 2 * MEAN], rtol=1e-6)
 
 
+def test_it_can_be_looked_at_as_what_jax_jit_returns():
+    """Also as a decorator with options; rank 0 alone looks."""
+
+    @hvd.jit(static_argnames="power", keep_unused=True)
+    def step(x, unused, power):
+        return {"mean": hvd.allreduce(x) ** power}
+
+    assert isinstance(step, jax.stages.Wrapped)
+    x, squares = own(2), np.square([2, MEAN, 2 * MEAN])
+    if RANK == 0:
+        assert step.eval_shape(x[:2], x, power=2) == {"mean": jax.ShapeDtypeStruct((2,), jnp.float32)}
+        assert "ringreduce" in str(step.trace(x[:1], x, power=3).jaxpr)
+        assert step.lower(x, x, power=4).compile().cost_analysis() is not None
+    compiled = step.lower(x, x, power=2).compile()
+    for program in (lambda: compiled(x, x), lambda: step(x, x, power=2), step.clear_cache, lambda: step(x, x, power=2)):
+        if result := program():
+            np.testing.assert_allclose(result["mean"], squares, rtol=1e-6)
+    placed = hvd.jit(hvd.allreduce, out_shardings=jax.sharding.SingleDeviceSharding(jax.devices()[0]))
+    np.testing.assert_allclose(placed(x), [2, MEAN, 2 * MEAN], rtol=1e-6)
+
+
 @pytest.mark.skipif(SIZE == 1, reason="ranks must differ")
 @pytest.mark.parametrize("first", [late, lambda x: x], ids=["later", "at once"])
 def test_a_failure_is_its_own_programs_alone(jit, first):
