@@ -49,7 +49,8 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     compression: `Compression.fp16` or `.bf16` send gradients in 16 bits, `.int8` or `.int4` in fewer between
         hosts.
     backward_passes_per_step: gradients of this many updates are summed, not averaged, before they are reduced; for
-        their mean divide the loss. Until then updates are zeros. Its state is the optimizer's and such a sum.
+        their mean divide the loss. Until then updates are zeros. Its state is the optimizer's and such a sum, which has
+        32 bits or more.
     op: Average, Sum, or Adasum: every rank computes updates from its own gradients, and the updates are reduced.
     gradient_predivide_factor: f: Average divides by f before the sum and by size / f after it.
     process_set: the ranks that take part; on the others the optimizer works as before.
@@ -80,26 +81,28 @@ def _reducing(optimizer: Any, exchange: Exchange, name: str | None, passes: int)
     inner, reduce = optax.with_extra_args_support(optimizer), _reduction(exchange, name)
 
     def step(gradients: Any, state: Any, params: Any, extra: dict[str, Any]) -> tuple[Any, Any]:
-        if exchange.op is not Adasum:
-            return inner.update(reduce(gradients), state, params, **extra)  # type: ignore[no-any-return]
-        updates, state = inner.update(gradients, state, params, **extra)
-        return reduce(updates), state
+        if exchange.op is Adasum:
+            updates, state = inner.update(gradients, state, params, **extra)
+            return reduce(updates), state
+        return inner.update(reduce(gradients), state, params, **extra)  # type: ignore[no-any-return]
 
     def update(gradients: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
         refuse_conditions("DistributedOptimizer")
         if passes == 1:
             return step(gradients, state, params, extra)
-        total = jax.tree.map(jnp.add, state.gradients, gradients)
-        zeros = jax.tree.map(jnp.zeros_like, total)
+        total = jax.tree.map(_plus, state.gradients, gradients)
 
         def last() -> tuple[Any, Any]:
-            updates, of_optimizer = step(total, state.optimizer, params, extra)
-            return updates, Accumulated(of_optimizer, zeros, jnp.zeros_like(state.passes))
+            updates, of_optimizer = step(jax.tree.map(_of_type, total, gradients), state.optimizer, params, extra)
+            return updates, Accumulated(of_optimizer, jax.tree.map(jnp.zeros_like, total), jnp.zeros_like(state.passes))
 
         def another() -> tuple[Any, Any]:
-            return zeros, Accumulated(state.optimizer, total, state.passes + 1)
+            return jax.tree.map(_zeros, form[0]), Accumulated(as_the_last(state.optimizer), total, state.passes + 1)
 
-        is_last = state.passes + 1 == passes
+        def as_the_last(of_optimizer: Any) -> Any:
+            return jax.tree.map(lambda each, like: jnp.asarray(each, like.dtype), of_optimizer, form[1].optimizer)
+
+        is_last, form = state.passes + 1 == passes, jax.eval_shape(last)
         if isinstance(is_last, jax.core.Tracer):
             return jax.lax.cond(is_last, last, another)  # type: ignore[no-any-return]
         return last() if is_last else another()
@@ -108,9 +111,33 @@ def _reducing(optimizer: Any, exchange: Exchange, name: str | None, passes: int)
         refuse_skips("DistributedOptimizer")
         if passes == 1:
             return inner.init(params)
-        return Accumulated(inner.init(params), jax.tree.map(jnp.zeros_like, params), jnp.zeros((), jnp.int32))
+        return Accumulated(inner.init(params), jax.tree.map(_empty_sum, params), jnp.zeros((), jnp.int32))
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _empty_sum(param: Any) -> Any:
+    """Zeros for a sum of gradients, which has 32 bits or more, so that short ones add up."""
+    dtype = jnp.result_type(param)
+    wide = jnp.promote_types(dtype, jnp.float32) if jnp.issubdtype(dtype, jnp.inexact) else dtype
+    return jnp.zeros_like(param, wide)
+
+
+def _plus(total: Any, gradient: Any) -> Any:
+    return total if _is_nothing(gradient) else jnp.asarray(total + gradient, total.dtype)
+
+
+def _of_type(total: Any, gradient: Any) -> Any:
+    return gradient if _is_nothing(gradient) else jnp.asarray(total, jnp.result_type(gradient))
+
+
+def _zeros(update: Any) -> Any:
+    return (np if _is_nothing(update) else jnp).zeros(update.shape, update.dtype)
+
+
+def _is_nothing(gradient: Any) -> bool:
+    """What JAX has for the gradient of whole numbers."""
+    return bool(getattr(gradient, "dtype", None) == jax.dtypes.float0)
 
 
 def refuse_skips(function: str) -> None:
@@ -198,9 +225,13 @@ def _reduction(exchange: Exchange, name: str | None) -> Callable[[Any], Any]:
     """What reduces a tree of gradients."""
 
     def reduce(gradients: Any) -> Any:
-        included = exchange.process_set.included()
+        if not exchange.process_set.included():
+            return gradients
+        some = jax.tree.map(lambda each: None if _is_nothing(each) else each, gradients)
         with ending_step():
-            return allreduce(gradients, name=name, **exchange.arguments) if included else gradients
+            reduced = allreduce(some, name=name, **exchange.arguments)
+        own = lambda each, gradient: gradient if each is None else each  # noqa: E731
+        return jax.tree.map(own, reduced, gradients, is_leaf=lambda each: each is None)
 
     return reduce
 

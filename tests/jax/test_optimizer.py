@@ -2,6 +2,7 @@
 
 import collections
 import functools
+import typing
 
 import equinox as eqx
 import flax.linen as linen
@@ -128,6 +129,81 @@ def test_accumulation(jit):
         assert all((each == 0).all() for each in jax.tree.leaves(updates)) == (passes > 0)
         params = optax.apply_updates(params, updates)
     check(params, expected, 1e-4)
+
+
+class WithoutSteps(typing.NamedTuple):
+    """A state of a number that is no array, and of one that becomes wider."""
+
+    count: int
+    moved: jax.Array
+
+
+def widening():
+    """A transformation whose updates and state are wider than the gradients."""
+
+    def update(gradients, state, params=None):
+        wide = jax.tree.map(jnp.float32, gradients)
+        return jax.tree.map(lambda each: -0.1 * each, wide), WithoutSteps(
+            state.count + 1, state.moved + wide["b"].sum()
+        )
+
+    return optax.GradientTransformation(lambda params: WithoutSteps(0, params["b"].sum()), update)
+
+
+ADAM = optax.adam(0.1, mu_dtype=jnp.float32)
+TYPES = {
+    "wider moments": ADAM,
+    "wider accumulator": optax.sgd(0.1, momentum=0.9, accumulator_dtype=jnp.float32),
+    "wider everything": widening(),
+    "masked": optax.masked(ADAM, {"w": True, "b": False, "n": None}),
+    "partition": optax.partition({"a": ADAM, "b": optax.set_to_zero()}, {"w": "a", "b": "b", "n": None}),
+    "inject_hyperparams": optax.inject_hyperparams(optax.sgd)(optax.linear_schedule(0.1, 0.0, 10)),
+    "nothing": optax.identity(),
+}
+
+
+@pytest.mark.parametrize("inner", TYPES.values(), ids=TYPES)
+def test_accumulation_keeps_the_types_that_the_optimizer_makes(inner, jit):
+    """Of updates in each pass, and of the state, so that a program is compiled once; the sum is exact enough."""
+    params = {"w": jnp.ones((3, 2), jnp.bfloat16), "b": jnp.ones(2), "n": None}
+    gradients = jax.tree.map(lambda each: (each * (1 + RANK)).astype(each.dtype), params)
+    types = lambda tree: jax.tree.map(lambda each: each.dtype, tree)  # noqa: E731
+    plain, optimizer = (hvd.DistributedOptimizer(inner, backward_passes_per_step=passes) for passes in (1, 3))
+    expected, _ = jit(plain.update)(jax.tree.map(lambda each: 3 * each, gradients), plain.init(params), params)
+    for update in (optimizer.update, jit(optimizer.update)):
+        state = optimizer.init(params)
+        for passes in (1, 2, 0):
+            updates, state = update(gradients, state, params)
+            assert types(updates) == types(expected)
+            assert state.passes == passes
+    check(updates, expected)
+
+
+def test_accumulation_in_a_loop_of_jax_and_whole_numbers():
+    """As many passes as bfloat16 could not count; the gradient of a whole number is float0, which no rank reduces."""
+    passes = 300
+    optimizer = hvd.DistributedOptimizer(optax.sgd(1.0), backward_passes_per_step=passes)
+    params = {"w": jnp.zeros(2, jnp.bfloat16)}
+
+    def one(state, _):
+        updates, state = optimizer.update({"w": jnp.full(2, 1.0 + RANK, jnp.bfloat16)}, state, params)
+        return state, updates["w"]
+
+    _, updates = jax.jit(lambda state: jax.lax.scan(one, state, None, length=passes))(optimizer.init(params))
+    np.testing.assert_array_equal(np.float32(updates[:-1]), 0)
+    np.testing.assert_allclose(np.float32(updates[-1]), -passes * (SIZE + 1) / 2, rtol=1 / 128)
+    mixed = {"w": jnp.ones(2), "count": jnp.arange(3), "z": 1j * jnp.ones(2)}
+    loss = lambda each: (1 + RANK) * (each["w"].sum() + each["z"].imag.sum())  # noqa: E731
+    gradients = jax.grad(loss, allow_int=True)(mixed)
+    for passes in (1, 2):
+        own = optax.masked(optax.sgd(1.0), {"w": True, "count": False, "z": True})
+        optimizer = hvd.DistributedOptimizer(own, backward_passes_per_step=passes)
+        state = optimizer.init(mixed)
+        for _ in range(passes):
+            updates, state = optimizer.update(gradients, state, mixed)
+        assert updates["count"].dtype == jax.dtypes.float0
+        np.testing.assert_allclose(updates["w"], -passes * (SIZE + 1) / 2)
+        np.testing.assert_allclose(updates["z"], 1j * passes * (SIZE + 1) / 2)
 
 
 def test_adasum_reduces_the_updates():
