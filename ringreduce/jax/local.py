@@ -79,7 +79,7 @@ def transformation(optimizer: Any, options: Options) -> Any:
         return LocalState(inner.init(params), jnp.zeros((), jnp.int32), anchors, outer)
 
     def update(gradients: Any, state: LocalState, params: Any = None, **extra: Any) -> tuple[Any, LocalState]:
-        refuse_conditions(options.function)
+        refuse_conditions(options.function, {})
         if params is None:
             raise InputError(f"{options.function}: update without params; pass them: update(gradients, state, params)")
         if not agreed and not runtime.current(options.function).is_elastic:  # a spare would be alone here

@@ -18,6 +18,7 @@ from ringreduce.api.process_sets import ProcessSet, global_process_set
 from ringreduce.compression import AnyCompressor, Compression
 from ringreduce.errors import InputError
 from ringreduce.jax.ops import allreduce, broadcast
+from ringreduce.jax.steering import names_of_steering, steering
 from ringreduce.ops import Adasum, Average, ReduceOp
 from ringreduce.optim.exchange import Exchange, check_passes
 
@@ -59,10 +60,15 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     Wrap what skips steps by the gradients' values, too, so that it sees the reduced ones:
     DistributedOptimizer(optax.apply_if_finite(optimizer, 5)). Around it, each rank would decide for itself.
 
-    Cost:   one `allreduce` of all gradients, as a group, a step.
+    update(gradients, state, params, value=loss): numbers such as the loss, and functions such as value_fn, by which
+    an optimizer steers, become the mean over the ranks; so all ranks do the same. Not with Adasum. With op=Sum there
+    are numbers only.
+
+    Cost:   one `allreduce` of all gradients, as a group, a step; one more of the numbers, and at each call of such a
+            function.
     Raises: InputError (a ValueError) for wrong arguments; in init() inside apply_if_finite or a MultiSteps that skips;
-            in update() inside conditionally_transform or _mask with forward_extra_args=True. TypeError for what is no
-            gradient transformation.
+            in update() inside conditionally_transform or _mask with forward_extra_args=True, or inside a chain that
+            passes on what steers. TypeError for what is no gradient transformation.
     Source: Horovod's DistributedOptimizer; optax.MultiSteps.
     """
     if not (callable(getattr(optimizer, "init", None)) and callable(getattr(optimizer, "update", None))):
@@ -84,10 +90,12 @@ def _reducing(optimizer: Any, exchange: Exchange, name: str | None, passes: int)
         if exchange.op is Adasum:
             updates, state = inner.update(gradients, state, params, **extra)
             return reduce(updates), state
-        return inner.update(reduce(gradients), state, params, **extra)  # type: ignore[no-any-return]
+        reduced = reduce(gradients)
+        extra = steering(extra, gradients, reduced, exchange)
+        return inner.update(reduced, state, params, **extra)  # type: ignore[no-any-return]
 
     def update(gradients: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
-        refuse_conditions("DistributedOptimizer")
+        refuse_conditions("DistributedOptimizer", extra)
         if passes == 1:
             return step(gradients, state, params, extra)
         total = jax.tree.map(_plus, state.gradients, gradients)
@@ -160,9 +168,12 @@ def refuse_skips(function: str) -> None:
             )
 
 
-def refuse_conditions(function: str) -> None:
-    """As `refuse_skips`, around update(): only there a condition can be seen to depend on more than the step."""
-    conditional = _conditional()
+def refuse_conditions(function: str, extra: dict[str, Any]) -> None:
+    """As `refuse_skips`, around update(): only there a condition can be seen to depend on more than the step.
+
+    extra: arguments of update() that the transformations beside this one in a chain get as this rank has them.
+    """
+    conditional, steers = _conditional(), names_of_steering(extra)
     for frame in _callers():
         name = conditional.get(frame.f_code)
         if name and frame.f_locals.get("forward_extra_args"):
@@ -171,14 +182,20 @@ def refuse_conditions(function: str) -> None:
                 "by its own arguments, and the others wait for it; put it outside, and reduce those arguments: "
                 f"{function}({name}(optimizer, …)).update(…, value=hvd.allreduce(loss))"
             )
+        if name == "chain" and steers:
+            raise InputError(
+                f"{function} inside optax's chain, whose update() gets {steers[0]}: each rank would steer the others "
+                f"of the chain by its own; put it outside: {function}(optax.chain(…))"
+            )
 
 
 @functools.cache
 def _conditional() -> dict[CodeType, str]:
     import optax
 
-    functions = optax.conditionally_transform, optax.conditionally_mask
-    return {code: function.__name__ for function in functions for code in _codes(function.__code__)}
+    functions = optax.conditionally_transform, optax.conditionally_mask, optax.chain, optax.named_chain
+    names = [*(each.__name__ for each in functions[:3]), "chain"]
+    return {code: name for function, name in zip(functions, names, strict=True) for code in _codes(function.__code__)}
 
 
 def _callers() -> Iterator[FrameType]:

@@ -56,7 +56,7 @@ ps.layout, ps.messages, ps.consistency, ps.arrays < ps.roles < ps.server, ps.wor
 sweeps.teams < sweeps.trial < sweeps.sweep < optimizer, testing < local.optimizer <
 sharded <
 elastic.kept, elastic.libraries < elastic.commit, elastic.sampler < elastic.state < elastic.loop < elastic.common <
-jax.xla, jax.host < jax.primitive < jax.ops, jax.compiled < jax.optimizer < jax.local, jax.elastic <
+jax.xla, jax.host < jax.primitive < jax.ops, jax.compiled < jax.steering < jax.optimizer < jax.local, jax.elastic <
 tensorflow.host < tensorflow.ops < tensorflow.training <
 keras.ops, keras.local < keras.optimizer, keras.callbacks, keras.elastic < tensorflow.keras <
 torch.ops, torch.sparse, torch.groups, torch.sync_batch_norm, torch.ps, torch.parts < torch.hooks, torch.pending <
