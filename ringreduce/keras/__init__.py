@@ -3,7 +3,7 @@
     import ringreduce.keras as hvd
 
 ops        allreduce, allgather, … on the tensors of Keras' backend; broadcast_variables
-optimizer  DistributedOptimizer, load_model
+optimizer  DistributedOptimizer, load_model; saved: its options in a saved model
 callbacks  for model.fit; local: those with local steps
 elastic    KerasState, and callbacks that commit it
 """
