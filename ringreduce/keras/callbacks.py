@@ -15,9 +15,10 @@ from ringreduce.errors import InputError
 from ringreduce.keras.local import DiLoCoCallback as DiLoCoCallback
 from ringreduce.keras.local import LocalSGDCallback as LocalSGDCallback
 from ringreduce.keras.ops import broadcast_variables
+from ringreduce.keras.together import TakesAllRanks
 
 
-class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):  # type: ignore[misc]
+class BroadcastGlobalVariablesCallback(TakesAllRanks, keras.callbacks.Callback):  # type: ignore[misc]
     """Give all ranks the root's weights, and its optimizer's variables, before the first step.
 
     Where a rank's model is not built yet, it is done after the first step, as in Horovod. Random seeds stay each rank's
@@ -57,7 +58,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):  # type: ignor
         self._done = True
 
 
-class MetricAverageCallback(keras.callbacks.Callback):  # type: ignore[misc]
+class MetricAverageCallback(TakesAllRanks, keras.callbacks.Callback):  # type: ignore[misc]
     """Average an epoch's metrics, also those of validation, over all ranks.
 
     Put it before callbacks that use metrics, such as ReduceLROnPlateau, EarlyStopping, ModelCheckpoint or TensorBoard:
@@ -66,6 +67,8 @@ class MetricAverageCallback(keras.callbacks.Callback):  # type: ignore[misc]
     device: Horovod's, without effect.
     Source: Horovod's callback of this name.
     """
+
+    averages_metrics = True
 
     def __init__(self, device: str = "") -> None:
         super().__init__()

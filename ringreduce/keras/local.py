@@ -9,12 +9,13 @@ import numpy as np
 
 from ringreduce.compression import AnyCompressor, Compression
 from ringreduce.errors import InputError
+from ringreduce.keras.together import TakesAllRanks
 from ringreduce.local.optimizer import HasLocalSteps
 from ringreduce.local.options import Options, Outer
 from ringreduce.local.steps import LocalSteps, Parameters
 
 
-class _LocalStepsCallback(HasLocalSteps, keras.callbacks.Callback):  # type: ignore[misc]
+class _LocalStepsCallback(TakesAllRanks, HasLocalSteps, keras.callbacks.Callback):  # type: ignore[misc]
     def __init__(self, options: Options) -> None:
         super().__init__()
         self._state: dict[str, Any] = {}

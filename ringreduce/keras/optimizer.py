@@ -21,6 +21,7 @@ from ringreduce.compression import AnyCompressor, Compression
 from ringreduce.errors import InputError, MissingExtraError
 from ringreduce.keras import saved
 from ringreduce.keras.ops import adapter, grouped_allreduce
+from ringreduce.keras.together import decide_together
 from ringreduce.log import LOGGER
 from ringreduce.ops import Average, Min, ReduceOp
 from ringreduce.optim.exchange import Exchange, check_passes
@@ -64,7 +65,10 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     device_dense, device_sparse, num_groups, groups: Horovod's, without effect: all gradients of a step are one group,
         and are reduced where they are.
 
-    Cost:   one `grouped_allreduce` of all gradients a step.
+    From then on ranks end a `model.fit` together, whoever sets model.stop_training; see docs/keras.md.
+
+    Cost:   one `grouped_allreduce` of all gradients a step, and a small one an epoch of `model.fit`; one more a batch,
+            for which nobody waits, where a callback of one's own, or TerminateOnNaN, is called in batches.
     Raises: InputError (a ValueError) for wrong arguments, one that is wrapped already, and at the first step where
             TensorFlow compiles it by XLA, or Keras has not called what reduces; TypeError for what is no optimizer of
             Keras 3; MissingExtraError for a Keras that lacks what is relied on.
@@ -89,6 +93,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     # not by setattr: Keras and TensorFlow would keep track of it
     vars(inner).update(_clip_gradients=reduction, apply=reduction.apply, save_assets=_writing(saved.kept(own)))
     _agree_on_finite_gradients()
+    decide_together()
     return optimizer
 
 
@@ -164,7 +169,7 @@ class _Reduction:
     def __call__(self, gradients: Sequence[Any]) -> Any:
         """The gradients, reduced and clipped."""
         optimizer, self._called = self._optimizer, True
-        if self._options["process_set"].included():
+        if self.process_set.included():
             steps = optimizer.gradient_accumulation_steps
             if steps and keras.backend.backend() == "jax":  # there Keras computes every pass as if it were a step
                 is_step = (optimizer._iterations + 1) % steps == 0
@@ -175,6 +180,11 @@ class _Reduction:
         return type(optimizer)._clip_gradients(optimizer, gradients)
 
     @property
+    def process_set(self) -> ProcessSet:
+        """The ranks that train together."""
+        return self._options["process_set"]  # type: ignore[no-any-return]
+
+    @property
     def _name(self) -> str:
         """By default of what it reduces: how many optimizers a rank has made, for evaluation say, is its own affair."""
         variables = self._optimizer._trainable_variables
@@ -183,11 +193,10 @@ class _Reduction:
 
     def everywhere(self, finite: Any) -> Any:
         """True where it is true on all ranks."""
-        process_set = self._options["process_set"]
-        if not process_set.included():
+        if not self.process_set.included():
             return finite
         flag = keras.ops.cast(finite, "int32")
-        (least,) = _allreduce([flag], ["finite"], f"{self._name}.finite", op=Min, process_set=process_set)
+        (least,) = _allreduce([flag], ["finite"], f"{self._name}.finite", op=Min, process_set=self.process_set)
         return keras.ops.cast(least, "bool")
 
     def _reduced(self, gradients: Sequence[Any]) -> list[Any]:

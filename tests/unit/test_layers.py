@@ -58,7 +58,8 @@ sharded <
 elastic.kept, elastic.libraries < elastic.commit, elastic.sampler < elastic.state < elastic.loop < elastic.common <
 jax.xla, jax.host < jax.primitive < jax.ops, jax.compiled < jax.steering < jax.optimizer < jax.local, jax.elastic <
 tensorflow.host < tensorflow.ops < tensorflow.training <
-keras.ops, keras.local, keras.saved < keras.optimizer, keras.callbacks, keras.elastic < tensorflow.keras <
+keras.ops, keras.saved, keras.together < keras.local <
+keras.optimizer, keras.callbacks, keras.elastic < tensorflow.keras <
 torch.ops, torch.sparse, torch.groups, torch.sync_batch_norm, torch.ps, torch.parts < torch.hooks, torch.pending <
 torch.gradient, torch.wrapped, torch.outline < torch.functions, torch.reducer, torch.adasum_optimizer < torch.optimizer,
 torch.shards < torch.sharded < torch.local, torch.elastic <
