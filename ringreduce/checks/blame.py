@@ -97,14 +97,14 @@ def _why(differing: Compared, kind: int, equal_at: int | None, steps: Mapping[in
     if kind == BUFFER:
         return (
             "Each rank computes buffers such as BatchNorm's from its own data: use rr.torch.SyncBatchNorm, or "
-            "broadcast_parameters(model.state_dict(), root_rank=0) before you evaluate or save"
+            "broadcast them from rank 0 before you evaluate or save"
         )
     if all(not flags & OWNED for ranks in differing.values() for _, flags in ranks.values()):
         return "No DistributedOptimizer has it, so its gradient is not reduced: pass it to the optimizer"
     if equal_at is None:
         return (
-            "They were never found equal: call broadcast_parameters(model.state_dict(), root_rank=0) before training, "
-            "or give all ranks the same seed"
+            "They were never found equal: broadcast them from rank 0 before training, by broadcast_parameters or "
+            "Keras' BroadcastGlobalVariablesCallback, or give all ranks the same seed"
         )
     if values:
         return f"So does value {values[0]!r}, since the same time: look there first"

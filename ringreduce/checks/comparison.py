@@ -64,9 +64,9 @@ class Comparison:
         self._steps += 1
         self._look(waits)
 
-    def in_order(self) -> None:
+    def in_order(self, names: Iterable[str] = ()) -> None:
         """All three, of an optimizer that all ranks call equally often."""
-        self.begin()
+        self.begin(names)
         self.reduced([""])
         self.stepped(waits=True)
 

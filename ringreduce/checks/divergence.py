@@ -15,6 +15,7 @@ from __future__ import annotations
 import functools
 import itertools
 import json
+import re
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
@@ -53,6 +54,20 @@ def parts_of(tree: Any) -> list[Part]:
     """The arrays and the numbers of nested dicts, lists and tuples; other leaves are left out."""
     leaves = [(name, leaf) for name, leaf in trees.leaves(tree) if hasattr(leaf, "shape") or _is_number(leaf)]
     return [Part(name, functools.partial(_number_or_bytes, leaf)) for name, leaf in leaves]
+
+
+def part_of(name: str, array: Callable[[], Any], flags: int) -> Part:
+    """One of what a function returns, a NumPy array: of a NUMBER its only element, else its bytes."""
+    return Part(name, lambda: array().item() if flags == NUMBER else _bytes(array()), flags)
+
+
+def numbered(number: int, path: str) -> str:
+    """A variable's name, such as "3.sequential/dense/kernel": how many layers a rank has made is no part of it."""
+    return f"{number}.{re.sub('_[0-9]+', '', path)}"
+
+
+def _bytes(array: Any) -> Any:
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
 
 
 def _is_number(leaf: Any) -> bool:
@@ -178,12 +193,24 @@ class Divergence(Comparison):
 
 
 _of_optimizers: weakref.WeakKeyDictionary[Any, tuple[Any, Divergence]] = weakref.WeakKeyDictionary()
+_compiled: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
 
 
 def compare(optimizer: Any, process_set: ProcessSet, tree: Callable[[], Any], steps_each: int = 1) -> None:
+    """As `compare_parts`.  tree: returns arrays and numbers, in any nesting; see `parts_of`."""
+    compare_parts(optimizer, process_set, lambda: parts_of(tree()), steps_each=steps_each)
+
+
+def compare_parts(
+    optimizer: Any,
+    process_set: ProcessSet,
+    parts: Callable[[], Iterable[Part]],
+    names: Iterable[str] = (),
+    steps_each: int = 1,
+) -> None:
     """Compare what an optimizer has that is about to reduce all gradients, and to step; called by all ranks.
 
-    optimizer: whatever stands for it.  tree: returns its arrays and numbers, in any nesting; see `parts_of`.
+    optimizer: whatever stands for it.  names: of the gradients; see `Comparison.begin`.
     steps_each: how many steps there are from one call to the next.
     """
     current = runtime.current("check")
@@ -193,5 +220,15 @@ def compare(optimizer: Any, process_set: ProcessSet, tree: Callable[[], Any], st
     if optimizer not in _of_optimizers or _of_optimizers[optimizer][0] != made_for:
         _of_optimizers[optimizer] = made_for, Divergence(current.checks.divergence, process_set, list, steps_each)
     divergence = _of_optimizers[optimizer][1]
-    divergence.parts = lambda: parts_of(tree())
-    divergence.in_order()
+    divergence.parts = parts
+    divergence.in_order(names)
+    divergence.parts = list  # those arrays may be gone after this step
+
+
+def compares(optimizer: Any, in_program: bool) -> bool:
+    """Whether an optimizer compares now, or in a program that is being compiled.
+
+    All its programs do as the first one: if the check is switched on later, not all ranks compile anew.
+    """
+    now = bool(runtime.current("check").checks.divergence)
+    return _compiled.setdefault(optimizer, now) if in_program else now

@@ -7,6 +7,7 @@ primitive     the JAX primitive of all collectives: jit, grad and vmap go throug
 xla           how XLA calls the host, with its own memory
 ops           the public functions, on trees
 compiled      jit, for small steps
+parts         what check=divergence compares
 steering      what an optimizer looks at beside its gradients, alike on all ranks
 optimizer     DistributedOptimizer, value_and_grad, broadcast_parameters
 local         diloco

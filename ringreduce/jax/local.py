@@ -14,6 +14,7 @@ from ringreduce.compression import AnyCompressor, Compression
 from ringreduce.errors import InputError
 from ringreduce.jax.ops import allreduce
 from ringreduce.jax.optimizer import refuse_conditions, refuse_skips
+from ringreduce.jax.parts import compare_trees
 from ringreduce.local.options import Options, Outer, fragments_of, mean
 from ringreduce.optim.exchange import Exchange
 
@@ -85,6 +86,7 @@ def transformation(optimizer: Any, options: Options) -> Any:
         if not agreed and not runtime.current(options.function).is_elastic:  # a spare would be alone here
             submit_and_wait("barrier", "options of local steps", details=options.details())
             agreed.append(True)
+        compare_trees(update, exchange.process_set, (), state.anchors, state.outer)
         updates, of_optimizer = inner.update(gradients, state.optimizer, params, **extra)
         values = [_wide(each) + step for each, step in zip(*map(jax.tree.leaves, (params, updates)), strict=True)]
         anchors, form = jax.tree.flatten(state.anchors)

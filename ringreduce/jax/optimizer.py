@@ -18,6 +18,7 @@ from ringreduce.api.process_sets import ProcessSet, global_process_set
 from ringreduce.compression import AnyCompressor, Compression
 from ringreduce.errors import InputError
 from ringreduce.jax.ops import allreduce, broadcast
+from ringreduce.jax.parts import compare_trees
 from ringreduce.jax.steering import names_of_steering, steering
 from ringreduce.ops import Adasum, Average, ReduceOp
 from ringreduce.optim.exchange import Exchange, check_passes
@@ -87,6 +88,8 @@ def _reducing(optimizer: Any, exchange: Exchange, name: str | None, passes: int)
     inner, reduce = optax.with_extra_args_support(optimizer), _reduction(exchange, name)
 
     def step(gradients: Any, state: Any, params: Any, extra: dict[str, Any]) -> tuple[Any, Any]:
+        if exchange.process_set.included():  # with Adasum each rank's state is of its own gradients
+            compare_trees(step, exchange.process_set, gradients, params, None if exchange.op is Adasum else state)
         if exchange.op is Adasum:
             updates, state = inner.update(gradients, state, params, **extra)
             return reduce(updates), state
@@ -233,6 +236,9 @@ def value_and_grad(
     @functools.wraps(fun)
     def reduced(*args: Any, **kwargs: Any) -> Any:
         value, gradients = of_rank(*args, **kwargs)
+        if process_set.included():
+            params = args[argnums] if isinstance(argnums, int) else [args[each] for each in argnums]
+            compare_trees(reduced, process_set, gradients, params, None)
         return value, reduce(gradients)
 
     return reduced

@@ -127,8 +127,8 @@ def placed(result: Any, like: Any) -> Any:
 
 
 def _trace(*values: Any, collective: HostCollective) -> list[Any]:
-    shapes = collective.shapes([each.shape for each in values])
-    return [jax.core.ShapedArray(shape, each.dtype) for shape, each in zip(shapes, values, strict=True)]
+    shapes = collective.shapes([each.shape for each in values])  # none of what has no results
+    return [jax.core.ShapedArray(shape, each.dtype) for shape, each in zip(shapes, values, strict=False)]
 
 
 def _lower(
@@ -220,7 +220,8 @@ def _batch(values: Values, dims: Sequence[Any], *, collective: HostCollective) -
         pairs = zip(values, dims, strict=True)
         values = [each if dim is None else jnp.moveaxis(each, dim, 1) for each, dim in pairs]
         dims = [dim if dim is None else 1 for dim in dims]
-    return bind(collective, values), dims
+    results = bind(collective, values)
+    return results, dims[: len(results)]
 
 
 collective_p.def_impl(_run_now)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import inspect
 import math
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -19,7 +20,7 @@ from ringreduce.api.process_sets import ProcessSet, global_process_set
 from ringreduce.api.world import rank, size
 from ringreduce.compression import AnyCompressor, Compression
 from ringreduce.errors import InputError, MissingExtraError
-from ringreduce.keras import saved
+from ringreduce.keras import parts, saved
 from ringreduce.keras.ops import adapter, grouped_allreduce
 from ringreduce.keras.together import decide_together
 from ringreduce.log import LOGGER
@@ -138,14 +139,16 @@ def _accumulate(optimizer: Any, passes: int, average: bool) -> int:
     return 1 if average else passes
 
 
-def _allreduce(*args: Any, **options: Any) -> list[Any]:
-    """`grouped_allreduce`, which torch.compile leaves alone: model.compile(jit_compile=True) compiles the rest."""
-    if keras.backend.backend() == "torch":
+def _uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, which torch.compile leaves alone: model.compile(jit_compile=True) compiles the rest.
+
+    Not by torch.compiler.is_compiling(), which is False where a frame that cannot be compiled goes on in another.
+    """
+    if keras.backend.backend() == "torch" and "torch._dynamo" in sys.modules:  # the import takes seconds
         import torch
 
-        if torch.compiler.is_compiling():  # disable imports the compiler, which takes seconds
-            return torch.compiler.disable(grouped_allreduce)(*args, **options)  # type: ignore[no-any-return,no-untyped-call]
-    return grouped_allreduce(*args, **options)
+        return torch.compiler.disable(function)  # type: ignore[no-any-return,no-untyped-call]
+    return function
 
 
 class _Reduction:
@@ -196,7 +199,8 @@ class _Reduction:
         if not self.process_set.included():
             return finite
         flag = keras.ops.cast(finite, "int32")
-        (least,) = _allreduce([flag], ["finite"], f"{self._name}.finite", op=Min, process_set=self.process_set)
+        options = {"op": Min, "process_set": self.process_set}
+        (least,) = _uncompiled(grouped_allreduce)([flag], ["finite"], f"{self._name}.finite", **options)
         return keras.ops.cast(least, "bool")
 
     def _reduced(self, gradients: Sequence[Any]) -> list[Any]:
@@ -205,7 +209,11 @@ class _Reduction:
         variables = self._optimizer._trainable_variables
         known = [each.name for each in variables] if len(variables) == len(gradients) else [""] * len(gradients)
         names = [f"{number}.{each}" for number, each in enumerate(known)]
-        return _allreduce(gradients, names, self._name, ends_step=True, **self._options)
+        return _uncompiled(self._exchange)(gradients, names)  # type: ignore[no-any-return]
+
+    def _exchange(self, gradients: Sequence[Any], names: Sequence[str]) -> list[Any]:
+        parts.compare(self._optimizer, self.process_set, names)
+        return grouped_allreduce(gradients, names, self._name, ends_step=True, **self._options)
 
 
 def _agree_on_finite_gradients() -> None:

@@ -24,6 +24,7 @@ from ringreduce.api.reduce import allreduce, allreduce_async
 from ringreduce.api.world import rank
 from ringreduce.execution.signature import ranks_text
 from ringreduce.execution.submission import Handle
+from ringreduce.keras.parts import compare_buffers
 from ringreduce.log import LOGGER
 from ringreduce.ops import Max
 from ringreduce.runtime import is_initialized
@@ -62,6 +63,11 @@ class Fit:
         if not self.is_together:
             own = f"{self._epochs} epochs of {self._steps or 'an unknown number of'} batches"
             self._warn(f"it has {self._by_rank(own)}; {WAIT}: give all as many")
+
+    def epoch_begins(self) -> None:
+        """All ranks' models have come as far as this: compare what no optimizer has, if check=divergence is on."""
+        if self._steps:
+            compare_buffers(self._model, self._set, self._steps)
 
     def batch_ended(self) -> None:
         """Ask the others, and stop where one of them has wanted to in the batch before."""
@@ -224,7 +230,8 @@ def decide_together() -> None:
     changes; a fit in which ranks do not train together works as before.
     """
     kind = keras.callbacks.CallbackList
-    begins, batch_ends, epoch_ends = kind.on_train_begin, kind.on_train_batch_end, kind.on_epoch_end
+    begins, epoch_begins = kind.on_train_begin, kind.on_epoch_begin
+    batch_ends, epoch_ends = kind.on_train_batch_end, kind.on_epoch_end
     if hasattr(begins, "decides_together"):
         return
 
@@ -233,6 +240,11 @@ def decide_together() -> None:
         caller = sys._getframe(1)  # a loop of one's own may have such a list on some ranks only
         is_fit = caller.f_code.co_name == "fit" and caller.f_globals["__name__"].startswith("keras.")
         self.fit_of_all_ranks = together(self) if is_fit else None
+
+    def on_epoch_begin(self: Any, epoch: int, logs: Any = None) -> None:
+        epoch_begins(self, epoch, logs)
+        if fit := getattr(self, "fit_of_all_ranks", None):
+            fit.epoch_begins()
 
     def on_train_batch_end(self: Any, batch: int, logs: Any = None) -> None:
         batch_ends(self, batch, logs)
@@ -249,4 +261,5 @@ def decide_together() -> None:
             self.fit_of_all_ranks = fit if fit.is_together else None
 
     on_train_begin.decides_together = True  # type: ignore[attr-defined]
-    kind.on_train_begin, kind.on_train_batch_end, kind.on_epoch_end = on_train_begin, on_train_batch_end, on_epoch_end
+    kind.on_train_begin, kind.on_epoch_begin = on_train_begin, on_epoch_begin
+    kind.on_train_batch_end, kind.on_epoch_end = on_train_batch_end, on_epoch_end

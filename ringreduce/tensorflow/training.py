@@ -17,6 +17,7 @@ from ringreduce.ops import Average, ReduceOp
 from ringreduce.optim.exchange import Exchange
 from ringreduce.tensorflow.host import on_host, unconverted
 from ringreduce.tensorflow.ops import allreduce
+from ringreduce.tensorflow.parts import compare_sources
 
 __all__ = ["DistributedGradientTape", "DistributedOptimizer", "broadcast_variables"]
 
@@ -52,6 +53,7 @@ def DistributedGradientTape(  # noqa: N802 - Horovod's name
         gradients = of_rank(target, sources, *args, **options)
         if not process_set.included():
             return gradients
+        compare_sources(process_set, tf.nest.flatten(sources))
         flat = tf.nest.flatten(gradients)
         if sparse_as_dense:
             flat = [each if each is None else tf.convert_to_tensor(each) for each in flat]

@@ -77,7 +77,7 @@ CASES = {
         lambda *_: None,
         seed,
         r"after 0 steps \(not compared before\) parameter '2.weight' differs: rank 1 from ranks 0,2-3; the other 3 do "
-        r"not. They were never found equal: call broadcast_parameters",
+        r"not. They were never found equal: broadcast them from rank 0",
     ),
     "frozen": (
         lambda *_: None,

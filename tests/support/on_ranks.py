@@ -7,6 +7,7 @@ that hangs is ended by pytest-timeout. Either way ringrun ends the other ranks, 
 import contextlib
 import faulthandler
 import os
+import re
 import signal
 import sys
 import time
@@ -14,6 +15,8 @@ import time
 import pytest
 
 import ringreduce as rr
+from ringreduce.checks import divergence
+from ringreduce.log import LOGGER
 from ringreduce.mpi import abort
 
 
@@ -53,3 +56,23 @@ def worlds():
         yield form
     rr.shutdown()
     rr.init()
+
+
+@contextlib.contextmanager
+def findings(check):
+    """found(expected): what this check has said since the last call, on the rank that says it; None: nothing."""
+    with pytest.MonkeyPatch.context() as patch:
+        said = []
+        patch.setattr(LOGGER, "error", said.append)
+        patch.setattr(divergence.launcher_link, "report", lambda *_, **__: None)
+
+        def found(expected):
+            texts, said[:] = [*said], []
+            if expected is None or rr.size() == 1 or rr.rank() > 0:
+                assert texts == []
+            else:
+                assert any(re.search(expected, text) for text in texts), texts
+
+        rr.check(check)
+        yield found
+        rr.check("")

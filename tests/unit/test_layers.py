@@ -56,9 +56,10 @@ ps.layout, ps.messages, ps.consistency, ps.arrays < ps.roles < ps.server, ps.wor
 sweeps.teams < sweeps.trial < sweeps.sweep < optimizer, testing < local.optimizer <
 sharded <
 elastic.kept, elastic.libraries < elastic.commit, elastic.sampler < elastic.state < elastic.loop < elastic.common <
-jax.xla, jax.host < jax.primitive < jax.ops, jax.compiled < jax.steering < jax.optimizer < jax.local, jax.elastic <
-tensorflow.host < tensorflow.ops < tensorflow.training <
-keras.ops, keras.saved, keras.together < keras.local <
+jax.xla, jax.host < jax.primitive < jax.ops, jax.parts, jax.compiled < jax.steering <
+jax.optimizer < jax.local, jax.elastic <
+tensorflow.host < tensorflow.ops, tensorflow.parts < tensorflow.training <
+keras.ops, keras.saved, keras.parts < keras.together < keras.local <
 keras.optimizer, keras.callbacks, keras.elastic < tensorflow.keras <
 torch.ops, torch.sparse, torch.groups, torch.sync_batch_norm, torch.ps, torch.parts < torch.hooks, torch.pending <
 torch.gradient, torch.wrapped, torch.outline < torch.functions, torch.reducer, torch.adasum_optimizer < torch.optimizer,

@@ -1,0 +1,104 @@
+"""check=divergence in Keras: what an optimizer trains and keeps, in every step; and in model.fit what it does not."""
+
+import keras
+import numpy as np
+import pytest
+
+import ringreduce.keras as hvd
+from tests.keras import models
+from tests.keras.models import RANK, SIZE
+from tests.support.on_ranks import findings
+
+LAST = SIZE - 1
+
+
+@pytest.fixture
+def found():
+    with findings("divergence:2") as found:
+        yield found
+
+
+class At(keras.callbacks.Callback):
+    """Calls a function with the model on the last rank, before the epoch of this number."""
+
+    def __init__(self, number, function):
+        super().__init__()
+        self.number, self.function = number, function
+
+    def on_epoch_begin(self, epoch, logs=None):
+        if (epoch, RANK) == (self.number, LAST):
+            self.function(self.model)
+
+
+def changes(model):
+    model.layers[-1].kernel.assign_add([[0.5]] * 5)
+
+
+def sets_the_rate(model):
+    model.optimizer.learning_rate = 0.25
+
+
+def other_momentum(model):
+    model.optimizer.momentums[1].assign_add([0.5] * 5)
+
+
+CASES = {
+    "equal": (99, changes, None),
+    "seed": (0, changes, r"after 0 steps \(not compared before\) parameter '2.sequential/dense/kernel' differs"),
+    "a change": (1, changes, r"after 4 steps \(equal after 2\) parameter '2.sequential/dense/kernel' differs"),
+    "a rate": (1, sets_the_rate, rf"value 'optimizer.1.sgd/learning_rate' differs: .*rank {LAST} has 0.25"),
+    "momentum": (1, other_momentum, r"parameter 'optimizer.3.sgd/[\w/]*momentum' differs"),
+}
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(("number", "function", "expected"), CASES.values(), ids=CASES)
+def test_who_differs_is_named(found, number, function, expected):
+    """Also where ranks have made different numbers of layers before."""
+    for _ in range(RANK):
+        keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.125, momentum=0.5))
+    models.fit(models.model(), optimizer, together=True, callbacks=[At(number, function)])
+    found(expected)
+
+
+@pytest.mark.parametrize("options", [{"backward_passes_per_step": 2}, {"op": hvd.Adasum}], ids=str)
+def test_what_is_each_ranks_own_is_left_out(found, options):
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.Adam(0.1), **options)
+    models.fit(models.model(), optimizer, together=True)
+    found(None)
+
+
+@pytest.mark.skipif(models.BACKEND == "tensorflow", reason="TensorFlow's XLA cannot call ringreduce")
+def test_compiled_and_scaled_steps(found):
+    optimizer = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.125))
+    optimizer = hvd.DistributedOptimizer(optimizer)
+    models.fit(models.model(), optimizer, together=True, callbacks=[At(1, changes)], jit_compile=True)
+    found(r"after 4 steps \(equal after 2\) parameter '2.sequential/dense/kernel' differs")
+
+
+@pytest.mark.parametrize("number", [99, 1])
+def test_what_is_not_trained_is_compared_between_epochs(found, number):
+    """But not the states of random seeds; and of a frozen layer what differs."""
+    keras.utils.set_random_seed(RANK)
+    dropout = keras.layers.Dropout(0.5)
+    keras.utils.set_random_seed(0)
+    frozen = keras.layers.Dense(3, trainable=False)
+    layers = [keras.Input((4,)), frozen, keras.layers.BatchNormalization(), dropout, keras.layers.Dense(1)]
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.125))
+    callbacks = [At(number, lambda model: frozen.bias.assign_add([0.5] * 3))]
+    models.fit(keras.Sequential(layers), optimizer, together=True, callbacks=callbacks)
+    first = "1.sequential/dense/bias" if number == 1 else "2.sequential/batch_normalization/moving_mean"
+    found(rf"after 4 steps \(equal after 0\) buffer '{first}' differs")
+
+
+def test_a_loop_of_ones_own(found):
+    trained = models.model()
+    trained.compile(optimizer=hvd.DistributedOptimizer(keras.optimizers.SGD(0.125)), loss="mse")
+    x, y = map(models.share, models.data())
+    for number in range(6):
+        if (number, RANK) == (3, LAST):
+            changes(trained)
+        trained.train_on_batch(x[number::6], y[number::6])
+    found(r"after 4 steps \(equal after 2\) parameter '2.sequential/dense/kernel' differs")
+    assert np.isfinite(models.numbers(trained.weights)[0]).all()
