@@ -255,6 +255,7 @@ class ShardedArrays:
         if has_state_dict(self.optimizer):
             self.optimizer.load_state_dict(pieces)
         else:
+            vars(self.optimizer).clear()  # of what has come since
             vars(self.optimizer).update(pieces)
         self._whole = lambda: state_dict
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import functools
 import io
+import itertools
 import pickle
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -17,6 +19,7 @@ from ringreduce.log import LOGGER
 from ringreduce.pickling import Pickler
 
 ALIGNMENT = 64
+PutBack = Callable[[Any, Any], Any]  # `Restoration.put_back`, of one restoration
 _IMMUTABLE = (type(None), bool, int, float, complex, str, bytes, np.generic)
 
 
@@ -107,8 +110,8 @@ class Commit:
         return LIBRARIES[place.library].room(memory, place.dtype, place.shape, place.device)
 
     def tree(self) -> Any:
-        """The tree; its arrays may lie in this commit's memory: see `put_back`."""
-        return _Unpickler(self.pickled, self._array).load()
+        """The tree; its arrays may lie in this commit's memory: see `Restoration`."""
+        return _Unpickler(self.pickled, functools.cache(self._array)).load()
 
     def _array(self, number: int) -> Any:
         place = self.places[number]
@@ -137,6 +140,7 @@ class _Pickler(Pickler):
         self.arrays: list[Any] = []
         self.of_library: dict[str, list[int]] = collections.defaultdict(list)  # numbers of arrays
         self.references: list[Any] = []
+        self._numbers: dict[int, int] = {}  # by identity: an array that stands in several places is kept once
         self._nbytes = 0
         self._refers = refers
 
@@ -144,6 +148,8 @@ class _Pickler(Pickler):
         name = library_of(type(obj))
         if not name:
             return None
+        if id(obj) in self._numbers:
+            return self._numbers[id(obj)]
         if self._refers and name == "jax":
             place = Place("", len(self.references), None, (), 0)
             self.references.append(obj)
@@ -155,38 +161,54 @@ class _Pickler(Pickler):
             return None
         self.places.append(place)
         self.arrays.append(obj)
+        self._numbers[id(obj)] = len(self.places) - 1
         return len(self.places) - 1
 
 
-def put_back(live: Any, saved: Any) -> Any:
-    """What a variable that holds `live` holds when it is restored to `saved`, which lies in a commit's memory.
+class Restoration:
+    """Puts back what a commit has; of an array that stands in several places all of them get the same one."""
 
-    Arrays, dicts and lists stay the same objects where they can, with the saved contents: others may refer to them.
-    """
-    name = library_of(type(saved))
-    if name:
-        return LIBRARIES[name].put(live, saved)
-    if isinstance(saved, _IMMUTABLE):
-        return saved
-    is_same = type(live) is type(saved)
-    if type(saved) in (dict, collections.OrderedDict, collections.defaultdict):
-        values = {key: put_back(live.get(key) if is_same else None, value) for key, value in saved.items()}
-        kept = live if is_same else saved
-        kept.clear()
-        kept.update(values)
-        return kept
-    if isinstance(saved, list | tuple):
-        lives = live if is_same and len(live) == len(saved) else [None] * len(saved)
-        items = [put_back(one, other) for one, other in zip(lives, saved, strict=True)]
-        if type(saved) is list and type(live) is list:
-            live[:] = items
-            return live
-        return type(saved)(*items) if hasattr(saved, "_fields") else type(saved)(items)
-    return _copied(saved)
+    def __init__(self) -> None:
+        self._arrays: dict[int, tuple[Any, Any]] = {}  # by identity of the saved one: it, and what is restored
+        self._restored: set[int] = set()
+
+    def put_back(self, live: Any, saved: Any) -> Any:
+        """What a variable that holds `live` holds when it is restored to `saved`, which lies in a commit's memory.
+
+        Arrays, dicts and lists stay the same objects where they can, with the saved contents: others may refer to them.
+        """
+        if library_of(type(saved)):
+            return self._array(live, saved)
+        if isinstance(saved, _IMMUTABLE):
+            return saved
+        is_same = type(live) is type(saved)
+        if type(saved) in (dict, collections.OrderedDict, collections.defaultdict):
+            values = {key: self.put_back(live.get(key) if is_same else None, value) for key, value in saved.items()}
+            kept = live if is_same else saved
+            kept.clear()
+            kept.update(values)
+            return kept
+        if isinstance(saved, list | tuple):
+            lives = list(live)[: len(saved)] if is_same else []
+            items = [self.put_back(one, other) for one, other in itertools.zip_longest(lives, saved)]
+            if type(saved) is list and type(live) is list:
+                live[:] = items
+                return live
+            return type(saved)(*items) if hasattr(saved, "_fields") else type(saved)(items)
+        return _copied(saved)
+
+    def _array(self, live: Any, saved: Any) -> Any:
+        if id(saved) not in self._arrays:
+            is_free = id(live) not in self._restored  # else it has become another one's since the commit
+            restored = LIBRARIES[library_of(type(saved))].put(live if is_free else None, saved)
+            self._arrays[id(saved)] = saved, restored
+            self._restored.add(id(restored))
+        return self._arrays[id(saved)][1]
 
 
 def _copied(saved: Any) -> Any:
     """A copy of an object in a commit, with arrays of its own, on their devices."""
     pickler = _Pickler(refers=False)
     pickler.dump(saved)
-    return _Unpickler(pickler.file.getvalue(), lambda number: put_back(None, pickler.arrays[number])).load()
+    copies = functools.cache(lambda number: Restoration().put_back(None, pickler.arrays[number]))
+    return _Unpickler(pickler.file.getvalue(), copies).load()

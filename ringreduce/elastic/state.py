@@ -11,7 +11,7 @@ from ringreduce.api.objects import allgather_object, broadcast_made, broadcast_o
 from ringreduce.api.process_sets import global_process_set
 from ringreduce.api.submit import prepared
 from ringreduce.api.world import rank
-from ringreduce.elastic.commit import Commit, put_back
+from ringreduce.elastic.commit import Commit, PutBack, Restoration
 from ringreduce.elastic.kept import Kept, KeptFile
 from ringreduce.elastic.sampler import ElasticSampler
 from ringreduce.errors import HostsUpdatedInterrupt, InputError
@@ -174,11 +174,13 @@ class ObjectState(State):
     def restore(self) -> None:
         """Give all attributes their committed values."""
         of_codecs = self._of_codecs("shared") | self._of_codecs("residuals")
-        for name, saved in (*self._committed.tree().items(), *self._own.tree().items()):
-            if name in of_codecs:
-                put_back(of_codecs[name], saved)
-            else:
-                setattr(self, name, self._put_back(getattr(self, name, None), saved))
+        for commit in (self._committed, self._own):
+            put_back = Restoration().put_back
+            for name, saved in commit.tree().items():
+                if name in of_codecs:
+                    put_back(of_codecs[name], saved)
+                else:
+                    setattr(self, name, self._put_back(getattr(self, name, None), saved, put_back))
         self._begin_from_anchors()
 
     def resume(self) -> None:
@@ -289,7 +291,7 @@ class ObjectState(State):
         """What is saved of an attribute."""
         return value.state_dict() if _has_state_dict(value) else value
 
-    def _put_back(self, value: Any, saved: Any) -> Any:
+    def _put_back(self, value: Any, saved: Any, put_back: PutBack) -> Any:
         """The attribute, restored. `saved` lies in a commit's memory, so it is copied."""
         if not _has_state_dict(value):
             return put_back(value, saved)

@@ -9,6 +9,7 @@ import keras
 import numpy as np
 
 from ringreduce.elastic import common
+from ringreduce.elastic.commit import PutBack
 from ringreduce.elastic.common import *  # noqa: F403
 from ringreduce.elastic.state import ObjectState, State
 from ringreduce.errors import InputError
@@ -71,9 +72,9 @@ class KerasState(ObjectState):
             value.jax_state_sync()
         return [keras.ops.convert_to_numpy(each) for each in value.variables]
 
-    def _put_back(self, value: Any, saved: Any) -> Any:
+    def _put_back(self, value: Any, saved: Any, put_back: PutBack) -> Any:
         if not _has_variables(value):
-            return super()._put_back(value, saved)
+            return super()._put_back(value, saved, put_back)
         now, then = [tuple(each.shape) for each in value.variables], [each.shape for each in saved]
         if now != then:
             raise InputError(

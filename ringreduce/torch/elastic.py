@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ringreduce.elastic import common
-from ringreduce.elastic.commit import put_back
+from ringreduce.elastic.commit import PutBack
 from ringreduce.elastic.common import *  # noqa: F403
 from ringreduce.elastic.sampler import ElasticSampler as NeutralSampler
 from ringreduce.elastic.state import ObjectState
@@ -82,14 +82,14 @@ class TorchState(ObjectState):
         values = {f"{name}.": getattr(self, name, None) for name in self._names}
         return {prefix: each for prefix, each in values.items() if isinstance(each, torch.nn.Module)}
 
-    def _put_back(self, value: Any, saved: Any) -> Any:
+    def _put_back(self, value: Any, saved: Any, put_back: PutBack) -> Any:
         if isinstance(value, torch.optim.Optimizer):
             adopt(value, saved, put_back, "the last commit", self._modules)
             return value
         if isinstance(value, torch.nn.Module):
             _load(value, saved)
             return value
-        return super()._put_back(value, saved)
+        return super()._put_back(value, saved, put_back)
 
 
 def _load(module: torch.nn.Module, saved: dict[str, Any]) -> None:

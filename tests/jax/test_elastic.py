@@ -102,3 +102,22 @@ def test_a_key_that_is_local_is_each_ranks_own_and_goes_back():
         state.restore()
     assert draws == [jax.random.uniform(jax.random.split(jax.random.key(RANK))[1]).item()] * 2
     assert state.step == 0
+
+
+def test_a_state_goes_back_to_the_form_in_which_it_was_committed():
+    """Layers, shapes, types and the optimizer may change; and ranks take the root's form."""
+    state = new_state()
+    if RANK == 0:
+        state.params |= {"head": {"w": jnp.ones((2, 2), jnp.bfloat16)}, "b": jnp.ones(5)}
+        state.opt_state = optax.sgd(0.1, 0.9).init(state.params)
+    state.sync()
+    first, form = values(state), jax.tree.structure((state.params, state.opt_state))
+    for theirs in hvd.allgather_object(first):
+        assert_equal(theirs, first)
+    del state.params["head"]
+    state.params["w"] = state.params["w"][:1]
+    state.opt_state = OPTIMIZER.init(state.params)
+    state.table = np.arange(4)
+    state.restore()
+    assert jax.tree.structure((state.params, state.opt_state)) == form
+    assert_equal(values(state), first)

@@ -418,3 +418,66 @@ def test_ranks_whose_states_differ_in_form_get_the_roots():
     state.sync()
     assert {key: [value[0].tolist(), value[1]] for key, value in state.tree.items()} == {"b": [[1, 1, 1], 4]}
     assert state.none is None
+
+
+class Momentum:
+    """An optimizer of one's own: it holds the parameters, and makes an array for each when that is due."""
+
+    def __init__(self, params):
+        self.params, self.velocity = list(params.values()), {}
+
+    def __call__(self, grads):
+        self.momentum = 0.5
+        for number, (param, grad) in enumerate(zip(self.params, grads, strict=True)):
+            self.velocity[number] = self.momentum * self.velocity.get(number, np.zeros_like(grad)) + grad
+            param -= self.velocity[number]
+
+
+def grow(state):
+    """One more parameter, and another shape of one that there is."""
+    state.params["w"] = np.append(state.params["w"], 7.0)
+    state.params["new"] = np.ones(2)
+    optimizer = state.optimizer._optimizer
+    optimizer.params[:] = state.params.values()
+    optimizer.velocity[0] = np.append(optimizer.velocity[0], 0.0)
+
+
+def stepped(state, steps=2):
+    for _ in range(steps):
+        state.optimizer([np.full(each.shape, rr.rank() + 1.0) for each in state.params.values()])
+    return [each.tolist() for each in state.params.values()]
+
+
+@pytest.mark.parametrize("steps", [0, 2])
+def test_a_state_that_has_grown_goes_back_to_its_committed_form(steps):
+    """And what the optimizer holds are the parameters again."""
+
+    def program():
+        params = {"w": np.arange(3.0), "b": np.zeros(2)}
+        optimizer = rr.DistributedOptimizer(Momentum(params))
+        state = ObjectState(params=params, optimizer=optimizer)
+        stepped(state, steps)
+        state.save()
+        expected = stepped(state)
+        grow(state)
+        stepped(state)
+        state.restore()
+        assert hasattr(state.optimizer._optimizer, "momentum") == bool(steps)
+        assert stepped(state) == expected
+
+    run_ranks(2, program)
+
+
+def test_ranks_that_come_take_the_form_of_the_root():
+    def program():
+        params = {"w": np.arange(3.0), "b": np.zeros(2)}
+        state = ObjectState(params=params, optimizer=rr.DistributedOptimizer(Momentum(params)))
+        stepped(state)
+        if rr.rank() == 0:
+            grow(state)
+        state.sync()
+        return stepped(state)
+
+    first, *others = run_ranks(3, program)
+    assert len(first) == 3
+    assert others == [first, first]

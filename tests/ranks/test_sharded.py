@@ -393,3 +393,32 @@ def test_shared_memory_is_refused_where_a_rank_has_other_parameters():
             rr.ShardedOptimizer(Momentum, params, shared_parameters=True)
 
     run_ranks(2, program)
+
+
+def test_what_an_optimizer_has_got_since_is_gone_when_it_goes_back():
+    class Lazy:
+        """Momentum that begins in the second step."""
+
+        def __init__(self, params):
+            self.params = params
+
+        def step(self, grads):
+            grads = [each.copy() for each in grads]
+            for each, velocity in zip(grads, getattr(self, "velocity", ()), strict=False):
+                each += velocity / 2
+            self.velocity = grads
+            for param, each in zip(self.params, grads, strict=True):
+                param -= each
+
+    def program():
+        params = [np.arange(5.0), np.ones(2)]
+        state = rr.elastic.ObjectState(params=params, optimizer=rr.ShardedOptimizer(Lazy, params))
+        results = []
+        for _ in range(2):
+            for _ in range(2):
+                state.optimizer.step([np.full(5, rr.rank() + 1.0), np.ones(2)])
+            results.append([each.tolist() for each in params])
+            state.restore()
+        assert results[0] == results[1]
+
+    run_ranks(2, program)

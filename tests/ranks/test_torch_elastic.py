@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import ringreduce.torch as hvd
 from ringreduce import runtime
-from ringreduce.elastic.commit import put_back
+from ringreduce.elastic.commit import Restoration
 from ringreduce.elastic.libraries import LIBRARIES
 from ringreduce.testing import run_ranks
 from tests.ranks.on_threads import each_rank_of
@@ -222,7 +222,7 @@ def test_state_of_gpus_comes_to_them_on_a_rank_that_has_none(monkeypatch):
     monkeypatch.undo()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     saved = LIBRARIES["torch"].room(np.zeros(4, np.uint8), torch.float32, (1,), "cuda")
-    assert put_back(None, saved).device.type == "cpu"
+    assert Restoration().put_back(None, saved).device.type == "cpu"
 
 
 def test_dropout_of_each_rank_is_its_own_and_comes_again_after_a_loss():

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from ringreduce.elastic import ElasticSampler
-from ringreduce.elastic.commit import Commit, put_back
+from ringreduce.elastic.commit import Commit, Restoration
 from ringreduce.errors import InputError
 from ringreduce.sampler import DistributedSampler
 from ringreduce.testing import run_ranks
@@ -45,6 +45,10 @@ def spoil(array):
         array.data.fill_(99)
     else:
         array[...] = 1 if array.dtype == bool else 99
+
+
+def put_back(live, saved):
+    return Restoration().put_back(live, saved)
 
 
 def taken(tree, number=1):
@@ -118,6 +122,24 @@ def test_an_array_of_another_shape_type_or_library_is_replaced(live):
     restored = put_back(live, taken(np.arange(3)).tree())
     assert (type(restored), restored.tolist()) == (np.ndarray, [0, 1, 2])
     assert restored is not live
+
+
+def test_an_array_that_stands_in_several_places_does_so_again():
+    """Also where its shape has changed since, a list has grown, or another array has been tied to it."""
+    first, second = np.arange(3), np.ones(3)
+    state = {"params": {"w": first, "b": second}, "held": [first, second], "holder": Holder()}
+    state["holder"].array = state["holder"].again = first
+    commit = taken(state)
+    assert len(commit.places) == 2
+    held = state["held"]
+    held.append(np.zeros(3))
+    state["params"]["w"] = np.zeros(4)
+    state["params"]["b"] = held[0] = held[1]
+    restored = put_back(state, commit.tree())
+    assert [each.tolist() for each in restored["params"].values()] == [[0, 1, 2], [1, 1, 1]]
+    assert restored["held"] is held
+    assert all(one is other for one, other in zip(held, restored["params"].values(), strict=True))
+    assert restored["holder"].array is restored["holder"].again
 
 
 def test_a_read_only_array_is_replaced():
