@@ -6,7 +6,7 @@ ops        allreduce, allgather, … on the tensors of Keras' backend; broadcast
 optimizer  DistributedOptimizer, load_model; saved: its options in a saved model
 callbacks  for model.fit; local: those with local steps; together: when all ranks end it
 parts      what check=divergence compares
-elastic    KerasState, and callbacks that commit it
+elastic    KerasState, and callbacks that commit it; committed: models and optimizers in it
 """
 # ruff: noqa: F403
 

@@ -6,13 +6,13 @@ from collections.abc import Iterable
 from typing import Any
 
 import keras
-import numpy as np
 
 from ringreduce.elastic import common
 from ringreduce.elastic.commit import PutBack
 from ringreduce.elastic.common import *  # noqa: F403
 from ringreduce.elastic.state import ObjectState, State
 from ringreduce.errors import InputError
+from ringreduce.keras import committed
 
 __all__ = ["CommitStateCallback", "KerasState", "UpdateBatchStateCallback", "UpdateEpochStateCallback"]
 __all__ += common.__all__
@@ -29,14 +29,16 @@ class KerasState(ObjectState):
             model.fit(data, epochs=10 - state.epoch, callbacks=own)
 
     model:     a model that is built; all its variables are kept, the states of random seeds too.
-    optimizer: by default the one that the model is compiled with; commit at once when you have compiled it anew, as
-               after unfreezing layers.
+    optimizer: by default the one that the model is compiled with, also when it has been compiled anew.
     backend:   Horovod's, without effect.
     Any attribute may be a model, a layer or an optimizer of Keras. For dropout that differs between ranks, and comes
     again after a loss: KerasState(model, dropout=model.get_layer("dropout"), local=("dropout",)).
+    Between commits layers may be frozen or unfrozen, and the model compiled anew with an optimizer of the same class: a
+    state that goes back trains what it trained then.
 
     Cost of a commit: as ObjectState's, and one more copy, out of the framework.
-    Raises: InputError for a model that is not built.
+    Raises: InputError for a model that is not built; in restore() and sync() where the model has variables of other
+            names or shapes than the commit, or the optimizer is of another class.
     Source: Horovod's KerasState.
     """
 
@@ -51,39 +53,32 @@ class KerasState(ObjectState):
         optimizer = _built(model.optimizer if optimizer is None else optimizer, model)
         super().__init__(None, None, local=local, model=model, optimizer=optimizer, **attributes)
 
-    def _tree(self) -> dict[str, Any]:
-        if self._is_models:
-            self.optimizer = _built(self.model.optimizer, self.model)
-        return super()._tree()
-
     def restore(self) -> None:
-        """See `ObjectState.restore`; raises InputError where the model has another optimizer, or other variables."""
-        if self._is_models and self.model.optimizer is not self.optimizer:
-            raise InputError(
-                "KerasState: the model was compiled anew after the last commit, so its optimizer is another one; "
-                "commit at once after compile(), before a step"
-            )
+        """See `ObjectState.restore`; what was frozen at the commit is frozen again, and nothing else."""
+        self._follow()
         super().restore()
 
+    def _tree(self) -> dict[str, Any]:
+        self._follow()
+        return super()._tree()
+
+    def _follow(self) -> None:
+        """Where the model has been compiled anew its optimizer is another one."""
+        if self._is_models:
+            self.optimizer = _built(self.model.optimizer, self.model)
+
+    @property
+    def _models(self) -> list[Any]:
+        values = (getattr(self, name, None) for name in self._names)
+        return [each for each in values if isinstance(each, keras.Layer)]
+
     def _taken(self, value: Any) -> Any:
-        if not _has_variables(value):
-            return super()._taken(value)
-        if hasattr(value, "jax_state_sync"):  # during an epoch only Keras' loop over its batches has them
-            value.jax_state_sync()
-        return [keras.ops.convert_to_numpy(each) for each in value.variables]
+        return committed.taken(value, self._models) if _has_variables(value) else super()._taken(value)
 
     def _put_back(self, value: Any, saved: Any, put_back: PutBack) -> Any:
         if not _has_variables(value):
             return super()._put_back(value, saved, put_back)
-        now, then = [tuple(each.shape) for each in value.variables], [each.shape for each in saved]
-        if now != then:
-            raise InputError(
-                f"KerasState: {value.name!r} has {len(now)} variables, of shapes {now}, but {len(then)} in the last "
-                f"commit, of {then}; commit at once when you have changed it, and build it as at the commit when the "
-                "script begins"
-            )
-        for variable, array in zip(value.variables, saved, strict=True):
-            variable.assign(np.array(array))  # a copy, as JAX keeps such memory for its own
+        committed.put_back(value, saved, self._models)
         return value
 
 

@@ -59,7 +59,7 @@ elastic.kept, elastic.libraries < elastic.commit, elastic.sampler < elastic.stat
 jax.xla, jax.host < jax.primitive < jax.ops, jax.parts, jax.compiled < jax.steering <
 jax.optimizer < jax.local, jax.elastic <
 tensorflow.host < tensorflow.ops, tensorflow.parts < tensorflow.training <
-keras.ops, keras.saved, keras.parts < keras.together < keras.local <
+keras.ops, keras.saved, keras.parts, keras.committed < keras.together < keras.local <
 keras.optimizer, keras.callbacks, keras.elastic < tensorflow.keras <
 torch.ops, torch.sparse, torch.groups, torch.sync_batch_norm, torch.ps, torch.parts < torch.hooks, torch.pending <
 torch.gradient, torch.wrapped, torch.outline < torch.functions, torch.reducer, torch.adasum_optimizer < torch.optimizer,
