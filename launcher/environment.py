@@ -21,6 +21,9 @@ AGENT_VARIABLES = (AUTHKEY_VARIABLE, SETTINGS_VARIABLE)
 COMMITS_VARIABLE = "RINGREDUCE_STATE_DIR"
 """Setup's `commits`, for the ranks."""
 
+EXIT_S = 2.0
+"""How long a rank's process may still run once its script has failed, if --grace says nothing else."""
+
 HOOK_DIRECTORY = str(Path(__file__).parent / "hook")
 
 
@@ -50,6 +53,8 @@ class Settings(NamedTuple):
     """ringrun shows more than a user needs."""
     master_port: int = 0
     """The MASTER_PORT that the user has set; 0: rank 0's agent finds a free one."""
+    exit_s: float = EXIT_S
+    """How long a rank's process may still run once its script has failed."""
 
     def to_environment(self) -> dict[str, str]:
         """Return the variable that carries these settings."""

@@ -54,6 +54,8 @@ def start(comm: Any, process_sets: Sequence[Any], dynamic: bool) -> list[tuple[i
     if _generations:
         gc.collect()  # frees the shared memory of the engine before, whose objects refer to each other
     else:  # a later init() keeps the current GPU
+        if settings.error_file:
+            excepthook.import_launchers_hook()
         if settings.stall_check_s:
             launcher_link.report(settings.error_file, init=settings.stall_check_s, package=launcher_link.PACKAGE)
         _gpu = device_selection.select(settings, os.environ)
@@ -172,12 +174,15 @@ def _leave(why: str, interrupted: Callable[[], bool]) -> bool:
 
 
 def _at_exit() -> None:
-    """Leave the world when the interpreter exits.
+    """Leave the world when the interpreter exits with 0; the launcher ends the others when a rank has failed.
 
     SIGTERM ends the wait for the other ranks but not the exit under way, so that the launcher learns this rank's own
-    exit code: `sys.exit(3)` on one rank while the others wait for it ends the job with 3.
+    exit code.
     """
     if os.getpid() != _process_id:  # a forked child: the rank is its parent
+        return
+    if excepthook.exit_code():
+        _report()
         return
     why = "its script ended"
     if isinstance(process.runtime, ElasticRuntime):

@@ -48,7 +48,6 @@ class Runtime:
     is_elastic = False
     root: int | None = None  # the rank that had the most commits when this world was formed; None: by init()
     has_state = True  # False on a spare until it has taken that of the others
-    has_failed = False  # this rank: it ends without leaving its world
 
     def __init__(
         self,

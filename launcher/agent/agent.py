@@ -23,7 +23,6 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from functools import partial
-from pathlib import Path
 from queue import SimpleQueue
 from typing import IO, NoReturn
 
@@ -76,6 +75,7 @@ class Agent:
         self._port: MasterPort | None = None  # of rank 0
         self._dying = threading.Lock()
         self._ended_at_s = 0.0  # set when it begins to die, if that is known
+        self._exit: tuple[int, float] | None = None  # the code with which the script has ended, and when
 
     def run(self) -> NoReturn:
         """Run the command that ringrun sends to its end, and stay until ringrun says so."""
@@ -95,7 +95,9 @@ class Agent:
             self._await_end(None)
         self._send(wire.Started(child.pid, self._device))
         try:
-            self._rank_socket.start(lambda mapped: self._on_init(child.pid, mapped))
+            self._rank_socket.start(
+                lambda mapped: self._on_init(child.pid, mapped), lambda *said: self._on_exit(child.pid, *said)
+            )
             self._shm_cleanup.watch(child.pid)
             ended = self._watch(child.pid)
             if child.stdin is not None:
@@ -215,13 +217,32 @@ class Agent:
         with contextlib.suppress(RuntimeError):  # then its end is heard of by its parent, a little later
             threading.Thread(target=watch, daemon=True).start()
 
+    def _on_exit(self, child: int, pid: int, code: int) -> None:
+        """The script has ended with `code`, if it is that of `child`, the rank's first process.
+
+        Others of its processes may fail without it.
+        """
+        if pid == child and not self._exit:
+            self._exit = code, time.time()
+            with contextlib.suppress(RuntimeError):
+                threading.Thread(target=self._end_late, args=(child, code), daemon=True).start()
+
+    def _end_late(self, child: int, code: int) -> None:
+        """End the rank if it does not: other ranks, which need it, hear of its failure when it has ended."""
+        time.sleep(self._settings.exit_s)
+        if not self._ended_at_s:
+            late = f"has not ended {self._settings.exit_s:g} s after its script did, with exit code {code}"
+            why = "it waits for a thread, a child process or an atexit function"
+            self._send(wire.Note(f"ringrun: {self._who} {late}, and is killed; {why} (--grace allows more)"))
+            processes.signal_group(child, signal.SIGKILL)
+
     def _died(self, code: int) -> None:
         """Report that the rank dies or has ended, once: others of an elastic job wait for this alone."""
         with self._dying:
             if not self._ended_at_s:
                 self._ended_at_s = time.time()
                 self._rank_socket.read()  # what it said came before its end
-                self._send(wire.Died(code, self._ended_at_s))
+                self._send(wire.Died(self._exit[0] if code and self._exit else code, self._ended_at_s))
 
     def _watch(self, pid: int) -> int:
         """Return a descriptor that becomes readable when process `pid` has ended."""
@@ -240,8 +261,8 @@ class Agent:
     def _report(self, pid: int) -> None:
         code = _code(os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT))
         ended_at_s = self._ended_at_s
-        if code and (ended := _read_exit(self._directory, self._place.rank)):
-            code, ended_at_s = ended  # what the script ended with, before MPI or a signal did
+        if code and self._exit:
+            code, ended_at_s = self._exit  # what the script ended with, before MPI or a signal did
         error = _read_error(self._directory, self._place.rank)
         oom = self._oom.verdict(code, [pid, *self._dumper.pids()])
         ran_s = self._ended_at_s - self._started_at_s
@@ -355,15 +376,6 @@ def _code(result: "os.waitid_result | None") -> int:
     """Return the exit code of a process that has ended, or minus the signal that ended it."""
     assert result is not None
     return result.si_status if result.si_code == os.CLD_EXITED else -result.si_status
-
-
-def _read_exit(directory: str, rank: int) -> tuple[int, float] | None:
-    """Return the code that the rank's script gave to sys.exit(), if that is known, and when."""
-    path = Path(f"{error_file(directory, rank)}.exit")
-    try:
-        return int(path.read_text()), path.stat().st_mtime
-    except (OSError, ValueError):
-        return None
 
 
 def _read_error(directory: str, rank: int) -> wire.RankError | None:

@@ -1,9 +1,10 @@
 """The agent's end of the datagrams between it and ringreduce in its rank (ringreduce/monitor/launcher_link.py).
 
 asked    the rank answers what it waits for
-unasked  it calls init(), has started MPI, is in a group of torch's, has joined no other rank, is stalled; what it has
-         measured of its steps, and found in its gradients; in an elastic job it suspects ranks, meets others to form a
-         world without those that are lost, has formed it, has left it, or awaits a restart with more hosts
+unasked  it calls init(), has started MPI, is in a group of torch's, has joined no other rank, is stalled, ends with
+         another code than 0; what it has measured of its steps, and found in its gradients; in an elastic job it
+         suspects ranks, meets others to form a world without those that are lost, has formed it, has left it, or awaits
+         a restart with more hosts
 told     to record its steps; in an elastic job which ranks the world is to have, which hosts have come
 """
 
@@ -50,13 +51,18 @@ class RankSocket:
         self.package = ""
         """Where ringreduce is, whose frames are no user's."""
         self._on_init: Callable[[Sequence[str]], None] = lambda _: None
+        self._on_exit: Callable[[int, int], None] = lambda *_: None
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         self._socket.bind(f"{files}.agent")
 
-    def start(self, on_init: Callable[[Sequence[str]], None]) -> None:
-        """Begin to listen; `on_init` is called when ringreduce has started MPI, with lines of /proc/PID/maps that name
-        files in shared memory."""
-        self._on_init = on_init
+    def start(self, on_init: Callable[[Sequence[str]], None], on_exit: Callable[[int, int], None]) -> None:
+        """Begin to listen.
+
+        on_init: is called when ringreduce has started MPI, with lines of /proc/PID/maps that name files in shared
+                 memory.
+        on_exit: when a Python of the rank is about to end, with its process, and a code other than 0.
+        """
+        self._on_init, self._on_exit = on_init, on_exit
         threading.Thread(target=self._listen, daemon=True).start()
 
     def ask(self) -> bool:
@@ -96,6 +102,10 @@ class RankSocket:
                 self._handle(_decode(self._socket.recv(_LONGEST_DATAGRAM, socket.MSG_DONTWAIT)))
 
     def _handle(self, said: dict[str, Any]) -> None:
+        if "exits" in said:
+            with contextlib.suppress(KeyError, ValueError, TypeError):
+                self._on_exit(int(said["pid"]), int(said["exits"]))
+            return
         report = _report(said)
         if report is None:
             with self._heard:

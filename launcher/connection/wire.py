@@ -179,10 +179,7 @@ class Ended(NamedTuple):
 
 
 class Died(NamedTuple):
-    """The rank's command dies, or has ended: what Ended will say of `code` and `at_s`, before what it wrote is sent.
-
-    A code that the script gave to sys.exit() may be known by Ended only.
-    """
+    """The rank's command dies, or has ended: what Ended will say of `code` and `at_s`, before what it wrote is sent."""
 
     code: int
     at_s: float

@@ -3,7 +3,7 @@ end whether it has joined other ranks.
 
 Without it a rank with an uncaught exception prints its traceback and then waits in MPI_Finalize, at interpreter exit,
 for ranks that wait for it elsewhere; the job hangs, or MPI ends the rank with an exit code of its own. With it the
-interpreter leaves after the last atexit function, and does not reach MPI_Finalize. The same for sys.exit() with
+interpreter leaves after the last atexit function, and does not reach MPI_Finalize. The same for a SystemExit with
 another code than 0. Scripts that end in any other way are not touched.
 
 faulthandler writes the stacks when a crash ends the process, to stderr, and when the rank's agent asks by a signal, to
@@ -12,14 +12,16 @@ those that it starts: they do not find this folder, and one that is forked has n
 
 N ranks that never join train N models: front ends do so by default without a GPU, where each rank takes itself for the
 only one. ringrun, which hears of all ranks, can tell.
+
+Where a rank's first Python is a wrapper, as torchrun, and a process that it starts calls init(), ringreduce imports
+this file there.
 """
 
-import _thread
 import atexit
 import contextlib
 import faulthandler
+import gc
 import importlib
-import opcode
 import os
 import signal
 import sys
@@ -27,11 +29,8 @@ from types import TracebackType
 from typing import Any, NoReturn
 
 _STACKS_SIGNAL = signal.SIGRTMAX - 5  # not the C library's, which has the lowest two; nor the JVMs' or valgrind's
-_uncaught: list[type[BaseException]] = []
-_RAISING = ("RERAISE", "RAISE_VARARGS")
-_LAST_KNOWN_PYTHON = (3, 14)  # in which these are the instructions that raise again
-_main_thread = _thread.get_ident()
-_exits: list[SystemExit] = []  # the last that sys.exit() has raised
+_exit_codes: list[int] = []  # with which a SystemExit ends the interpreter
+_TELL_S = 1.0  # for an agent that is slow to read
 _pid = os.getpid()
 _LIGHTNING = ("lightning", "lightning_fabric", "pytorch_lightning")
 _COMPUTES = (*_LIGHTNING, "transformers.trainer", "accelerate", "torch", "jax", "tensorflow", "numpy")
@@ -42,74 +41,79 @@ torch_started_mpi = False
 """Whether MPI was started for one of them, and not by the program."""
 
 
-def _excepthook(kind: type[BaseException], value: BaseException, traceback: TracebackType | None) -> None:
-    """Note that the script has failed. From init() on, ringreduce/monitor/excepthook.py calls this one."""
-    _uncaught.append(kind)
-    sys.__excepthook__(kind, value, traceback)
-
-
 def _exit(status: Any = None, /) -> NoReturn:
-    """Do what sys.exit() does, and keep what it raises."""
-    error = SystemExit(status)
-    if _thread.get_ident() == _main_thread:  # in another it ends only that
-        _exits[:] = [error]
-        atexit.unregister(_leave_exit_code)
-        atexit.register(_leave_exit_code)  # registered last, so it runs first
-    raise error
+    """Do what sys.exit() does. Up to Python 3.11 that makes no exception whose code the interpreter would read."""
+    raise SystemExit(status)
 
 
-def _exit_code() -> int:
-    """Return the code with which sys.exit() ends the interpreter just now; 0 if it does not."""
-    if not _exits or not _is_uncaught(_exits[0]):
-        return 0
-    code = _exits[0].code
-    return code & 0xFF if isinstance(code, int) else int(code is not None)
+def _hear_of_exit_codes() -> None:
+    """Let _exits_with() hear of the code of a SystemExit that nobody has caught, whoever raised it.
 
-
-def _is_uncaught(error: SystemExit) -> bool:
-    """Return whether `error` ends the interpreter, or was caught, and the script went on.
-
-    Its traceback begins where it was handled last: not at all up to Python 3.11, or in a frame that has not gone on
-    since, or has raised it again; one that is not the outermost may have raised another since. In a Python whose
-    bytecode is not known, only the outermost frame counts as one that has not gone on.
+    Before it ends, and waits for threads and children, the interpreter reads that: as only C code does, from no frame.
     """
-    trace = error.__traceback__
-    if trace is None:
-        return True
-    frame = trace.tb_frame
-    is_outermost = frame.f_back is None
-    if sys.version_info[:2] > _LAST_KNOWN_PYTHON:
-        return is_outermost
-    if frame.f_lasti == trace.tb_lasti:
-        return True
-    with contextlib.suppress(IndexError):
-        return opcode.opname[frame.f_code.co_code[frame.f_lasti]] in (_RAISING if is_outermost else _RAISING[:1])
-    return is_outermost
+    member = SystemExit.__dict__["code"]
+
+    def read(error: SystemExit) -> Any:
+        code = member.__get__(error)
+        if sys._getframe().f_back is None:
+            _exits_with(code)
+        return code
+
+    # the class is immutable; its dictionary is not
+    attributes = gc.get_referents(SystemExit.__dict__)[0]
+    attributes["code"] = property(read, member.__set__, member.__delete__, member.__doc__)
 
 
-def _leave_exit_code() -> None:
-    """Leave the code for the agent: on the way out MPI may end this process with another, when the others leave."""
-    error_file = os.environ.get("RINGREDUCE_ERROR_FILE")
-    if error_file and (code := _exit_code()):
-        with contextlib.suppress(OSError), open(f"{error_file}.exit", "w") as file:
-            file.write(str(code))
+def _exits_with(code: Any) -> None:
+    """Tell the agent, which reports this code whatever ends the process now: MPI may, when the others leave."""
+    _exit_codes[:] = [code & 0xFF if isinstance(code, int) else int(code is not None)]
+    if _exit_codes[0]:
+        _tell(f'{{"exits": {_exit_codes[0]}, "pid": {os.getpid()}}}')
+
+
+def _excepthook(kind: type[BaseException], value: BaseException, trace: TracebackType | None) -> None:
+    """As Python's own; and tell the agent, before the interpreter waits for threads. From init() on see
+    ringreduce/monitor/excepthook.py.
+    """
+    sys.__excepthook__(kind, value, trace)
+    if uncaught() is value and not isinstance(value, KeyboardInterrupt):  # programs call this, too, and go on
+        _exits_with(1)
+
+
+def uncaught() -> BaseException | None:
+    """Return the exception that has ended the script, whoever has set sys.excepthook.
+
+    Consoles, IPython and debuggers set sys.last_value, too, for what began in a frame of theirs.
+    """
+    error: BaseException | None = getattr(sys, "last_value", None)
+    trace = error.__traceback__ if error else None
+    return error if trace and trace.tb_frame.f_back is None else None
+
+
+def exit_code() -> int:
+    """Return the code with which the interpreter ends just now; 0 if it does not, or nothing has failed."""
+    return _exit_codes[0] if _exit_codes else int(uncaught() is not None)
+
+
+def _tell(said: str) -> None:
+    """Send the rank's agent a JSON object, if it is there."""
+    import _socket
+
+    with contextlib.suppress(OSError, KeyError):
+        own = _socket.socket(_socket.AF_UNIX, _socket.SOCK_DGRAM)
+        own.settimeout(_TELL_S)
+        own.sendto(said.encode(), f"{os.environ['RINGREDUCE_ERROR_FILE']}.agent")
+        own.close()
 
 
 def say_if_alone(*, ends: bool) -> None:
     """Tell ringrun when this process, which `ends` or goes on, has computed and joined no other rank."""
-    error_file = os.environ.get("RINGREDUCE_ERROR_FILE")
     imported = next((name for name in _COMPUTES if name in sys.modules), None)
-    if not error_file or not imported or os.environ.get("WORLD_SIZE") == "1" or os.getpid() != _pid:
+    if not imported or os.environ.get("WORLD_SIZE") == "1" or os.getpid() != _pid:
         return
     in_vain = _reduces_nothing()
     if in_vain or not _may_have_joined():
-        import _socket  # a program that computes has it
-
-        said = f'{{"alone": "{imported}", "ends": {int(ends)}, "in_vain": {int(in_vain)}}}'
-        own = _socket.socket(_socket.AF_UNIX, _socket.SOCK_DGRAM)
-        with contextlib.suppress(OSError):
-            own.sendto(said.encode(), _socket.MSG_DONTWAIT, f"{error_file}.agent")
-        own.close()
+        _tell(f'{{"alone": "{imported}", "ends": {int(ends)}, "in_vain": {int(in_vain)}}}')
 
 
 def _may_have_joined() -> bool:
@@ -145,7 +149,7 @@ def _maps_mpi() -> bool:
 def _leave() -> None:
     """Exit as Python would, short of MPI_Finalize, if there was a failure and MPI is up."""
     mpi: Any = sys.modules.get("mpi4py.MPI")
-    code = 1 if _uncaught else _exit_code()
+    code = exit_code()
     if not code:
         with contextlib.suppress(Exception):
             say_if_alone(ends=True)
@@ -154,7 +158,7 @@ def _leave() -> None:
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):
             stream.flush()
-    if _uncaught and issubclass(_uncaught[-1], KeyboardInterrupt):
+    if not _exit_codes and isinstance(uncaught(), KeyboardInterrupt):
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGINT)
     os._exit(code)
@@ -190,14 +194,15 @@ _forget_this_folder()
 sys.excepthook = _excepthook
 sys.exit = _exit
 atexit.register(_leave)  # registered first, so it runs last
+with contextlib.suppress(Exception):  # a Python that nobody knows yet: codes of sys.exit() are seen at the end only
+    _hear_of_exit_codes()
 with contextlib.suppress(Exception):  # no stderr, or no room for a file: a rank runs without, too
     _offer_stacks()
 
-_this = sys.modules.pop("sitecustomize", None)
-if _this is not None:
-    sys.modules["_ringrun_hook"] = _this  # for launcher/torch_backend.py
-try:
-    importlib.import_module("sitecustomize")  # the interpreter's own, which ours has hidden
-except ImportError:
-    if _this is not None:
+sys.modules["_ringrun_hook"] = _this = sys.modules[__name__]  # for launcher/torch_backend.py, and ringreduce
+if __name__ == "sitecustomize":
+    del sys.modules["sitecustomize"]
+    try:
+        importlib.import_module("sitecustomize")  # the interpreter's own, which ours has hidden
+    except ImportError:
         sys.modules["sitecustomize"] = _this

@@ -13,7 +13,7 @@ from ..agent import kept_commits
 from ..agent.shm_cleanup import remove_folders
 from ..connection.listener import Listener
 from ..engines.detect import Detected
-from ..environment import Settings
+from ..environment import EXIT_S, Settings
 from ..errors import LauncherError, MachineError, NotStartedError
 from ..folders import private_folder
 from ..hosts import Host, is_here
@@ -184,6 +184,7 @@ def _start_and_supervise(
             mask_gpus=job.mask_gpus,
             verbose=job.verbose,
             master_port=job.master_port,
+            exit_s=EXIT_S if job.grace_s is None else job.grace_s,
         )
         control = ControlSocket(directory, job.size, job.command, events)
         environment = plan.job_environment(detected, job, os.environ, settings, listener.authkey)

@@ -12,7 +12,7 @@ from ringreduce.elastic.state import State
 from ringreduce.errors import CollectiveError, HostsUpdatedInterrupt, MismatchError
 from ringreduce.log import LOGGER
 from ringreduce.monitor import launcher_link
-from ringreduce.runtime import Runtime, current, is_initialized
+from ringreduce.runtime import Runtime, current
 
 
 def run(func: Callable[..., Any]) -> Callable[..., Any]:
@@ -37,12 +37,7 @@ def run(func: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(func)
     def training(state: State, *args: Any, **kwargs: Any) -> Any:
-        try:
-            return _train(lambda: func(state, *args, **kwargs), state)
-        except BaseException as error:
-            if is_initialized() and not (isinstance(error, SystemExit) and error.code in (None, 0)):
-                current("elastic.run").has_failed = True  # the others go on as soon as this process has ended
-            raise
+        return _train(lambda: func(state, *args, **kwargs), state)
 
     return training
 

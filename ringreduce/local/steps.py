@@ -18,6 +18,7 @@ from ringreduce.checks import divergence
 from ringreduce.errors import CollectiveError, InputError, MismatchError
 from ringreduce.local.options import Options, Outer, fragments_of, mean
 from ringreduce.log import LOGGER
+from ringreduce.monitor import excepthook
 from ringreduce.optim.exchange import CHANGE, Exchange, Finish
 
 Parameters = dict[str, Any]
@@ -285,6 +286,6 @@ def _settle_at_exit() -> None:
 
 
 def _settle() -> None:
-    for finish in _unfinished.values():
+    for finish in () if excepthook.exit_code() else _unfinished.values():
         with contextlib.suppress(CollectiveError):
             finish()

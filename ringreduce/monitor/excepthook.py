@@ -1,13 +1,18 @@
 """An uncaught exception on one rank ends the job, and is reported to the launcher.
 
-Otherwise this rank would wait in MPI_Finalize for the other ranks, and they for it.
+Otherwise this rank would wait in MPI_Finalize for the other ranks, and they for it. The same for any exit code but 0,
+which the launcher's hook (launcher/hook/sitecustomize.py) knows.
 """
 
 from __future__ import annotations
 
+import atexit
+import functools
+import importlib
 import json
 import os
 import sys
+import threading
 import traceback
 from collections.abc import Callable
 from types import TracebackType
@@ -21,6 +26,32 @@ EXIT_CODE = 1
 INTERRUPTED_EXIT_CODE = 130
 
 _previous_hook: Any = None
+_end: Callable[[BaseException], object] | None = None  # this process, while the hook is installed
+
+
+@functools.cache
+def import_launchers_hook() -> None:
+    """Have it here, too, where a wrapper, as torchrun, was the rank's first Python; else it has run already."""
+    if _launchers_hook() is None:
+        importlib.import_module("ringrun.hook.sitecustomize")
+    # runs before threads are joined, of which one may wait for other ranks
+    getattr(threading, "_register_atexit", atexit.register)(_end_if_uncaught)
+
+
+def _launchers_hook() -> Any:
+    return sys.modules.get("_ringrun_hook")
+
+
+def exit_code() -> int:
+    """The code with which the script ends, at interpreter exit; 0 where nobody knows, as without ringrun."""
+    hook = _launchers_hook()
+    return int(hook.exit_code()) if hook else 0
+
+
+def _end_if_uncaught() -> None:
+    """Do what the hook does where the script has set another one since, which has printed the exception."""
+    if _end is not None and (error := _launchers_hook().uncaught()) is not None:
+        _end(error)
 
 
 def install(error_file: str, at_end: Callable[[], object] = lambda: None) -> None:
@@ -31,43 +62,45 @@ def install(error_file: str, at_end: Callable[[], object] = lambda: None) -> Non
     error_file: where the report is written for ringrun, which then ends the other ranks; empty: MPI_Abort ends them.
     at_end: is called before this process ends so; it does not raise.
     """
-    global _previous_hook
+    global _previous_hook, _end
     uninstall()
     previous, alone = sys.excepthook, mpi.is_alone()
 
-    def hook(kind: type[BaseException], exc: BaseException, trace: TracebackType | None) -> None:
-        interrupted = issubclass(kind, KeyboardInterrupt)
-        # ringrun reports an interrupt once, and of ranks that have lost another only what came first
-        if not (error_file and issubclass(kind, (KeyboardInterrupt, PeerLostError))):
-            previous(kind, exc, trace)
+    def end(exc: BaseException) -> None:
         if error_file:
-            write_report(error_file, kind, exc, trace)
+            write_report(error_file, exc)
         at_end()
         flush()
-        code = INTERRUPTED_EXIT_CODE if interrupted else EXIT_CODE
+        code = INTERRUPTED_EXIT_CODE if isinstance(exc, KeyboardInterrupt) else EXIT_CODE
         if error_file:
             os._exit(code)
         mpi.abort(code)
 
+    def hook(kind: type[BaseException], exc: BaseException, trace: TracebackType | None) -> None:
+        # ringrun reports an interrupt once, and of ranks that have lost another only what came first
+        if not (error_file and issubclass(kind, (KeyboardInterrupt, PeerLostError))):
+            previous(kind, exc, trace)
+        end(exc)
+
     if error_file or not alone:
-        _previous_hook = previous
+        _previous_hook, _end = previous, end
         sys.excepthook = hook
 
 
 def uninstall() -> None:
     """Restore the previous hook."""
-    global _previous_hook
+    global _previous_hook, _end
     if _previous_hook is not None:
         sys.excepthook = _previous_hook
-        _previous_hook = None
+        _previous_hook = _end = None
 
 
-def write_report(path: str, kind: type[BaseException], exc: BaseException, trace: TracebackType | None) -> None:
+def write_report(path: str, exc: BaseException) -> None:
     """Write the exception as JSON: its type, message, traceback, and the lost ranks."""
     report = {
-        "exception": kind.__name__,
+        "exception": type(exc).__name__,
         "message": str(exc),
-        "traceback": "".join(traceback.format_exception(kind, exc, trace)),
+        "traceback": "".join(traceback.format_exception(exc)),
         "lost_ranks": list(exc.lost_ranks) if isinstance(exc, PeerLostError) else [],
     }
     partial = f"{path}.partial"
@@ -76,7 +109,7 @@ def write_report(path: str, kind: type[BaseException], exc: BaseException, trace
             json.dump(report, file)
         os.replace(partial, path)
     except OSError as error:
-        what = f"{kind.__name__}: {exc}"
+        what = f"{type(exc).__name__}: {exc}"
         LOGGER.error(f"the report of this failure could not be written to {path}: {error}; it was {what}")
 
 

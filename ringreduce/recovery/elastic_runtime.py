@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -141,15 +140,10 @@ class ElasticRuntime(Runtime):
         return True
 
     def leave_at_exit(self, why: str) -> None:
-        """Leave the world, but wait for nobody who may be lost, here or in MPI_Finalize.
-
-        A script that failed leaves no world: the others go on when its process has ended.
-        """
-        # launcher/hook/sitecustomize.py writes that file for sys.exit() with another code than 0
-        if not self.has_failed and not os.path.exists(f"{self.settings.error_file}.exit"):
-            launcher_link.report(self.settings.error_file, left=why)
-            until_s = time.monotonic() + LEAVE_S
-            self.engine.leave(why, lambda: time.monotonic() > until_s)
+        """Leave the world, but wait for nobody who may be lost, here or in MPI_Finalize."""
+        launcher_link.report(self.settings.error_file, left=why)
+        until_s = time.monotonic() + LEAVE_S
+        self.engine.leave(why, lambda: time.monotonic() > until_s)
 
 
 def check_start(settings: Settings, comm: Any, worlds: int) -> None:

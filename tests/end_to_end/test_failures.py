@@ -49,6 +49,59 @@ def test_one_rank_ends_and_the_others_wait_for_it(python, tmp_path, kind):
     assert run(["pgrep", "-f", str(tmp_path)]).stdout == "", "nothing is left"
 
 
+LEAVES = {
+    "raise SystemExit(7)": 7,
+    "argparse.ArgumentParser().error('x')": 2,
+    "handle = rr.allreduce_async(np.ones(10**6), name='never'); sys.exit(7)": 7,
+    "sys.excepthook = lambda *_: print('shown'); raise ValueError('x')": 1,
+    "rr.shutdown(); sys.exit(7)": 7,
+    "rr.shutdown(); raise ValueError('x')": 1,
+    "threading.Thread(target=lambda: rr.allreduce(1.0, name='never')).start(); sys.exit(7)": 7,
+    "sys.excepthook = print; threading.Thread(target=time.sleep, args=[60]).start(); raise ValueError('x')": 1,
+    "os.execv('/bin/sh', ['sh', '-c', 'exit 7'])": 7,
+}
+"""How rank 1 leaves while the others compute for long, and with which code."""
+LONG = """
+import argparse, os, sys, threading, time
+import numpy as np, ringreduce as rr
+
+rr.init()
+rr.allreduce(np.ones(3))
+rank = rr.rank()
+if rank == 1:
+    {door}
+if {all_shut}:
+    rr.shutdown()
+time.sleep(100)
+"""
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    "door", parted(LEAVES, lambda door: door.startswith(("raise", "rr.shutdown(); sys", "sys.excepthook = print")))
+)
+def test_a_rank_that_fails_ends_others_that_compute_for_long(python, script, door):
+    path = script(LONG.format(door=door, all_shut="shutdown" in door))
+    begin_s = time.monotonic()
+    finished = ringrun(python, 3, path, timeout_s=60, returncode=LEAVES[door])
+    assert time.monotonic() - begin_s < patient(40)
+    assert re.search(rf"rank 1 of 3 failed first -+\nhow .*exit code {LEAVES[door]}\n", finished.stdout), (
+        finished.stdout
+    )
+    assert run(["pgrep", "-f", str(path)]).stdout == "", "nothing is left"
+
+
+def test_a_rank_that_fails_ends_the_others_where_its_python_was_started_by_another(python, script, tmp_path):
+    """As by torchrun: only the first one of a rank has ringrun's hook when it starts."""
+    run_it = "subprocess.run([sys.executable, *sys.argv[1:]], close_fds=False).returncode"
+    (tmp_path / "wrapper.py").write_text(f"import subprocess, sys\nsys.exit({run_it})\n")
+    path = script(LONG.format(door="raise SystemExit(7)", all_shut=False))
+    begin_s = time.monotonic()
+    finished = ringrun(python, 2, tmp_path / "wrapper.py", path, timeout_s=60, returncode=7)
+    assert time.monotonic() - begin_s < patient(40)
+    assert "rank 1 of 2 failed first" in finished.stdout
+
+
 WITHOUT_INIT = """
 import os, time
 import ringreduce as rr

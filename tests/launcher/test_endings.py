@@ -210,17 +210,26 @@ def test_closed_descriptors_are_no_others(ringrun, ringrun_command, python, tmp_
 
 
 HEAD = """
-import _thread, os, sys, threading, time
+import _thread, argparse, os, sys, threading, time
 def leave(*code):
     sys.exit(*code)
 """
-# what a script does with sys.exit(), and the code with which ringrun ends if MPI ends the rank with 14 on its way out
+# what a script does to end itself, and the code with which ringrun ends if MPI ends the rank with 14 on its way out
 WAYS_OUT = {
     "leave(7)": 7,
     "leave('a text')": 1,
     "leave()": 14,
     "leave(0)": 14,
     "leave(256 + 7)": 7,
+    "leave(-1)": 255,
+    "raise SystemExit(7)": 7,
+    "raise type('Exit', (SystemExit,), {})(7)": 7,
+    "exit(7)": 7,
+    "raise SystemExit": 14,
+    "argparse.ArgumentParser().error('x')": 2,
+    "def thrown(): raise SystemExit(7)\ntry: thrown()\nexcept SystemExit as error: print(error.code)": 14,
+    "raise ValueError('x')": 1,
+    "sys.excepthook(ValueError, ValueError('x'), None)": 14,
     "try: leave(7)\nfinally: print('tidied up')": 7,
     "with open(os.devnull): leave(7)": 7,
     "try: leave(7)\nexcept SystemExit: raise": 7,
@@ -232,6 +241,44 @@ WAYS_OUT = {
     "thread = threading.Thread(target=leave, args=[7])\nthread.start()\nthread.join()": 14,
     "_thread.start_new_thread(leave, (7,))\ntime.sleep(0.3)": 14,
 }
+
+
+@pytest.mark.without_mpi
+@pytest.mark.parametrize(
+    ("stays", "end"),
+    [
+        ("threading.Thread(target=time.sleep, args=[60]).start()", "leave(7)"),
+        ("threading.Thread(target=time.sleep, args=[60]).start()", "raise ValueError('x')"),
+        ("multiprocessing.get_context('fork').Process(target=time.sleep, args=[60]).start()", "raise SystemExit(7)"),
+    ],
+)
+def test_a_script_that_has_failed_does_not_keep_its_rank_alive(ringrun, script, wait_until_gone, stays, end):
+    """Other ranks hear of it when the process has ended, which waits for threads and children."""
+    code, fails = 7 if "7" in end else 1, f"if os.environ['RANK'] == '1':\n    {stays}\n    {end}\n"
+    begin_s = time.monotonic()
+    done = ringrun("-np", 2, *script(f"{HEAD}import multiprocessing\n{fails}time.sleep(60)"), returncode=code)
+    assert time.monotonic() - begin_s < patient(30)
+    late = (
+        f" has not ended 2 s after its script did, with exit code {code}, and is killed; it waits for a thread, a child"
+    )
+    assert done.stderr.count(late) == 1, done.stderr
+    assert "rank 1 of 2 failed first" in done.stderr
+    wait_until_gone()
+
+
+@pytest.mark.without_mpi
+def test_grace_is_for_what_a_failed_script_still_does(ringrun, script):
+    saves = "import atexit\natexit.register(lambda: (time.sleep(3), print('saved', flush=True)))\nleave(7)\n"
+    done = ringrun("-np", 1, "--grace", 60, *script(HEAD + saves), returncode=7)
+    assert (done.stdout, "is killed" in done.stderr) == ("[0] saved\n", False)
+
+
+@pytest.mark.without_mpi
+@pytest.mark.parametrize(("line", "code"), [("exit 3", 3), ("exit 0", 0), ("kill -9 $$", 137)])
+def test_of_a_shell_script_its_own_exit_code_counts(ringrun, tmp_path, line, code):
+    (tmp_path / "run.sh").write_text(f'python -c "raise SystemExit(7)"\necho goes on after $?\n{line}\n')
+    done = ringrun("-np", 1, "bash", "run.sh", returncode=code)
+    assert done.stdout == "[0] goes on after 7\n"
 
 
 @pytest.mark.without_mpi

@@ -1,4 +1,4 @@
-"""Which exit code the hook in a rank's Python tells the agent, without a job: in every Python that is to be found."""
+"""What the hook in a rank's Python tells the agent, without a job: exit codes in every Python that is to be found."""
 
 import contextlib
 import json
@@ -14,6 +14,9 @@ import pytest
 from ringrun.environment import HOOK_DIRECTORY
 from tests.launcher.test_endings import HEAD, WAYS_OUT
 
+UNTOLD = {"os._exit(7)": 7, "os.kill(os.getpid(), 9)": -9, "raise KeyboardInterrupt": -2, "leave(256)": 0}
+"""What ends a process without a word of it, and with which code."""
+
 
 @pytest.fixture(scope="session")
 def pythons():
@@ -25,29 +28,63 @@ def pythons():
 
 
 def told(python, source, folder, **variables):
-    """What the hook leaves for the agent when the script `source` has ended."""
+    """The code with which the script `source` ends, and what the hook tells the agent of it."""
     (folder / "script.py").write_text(HEAD + source + "\n")
     error_file = folder / "rank0.json"
     environment = {"PYTHONPATH": HOOK_DIRECTORY, "RINGREDUCE_ERROR_FILE": str(error_file), "PATH": os.environ["PATH"]}
-    subprocess.run([python, folder / "script.py"], env=environment | variables, capture_output=True, timeout=60)
-    left = folder / "rank0.json.exit"
-    text = left.read_text() if left.exists() else None
-    left.unlink(missing_ok=True)
-    return text
+    environment |= variables
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as agent:
+        agent.bind(f"{error_file}.agent")
+        done = subprocess.run([python, folder / "script.py"], env=environment, capture_output=True, timeout=60)
+        Path(f"{error_file}.agent").unlink()
+        agent.setblocking(False)
+        said = []
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                said.append(json.loads(agent.recv(1000)))
+    return done.returncode, said
 
 
-@pytest.mark.parametrize("way", WAYS_OUT)
+@pytest.mark.parametrize("way", [*WAYS_OUT, *UNTOLD])
 def test_the_agent_is_told_of_an_exit_code_that_ends_the_script(pythons, tmp_path, way):
-    expected = None if WAYS_OUT[way] == 14 else str(WAYS_OUT[way])  # 14: nothing is told there
-    assert {python: told(python, way, tmp_path) for python in pythons} == dict.fromkeys(pythons, expected)
+    heard = [WAYS_OUT[way]] if WAYS_OUT.get(way, 14) != 14 else []
+    for python in pythons:
+        ended, said = told(python, way, tmp_path)
+        assert (ended, [each["exits"] for each in said]) == ((heard or [UNTOLD.get(way, 0)])[0], heard), python
 
 
-@pytest.mark.parametrize("broken", ["sys.version_info = (3, 99)", "opcode.opname = []"])
-def test_a_python_that_nobody_knows_yet_takes_an_exit_for_the_end(tmp_path, broken):
-    reraised = f"import opcode, sys\n{broken}\ntry: leave(7)\nfinally: print('tidied up')"
-    assert told(sys.executable, reraised, tmp_path) == "7"
-    went_on = f"import opcode, sys\n{broken}\ndef caught():\n    try: leave(7)\n    except SystemExit: pass\ncaught()"
-    assert told(sys.executable, went_on, tmp_path) is None, "it was caught below the outermost frame"
+CAUGHT = """
+import code
+console = code.InteractiveInterpreter()
+console.runsource("1 / 0")
+sys.excepthook(*(type(sys.last_value), sys.last_value, sys.last_value.__traceback__))
+try: leave(7)
+except SystemExit as error: print(error.code)
+sys.excepthook = print
+print(sys.modules["_ringrun_hook"].exit_code(), file=open("code", "w"))
+"""
+
+
+def test_what_a_console_shows_and_a_program_catches_ends_nothing(pythons, tmp_path):
+    with contextlib.chdir(tmp_path):
+        for python in pythons:
+            assert told(python, CAUGHT, tmp_path) == (0, []), python
+            assert Path("code").read_text() == "0\n"
+
+
+@pytest.mark.parametrize(("end", "code"), [("raise ValueError('x')", 1), ("raise SystemExit(7)", 7), ("pass", 0)])
+def test_at_its_end_a_process_knows_its_code_whoever_set_the_excepthook(pythons, tmp_path, end, code):
+    at_exit = "atexit.register(lambda: print(sys.modules['_ringrun_hook'].exit_code(), file=open('code', 'w')))"
+    with contextlib.chdir(tmp_path):
+        for python in pythons:
+            told(python, f"import atexit\n{at_exit}\nsys.excepthook = print\n{end}", tmp_path)
+            assert Path("code").read_text() == f"{code}\n", python
+
+
+def test_a_code_is_told_before_threads_and_children_are_waited_for(tmp_path):
+    say = """time.sleep(0.5), sys.modules['_ringrun_hook']._tell('{"later": 1}')"""
+    _, said = told(sys.executable, f"threading.Thread(target=lambda: ({say})).start()\nleave(7)", tmp_path)
+    assert [next(iter(each)) for each in said] == ["exits", "later"]
 
 
 MPI = "import mmap\nwith open('libmpi.so', 'w+b') as file: file.truncate(1); mapped = mmap.mmap(file.fileno(), 1)\n"
@@ -65,7 +102,7 @@ ALONE = {
     "one that computes": ("import numpy", "numpy", 0),
     "with a child": ("import numpy; os.fork()", "numpy", 0),
     "that ends otherwise": ("import numpy; os._exit(0)", None, 0),
-    "that fails": ("import numpy; leave(3)", None, 0),
+    "that fails": ("import numpy; os.kill(os.getpid(), 9)", None, 0),
     "of one rank": ("import numpy; os.environ['WORLD_SIZE'] = '1'", None, 0),
     "of TensorFlow's": ("import numpy; os.environ['TF_CONFIG'] = '{}'", None, 0),
     "of MPI's": (MPI + "import numpy", None, 0),
@@ -93,12 +130,6 @@ def test_a_rank_that_has_computed_and_joined_no_other_says_so_at_its_end(tmp_pat
         path = tmp_path / f"{module}.py"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.touch()
-    with contextlib.chdir(tmp_path), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as agent:
-        agent.bind(str(tmp_path / "rank0.json.agent"))
-        told(sys.executable, source, tmp_path, WORLD_SIZE="2")
-        agent.setblocking(False)
-        said = []
-        with contextlib.suppress(BlockingIOError):
-            while True:
-                said.append(json.loads(agent.recv(1000)))
+    with contextlib.chdir(tmp_path):
+        _, said = told(sys.executable, source, tmp_path, WORLD_SIZE="2")
     assert said == ([{"alone": alone, "ends": 1, "in_vain": in_vain}] if alone else [])

@@ -14,7 +14,7 @@ def raised(error):
     try:
         raise error
     except type(error) as exc:
-        return type(exc), exc, exc.__traceback__
+        return exc
 
 
 @pytest.mark.parametrize(
@@ -22,7 +22,7 @@ def raised(error):
 )
 def test_a_report_holds_the_exception_its_traceback_and_who_is_blamed(tmp_path, error, lost):
     path, name = tmp_path / "rank3.json", type(error).__name__
-    write_report(str(path), *raised(error))
+    write_report(str(path), raised(error))
     report = json.loads(path.read_text())
     assert (report["exception"], report["message"], report["lost_ranks"]) == (name, "bad – data", lost)
     assert report["traceback"].startswith("Traceback (most recent call last):")
@@ -30,7 +30,7 @@ def test_a_report_holds_the_exception_its_traceback_and_who_is_blamed(tmp_path, 
 
 
 def test_a_report_that_cannot_be_written_is_told(tmp_path, capsys):
-    write_report(str(tmp_path / "missing" / "rank0.json"), *raised(ValueError("x")))
+    write_report(str(tmp_path / "missing" / "rank0.json"), raised(ValueError("x")))
     told = capsys.readouterr().err
     assert "ringreduce: the report of this failure could not be written" in told
     assert "it was ValueError: x" in told
@@ -41,8 +41,9 @@ def test_before_the_process_ends_there_is_a_last_report(tmp_path, monkeypatch):
     monkeypatch.setattr(excepthook.mpi, "abort", lambda code: None)  # which comes where os._exit returns
     monkeypatch.setattr(excepthook.os, "_exit", done.append)
     excepthook.install(str(tmp_path / "rank0.json"), lambda: done.append("reported"))
+    error = raised(ValueError("x"))
     try:
-        sys.excepthook(*raised(ValueError("x")))
+        sys.excepthook(type(error), error, error.__traceback__)
     finally:
         excepthook.uninstall()
     assert done == ["reported", 1]
