@@ -84,6 +84,12 @@ class HostsCame(NamedTuple):
     size: int
 
 
+class HostLeft(NamedTuple):
+    """This host takes part in the job no more, though agents there may still answer."""
+
+    host: str
+
+
 class StacksWanted(NamedTuple):
     """Somebody wants all ranks' stacks; `deliver` takes the lines, in the thread that decides, and must not block."""
 
@@ -109,6 +115,7 @@ Event: TypeAlias = (
     | OutputClosed
     | Reported
     | HostsCame
+    | HostLeft
     | StacksWanted
     | TotalsWanted
 )

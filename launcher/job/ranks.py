@@ -62,6 +62,7 @@ class Channel:
         self._ending: wire.End | None = None
         self.gone: set[int] = set()
         """The ranks whose agents are gone, whether or not the ranks had ended before."""
+        self._cut: dict[int, str] = {}  # why, of the ranks whose connections ringrun has ended
 
     def start(self) -> None:
         """Begin to take connections. Called after mpirun was started, since threads and fork do not mix."""
@@ -77,6 +78,12 @@ class Channel:
         """Send `message` to the agent of `rank`, if it is still there."""
         with contextlib.suppress(OSError, KeyError):
             self._links[rank].send(message)
+
+    def cut(self, rank: int, why: str) -> None:
+        """End the connection to the agent of `rank`, which ends the rank, and itself. `why`: the rank is lost."""
+        self._cut.setdefault(rank, why)
+        with contextlib.suppress(KeyError):
+            self._links[rank].end()
 
     def broadcast(self, message: wire.Message) -> None:
         """Send `message` to every agent that is there."""
@@ -130,7 +137,7 @@ class Channel:
         if self._ending:
             self.send(hello.rank, self._ending)
         stdin = self._setup.stdin if hello.rank == self._job.stdin_rank else None
-        return _RankReader(hello, link, self._printer, self._events, stdin, self.gone)
+        return _RankReader(hello, link, self._printer, self._events, stdin, self.gone, self._cut)
 
     def _refusal(self, hello: wire.Message) -> str:
         """Return why an agent that begins with `hello` is none that this job awaits; nothing if it is one."""
@@ -165,9 +172,16 @@ class _RankReader:
     """Handles one agent's messages: has output printed and puts events until the agent is gone."""
 
     def __init__(
-        self, hello: wire.Hello, link: QueuedLink, printer: Output, events: Events, stdin: int | None, gone: set[int]
+        self,
+        hello: wire.Hello,
+        link: QueuedLink,
+        printer: Output,
+        events: Events,
+        stdin: int | None,
+        gone: set[int],
+        cut: Mapping[int, str],
     ) -> None:
-        self._gone = gone
+        self._gone, self._cut = gone, cut
         self._link = link
         self._hello = hello
         self._stdin = _Stdin(stdin, link)
@@ -197,6 +211,8 @@ class _RankReader:
         return False
 
     def _how_lost(self, error: Exception) -> str:
+        if why := self._cut.get(self._hello.rank):
+            return why
         if isinstance(error, HostSilentError):
             return f"its host has not answered for {self._link.lost_after_s:g} s (--lost-after)"
         if isinstance(error, NotReadError):

@@ -26,6 +26,7 @@ from ..run_report.metrics import Metrics
 from ..run_report.write import Writer
 from . import plan, restarts
 from .control_socket import ControlSocket
+from .departures import Departures
 from .events import Events
 from .growth import Blacklist, Growth, HostWatch, InUse
 from .misplaced import require_own_names
@@ -186,6 +187,7 @@ def _start_and_supervise(
             master_port=job.master_port,
             exit_s=EXIT_S if job.grace_s is None else job.grace_s,
         )
+        departures = Departures(job.reach.departures, events)
         control = ControlSocket(directory, job.size, job.command, events)
         environment = plan.job_environment(detected, job, os.environ, settings, listener.authkey)
         for name, text in job.reach.files(plan.aliases(job)).items():
@@ -212,11 +214,13 @@ def _start_and_supervise(
         blacklist, lost_peer_code = hosts.growth.blacklist, detected.engine.lost_peer_code
         given = (deadline_s, lost_peer_code, blacklist, collector)
         supervisor = Supervisor(job, launcher, channel, output, events, *given)
+        departures.start()
         watch = hosts.watch(job, supervisor.in_use, events)
         try:
             return Ending(supervisor.run(), supervisor.failed, supervisor.scales_up, supervisor.keeps_commits)
         finally:
             watch.close()
+            departures.close()
             control.close()
             remove_folders(directory)
 

@@ -15,6 +15,7 @@ All nodes need the same key, which nobody else knows: at least 32 characters, in
 the variable RINGRUN_KEY. All other flags are ringrun's; see ringrun --help.
 """
 
+import contextlib
 import os
 import re
 import signal
@@ -25,18 +26,18 @@ from collections.abc import Sequence
 
 from .. import cli
 from ..arguments import Parser, parse_port, parse_seconds, whole
+from ..cli import say
 from ..config import resolve as config
 from ..connection import wire
 from ..connection.listener import Listener
-from ..errors import MachineError, UsageError
+from ..errors import LauncherError, MachineError, UsageError
 from ..folders import private_folder
 from ..forward import leave_batch_system
 from ..hosts import Host, is_here
 from ..hosts.host import LOOPBACK
-from ..job.plan import Job
 from ..machine.placement import automatic_size
 from ..machine.topology import read_topology
-from ..network import own_addresses
+from ..network import LOST_AFTER_S, own_addresses
 from ..request import Joined, checked
 from .head import Nodes, OverJoin
 from .key import read_key
@@ -113,10 +114,17 @@ def _be_head(resolved: config.Config, place: Place, authkey: bytes, slots: int, 
     """Wait for the nodes, run the job on them, and let them go."""
     for number in (signal.SIGINT, signal.SIGTERM):  # until the job begins
         signal.signal(number, lambda number, _: sys.exit(128 + number))
-    job = checked(resolved).job
     with private_folder() as directory:
-        nodes = Nodes(_listener(directory, place, authkey, job), directory, wire.Node(0, socket.gethostname(), slots))
-        code = 1
+        own = wire.Node(0, socket.gethostname(), slots)
+        try:
+            job = checked(resolved).job
+            nodes = Nodes(_listener(directory, place, authkey, job.interfaces, job.lost_after_s), directory, own)
+        except LauncherError as error:
+            say(f"ringrun: error: {error}")
+            with contextlib.suppress(LauncherError):  # nor can the others be told
+                Nodes(_listener(directory, place, authkey), directory, own).release(error.exit_code, place.count)
+            return error.exit_code
+        code, late = 1, 0
         try:
             found = nodes.await_all(place.count, timeout_s)
             if found < place.count and not job.elastic:
@@ -128,21 +136,26 @@ def _be_head(resolved: config.Config, place: Place, authkey: bytes, slots: int, 
             with_slots = job.elastic is not None and not resolved.options.slots_per_host
             joined = Joined(
                 lambda: nodes.found(with_slots=with_slots),
-                lambda timeout_s: OverJoin(directory, timeout_s, lambda: nodes.there()[1]),
+                lambda timeout_s: OverJoin(directory, timeout_s, lambda: nodes.there()[1], nodes.departures),
             )
             code = cli.run_job(checked(resolved, joined))
+        except LauncherError as error:
+            say(f"ringrun: error: {error}")
+            code, late = error.exit_code, place.count
         except BaseException as error:
-            code = getattr(error, "exit_code", None) or getattr(error, "code", None) or code
+            code = getattr(error, "code", None) or code
             raise
         finally:
-            nodes.release(code)
+            nodes.release(code, late)
     return code
 
 
-def _listener(directory: str, place: Place, authkey: bytes, job: Job) -> Listener:
-    addresses, port = own_addresses((), job.interfaces), place.port
+def _listener(
+    directory: str, place: Place, authkey: bytes, interfaces: Sequence[str] = (), lost_after_s: float = LOST_AFTER_S
+) -> Listener:
+    addresses, port = own_addresses((), interfaces), place.port
     try:
-        return Listener(directory, addresses, _BACKLOG, port=port, authkey=authkey, lost_after_s=job.lost_after_s)
+        return Listener(directory, addresses, _BACKLOG, port=port, authkey=authkey, lost_after_s=lost_after_s)
     except OSError as error:
         what = f"port {port} of this host cannot be opened: {error.strerror}"
         raise MachineError(f"{what}; choose another one on all nodes: MASTER_PORT, or HEAD:PORT") from error

@@ -32,7 +32,7 @@ class Nodes:
 
     def __init__(self, listener: Listener, directory: str, own: wire.Node) -> None:
         """Start the hub. Called before there are threads."""
-        self._lifeline = hub.start(listener, directory, own)
+        self._lifeline, self.departures = hub.start(listener, directory, own)
         self._lines = self._lifeline.makefile("r")
         self._lock = threading.Lock()
 
@@ -62,10 +62,13 @@ class Nodes:
         hosts = [Host(node.host, node.slots if with_slots else None) for node in self.there()[0]]
         return Found(hosts, "the nodes that have joined", in_slurm=False)
 
-    def release(self, code: int) -> None:
-        """Let all nodes go, since the job has ended with `code`; return when they have gone, or soon after."""
+    def release(self, code: int, count: int = 0) -> None:
+        """Let all nodes go, since the job has ended with `code`; return when they have gone, or soon after.
+
+        count: how many to expect for some seconds, this one too, and to let go, where not so many have come.
+        """
         with contextlib.suppress(OSError):
-            self._lifeline.sendall(f"{code}\n".encode())
+            self._lifeline.sendall(f"{code} {count}\n".encode())
             self._lifeline.shutdown(socket.SHUT_WR)
             self._lines.read()
 
@@ -93,6 +96,7 @@ class OverJoin(Reach):
     hub_directory: str
     timeout_s: float
     find_address: Callable[[], str] = str
+    departures: socket.socket | None = None
     gpus_are_chosen = True
     _runner = _Joined
 

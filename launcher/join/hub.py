@@ -2,6 +2,7 @@
 
     mpirun ── rsh.py ── unix socket ── Hub ── a link for each command ── node.py ── sh -c COMMAND, on another node
     ringrun ── lifeline: who is there? the job has ended ── Hub ── one link for each node: Run, Release
+    ringrun ── departures: these have left ─────────────────┘
 
 It is a process of its own since ringrun forks, beside which there must be no threads; and it ends when ringrun does.
 """
@@ -16,6 +17,7 @@ import select
 import signal
 import socket
 import threading
+import time
 from collections.abc import Sequence
 from queue import SimpleQueue
 from typing import NoReturn
@@ -40,12 +42,19 @@ _RELEASE_S = 8.0  # longer than a node waits for what runs there, see node.py
 ASK = "?\n"
 """What ringrun asks for the nodes with; a number instead is how the job has ended."""
 _WITHOUT_A_WORD = "ringrun on the head has ended without a word"
+_LATE_S = 10.0
+"""For nodes that come after the job has failed: they would look for the head for as long as --join-timeout says."""
+_TOO_LATE = "the job has ended before this node came; see what ringrun has written on the head"
+_LOOK_S = 0.05
 
 
 class Hub:
     """All nodes of a job, this one (`own`) among them, and what runs on them."""
 
-    def __init__(self, listener: Listener, directory: str, own: wire.Node) -> None:
+    def __init__(self, listener: Listener, directory: str, own: wire.Node, departures: socket.socket) -> None:
+        """departures: gets the name of each node that leaves, a datagram each."""
+        self._departures = departures
+        self._came = {own.host}
         self._listener = listener
         # there is no link to the head itself
         self._nodes: dict[str, tuple[wire.Node, QueuedLink | None]] = {own.host: (own, None)}
@@ -63,26 +72,33 @@ class Hub:
 
     def serve(self, lifeline: socket.socket) -> None:
         """Answer ringrun until it says how the job has ended, or is gone; then release all nodes."""
-        code, why = 1, _WITHOUT_A_WORD
+        code, late, why = 1, 0, _WITHOUT_A_WORD
         with lifeline, lifeline.makefile("rw") as lines:
             while line := lines.readline():
                 if line != ASK:
-                    code, why = int(line), ""
+                    code, late = map(int, line.split())
+                    why = ""
                     break
                 nodes = sorted(self._nodes.copy().values(), key=lambda each: (each[0].number < 0, *each[0]))
                 address = next((link.own_address for _, link in nodes if link), "")
                 print(json.dumps([[node for node, _ in nodes], address]), file=lines, flush=True)
             # ringrun waits for the lifeline's end: with the first process of a container, this one would be killed
-            self.release(code, why)
+            self.release(code, why, late)
 
-    def release(self, code: int, why: str) -> None:
-        """Let all nodes go, and wait for them a while; one that has sent its name, and is not taken yet, goes, too."""
+    def release(self, code: int, why: str, count: int = 0) -> None:
+        """Let all nodes go, and wait for them a while; one that has sent its name, and is not taken yet, goes, too.
+
+        count: wait a while until so many have come, and let those go.
+        """
         self._release = wire.Release(code, why)
         for _, link in self._nodes.copy().values():
             if link:
                 with contextlib.suppress(OSError):
                     link.send(self._release)
         stop(self._callers)
+        until_s = time.monotonic() + _LATE_S
+        while len(self._came) < count and time.monotonic() < until_s:
+            time.sleep(_LOOK_S)
         self._listener.close(_RELEASE_S)
 
     def close(self) -> None:
@@ -104,14 +120,18 @@ class Hub:
             link_before.end()
         self._nodes[node.host] = node, link
         if self._release:  # looked at last: another thread lets go those that it finds
+            why = self._release.why or _TOO_LATE * bool(self._release.code)
             with contextlib.suppress(OSError):
-                link.send(self._release)
+                link.send(self._release._replace(why=why))
+        self._came.add(node.host)
         return ""
 
     def left(self, host: str, link: QueuedLink) -> None:
         """A node's connection has ended, and what ran there."""
         if host in self._nodes and self._nodes[host][1] is link:
             del self._nodes[host]
+            with contextlib.suppress(OSError):  # ringrun has ended
+                self._departures.send(host.encode(), socket.MSG_DONTWAIT)
             for program in list(self._programs.values()):
                 if program.host == host:
                     program.inbox.put(Gone(EOFError()))
@@ -226,16 +246,19 @@ def _write(descriptor: int, data: bytes) -> None:
         data = data[os.write(descriptor, data) :]
 
 
-def start(listener: Listener, directory: str, own: wire.Node) -> socket.socket:
-    """Start the process; returns the lifeline."""
-    hub = Hub(listener, directory, own)
+def start(listener: Listener, directory: str, own: wire.Node) -> tuple[socket.socket, socket.socket]:
+    """Start the process; returns the lifeline, and what the names of nodes that leave come over."""
     lifeline, other_end = socket.socketpair()
+    departures, departed = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    hub = Hub(listener, directory, own, departed)
     if not os.fork():
         lifeline.close()
+        departures.close()
         _run(hub, other_end)
     other_end.close()
+    departed.close()
     hub.close()  # its sockets are the other process's now
-    return lifeline
+    return lifeline, departures
 
 
 def _run(hub: Hub, lifeline: socket.socket) -> NoReturn:

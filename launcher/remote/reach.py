@@ -6,6 +6,7 @@ Both ringrun (before a job, and after it) and an MPI's launcher start programs t
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,6 +32,9 @@ class Reach:
 
     environment: ClassVar[Mapping[str, str]] = {}
     """Variables for the MPI's launcher."""
+
+    departures: socket.socket | None = None
+    """Over which come the names of hosts that leave the job, a datagram each; None: nobody would say so."""
 
     address = ""
     """This host's, where the other hosts reach it; empty: they know it by its name."""

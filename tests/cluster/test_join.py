@@ -203,6 +203,32 @@ def test_a_node_that_joins_later_is_a_new_host(first, join, nodes, python):
     nodes.assert_nothing_is_left()
 
 
+@pytest.mark.parametrize("elastic", [True, False])
+def test_a_node_whose_ringrun_is_killed_takes_its_ranks_with_it(elastic, join, nodes, python):
+    """`kill -9` of `ringrun join` alone: the agents there still reach the head, and would train on."""
+    jobs = join(*(ELASTIC if elastic else ["-np", 4, "--slots-per-host", 1]), python, TRAINS)
+    trains(nodes, jobs)
+    jobs[3].send_signal(signal.SIGKILL)
+    codes, out, err, _ = ends(jobs)
+    assert codes == [1 - elastic] * 3 + [-signal.SIGKILL], err
+    assert sorted(out.splitlines()) == ([f"[{rank}] ended with 3 True" for rank in range(3)] if elastic else [])
+    assert re.search(
+        r"-- ringrun: rank 3 of 4 failed .*\nhow +`ringrun join` has ended on host h3, which so has left", err
+    )
+    assert re.search(r"\nwhere +host h3, pid", err)
+    nodes.wait_until_gone()
+
+
+def test_a_node_that_comes_after_the_head_has_failed_is_told(join, nodes, python):
+    jobs = join("--network-interfaces", "nosuch0", python, WHERE, only=[0])
+    jobs += join(python, WHERE, only=[1, 2, 3])
+    codes, _, err, others = ends(jobs)
+    assert codes == [2] * 4
+    assert "there is no interface 'nosuch0' here" in err
+    assert others.count("ringrun: error: the job has ended before this node came; see what ringrun has written") == 3
+    nodes.assert_nothing_is_left()
+
+
 GROWS = """
 import time
 from pathlib import Path

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import queue
 import re
 import socket
 import subprocess
@@ -19,6 +20,8 @@ from ringrun.connection import wire
 from ringrun.connection.link import connect_to, introduce
 from ringrun.connection.listener import Listener
 from ringrun.errors import MachineError, UsageError
+from ringrun.job.departures import Departures
+from ringrun.job.events import HostLeft
 from ringrun.join import command
 from ringrun.join import node as node_module
 from ringrun.join.head import Nodes, OverJoin
@@ -30,6 +33,7 @@ from tests.support.documents import having
 from tests.support.jobs import ROOT
 from tests.support.patience import wait_until
 
+TOO_LATE = "the job has ended before this node came; see what ringrun has written on the head"
 KEY = "0123456789abcdef" * 4
 SLURM = {"SLURM_JOB_NODELIST": "n[1-4]", "SLURM_JOB_ID": "123456"}
 TRAINER = {"PET_NNODES": "4", "PET_NPROC_PER_NODE": "2", "PET_MASTER_PORT": "29400"}
@@ -200,8 +204,9 @@ def nodes(tmp_path):
     own = wire.Node(0, "n0", 1)
     authkey = bytes(range(32))
     listener = Listener(str(tmp_path), ["127.0.0.1"], 4096, authkey=authkey)
-    hub = Hub(listener, str(tmp_path), own)
     ringrun, lifeline = socket.socketpair()
+    departures, departed = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    hub = Hub(listener, str(tmp_path), own, departed)
     serving = threading.Thread(target=hub.serve, args=(lifeline,))
     codes, begun = {}, []
 
@@ -230,7 +235,8 @@ def nodes(tmp_path):
     asker = object.__new__(Nodes)
     asker._lifeline, asker._lines, asker._lock = ringrun, ringrun.makefile("r"), threading.Lock()
     start.speak, start.codes, start.port, start.release = speak, codes, listener.address.port, asker.release
-    start.key = authkey
+    start.hub = hub
+    start.key, start.departures = authkey, departures
     with contextlib.ExitStack() as at_end:
         yield start
     if serving.ident:
@@ -238,7 +244,8 @@ def nodes(tmp_path):
         serving.join(30)
         wait_until(lambda: len(codes) == len(begun))
     asker._lines.close()
-    ringrun.close()
+    for each in (ringrun, departures, departed):
+        each.close()
 
 
 def ran(tmp_path, names, *argv):
@@ -331,7 +338,7 @@ def test_a_node_that_is_not_taken_yet_when_the_job_ends_goes_with_its_code(nodes
     releasing.start()
     releasing.join(0.2)
     may_come_in.set()
-    assert link.receive() == wire.Release(7, "")
+    assert link.receive() == wire.Release(7, TOO_LATE)
     link.close()
     releasing.join(30)
 
@@ -365,6 +372,30 @@ def test_a_node_that_has_gone(nodes, tmp_path):
     call.join(60)
     assert "its connection was lost" in found["n5"].what
     wait_until(lambda: len(asker.there()[0]) == 1)
+    events = queue.SimpleQueue()
+    heard = Departures(nodes.departures, events)  # of an attempt that begins after that
+    heard.start()
+    links = [nodes.speak(number, f"n{number}", 1) for number in (7, 8)]
+    assert asker.await_all(3, 60.0) == 3
+    links[1].close()
+    assert events.get(timeout=30) == HostLeft("n8")
+    heard.close()
+    assert events.empty()
+
+
+def test_a_node_that_comes_after_the_job_has_failed_is_told(nodes):
+    asker = nodes(1)
+    assert asker.await_all(1, 60.0) == 1
+    releasing = threading.Thread(target=nodes.release, args=(3, 3))
+    releasing.start()
+    wait_until(lambda: not asker._lines.closed and nodes.hub._release)
+    for number in (1, 2):  # one after the other: until all have come
+        assert releasing.is_alive()
+        link = nodes.speak(number, f"n{number}", 1)
+        assert link.receive() == wire.Release(3, TOO_LATE)
+        link.close()
+    releasing.join(30)
+    assert not releasing.is_alive()
 
 
 @pytest.mark.parametrize(

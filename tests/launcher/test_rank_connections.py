@@ -95,6 +95,21 @@ def test_what_no_agent_sends_is_the_end_of_that_rank_and_says_why(channel, event
         link.receive()  # the agent sees it, and ends its rank
 
 
+def test_a_rank_that_is_cut_off_is_lost_for_that_reason_and_its_agent_sees_the_end(channel, events):
+    made, come = channel
+    links = [come(hello(rank)) for rank in range(2)]
+    assert {events.get(timeout=10).rank for _ in links} == {0, 1}
+    made.cut(1, "its node has left")
+    made.cut(3, "it has not come")
+    ended = events.get(timeout=10)
+    assert (ended.end.rank, ended.end.code, ended.end.lost, made.gone) == (1, None, "its node has left", {1})
+    with pytest.raises((EOFError, OSError)):
+        links[1].receive()
+    links[0].send(Started(4711))
+    links[0].send(Ended(0, 1.0))
+    assert events.get(timeout=10).end.rank == 0
+
+
 @pytest.mark.parametrize(
     ("second", "reason"),
     [

@@ -10,7 +10,7 @@ from ringrun.elastic import Elastic
 from ringrun.errors import MachineError
 from ringrun.hosts import Host
 from ringrun.job import supervise
-from ringrun.job.events import Arrived, LauncherEnded, RankEnded
+from ringrun.job.events import Arrived, HostLeft, LauncherEnded, RankEnded
 from ringrun.job.growth import InUse
 from ringrun.job.plan import Job
 from ringrun.job.supervise import Supervisor
@@ -94,6 +94,25 @@ def test_ranks_that_do_not_come_are_named_with_their_hosts(monkeypatch):
     )
     assert fake.signals == [9]
     assert not fake.is_set_up, "no rank has begun its command"
+
+
+def test_all_ranks_of_a_host_that_has_left_are_cut_off(monkeypatch):
+    fake = Fake()
+    events = queue_of(*arrived(0, 1, 2, 3), HostLeft("h2"), HostLeft("h9"))
+
+    def cut(rank, why):
+        events.put(RankEnded(RankEnd(rank, "h2", 1, None, 0.0, lost=why)))
+
+    def end(number):
+        for rank in (0, 3):
+            events.put(ended(rank, -number, at_s=1.0, sent=(number,)))
+
+    fake.cut = cut
+    monkeypatch.setattr(fake, "broadcast", lambda message: end(message.number))
+    job = Job(4, ["x"], hosts=((Host("h1"), 1), (Host("h2"), 2), (Host("h3"), 1)))
+    assert Supervisor(job, fake, fake, fake, events).run() == 1
+    assert "how         `ringrun join` has ended on host h2, which so has left the job" in fake.said
+    assert any(line.startswith("failed too  rank 2 on host h2: `ringrun join` has ended") for line in fake.said)
 
 
 def test_a_start_that_takes_long_is_told_with_the_hosts_that_are_waited_for(monkeypatch):
