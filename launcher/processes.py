@@ -100,26 +100,34 @@ def adopt_orphans() -> None:
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
-def kill_children(after_s: float = 0.0) -> None:
-    """Kill all children of this process, and those that it adopts by that; one that the kernel holds may stay.
+def kill_descendants(after_s: float = 0.0) -> None:
+    """Kill all that descends from this process, and what it adopts by that; one that the kernel holds may stay.
 
     after_s: how long they may take to end by themselves.
     """
     until_s = time.monotonic() + after_s
-    while time.monotonic() < until_s and _children():
+    while time.monotonic() < until_s and _descendants():
         time.sleep(_LOOK_S)
     until_s = time.monotonic() + _PATIENCE_S
-    while (children := _children()) and time.monotonic() < until_s:
-        for pid in children:
+    while (descendants := _descendants()) and time.monotonic() < until_s:
+        for pid in descendants:
             with contextlib.suppress(OSError):
                 os.kill(pid, signal.SIGKILL)
         time.sleep(_LOOK_S)
 
 
-def _children() -> list[int]:
-    """Return the processes whose parent this one is, but those that have ended."""
-    me = str(os.getpid())
-    return [pid for pid in all_processes() if _status(pid).get("PPid") == me and state_of(pid) not in "ZX"]
+def _descendants() -> list[int]:
+    """Return this process's children, their children and so on, but those that have ended.
+
+    A child that the kernel still holds, to free its memory, keeps its own children from being adopted.
+    """
+    children: dict[int, list[int]] = {}
+    for pid in all_processes():
+        children.setdefault(int(_status(pid).get("PPid", "0")), []).append(pid)
+    found = [os.getpid()]
+    for parent in found:
+        found += children.get(parent, ())
+    return [pid for pid in found[1:] if state_of(pid) != "X"]
 
 
 def bind_to(cpus: Collection[int]) -> Callable[[], None]:
@@ -204,8 +212,13 @@ def signals_caught(pid: int) -> set[int]:
 
 
 def state_of(pid: int) -> str:
-    """Return the letter of proc(5) for what process `pid` does: R, S, D, T …; X if it is gone."""
-    return _status(pid).get("State", "X")[:1]
+    """Return the letter of proc(5) for what process `pid` does: R, S, D, T …; X if it has ended.
+
+    Z: its main thread has ended, and others of its threads have not. Until they have, nobody adopts its children.
+    """
+    status = _status(pid)
+    state = status.get("State", "X")[:1]
+    return "X" if state == "Z" and int(status.get("Threads", "0")) <= 1 else state
 
 
 def starter() -> str:

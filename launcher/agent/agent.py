@@ -289,7 +289,7 @@ class Agent:
         if pid is not None:
             self._shm_cleanup.look(pid)
             processes.signal_group(pid, signal.SIGKILL)
-            processes.kill_children()  # those that have left its group, too
+            processes.kill_descendants()  # those that have left its group, too
         self._shm_cleanup.remove()
         if pid is not None and self._lost:
             self._log_loss(self._lost)
@@ -396,7 +396,7 @@ def _detach() -> None:
     if agent:
         signal.signal(signal.SIGTERM, partial(_end_shim, agent))
         _, status = os.waitpid(agent, 0)
-        processes.kill_children()
+        processes.kill_descendants()
         os._exit(os.waitstatus_to_exitcode(status) & 0xFF)
     os.setsid()
     processes.adopt_orphans()

@@ -220,7 +220,7 @@ def lend(place: Place, authkey: bytes, slots: int, timeout_s: float, lost_after_
     finally:
         for number in _ENDING:
             signal.signal(number, signal.SIG_IGN)
-        processes.kill_children(after_s=_LEFT_S)
+        processes.kill_descendants(after_s=_LEFT_S)
 
 
 def _why_no_head(where: str, error: OSError, timeout_s: float, why: str) -> str:

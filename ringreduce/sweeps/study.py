@@ -167,7 +167,7 @@ def _started(pid: int) -> str:
         state, *others = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
         return ""
-    return "" if state in "XZ" else others[18]
+    return "" if state in "XZ" and int(others[16]) <= 1 else others[18]  # of a zombie that is only its main thread
 
 
 def _storage(storage: str | None) -> Any:

@@ -122,7 +122,9 @@ def test_a_folder_for_commits_that_others_may_enter_is_not_used(mode):
 def ends_its_rank(link, folder, monkeypatch):
     """Let the agent of rank 1 of 3 do what this ringrun says, and return how its rank has ended."""
     monkeypatch.setattr(agent_module.os, "_exit", sys.exit)
-    monkeypatch.setattr(agent_module.processes, "kill_children", lambda: None)  # those of this process are other tests'
+    monkeypatch.setattr(
+        agent_module.processes, "kill_descendants", lambda: None
+    )  # those of this process are other tests'
     with subprocess.Popen(["sleep", "100"], start_new_session=True) as child:
         agent = Agent(link, Place(1, 3, 0, 1), Settings(HEAD, "openmpi", str(folder)), daemon=child.pid)
         with pytest.raises(SystemExit):

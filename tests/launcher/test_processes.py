@@ -8,7 +8,8 @@ import threading
 
 import pytest
 
-from ringrun.processes import before_exec, bind_to, in_session, start_with_parent
+from ringrun.processes import before_exec, bind_to, in_session, start_with_parent, state_of
+from tests.support import jobs
 
 ASK = [sys.executable, "-c", "import os; print(sorted(os.sched_getaffinity(0)))"]
 
@@ -83,6 +84,36 @@ def test_a_child_whose_program_does_not_ignore_sigpipe_does_not():
     expected = subprocess.run(show, stdout=subprocess.PIPE).stdout
     with start_with_parent(show, signal.SIGTERM, stdout=subprocess.PIPE) as child:
         assert child.stdout.read() == expected
+
+
+THREADS_LIVE_ON = """
+import ctypes, os, subprocess, sys, threading, time
+def live_on():
+    os.waitpid(subprocess.Popen(["sh", "-c", "setsid sleep 78 & setsid sleep 78; true"]).pid, 0)
+threading.Thread(target=live_on).start()
+print("up", flush=True)
+ctypes.CDLL(None).syscall(60 if os.uname().machine == "x86_64" else 93, 0)  # exit, of this thread
+"""
+
+
+def test_all_that_a_process_has_started_is_killed_also_where_its_main_thread_has_ended():
+    """Until its other threads have, nobody adopts its children; and helpers leave its group and its session."""
+    program = f"""
+import subprocess, sys, time
+from ringrun import processes
+processes.adopt_orphans()
+child = subprocess.Popen([sys.executable, "-c", {THREADS_LIVE_ON!r}], stdout=subprocess.PIPE)
+child.stdout.readline()
+while processes.state_of(child.pid) != "Z" or len(processes._descendants()) < 4:
+    time.sleep(0.01)
+print(*processes._descendants(), flush=True)
+processes.kill_descendants()
+print(processes.state_of(child.pid))
+"""
+    done = jobs.run([sys.executable, "-c", program], timeout_s=60, returncode=0)
+    found, state = done.stdout.splitlines()
+    assert state == "X"
+    assert {pid: state_of(int(pid)) for pid in found.split()} == dict.fromkeys(found.split(), "X")
 
 
 def test_the_processes_of_a_session_are_found_and_no_others():
