@@ -21,7 +21,7 @@ AGENT_VARIABLES = (AUTHKEY_VARIABLE, SETTINGS_VARIABLE)
 COMMITS_VARIABLE = "RINGREDUCE_STATE_DIR"
 """Setup's `commits`, for the ranks."""
 
-EXIT_S = 2.0
+EXIT_S = 3.0
 """How long a rank's process may still run once its script has failed, if --grace says nothing else."""
 
 HOOK_DIRECTORY = str(Path(__file__).parent / "hook")

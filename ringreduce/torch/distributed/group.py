@@ -20,7 +20,7 @@ from ringreduce import runtime
 from ringreduce.api.own_channel import OwnChannel
 from ringreduce.compression import Quantized
 from ringreduce.errors import InputError, LauncherMismatchError
-from ringreduce.mpi import has_launcher
+from ringreduce.mpi import has_launcher, launchers_place
 from ringreduce.torch import rendezvous
 from ringreduce.torch.distributed.operations import Operations
 from ringreduce.torch.distributed.tensors import device_of, seconds
@@ -45,22 +45,29 @@ def create(options: Any, compression: Any) -> RingProcessGroup:
             f"init_process_group: pg_options={compression!r}; expected Compression.int8 or .int4 of ringreduce, or None"
         )
     ranks = options.group_size
+    members = list(options.global_ranks_in_group) or list(range(ranks))
     if not rr.is_initialized():
         if ranks > 1 and not has_launcher(os.environ):
             raise LauncherMismatchError(
                 f'init_process_group("ring"): {ranks} ranks, but no launcher of MPI started this process; in place of '
                 f"mp.spawn or torchrun, start with: ringrun -np {ranks} python train.py"
             )
+        if (place := launchers_place(os.environ)) is not None:  # init() may wait for ranks that nobody has started
+            _check_place(options, members, *place)
         rr.init()
     keep_works_of_reducers()
-    members = list(options.global_ranks_in_group) or list(range(ranks))
-    if len(members) > rr.size() or rr.rank() not in members or members.index(rr.rank()) != options.group_rank:
-        raise InputError(
-            f"init_process_group: torch says rank {options.group_rank} of {ranks}, but MPI rank {rr.rank()} of "
-            f"{rr.size()}; pass the same rank= and world_size=, or leave both to the launcher: ringrun -np {ranks} "
-            "python train.py, without mp.spawn"
-        )
+    _check_place(options, members, rr.rank(), rr.size())
     return RingProcessGroup(members, options.group_id, seconds(options.timeout, 0), compression)
+
+
+def _check_place(options: Any, members: Sequence[int], rank: int, size: int) -> None:
+    if len(members) > size or rank not in members or members.index(rank) != options.group_rank:
+        ranks = options.group_size
+        raise InputError(
+            f"init_process_group: torch says rank {options.group_rank} of {ranks}, but MPI rank {rank} of {size}; pass "
+            f"the same rank= and world_size=, or leave both to the launcher: ringrun -np {ranks} python train.py, "
+            "without mp.spawn or multiprocessing.Process"
+        )
 
 
 class RingProcessGroup(Operations, dist.ProcessGroup):
