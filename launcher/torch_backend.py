@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import _thread
 import functools
+import importlib
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 HELPER = "_new_process_group_helper"
@@ -113,10 +114,19 @@ def _watch_groups(error_file: str) -> None:
     if helper is None:  # then nobody counts groups, which the hook knows
         return
     hook: Any = sys.modules.get("_ringrun_hook")
+    told: list[str] = []
+
+    def tell(member: int, size: int) -> None:
+        if size > 1 and not told:
+            from ringreduce.monitor.launcher_link import report
+
+            told.append("once is enough")
+            report(error_file, grouped=(member, size))
+
+    _watch_rendezvous(tell)
     if hook:  # this is the rank's first process
         hook.torch_groups = 0
         _thread.start_new_thread(_say_after_a_minute, (hook,))
-    told: list[str] = []
 
     @functools.wraps(helper)
     def make(size: int, rank: int, *arguments: Any, **options: Any) -> Any:
@@ -125,14 +135,27 @@ def _watch_groups(error_file: str) -> None:
         if hook:
             hook.torch_groups += 1
             hook.torch_started_mpi |= not had_mpi and "mpi4py.MPI" in sys.modules
-        if size > 1 and not told:
-            from ringreduce.monitor.launcher_link import report
-
-            told.append("once is enough")
-            report(error_file, grouped=(rank, size))
+        tell(rank, size)
         return made
 
     setattr(distributed_c10d, HELPER, make)
+
+
+def _watch_rendezvous(tell: Callable[[int, int], None]) -> None:
+    """Tell also of RPC, which makes no group: it meets the others as a group does."""
+    module = importlib.import_module("torch.distributed.rendezvous")  # torch.distributed has a function of this name
+    handlers: dict[str, Callable[..., Any]] = getattr(module, "_rendezvous_handlers", {})
+
+    def watched(handler: Callable[..., Any]) -> Callable[..., Any]:
+        def meet(*arguments: Any, **options: Any) -> Iterator[Any]:
+            for store, rank, size in handler(*arguments, **options):
+                tell(rank, size)
+                yield store, rank, size
+
+        return meet
+
+    for scheme, handler in handlers.items():
+        handlers[scheme] = watched(handler)
 
 
 def _say_after_a_minute(hook: Any) -> None:

@@ -38,6 +38,7 @@ from ..machine.topology import Topology, read_topology
 from ..text import counted
 from . import kept_commits
 from .death_notice import await_death
+from .join_watch import JoinWatch
 from .master_port import MasterPort
 from .oom import OomWatch
 from .rank_socket import RankSocket
@@ -60,7 +61,8 @@ class Agent:
         self._who = f"rank {place.rank} of {place.size} on host {socket.gethostname()}"
         # where the rank may leave files; on its own host ringrun removes them, if it can
         self._directory = settings.directory if link.is_local else make_private_folder()
-        self._rank_socket = RankSocket(error_file(self._directory, place.rank), self._send)
+        self._rank_socket = RankSocket(error_file(self._directory, place.rank), self._pass_on)
+        self._join_watch = JoinWatch()
         self._dumper = StackDumper(self._directory, place.rank, self._rank_socket, self._send)
         self._oom = OomWatch()
         self._shm_cleanup = ShmCleanup(self._directory, place.rank)
@@ -99,6 +101,8 @@ class Agent:
                 lambda mapped: self._on_init(child.pid, mapped), lambda *said: self._on_exit(child.pid, *said)
             )
             self._shm_cleanup.watch(child.pid)
+            if self._place.size > 1:
+                self._join_watch.start(child.pid)
             ended = self._watch(child.pid)
             if child.stdin is not None:
                 threading.Thread(target=self._feed, args=(child.stdin,), daemon=True).start()
@@ -216,6 +220,12 @@ class Agent:
 
         with contextlib.suppress(RuntimeError):  # then its end is heard of by its parent, a little later
             threading.Thread(target=watch, daemon=True).start()
+
+    def _pass_on(self, report: wire.Report) -> None:
+        """Send what the rank says; its first process may not know that another one has joined other ranks."""
+        self._join_watch.is_known |= isinstance(report, wire.InInit | wire.Initialized | wire.Grouped)
+        if not (isinstance(report, wire.Alone) and self._join_watch.may_have_joined and not report.in_vain):
+            self._send(report)
 
     def _on_exit(self, child: int, pid: int, code: int) -> None:
         """The script has ended with `code`, if it is that of `child`, the rank's first process.

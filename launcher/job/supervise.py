@@ -223,6 +223,7 @@ class Supervisor:
                 self._joining.joined()
                 self._init.wait(rank, report_after_s, time.monotonic())
             case wire.Initialized():
+                self._joining.joined()  # with RINGREDUCE_STALL_CHECK_S=0 nothing was said before
                 self._init.done(rank)
             case wire.Grouped(member, size):
                 self._joining.grouped(rank, member, size)

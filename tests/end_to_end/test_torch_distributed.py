@@ -113,6 +113,26 @@ def test_a_program_that_names_gloo_mpi_or_nothing_runs_over_ring_and_is_told_wha
     assert finished.stdout.count('"gloo", "mpi" or no backend means "ring" in this job') == 1
 
 
+RPC_IN_A_CHILD = """
+import os, torch, torch.distributed.rpc as rpc, torch.multiprocessing as mp
+
+def call(_, rank):
+    rpc.init_rpc(f"worker{rank}", rank=rank, world_size=2)
+    print(f"rank {rank}:", rpc.rpc_sync(f"worker{1 - rank}", torch.add, (torch.ones(2), rank)).sum().item())
+    rpc.shutdown()
+
+if __name__ == "__main__":
+    mp.spawn(call, (int(os.environ["RANK"]),))
+"""
+
+
+@pytest.mark.timeout(120)
+def test_ranks_whose_children_call_each_other_are_not_told_that_each_is_alone(script):
+    finished = ringrun(PYTHON, 2, script(RPC_IN_A_CHILD))
+    assert said(finished) == ["[0] rank 0: 2.0", "[1] rank 1: 4.0"]
+    assert "have not joined each other" not in finished.stdout
+
+
 @pytest.mark.timeout(120)
 def test_a_rank_that_fails_is_named_with_what_the_others_wait_for(script):
     program = script(PROGRAM.replace("value = ", "if dist.get_rank() == 1: raise KeyError('shard')\nvalue = "))

@@ -2,7 +2,7 @@
 
 import pytest
 
-from ringrun.connection.wire import Alone, Grouped, InInit, RankError
+from ringrun.connection.wire import Alone, Grouped, InInit, Initialized, RankError
 from ringrun.job.events import RankEnded, Reported
 from ringrun.job.plan import Job
 from ringrun.report.outcome import RankEnd
@@ -32,6 +32,7 @@ def groups(members, size=2):
         (alone(0, 1, imported="numpy"), [TOLD + "call ringreduce.init()"]),
         (alone(0, 1, 1, 0, ends=False) + alone(0, 1), [LATER]),
         ([Reported(1, InInit(1.0)), *alone(0, 1)], []),
+        ([Reported(0, Initialized()), *alone(0, 1)], []),  # with RINGREDUCE_STALL_CHECK_S=0
         (groups([[0], [1]]) + alone(0, 1), []),
         (groups([[0, 1], [1, 0]]) + alone(0, 1), [OWN]),
         (groups([[0, 1], [2, 3]], size=4) + alone(0, 1), []),
@@ -65,6 +66,23 @@ def test_a_program_that_forgets_to_join_is_told_last_of_all(ringrun, script, tmp
     assert sorted(done.stdout.splitlines()) == ["[0] trained", "[1] trained"]
     assert done.stderr == TOLD + "call ringreduce.init()\n"
     assert ringrun("-np", 2, *script("print('trained')"), returncode=0).stderr == ""
+
+
+def test_a_program_whose_child_joins_by_mpi_is_not_told(ringrun, script, tmp_path):
+    (tmp_path / "numpy.py").touch()
+    program = """
+        import numpy, os
+        if not (child := os.fork()):
+            from mpi4py import MPI
+            print("sum", MPI.COMM_WORLD.allreduce(MPI.COMM_WORLD.rank + 1), flush=True)
+            MPI.COMM_WORLD.barrier()
+            MPI.Finalize()
+            os._exit(0)
+        os.waitpid(child, 0)
+    """
+    done = ringrun("-np", 2, *script(program), returncode=0)
+    assert sorted(done.stdout.splitlines()) == ["[0] sum 3", "[1] sum 3"]
+    assert done.stderr == ""
 
 
 @pytest.mark.parametrize(

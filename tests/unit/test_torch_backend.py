@@ -1,5 +1,6 @@
 """What `ringrun --torch-backend ring` does when torch is imported, and which backends are then meant."""
 
+import importlib
 import sys
 import threading
 from types import SimpleNamespace
@@ -9,6 +10,8 @@ from torch.distributed import distributed_c10d
 
 from ringreduce.monitor import launcher_link
 from ringrun import torch_backend
+
+rendezvous = importlib.import_module("torch.distributed.rendezvous")  # torch.distributed has a function of this name
 
 
 @pytest.mark.parametrize(
@@ -57,3 +60,11 @@ def test_a_rank_without_a_group_says_so_after_a_minute_and_its_first_group_is_to
     make = getattr(distributed_c10d, torch_backend.HELPER)
     assert [make(size, 1, [], "gloo") for size in (1, 2, 2)] == [(size, 1, [], "gloo") for size in (1, 2, 2)]
     assert (said[1:], hook.torch_groups) == ([("rank1.json", {"grouped": (1, 2)})], 3)
+
+
+def test_rpc_meets_others_without_a_group_and_that_is_told(monkeypatch):
+    told, met = [], [("store", 0, 1), ("store", 3, 4)]
+    monkeypatch.setattr(rendezvous, "_rendezvous_handlers", {"made": lambda *_, **__: iter(met)})
+    torch_backend._watch_rendezvous(lambda *who: told.append(who))
+    assert list(rendezvous._rendezvous_handlers["made"]("made://", timeout=3)) == met
+    assert told == [(0, 1), (3, 4)]
