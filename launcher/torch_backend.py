@@ -100,10 +100,10 @@ def renamed(backend: str) -> str:
 @functools.cache
 def _say_once() -> None:
     import ringreduce
-    from ringreduce.log import LOGGER
+    from ringreduce.log import JOB
 
     if ringreduce.rank() == 0:
-        LOGGER.info('torch.distributed: "gloo", "mpi" or no backend means "ring" in this job, because of torch_backend')
+        JOB.info('torch.distributed: "gloo", "mpi" or no backend means "ring" in this job, because of torch_backend')
 
 
 def _watch_groups(error_file: str) -> None:

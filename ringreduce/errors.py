@@ -83,7 +83,11 @@ class MissingExtraError(RingreduceError, ImportError):
 
 
 class NanError(RingreduceError, FloatingPointError):
-    """With `check("nan:raise")`, on all ranks in the same step: which rank has a NaN or an infinity, and in what."""
+    """With `check("nan:raise")`, on all ranks in the same step: which `rank` has a NaN or an infinity, and in what."""
+
+    def __init__(self, message: str, rank: int = -1) -> None:
+        super().__init__(message)
+        self.rank = rank
 
 
 class BackwardError(RingreduceError, AssertionError, RuntimeError):

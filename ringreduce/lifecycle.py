@@ -48,7 +48,7 @@ def start(comm: Any, process_sets: Sequence[Any], dynamic: bool) -> list[tuple[i
     _is_elastic = settings.elastic
     if settings.elastic:
         check_start(settings, comm, _generations)
-    log.configure(settings.log_level, settings.log_timestamp)
+    log.configure(settings.log_level, settings.log_timestamp, functools.partial(_show, settings.error_file))
     if dynamic:
         settings = dataclasses.replace(settings, dynamic_process_sets=True)
     if _generations:
@@ -85,6 +85,10 @@ def start(comm: Any, process_sets: Sequence[Any], dynamic: bool) -> list[tuple[i
     return [(1 + all_sets.index(members), members) for members in own]
 
 
+def _show(error_file: str, text: str) -> bool:
+    return launcher_link.report(error_file, notice=text)
+
+
 def _report() -> None:
     """Report the last steps."""
     if process.runtime is not None and process.runtime.engine.reporting is not None:
@@ -95,9 +99,9 @@ def _log_init(made: Runtime) -> None:
     """Log what init() has found and chosen: on rank 0 for the whole job, on each rank its host, pid and GPU."""
     world = made.world
     if world.rank == 0 and world.generation == 0 and (notice := horovod_notice(os.environ)):
-        log.LOGGER.warning(notice)
+        log.JOB.warning(notice)
     if world.rank == 0 and log.LOGGER.isEnabledFor(logging.INFO):
-        log.LOGGER.info(_summary(made))
+        log.JOB.info(_summary(made))
     if log.LOGGER.isEnabledFor(logging.DEBUG):
         place = f"local rank {world.local_rank} of {world.local_size}, on host {world.hosts[world.rank]}"
         log.LOGGER.debug(
@@ -201,7 +205,7 @@ def _at_exit() -> None:
 
 
 FORK_WARNING = (
-    "this rank forks a process, and memory registered with a network card may not survive that, here or in the "
+    "a rank forks a process, and memory registered with a network card may not survive that, here or in the "
     "child; start processes with spawn or forkserver, as in DataLoader(…, multiprocessing_context='forkserver')"
 )
 _REGISTERING_CARDS = ("/sys/class/infiniband", "/sys/class/cxi")  # verbs (EFA and Omni-Path, too), and Slingshot
@@ -211,7 +215,7 @@ _REGISTERING_CARDS = ("/sys/class/infiniband", "/sys/class/cxi")  # verbs (EFA a
 def _before_fork() -> None:
     """Warn when a rank of several forks and MPI may use such a card; `subprocess` does not come here."""
     if process.runtime is not None and process.runtime.world.size > 1 and any(map(_has_entries, _REGISTERING_CARDS)):
-        log.LOGGER.warning(FORK_WARNING)
+        log.JOB.warning(FORK_WARNING)
 
 
 def _has_entries(folder: str) -> bool:

@@ -7,6 +7,8 @@
 
 `init()` configures it by the settings `log_level` and `log_timestamp`. Handlers and a level that the program has set on
 the logger stay as they are; an error of these ends nothing.
+
+What is said of the job, and not of one rank, goes to JOB: ringrun shows it, once, whichever ranks' output it shows.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import logging
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from typing import Any
 
 TRACE = 5
@@ -44,21 +47,33 @@ class _Logger(logging.LoggerAdapter):  # type: ignore[type-arg] # not generic be
 
 
 LOGGER = _Logger(logging.getLogger("ringreduce"), {})
+JOB = _Logger(logging.getLogger("ringreduce.job"), {})
+
+
+def nobody(_: str) -> bool:
+    """Tell no launcher."""
+    return False
 
 
 class _Handler(logging.Handler):
-    """Writes `ringreduce: text` to the current sys.stderr; levels below warning as `ringreduce: debug: text`."""
+    """Writes `ringreduce: text` to the current sys.stderr; levels below warning as `ringreduce: debug: text`.
+
+    What is said of the job is shown by the launcher, if `tell` returns that it is there.
+    """
 
     def __init__(self, sets_level: bool) -> None:
         super().__init__()
         self.sets_level = sets_level
         self.timestamps = False
+        self.tell: Callable[[str], bool] = nobody
 
     def emit(self, record: logging.LogRecord) -> None:
         """Write the record in one piece."""
         try:
-            sys.stderr.write(f"{self.format(record)}\n")
-            sys.stderr.flush()
+            line = self.format(record)
+            if record.name != JOB.logger.name or not self.tell(line):
+                sys.stderr.write(f"{line}\n")
+                sys.stderr.flush()
         except Exception:  # logging must not end the job
             with contextlib.suppress(Exception):  # stderr may be closed
                 self.handleError(record)
@@ -75,8 +90,11 @@ class _Handler(logging.Handler):
         return f"{seconds}.{int(record.msecs):03d} {text}"
 
 
-def configure(level: str, timestamps: bool) -> None:
-    """Set the logger's handler and level, unless the program has done so."""
+def configure(level: str, timestamps: bool, tell: Callable[[str], bool] = nobody) -> None:
+    """Set the logger's handler and level, unless the program has done so.
+
+    tell: passes a line to the launcher, which shows it; False if there is none.
+    """
     logger = LOGGER.logger
     ours = next((each for each in logger.handlers if isinstance(each, _Handler)), None)
     if ours is None:
@@ -85,6 +103,6 @@ def configure(level: str, timestamps: bool) -> None:
         ours = _Handler(sets_level=logger.level == logging.NOTSET)
         logger.addHandler(ours)
         logger.propagate = False  # a handler of the root logger would print it twice
-    ours.timestamps = timestamps
+    ours.timestamps, ours.tell = timestamps, tell
     if ours.sets_level:
         logger.setLevel(LEVELS[level])

@@ -2,9 +2,9 @@
 
 asked    the rank answers what it waits for
 unasked  it calls init(), has started MPI, is in a group of torch's, has joined no other rank, is stalled, ends with
-         another code than 0; what it has measured of its steps, and found in its gradients; in an elastic job it
-         suspects ranks, meets others to form a world without those that are lost, has formed it, has left it, or awaits
-         a restart with more hosts
+         another code than 0; what it has measured of its steps, found in its gradients, and has to say of the job; in
+         an elastic job it suspects ranks, meets others to form a world without those that are lost, has formed it, has
+         left it, or awaits a restart with more hosts
 told     to record its steps; in an elastic job which ranks the world is to have, which hosts have come
 """
 
@@ -34,6 +34,7 @@ _REPORTS: dict[str, Callable[[dict[str, Any]], wire.Report]] = {
     "ready": lambda said: wire.Ready(str(said["ready"])),
     "measured": lambda said: wire.Measured(json.dumps(said["measured"])),
     "finding": lambda said: wire.Finding(str(said["finding"])),
+    "notice": lambda said: wire.Notice(str(said["notice"])),
 }
 """What ringrun is to hear of what the rank says unasked, by the key that it has."""
 

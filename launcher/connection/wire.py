@@ -154,12 +154,16 @@ class Input(NamedTuple):
 
 
 class RankError(NamedTuple):
-    """The uncaught exception that a rank wrote to its error file; `lost_ranks` are those it blames."""
+    """The uncaught exception that a rank wrote to its error file.
+
+    `lost_ranks` are those it blames; `culprit` is the one that has what all ranks raise it for, -1 for none.
+    """
 
     exception: str
     message: str
     traceback: str
     lost_ranks: tuple[int, ...] = ()
+    culprit: int = -1
 
 
 class Ended(NamedTuple):
@@ -355,9 +359,15 @@ class Finding(NamedTuple):
     text: str
 
 
+class Notice(NamedTuple):
+    """What ringreduce in the rank says of the job, to be shown once, though several ranks may say it."""
+
+    text: str
+
+
 Report: TypeAlias = (
     Answer | Stalled | InInit | Initialized | Grouped | Alone | Suspects | Reformed | Meeting | Left | Ready
-) | (Measured | Finding)
+) | (Measured | Finding | Notice)
 """What the agent passes on of its rank, at any time."""
 
 Message: TypeAlias = (
@@ -426,10 +436,11 @@ def rank_error(fields: Mapping[str, object] | None) -> RankError | None:
     """Return the RankError that the JSON object `fields` describes; what is missing counts as empty."""
     if not fields:
         return None
-    lost = fields.get("lost_ranks") or ()
+    lost, culprit = fields.get("lost_ranks") or (), fields.get("culprit")
     return RankError(
         exception=str(fields.get("exception", "")),
         message=str(fields.get("message", "")),
         traceback=str(fields.get("traceback", "")),
         lost_ranks=tuple(int(rank) for rank in lost) if isinstance(lost, (list, tuple)) else (),
+        culprit=culprit if isinstance(culprit, int) else -1,
     )

@@ -35,6 +35,7 @@ class Ranks:
     running: set[int] = field(default_factory=set)
     left: dict[int, str] = field(default_factory=dict)  # why, of those that have left in order
     ends: dict[int, RankEnd] = field(default_factory=dict)
+    findings: list[str] = field(default_factory=list)  # of --check
 
     def __post_init__(self) -> None:
         self.missing = set(range(self.job.size))

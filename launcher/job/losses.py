@@ -73,7 +73,7 @@ class Losses:
         """Return `end` with what is known of why; a rank that ringrun has killed has failed."""
         if end.error and self._members.number:
             # the ranks that it blames are numbered as in its own world; those that ended first are the cause
-            end = replace(end, error=end.error._replace(lost_ranks=()))
+            end = replace(end, error=end.error._replace(lost_ranks=(), culprit=-1))
         if (report := self._reports.get(end.rank)) is None:
             return end
         return replace(end, sent=(), oom=f"ringrun killed it, since {report}")

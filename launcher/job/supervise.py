@@ -37,6 +37,7 @@ _LAUNCHER_STEPS = (shutdown.Step(None, 1.0), shutdown.Step(signal.SIGTERM, 0.5),
 _STACKS_INTERVAL_S = 60.0
 _RECORD_S = 10.0  # so long do ranks record their steps after the last look at them
 _PROGRESS_S = 3.0  # a start that takes longer is told about, then after twice the time, and so on
+_MOST_NOTICES = 1000  # that are remembered
 _LONGEST_WAIT_S = 3600.0  # of one wait: a queue does not take just any number
 
 
@@ -88,6 +89,7 @@ class Supervisor:
         self._init = InitWatch(job.size)
         self._joining = Joining(job.size)
         self._last_words: list[str] = []
+        self._notices: dict[str, int] = {}  # who has said them
         note = partial(self._collector.note, "elastic")
         self._losses = Losses(job.size, job.elastic, channel, output, note) if job.elastic else None
         self._questions = Questions()
@@ -236,11 +238,21 @@ class Supervisor:
                 self._collector.measured(rank, text)
             case wire.Finding(text):
                 self._collector.note("findings", text, rank)
+                self._ranks.findings.append(text)
+            case wire.Notice(text):
+                self._show_notice(rank, text)
             case wire.Left(why):
                 self._init.inside.discard(rank)
                 self._ranks.left[rank] = why
             case wire.Ready():
                 self.scales_up = self._end(shutdown.AFTER_COMMIT, lambda: 1) or self.scales_up
+
+    def _show_notice(self, rank: int, text: str) -> None:
+        """Show what a rank says of the job, unless another one has said the same."""
+        if len(self._notices) > _MOST_NOTICES:
+            self._notices.clear()
+        if self._notices.setdefault(text, rank) == rank:
+            self._output.message([text])
 
     def _on_arrival(self, arrived: events.Arrived) -> None:
         """Let the ranks start when the last one is there."""

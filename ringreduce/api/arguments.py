@@ -10,7 +10,7 @@ from ringreduce.arrays.buffer import Buffer
 from ringreduce.arrays.dtypes import ElementType
 from ringreduce.compression import Quantized, wire_of
 from ringreduce.errors import InputError
-from ringreduce.log import LOGGER
+from ringreduce.log import JOB
 from ringreduce.ops import Average, ReduceOp, Reduction, Sum
 
 Details = tuple[tuple[str, Any], ...]
@@ -88,6 +88,6 @@ def check_encoded(element: ElementType, wire: Quantized | None) -> None:
 
 @functools.cache
 def _warn_of_truncated_averages() -> None:
-    LOGGER.warning(
+    JOB.warning(
         "averages of integer arrays are truncated to whole numbers, as in Horovod; pass floats, or op=Sum (shown once)"
     )

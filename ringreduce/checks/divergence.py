@@ -30,7 +30,7 @@ from ringreduce.checks.blame import KINDS, NUMBER, OWNED, TRAINS, kind_of
 from ringreduce.checks.comparison import Comparison
 from ringreduce.checks.fingerprint import fingerprint
 from ringreduce.errors import UnsupportedArrayError
-from ringreduce.log import LOGGER
+from ringreduce.log import JOB
 from ringreduce.monitor import launcher_link
 from ringreduce.ops import Max, Min
 
@@ -135,7 +135,7 @@ class Divergence(Comparison):
 
     def _warn(self, text: str) -> None:
         if not self._has_warned and self._set.rank() == 0:
-            LOGGER.warning(f"check=divergence: {text}")
+            JOB.warning(f"check=divergence: {text}")
         self._has_warned = True
 
     def _compare(self) -> None:
@@ -143,7 +143,7 @@ class Divergence(Comparison):
         try:
             self._read()
         except Exception as exc:  # of the user's own classes; the other ranks wait for this one
-            LOGGER.warning(f"check=divergence ends: rank {rank} cannot read what to compare: {exc!r}")
+            JOB.warning(f"check=divergence ends: rank {rank} cannot read what to compare: {exc!r}")
             can = 0
         wholes = [fingerprint(repr(sorted(self._of(*group).items())).encode()) for group in _GROUPS]
         unknown = {name: each for name, each in self._found.items() if name not in self._known}
@@ -188,7 +188,7 @@ class Divergence(Comparison):
             self._known |= dict.fromkeys(differing, kind)
             if differing and current.world.rank == min(steps):
                 text = f"check=divergence: {blame.text(compared, kind, equal_at.get(kind), at, steps)}"
-                LOGGER.error(text)
+                JOB.error(text)
                 launcher_link.report(current.settings.error_file, finding=text)
 
 

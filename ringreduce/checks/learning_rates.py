@@ -15,7 +15,7 @@ from ringreduce import runtime
 from ringreduce.api.process_sets import ProcessSet
 from ringreduce.checks.blame import values_text
 from ringreduce.checks.comparison import Comparison
-from ringreduce.log import LOGGER
+from ringreduce.log import JOB
 from ringreduce.ops import Sum
 
 MOST_STEPS = 50
@@ -67,7 +67,7 @@ class LearningRates(Comparison):
         if runtime.current("DistributedOptimizer").world.rank == ranks[0]:
             said = values_text({rank: f"{rate:g}" for rank, rate in zip(ranks, rates[:, group].tolist(), strict=True)})
             of_group = f" of group {group}" if group else ""
-            LOGGER.warning(
+            JOB.warning(
                 f"DistributedOptimizer: after {at} steps the learning rate{of_group} differs: {said}; so their "
                 "parameters drift apart. If a scheduler decides by a loss, as ReduceLROnPlateau does, give it the "
                 "average of all ranks: scheduler.step(hvd.allreduce(loss, name='loss')). This is said once"

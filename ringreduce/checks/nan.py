@@ -32,7 +32,7 @@ from ringreduce.checks import scan
 from ringreduce.checks.agreement import Agreement, Finding
 from ringreduce.errors import NanError, StalledError
 from ringreduce.execution.submission import Submission
-from ringreduce.log import LOGGER
+from ringreduce.log import JOB, LOGGER
 from ringreduce.monitor import launcher_link
 from ringreduce.negotiation.negotiation import GLOBAL
 from ringreduce.ops import Adasum, Average, Sum
@@ -131,7 +131,7 @@ class Nan:
         if problem:
             world, tensors = self._own.world, made.signature.tensors
             what = f"{made.rank}, {made.signature.text_of(number)} ({made.line})"
-            where = "in the sum of finite values" if in_sum else "in this rank's own values, before the sum"
+            where = "in the sum of finite values" if in_sum else "in its own values, before the sum"
             when_us = int(1e6 * (made.submitted_s - self._own.clock_ahead_s))
             text = f"{what}, step {seen.step}: {problem} {where} ({tensors[number].dtype})"
             seen.finding = Finding(in_sum, when_us, world.rank, text)
@@ -213,13 +213,13 @@ class Nan:
         if agreed.rank == self._own.world.rank and self._reported == 1:
             launcher_link.report(self._own.settings.error_file, finding=agreed.text)
         if self._action == "raise":
-            raise NanError(agreed.text)
+            raise NanError(agreed.text, agreed.rank)
         for each in zero if self._action == "zero" else ():
             each()
         if agreed.rank == self._own.world.rank:
             done = ", and everything reduced with it is zeroed" if self._action == "zero" else ""
             first = f"; the first was of {self._first.partition(': ')[0]}" if self._reported > 1 else ""
-            LOGGER.log(_level(self._reported), f"check: {agreed.text}{done}; {self._reported} so far{first}")
+            JOB.log(_level(self._reported), f"check: {agreed.text}{done}; {self._reported} so far{first}")
 
     def _skip(self) -> None:
         self._skipped += 1

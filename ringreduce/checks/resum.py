@@ -24,7 +24,7 @@ from ringreduce.arrays.buffer import Buffer
 from ringreduce.arrays.view import as_buffer
 from ringreduce.execution.signature import ranks_text
 from ringreduce.execution.submission import Handle, Submission
-from ringreduce.log import LOGGER
+from ringreduce.log import JOB
 from ringreduce.monitor import launcher_link
 from ringreduce.ops import Adasum, Reduction
 
@@ -101,7 +101,7 @@ class Resum:
             self._reported += 1
             if self._reported <= MOST_REPORTED:
                 text = f"check=sdc: {made.signature.text_of(sample.number)} ({made.line}), step {sample.step}, {text}"
-                LOGGER.error(text)
+                JOB.error(text)
                 launcher_link.report(self._own.settings.error_file, finding=text)
 
 

@@ -23,7 +23,7 @@ from ringreduce.checks.fingerprint import fingerprint
 from ringreduce.errors import SettingsError
 from ringreduce.execution.signature import ranks_text
 from ringreduce.execution.submission import Submission
-from ringreduce.log import LOGGER
+from ringreduce.log import JOB
 from ringreduce.monitor import launcher_link
 
 UNNAMED = "without a name"
@@ -83,7 +83,7 @@ class Twice:
         current, differs = runtime.current("check"), any(verdicts)
         if current.world.rank != 0:
             raise SystemExit(0)
-        LOGGER.warning(f"--twice: {text}")
+        JOB.warning(f"--twice: {text}")
         if differs:
             launcher_link.report(current.settings.error_file, finding=f"--twice: {text}")
         raise SystemExit(int(differs))

@@ -8,6 +8,7 @@ import functools
 import io
 import itertools
 import pickle
+import socket
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -15,7 +16,7 @@ import numpy as np
 
 from ringreduce.elastic.kept import Found, KeptFile
 from ringreduce.elastic.libraries import LIBRARIES, library_of
-from ringreduce.log import LOGGER
+from ringreduce.log import JOB
 from ringreduce.pickling import Pickler
 
 ALIGNMENT = 64
@@ -93,8 +94,8 @@ class Commit:
         except OSError as error:
             file.fail()
             self.file = None
-            why = f"{error.strerror}, {file.path}"
-            LOGGER.warning(f"elastic: no more commits are kept for a restart: {why}; a restart would go back further")
+            why = f"{error.strerror}, {file.path} on host {socket.gethostname()}"
+            JOB.warning(f"elastic: no more commits are kept for a restart: {why}; a restart would go back further")
 
     def read(self, found: Found) -> None:
         """Be a commit that was kept."""

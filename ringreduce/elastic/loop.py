@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 
 from ringreduce.elastic.state import State
 from ringreduce.errors import CollectiveError, HostsUpdatedInterrupt, MismatchError
-from ringreduce.log import LOGGER
+from ringreduce.log import JOB, LOGGER
 from ringreduce.monitor import launcher_link
 from ringreduce.runtime import Runtime, current
 
@@ -99,7 +99,7 @@ def _reform(state: State, own: Runtime) -> bool:
 
 def _await_restart(own: Runtime) -> NoReturn:
     """This rank has committed: let the launcher start the job again, with the hosts that came; it ends this process."""
-    LOGGER.info(f"elastic: {own.hosts_came()} joined; this attempt of the job ends, and the next one continues")
+    JOB.info(f"elastic: {own.hosts_came()} joined; this attempt of the job ends, and the next one continues")
     launcher_link.report(own.settings.error_file, ready=own.hosts_came())
     while True:
         time.sleep(1.0)

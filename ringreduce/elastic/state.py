@@ -16,7 +16,7 @@ from ringreduce.elastic.kept import Kept, KeptFile
 from ringreduce.elastic.sampler import ElasticSampler
 from ringreduce.errors import HostsUpdatedInterrupt, InputError
 from ringreduce.local.optimizer import HasLocalSteps
-from ringreduce.log import LOGGER
+from ringreduce.log import JOB
 from ringreduce.negotiation.negotiation import GLOBAL
 from ringreduce.optimizer import WrappingOptimizer
 from ringreduce.powersgd import PowerSGD
@@ -253,7 +253,7 @@ class ObjectState(State):
         commits = allgather_object(self.commits, f"{NAME}, its number")
         if rank() == 0:
             most = max(commits)
-            LOGGER.info(f"elastic: this attempt continues from commit {most}" if most else "elastic: no commit is left")
+            JOB.info(f"elastic: this attempt continues from commit {most}" if most else "elastic: no commit is left")
         return commits.index(max(commits))
 
     def _commit(self, refers: bool = False) -> None:

@@ -23,7 +23,7 @@ from ringreduce.gpu.ipc import HANDLE_BYTES, Slots
 from ringreduce.gpu.runtime import Stream
 from ringreduce.gpu.stage import Done, Stage
 from ringreduce.gpu.stream import Gpu
-from ringreduce.log import LOGGER
+from ringreduce.log import JOB
 from ringreduce.transport.base import Steps
 
 TEXT_BYTES = 480  # the longest reason that a rank sends to the others
@@ -98,7 +98,7 @@ class GpuPaths:
 
     def _log(self, level: int, line: str) -> None:
         if self.context.transport.rank == 0:
-            LOGGER.log(level, line)
+            JOB.log(level, line)
 
     def _start_nccl(self) -> Steps[str]:
         """Join NCCL's communicator of all members; returns why that failed, the same on all, or ""."""

@@ -17,7 +17,7 @@ from ringreduce.api.submit import submit_and_wait
 from ringreduce.checks import divergence
 from ringreduce.errors import CollectiveError, InputError, MismatchError
 from ringreduce.local.options import Options, Outer, fragments_of, mean
-from ringreduce.log import LOGGER
+from ringreduce.log import JOB
 from ringreduce.monitor import excepthook
 from ringreduce.optim.exchange import CHANGE, Exchange, Finish
 
@@ -104,7 +104,7 @@ class LocalSteps:
             self._agree(state)
             self._agreed = current.world
             if current.checks.divergence and current.world.rank == 0:
-                LOGGER.warning(
+                JOB.warning(
                     f"check=divergence: parameters of a {self.options.function} differ between two averages, as they "
                     "should; the averages are compared"
                 )

@@ -110,6 +110,7 @@ def report(error_file: str, **message: object) -> bool:
     ready            this rank has committed, and awaits the restart with these hosts
     measured         what `monitor.reporting` has of this rank's steps
     finding          what a check has found, in words
+    notice           what to show of the job, once, though several ranks may say it
     left             why this rank leaves in order: its end is no loss
     """
     if not error_file:

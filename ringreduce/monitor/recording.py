@@ -9,7 +9,7 @@ import socket
 import time
 from collections.abc import Callable, Sequence
 
-from ringreduce.log import LOGGER
+from ringreduce.log import JOB
 from ringreduce.monitor.side_job import SideJob
 from ringreduce.monitor.timeline import PROCESS, SENT_AT_ONCE, Event, Timeline, TimelineFile, now_us
 from ringreduce.negotiation.mailbox import Mailbox
@@ -135,7 +135,7 @@ class Recording:
         try:
             self._file.add(rank, events)
         except OSError as exc:
-            LOGGER.warning(
+            JOB.warning(
                 f"the timeline ends here, since {self._file.path} cannot be written: {exc.strerror}; the job goes on"
             )
             self._file.close()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from ringreduce.log import LOGGER
+from ringreduce.log import JOB
 
 
 class SideJob:
@@ -22,5 +22,5 @@ class SideJob:
             except Exception as exc:
                 self.failed = True
                 why = f"{type(exc).__name__}: {exc}"
-                LOGGER.warning(f"{self._name} of rank {self._rank} failed, and ends; the job goes on: {why}")
+                JOB.warning(f"{self._name} of rank {self._rank} failed, and ends; the job goes on: {why}")
         return False

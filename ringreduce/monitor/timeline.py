@@ -26,7 +26,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from ringreduce.execution.submission import Submission
-from ringreduce.log import LOGGER
+from ringreduce.log import JOB
 
 SENT_AT_ONCE = 2000  # most events that a rank collects before it sends them to rank 0
 BY_HAND = "DYNAMIC"  # the setting's value where start_timeline() begins it
@@ -228,7 +228,7 @@ class TimelineFile:
             told.append({"name": IN_FLIGHT, "ph": "C", "pid": rank, "ts": at_us, "args": {"bytes": 0}})
         self._write(told)
         if not self._told:
-            LOGGER.warning(
+            JOB.warning(
                 f"the timeline {self.path} grows too fast: it keeps the first part of each minute, for all ranks"
             )
         self._told = True

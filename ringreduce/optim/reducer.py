@@ -22,7 +22,7 @@ from ringreduce.checks.comparison import Comparison
 from ringreduce.checks.divergence import Divergence, Part
 from ringreduce.checks.learning_rates import LearningRates
 from ringreduce.errors import MismatchError
-from ringreduce.log import LOGGER
+from ringreduce.log import JOB
 from ringreduce.optim.buckets import DENSE, UNKNOWN, Gradient, GradientBucket, fill
 from ringreduce.optim.exchange import Exchange, is_disagreement
 
@@ -150,7 +150,7 @@ class Reducer:
         self._recovery = max(least, again)
         if not self._unclean and self.exchange.size > 1 and self.overlaps:
             then = "only all ranks may do it together" if was_cleared else "it is a BackwardError"
-            LOGGER.warning(
+            JOB.warning(
                 f"DistributedOptimizer: {why}; so gradients are reduced at step(), not during backward(), until "
                 f"{self._recovery} steps have gone without that. From then on {then}: put a backward() "
                 "whose gradients are not wanted into `with optimizer.no_sync():`, or raise backward_passes_per_step"

@@ -13,7 +13,7 @@ from ringreduce.arrays.torch_tensor import is_torch
 from ringreduce.compression import AnyCompressor, Compression, wire_of
 from ringreduce.errors import InputError
 from ringreduce.execution.submission import Handle
-from ringreduce.log import LOGGER
+from ringreduce.log import JOB
 from ringreduce.ps import messages
 from ringreduce.ps.arrays import as_kind, to_numpy
 from ringreduce.ps.layout import Key, joined
@@ -193,7 +193,7 @@ def _warn_of_tied(parameters: Any, named: dict[str, Any]) -> None:
     ]
     dense = {name: named[name] for name in changeable if named[name].flags.forc}
     if which := in_common(Memory.of(name, each) for name, each in dense.items()):
-        LOGGER.warning(
+        JOB.warning(
             f"ps.Worker: parameters {which}, but servers hold an array for each, and step it by its own gradients; "
             "pass tied weights as one parameter"
         )

@@ -10,7 +10,7 @@ from typing import Any
 from ringreduce.errors import CollectiveError, PeerLostError, StartupError
 from ringreduce.execution.signature import ranks_text
 from ringreduce.gpu import device_selection
-from ringreduce.log import LOGGER
+from ringreduce.log import JOB, LOGGER
 from ringreduce.monitor import launcher_link
 from ringreduce.monitor.launcher_link import StatusServer
 from ringreduce.monitor.timeline import BY_HAND, Event, now_us
@@ -112,7 +112,7 @@ class ElasticRuntime(Runtime):
         try:
             self.engine.timeline.start(str(file), self.settings.timeline_mark_cycles, [loss])
         except (OSError, CollectiveError) as error:
-            LOGGER.warning(f"the timeline cannot continue in {file}: {error}")
+            JOB.warning(f"the timeline cannot continue in {file}: {error}")
 
     def _rendezvous(self, last: Setup, commits: int, sets: ProcessSets | None) -> tuple[Setup, bool]:
         """Meet the ranks of the newest list, see `meet`; the sets are those of the rank with the most commits.

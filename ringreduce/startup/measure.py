@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from ringreduce.cost_model import Constants
-from ringreduce.log import LOGGER
+from ringreduce.log import JOB
 from ringreduce.transport.base import Steps, Transport, complete
 from ringreduce.world import World, first_ranks
 
@@ -40,7 +40,7 @@ def measured(world: World, transport: Transport, slots: Sequence[Any] = ()) -> C
         if before and all(old <= UNCHANGED * new for old, new in zip(map(max, *before), map(max, *found), strict=True)):
             return slowest(found)
     if world.rank == 0:
-        LOGGER.info(f"other work keeps this machine or its links busy: costs {slowest(before)} became {slowest(found)}")
+        JOB.info(f"other work keeps this machine or its links busy: costs {slowest(before)} became {slowest(found)}")
     return slowest(found)
 
 

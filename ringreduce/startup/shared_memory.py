@@ -8,7 +8,7 @@ from typing import Any
 from ringreduce.cost_model import Constants
 from ringreduce.execution.algorithms import candidates, check, usable_algorithms
 from ringreduce.execution.host import Host, window_bytes
-from ringreduce.log import LOGGER
+from ringreduce.log import JOB
 from ringreduce.settings import Settings
 from ringreduce.startup import links, measure
 from ringreduce.transport.base import Steps, complete
@@ -35,7 +35,7 @@ def prepare_host(world: World, transport: MessageTransport, settings: Settings) 
         constants = measure.measured(world, transport, slots)
         found = links.measured(world, transport)
     for warning in found.warnings() if world.rank == 0 else ():
-        LOGGER.warning(warning)
+        JOB.warning(warning)
     return Host(world, transport, settings, window, constants, host_cores(world), found)
 
 
@@ -58,5 +58,5 @@ def make_window(world: World, settings: Settings) -> tuple[Window | None, str]:
 
     blocks, why_not = complete(shared_blocks(window_bytes(settings), world.hosts, world.rank, allgather_object))
     if why_not and world.rank == 0:
-        LOGGER.warning(f"no shared memory between the ranks of a host, so messages are used: {why_not}")
+        JOB.warning(f"no shared memory between the ranks of a host, so messages are used: {why_not}")
     return None if why_not else Window(blocks), why_not

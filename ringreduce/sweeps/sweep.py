@@ -14,7 +14,7 @@ from ringreduce.api.objects import allgather_object, broadcast_object
 from ringreduce.api.ordered import ordered
 from ringreduce.api.process_sets import set_of
 from ringreduce.errors import CollectiveError, InputError, PeerLostError
-from ringreduce.log import LOGGER
+from ringreduce.log import JOB
 from ringreduce.sweeps.study import Direction, Finished, Study, TrialState
 from ringreduce.sweeps.teams import HEAD, Team, answer, tried
 from ringreduce.sweeps.trial import Pruned, Trial
@@ -108,14 +108,14 @@ def _outcome(objective: Callable[[Trial], float], trial: Trial) -> tuple[TrialSt
     if not failed:
         if own.rank == outcomes[0].rank and len({each[1:3] for each in outcomes}) > 1:
             said = ", ".join(f"rank {each.rank} {each.state} {each.value}" for each in outcomes[:MOST_SHOWN])
-            LOGGER.warning(
+            JOB.warning(
                 f"sweep: trial {trial.number}: the team's ranks returned different values: {said}; the first one's "
                 "counts: let all return the average, rr.allreduce(value, process_set=trial.process_set)"
             )
         return outcomes[0][1:4]
     first = min(failed, key=lambda each: each.is_consequence)
     if own.rank == outcomes[0].rank:
-        LOGGER.warning(f"sweep: trial {trial.number} failed on rank {first.rank}, with {trial.params}:\n{first.error}")
+        JOB.warning(f"sweep: trial {trial.number} failed on rank {first.rank}, with {trial.params}:\n{first.error}")
     return "failed", None, f"rank {first.rank}: {first.error}"
 
 

@@ -18,7 +18,7 @@ import torch
 
 from ringreduce.errors import InputError
 from ringreduce.execution.signature import calling_line
-from ringreduce.log import LOGGER
+from ringreduce.log import JOB
 from ringreduce.optim.parameters import Named, listed
 
 _PARAMETERS = operator.itemgetter("params")
@@ -170,7 +170,7 @@ class Groups:
         """Say what has come or gone by itself: the first time as a warning, as a script may do so many times."""
         if change.came_by_itself:
             level = logging.INFO if self._has_told else logging.WARNING
-            LOGGER.log(level, f"param_groups has changed by itself: {change} ({calling_line()}); {what}")
+            JOB.log(level, f"param_groups has changed by itself: {change} ({calling_line()}); {what}")
             self._has_told = True
 
     def remember(self, named: Iterable[tuple[str, torch.Tensor]]) -> None:

@@ -189,9 +189,7 @@ def test_the_rank_whose_gradient_has_a_nan_is_named(torch, hvd, action):
             before = model[0].weight.detach().clone()
             optimizer.zero_grad()
             model(batch).square().mean().backward()
-            message = (
-                rf"rank {bad} of {rr.size()}, allreduce '.*' \(test_training.py:\d+\), step 3: NaN in this rank's own"
-            )
+            message = rf"rank {bad} of {rr.size()}, allreduce '.*' \(test_training.py:\d+\), step 3: NaN in its own"
             with pytest.raises(rr.NanError) if (step, action) == (3, "raise") else contextlib.nullcontext() as caught:
                 optimizer.step()
             assert caught is None or re.match(message, str(caught.value))

@@ -182,7 +182,7 @@ def test_what_was_submitted_before_a_barrier_is_complete_before_it(monkeypatch):
 def test_averages_of_integers(monkeypatch):
     """Nobody has chosen a type for Python's; arrays keep theirs, which is told once."""
     told = []
-    monkeypatch.setattr(rr.api.arguments.LOGGER, "warning", told.append)
+    monkeypatch.setattr(rr.api.arguments.JOB, "warning", told.append)
     rr.api.arguments._warn_of_truncated_averages.cache_clear()
 
     def of_numbers():

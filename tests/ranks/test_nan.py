@@ -117,7 +117,7 @@ def test_all_ranks_raise_in_the_step_and_name_the_one_with_the_nan(world, size, 
     texts = set(world(size).run(program))
     assert len(texts) == 1, texts
     where = r"^rank 1 of \d, (allreduce|reduce_shards) 'b' \(test_nan.py:\d+\), step 37: NaN "
-    assert re.match(where + r"in this rank's own values, before the sum \(float(32|16)\)$", texts.pop())
+    assert re.match(where + r"in its own values, before the sum \(float(32|16)\)$", texts.pop())
 
 
 @programs
@@ -247,7 +247,7 @@ def late(values):
 WRONG = {
     "halves overflow": (lambda: rr.allreduce(arrays(4e4, "float16"), op=rr.Sum), "infinity in the sum .*float16"),
     "floats overflow": (lambda: rr.allreduce(arrays(-LARGEST), op=rr.Sum), "infinity in the sum of finite values"),
-    "an infinity that comes later": (lambda: late([4e4, -np.inf]), "rank 1 of 2, .*: infinity in this rank's own"),
+    "an infinity that comes later": (lambda: late([4e4, -np.inf]), "rank 1 of 2, .*: infinity in its own"),
     "the first of a group": (
         lambda: rr.grouped_allreduce([arrays(4e4, "float16"), arrays(1, "float16")], op=rr.Sum),
         "infinity in the sum",
@@ -257,8 +257,8 @@ WRONG = {
         "infinity in the sum",
     ),
     "complex": (lambda: rr.allreduce(arrays(complex(1, np.nan), "complex64", 1)), "rank 1 of 2, .*NaN .*complex64"),
-    "a number": (lambda: rr.allreduce([1.0, -np.inf][rr.rank()]), "rank 1 of 2, .* infinity in this .*float64"),
-    "rows": (lambda: rr.reducescatter(arrays(np.nan, rank=0)), "rank 0 of 2, reducescatter of an unnamed .*NaN in"),
+    "a number": (lambda: rr.allreduce([1.0, -np.inf][rr.rank()]), "rank 1 of 2, .* infinity in its .*float64"),
+    "rows": (lambda: rr.reducescatter(arrays(np.nan, rank=0)), "rank 0 of 2, reducescatter of an unnamed .*NaN in its"),
     "hosts": (lambda: rr.allreduce(arrays(4e4, "float16"), op=rr.Sum, name="w"), "rank [01] of 2, allreduce 'w'"),
 }
 
@@ -363,7 +363,7 @@ def test_arrays_on_a_gpu(gpu, monkeypatch, action, library, in_place):
             handles = [begin(put(values[name]), name=name, op=rr.Sum) for name in names]
             for name, handle in list(zip(names, handles, strict=True))[:: 1 - 2 * rr.rank()]:
                 is_bad = (step, name) == (1, "b")
-                message = r"rank 1 of 2, allreduce 'b' .*, step 1: infinity in this rank's own values"
+                message = r"rank 1 of 2, allreduce 'b' .*, step 1: infinity in its own values"
                 with (
                     pytest.raises(rr.NanError, match=message)
                     if is_bad and action == "raise"

@@ -5,6 +5,7 @@ import logging
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -90,6 +91,19 @@ def test_what_the_programs_own_raise_reaches_no_thread_of_ours(fresh_log, capsys
     assert f"LookupError: no test_log.py, line {line}\n" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("is_there", [True, False])
+def test_what_is_said_of_the_job_is_shown_by_the_launcher_or_else_by_the_rank(fresh_log, capsys, is_there):
+    shown = []
+    log.configure("info", False, lambda text: shown.append(text) or is_there)
+    log.LOGGER.warning("of this rank")
+    log.JOB.warning("of the job")
+    log.JOB.info("of the job")
+    log.JOB.debug("of the job")
+    told = ["ringreduce: of the job", "ringreduce: info: of the job"]
+    assert shown == told
+    assert capsys.readouterr().err.splitlines() == ["ringreduce: of this rank", *told * (not is_there)]
+
+
 def test_the_import_sets_nothing_up():
     program = (
         "import logging, ringreduce; logger = logging.getLogger('ringreduce'); print(logger.handlers, logger.level)"
@@ -131,3 +145,19 @@ def test_debug_tells_responses_and_algorithms_trace_announcements_too(fresh_log,
 def test_by_default_nothing_is_told(fresh_log, capsys):
     assert run_ranks(2, reduce_two) == [[3.0, 3.0]] * 2
     assert capsys.readouterr().err == ""
+
+
+OF_ONE_RANK = {
+    "engine/engine.py",
+    "lifecycle.py",
+    "monitor/excepthook.py",
+    "monitor/launcher_link.py",
+    "monitor/stalls.py",
+}
+
+
+def test_what_is_said_of_the_job_does_not_depend_on_which_ranks_are_shown():
+    """A warning goes to JOB, unless the report of a failure has it, or ringrun hears of it otherwise."""
+    package = Path(log.__file__).parent
+    told = {each for each in package.rglob("*.py") if re.search(r"\bLOGGER\.(warning|error|log)\(", each.read_text())}
+    assert {str(each.relative_to(package)) for each in told} - {"negotiation/negotiation.py"} == OF_ONE_RANK

@@ -41,7 +41,7 @@ def test_a_rate_does_not_come_from_a_small_message_that_took_long(monkeypatch):
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_machine_that_stays_busy_is_told_of_once(monkeypatch, rank):
     lines = []
-    monkeypatch.setattr(measure, "LOGGER", SimpleNamespace(info=lines.append))
+    monkeypatch.setattr(measure, "JOB", SimpleNamespace(info=lines.append))
     found, attempts = measured(monkeypatch, [[factor] * 5 for factor in (16, 8, 4, 2, 1)], rank)
     assert attempts == measure.ATTEMPTS == 4
     assert found.wire_us == 100
