@@ -66,7 +66,10 @@ class Conclusions:
         job, asked, answers = self._ranks.job, self.at_end.asked, self.at_end.answers
         left = {} if job.elastic else self._ranks.left  # in an elastic job the others go on without those
         said = self.launcher_said
-        shown = partial(card, cause, ends, job.size, asked=asked, answers=answers, left=left, launcher_tail=said)
+        found = self._ranks.findings
+        shown = partial(
+            card, cause, ends, job.size, found=found, asked=asked, answers=answers, left=left, launcher_tail=said
+        )
         self._collector.card = shown()
         self._output.message([*_advice(cause, job, said), *shown(colour=self._output.colours)])
         return outcome.exit_code(cause)

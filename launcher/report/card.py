@@ -8,9 +8,10 @@
       …
     --------------------------------------------------------------------------------
 
-Facts are wrapped; what the rank itself wrote is never cut.
+Facts are wrapped; what the rank itself wrote, and what checks have found, is never cut.
 """
 
+import itertools
 import textwrap
 from collections.abc import Collection, Mapping, Sequence
 
@@ -20,6 +21,7 @@ from .outcome import RankEnd, evidence, failures_of_others, in_words
 
 WIDTH = 80
 _LABEL = 12
+_FINDINGS = 3  # that are shown
 _RED_BOLD, _FAINT, _RESET = "\x1b[1;31m", "\x1b[2m", "\x1b[0m"
 
 
@@ -29,6 +31,7 @@ def card(
     size: int,
     *,
     launcher_tail: Sequence[str] = (),
+    found: Sequence[str] = (),
     asked: Collection[int] = (),
     answers: Mapping[int, Answer] | None = None,
     left: Mapping[int, str] | None = None,
@@ -37,26 +40,38 @@ def card(
 ) -> list[str]:
     """Return the card's lines.
 
+    found:         what checks have found before.
     asked, answers: the ranks that still ran when the first one failed, and what they answered.
-    left:          why ranks have left in order: where the cause has lost one of them, that one stands in the headline.
+    left:          why ranks have left in order: where the cause has lost one of them, that one is the card's subject.
     going_on:      how an elastic job goes on without this rank.
     """
-    title, how = f"rank {cause.rank} of {size} failed{'' if going_on else ' first'}", in_words(cause)
-    if left and (gone := sorted(left.keys() & cause.blames)):
-        title, how = f"rank {gone[0]} of {size} left first: {left[gone[0]]}", f"so rank {cause.rank} failed: {how}"
-    ran = "" if cause.ran_s is None else f"ran for {duration(cause.ran_s)}"
-    process = [f"host {cause.host}", f"pid {cause.pid}" if cause.pid else "", cause.device, ran]
-    facts = [*_rows("how", [how, cause.oom]), *_rows("where", [", ".join(filter(None, process))])]
+    gone = min((left or {}).keys() & cause.blames, default=None)
+    if left and gone is not None:
+        title = f"rank {gone} of {size} left first: {left[gone]}"
+        facts = _rows("where", [_where(end) for end in ends if end.rank == gone])
+        facts += _rows("so failed", [f"rank {cause.rank}: {in_words(cause)}", cause.oom, _where(cause)])
+    else:
+        title = f"rank {cause.rank} of {size} failed{'' if going_on else ' first'}"
+        facts = [*_rows("how", [in_words(cause), cause.oom]), *_rows("where", [_where(cause)])]
     # a rank that failed at the same moment has nothing more to say, unless it had been quick enough to say it
     silent = {end.rank for end in ends if end.failed} - {rank for rank, said in (answers or {}).items() if said.doing}
-    others = set(asked) - {cause.rank} - silent
+    others = set(asked) - {cause.rank, gone} - silent
+    more = [f"and {len(found) - _FINDINGS} more findings"] if len(found) > _FINDINGS else []
+    labels = itertools.chain(["found"], itertools.repeat(""))
+    facts += [label.ljust(_LABEL) + text for text, label in zip([*found[:_FINDINGS], *more], labels, strict=False)]
     facts += _rows("failed too", failures_of_others(cause, ends))
     facts += _rows("the others", waiting(others, answers or {}))
     head, foot = f"-- ringrun: {title} ".ljust(WIDTH, "-"), "-" * WIDTH
     facts += _rows("going on", [going_on])
     if colour:
         head, foot = f"{_RED_BOLD}{head}{_RESET}", f"{_FAINT}{foot}{_RESET}"
-    return [head, *facts, *evidence(cause, launcher_tail), foot]
+    whose = "it" if gone is None else f"rank {cause.rank}"
+    return [head, *facts, *evidence(cause, launcher_tail, whose), foot]
+
+
+def _where(end: RankEnd) -> str:
+    ran = "" if end.ran_s is None else f"ran for {duration(end.ran_s)}"
+    return ", ".join(filter(None, [f"host {end.host}", f"pid {end.pid}" if end.pid else "", end.device, ran]))
 
 
 def _rows(label: str, texts: Sequence[str]) -> list[str]:

@@ -18,7 +18,6 @@ _CHAIN_LINES = (
 _MPICH_ABORT = re.compile(r"Abort\((\d+)\) on node \d+ \(rank ")
 APPLICATION_ABORT = re.compile(rf"{_MPICH_ABORT.pattern}.*: application called MPI_Abort")
 _OPENMPI_ABORT = re.compile(r"MPI_ABORT was invoked on rank (\d+) in")
-_FORK_WARNING = "ringreduce: this rank forks a process, "  # is no cause, and often the last that a rank wrote
 _STDERR_LINES = 20
 _SHELLS_OFFSET = 128
 _FATAL: dict[int, str] = {
@@ -73,7 +72,8 @@ def root_cause(ends: Iterable[RankEnd], lost_peer_code: int | None = None) -> Ra
     """Return the end that all the others follow from; None if no rank has failed.
 
     It is the first failure in time. One that blames another rank is a consequence if that rank has failed too,
-    even if it did so later: a rank may hold its own failure back until it has to end.
+    even if it did so later: a rank may hold its own failure back until it has to end. An error that all ranks raise for
+    what one of them has is a consequence, too.
 
     lost_peer_code: with this exit code the MPI itself ends a rank that has lost another (engines: `lost_peer_code`).
                     That may be heard of before the loss is. Such an end is a consequence of any other failure but those
@@ -91,7 +91,7 @@ def root_cause(ends: Iterable[RankEnd], lost_peer_code: int | None = None) -> Ra
     while blamed := [failures[rank] for rank in cause.blames if rank in failures and rank not in visited]:
         cause = min(blamed, key=lambda end: (bool(end.blames), end.at_s))
         visited.add(cause.rank)
-    return cause
+    return failures.get(cause.error.culprit, cause) if cause.error else cause
 
 
 def aborter(ends: Iterable[RankEnd], launcher_code: int | None) -> RankEnd | None:
@@ -155,17 +155,17 @@ def extract_traceback(tail: Sequence[str]) -> list[str]:
     return found
 
 
-def evidence(end: RankEnd, launcher_tail: Sequence[str] = ()) -> list[str]:
+def evidence(end: RankEnd, launcher_tail: Sequence[str] = (), who: str = "it") -> list[str]:
     """Return the lines that show why: the exception it left, its last traceback, its last words, or mpirun's."""
-    if end.error and end.error.traceback:
-        return end.error.traceback.rstrip("\n").splitlines()
-    if traceback := extract_traceback(end.tail):
-        return traceback
-    if words := [line for line in end.tail if _FORK_WARNING not in line]:
-        return ["its last lines on stderr:", *words[-_STDERR_LINES:]]
+    whose = "its" if who == "it" else f"{who}'s"
+    traceback = end.error.traceback.rstrip("\n").splitlines() if end.error else []
+    if traceback := traceback or extract_traceback(end.tail):
+        return traceback if who == "it" else [f"{whose} traceback:", *traceback]
+    if end.tail:
+        return [f"{whose} last lines on stderr:", *end.tail[-_STDERR_LINES:]]
     if launcher_tail:
-        return ["it wrote nothing to stderr; mpirun wrote:", *launcher_tail[-_STDERR_LINES:]]
-    return ["it wrote nothing to stderr"]
+        return [f"{who} wrote nothing to stderr; mpirun wrote:", *launcher_tail[-_STDERR_LINES:]]
+    return [f"{who} wrote nothing to stderr"]
 
 
 def failures_of_others(cause: RankEnd, ends: Iterable[RankEnd]) -> list[str]:

@@ -19,11 +19,12 @@ from types import TracebackType
 from typing import Any
 
 from ringreduce import mpi
-from ringreduce.errors import PeerLostError
+from ringreduce.errors import NanError, PeerLostError, RingreduceError
 from ringreduce.log import LOGGER
 
 EXIT_CODE = 1
 INTERRUPTED_EXIT_CODE = 130
+_PACKAGE = os.path.join(os.path.dirname(os.path.dirname(__file__)), "")
 
 _previous_hook: Any = None
 _end: Callable[[BaseException], object] | None = None  # this process, while the hook is installed
@@ -100,8 +101,9 @@ def write_report(path: str, exc: BaseException) -> None:
     report = {
         "exception": type(exc).__name__,
         "message": str(exc),
-        "traceback": "".join(traceback.format_exception(exc)),
+        "traceback": "".join(_without_own_frames(exc).format()),
         "lost_ranks": list(exc.lost_ranks) if isinstance(exc, PeerLostError) else [],
+        "culprit": exc.rank if isinstance(exc, NanError) else -1,
     }
     partial = f"{path}.partial"
     try:
@@ -111,6 +113,20 @@ def write_report(path: str, exc: BaseException) -> None:
     except OSError as error:
         what = f"{type(exc).__name__}: {exc}"
         LOGGER.error(f"the report of this failure could not be written to {path}: {error}; it was {what}")
+
+
+def _without_own_frames(exc: BaseException) -> traceback.TracebackException:
+    """Its traceback; where an error is this package's own, and says what is wrong, without the frames of it."""
+    formatted = traceback.TracebackException.from_exception(exc)
+    error: BaseException | None = exc
+    part: traceback.TracebackException | None = formatted
+    while error is not None and part is not None:
+        if isinstance(error, RingreduceError):
+            part.stack = traceback.StackSummary.from_list(
+                [frame for frame in part.stack if not frame.filename.startswith(_PACKAGE)] or part.stack
+            )
+        error, part = error.__cause__ or error.__context__, part.__cause__ or part.__context__
+    return formatted
 
 
 def flush() -> None:

@@ -22,7 +22,10 @@ FAILURES = {
     "_exit0": (1, r"rank 1 of 4 ended with exit code 0 in the middle, as os\._exit\(0\) does; ranks? [023,-]+ waited"),
     "SIGKILL": (137, r"rank 1 of 4 failed first -+\nhow .*SIGKILL"),
     "SIGSEGV": (139, r"rank 1 of 4 failed first -+\nhow .*SIGSEGV"),
-    "return": (1, r"(?s)rank 1 of 4 left first: its script ended -+\nhow +so rank [023] failed: exit code 1\n.*same"),
+    "return": (
+        1,
+        r"(?s)rank 1 of 4 left first: its script ended -+\nwhere .*\nso failed +rank [023]: exit code 1\n.*same",
+    ),
     "MPI_Abort": (5, r"rank 1 of 4 failed first"),
 }
 

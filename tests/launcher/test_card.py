@@ -49,15 +49,48 @@ def test_a_lost_agent_has_no_more_to_tell():
 
 
 @pytest.mark.parametrize(
-    ("left", "head", "how"),
+    ("left", "facts"),
     [
-        ({1: "it called shutdown()"}, "1 of 4 left first: it called shutdown()", "so rank 2 failed: exit code 1"),
-        ({3: "its script ended"}, "2 of 4 failed first", "exit code 1"),
+        (
+            {1: "its script ended"},
+            [
+                "-- ringrun: rank 1 of 4 left first: its script ended --------------------------",
+                "where       host node7, pid 1001, ran for 2.0 s",
+                "so failed   rank 2: exit code 1",
+                "            host node7, pid 1002, GPU 3, ran for 5.0 s",
+                "the others  rank 0: x.py:1",
+                "            rank 3: waits in shutdown()",
+                "rank 2's traceback:",
+                "Traceback",
+            ],
+        ),
+        (
+            {3: "its script ended"},
+            [
+                "-- ringrun: rank 2 of 4 failed first ------------------------------------------",
+                "how         exit code 1",
+                "where       host node7, pid 1002, GPU 3, ran for 5.0 s",
+                "the others  rank 0: x.py:1",
+                "            ranks 1,3: waits in shutdown()",
+                "Traceback",
+            ],
+        ),
     ],
 )
-def test_of_a_rank_that_has_lost_another_that_left_in_order_that_one_is_the_headline(left, head, how):
-    lines = card(end(2, 1, error=RankError("PeerLostError", "lost", "", (1,))), [], 4, left=left)
-    assert lines[:2] == [f"-- ringrun: rank {head} ".ljust(WIDTH, "-"), f"how         {how}"]
+def test_a_rank_that_left_in_order_is_the_subject_where_another_has_lost_it_and_no_fact_is_of_both(left, facts):
+    """Such as a pid and an exit code of two ranks; nor is the subject one of the others."""
+    cause = end(2, 1, error=RankError("PeerLostError", "lost", "Traceback\n", (1,)), device="GPU 3", ran_s=5.0)
+    answers = {0: answer("x.py:1"), **dict.fromkeys((1, 3), answer("waits in shutdown()"))}
+    lines = card(cause, [cause, end(1, 0, ran_s=2.0)], 4, left=left, asked={0, 1, 3}, answers=answers)
+    assert lines[:-1] == [facts[0].ljust(WIDTH, "-"), *facts[1:]]
+
+
+def test_what_checks_have_found_stands_on_the_card_and_of_many_the_first():
+    found = [f"check: rank 3 of 4, allreduce 'w' (train.py:7), step {step}: NaN in its own values" for step in range(9)]
+    lines = card(end(1, 1), [], 4, found=found)
+    labels = ["found       ", *[" " * 12] * 3]
+    assert lines[3:7] == [label + text for label, text in zip(labels, [*found[:3], "and 6 more findings"], strict=True)]
+    assert not any(line.startswith("found") for line in card(end(1, 1), [], 4))
 
 
 def test_facts_are_wrapped_and_what_the_rank_wrote_is_not():

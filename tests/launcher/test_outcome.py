@@ -5,7 +5,6 @@ from dataclasses import replace
 
 import pytest
 
-from ringreduce.lifecycle import FORK_WARNING
 from ringrun.connection.wire import RankError
 from ringrun.report import outcome
 
@@ -108,8 +107,22 @@ def test_evidence_is_the_best_there_is():
     assert outcome.evidence(end(0, 1, tail=("noise", *FIRST))) == FIRST
     assert outcome.evidence(end(0, 1, tail=many)) == ["its last lines on stderr:", *many[-20:]]
     assert outcome.evidence(end(0, 1), ["mpi words"])[-1] == "mpi words"
-    assert outcome.evidence(end(0, -9, tail=(f"ringreduce: {FORK_WARNING}",))) == ["it wrote nothing to stderr"]
     assert outcome.evidence(end(0, 1)) == ["it wrote nothing to stderr"]
+
+
+def test_evidence_says_whose_it_is_where_another_rank_is_the_subject():
+    assert outcome.evidence(end(0, 1, tail=(*FIRST,)), (), "rank 0") == ["rank 0's traceback:", *FIRST]
+    assert outcome.evidence(end(0, 1, tail=("a",)), (), "rank 0") == ["rank 0's last lines on stderr:", "a"]
+    assert outcome.evidence(end(0, 1), ["b"], "rank 0") == ["rank 0 wrote nothing to stderr; mpirun wrote:", "b"]
+    assert outcome.evidence(end(0, 1), (), "rank 0") == ["rank 0 wrote nothing to stderr"]
+
+
+@pytest.mark.parametrize(("culprit", "cause"), [(2, 2), (1, 1), (0, 1), (3, 1), (-1, 1)])
+def test_of_an_error_that_all_ranks_raise_for_one_that_rank_is_the_cause(culprit, cause):
+    error = RankError("NanError", "rank 2 of 4 …", "", culprit=culprit)
+    ends = [outcome.RankEnd(rank, "h", 1, 1, at_s, error=error) for rank, at_s in ((1, 0.1), (2, 0.2))]
+    ends += [outcome.RankEnd(3, "h", 1, -15, 0.3, sent=(15,)), outcome.RankEnd(0, "h", 1, 0, 0.0)]
+    assert outcome.root_cause(ends).rank == cause
 
 
 def test_the_other_failures_are_told_in_their_order_and_many_stay_short():

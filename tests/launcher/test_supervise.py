@@ -6,11 +6,12 @@ import time
 
 import pytest
 
+from ringrun.connection.wire import Finding, Notice
 from ringrun.elastic import Elastic
 from ringrun.errors import MachineError
 from ringrun.hosts import Host
 from ringrun.job import supervise
-from ringrun.job.events import Arrived, HostLeft, LauncherEnded, RankEnded
+from ringrun.job.events import Arrived, HostLeft, LauncherEnded, RankEnded, Reported
 from ringrun.job.growth import InUse
 from ringrun.job.plan import Job
 from ringrun.job.supervise import Supervisor
@@ -153,6 +154,23 @@ def test_the_engine_says_which_exit_code_is_a_consequence(lost_peer_code, code, 
     supervisor = Supervisor(Job(2, ["x"]), fake, fake, fake, events, lost_peer_code=lost_peer_code)
     assert supervisor.run() == code
     assert fake.said[0].startswith(f"-- ringrun: rank {cause} of 2 failed first --")
+
+
+def test_what_ranks_say_of_the_job_is_shown_once_and_as_often_as_one_says_it():
+    fake = Fake()
+    said = [(0, "a"), (1, "a"), (2, "b"), (0, "a"), (1, "a"), (2, "b")]
+    events = queue_of(*arrived(0, 1, 2), *(Reported(rank, Notice(text)) for rank, text in said))
+    supervisor = Supervisor(Job(3, ["x"]), fake, fake, fake, events)
+    while events.qsize():
+        supervisor.take_step()
+    assert fake.said == ["a", "b", "a", "b"]
+
+
+def test_what_a_check_has_found_stands_in_the_report_of_a_failure():
+    fake = Fake()
+    found = [Reported(1, Finding(f"check: {number}")) for number in (1, 2)]
+    assert Supervisor(Job(2, ["x"]), fake, fake, fake, queue_of(*arrived(0, 1), *found, ended(0, 3), ended(1))).run()
+    assert fake.said[3:5] == ["found       check: 1", "            check: 2"]
 
 
 @pytest.mark.parametrize(("elastic", "code"), [(Elastic(), 0), (None, 1)])

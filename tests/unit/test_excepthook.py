@@ -3,7 +3,7 @@ import sys
 
 import pytest
 
-from ringreduce.errors import PeerLostError
+from ringreduce.errors import NanError, PeerLostError
 from ringreduce.monitor import excepthook
 from ringreduce.monitor.excepthook import write_report
 
@@ -27,6 +27,33 @@ def test_a_report_holds_the_exception_its_traceback_and_who_is_blamed(tmp_path, 
     assert (report["exception"], report["message"], report["lost_ranks"]) == (name, "bad – data", lost)
     assert report["traceback"].startswith("Traceback (most recent call last):")
     assert report["traceback"].endswith(f"{name}: bad – data\n")
+
+
+@pytest.mark.parametrize(
+    ("error", "is_folded", "culprit"),
+    [
+        (PeerLostError("gone", (2,)), True, -1),
+        (NanError("rank 3 of 4, …", 3), True, 3),
+        (KeyError("a bug of ours, or a user's object"), False, -1),
+    ],
+)
+def test_where_an_error_is_ours_its_traceback_ends_at_the_user_s_line(tmp_path, error, is_folded, culprit):
+    path, ours = tmp_path / "rank3.json", f"{excepthook._PACKAGE}engine/engine.py"
+    called = {"error": error}
+    exec(compile("def inner():\n    raise error\ndef outer():\n    inner()", ours, "exec"), called)
+    try:
+        called["outer"]()
+    except type(error) as exc:
+        try:
+            raise ValueError("the user's") from exc
+        except ValueError as last:
+            write_report(str(path), last)
+            assert json.loads(path.read_text())["traceback"].count(ours) == 2 * (not is_folded)
+            assert json.loads(path.read_text())["culprit"] == -1
+        write_report(str(path), exc)
+    report = json.loads(path.read_text())
+    assert (report["traceback"].count(ours), report["culprit"]) == (2 * (not is_folded), culprit)
+    assert report["traceback"].count('called["outer"]()') == 1
 
 
 def test_a_report_that_cannot_be_written_is_told(tmp_path, capsys):
