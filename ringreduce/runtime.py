@@ -187,7 +187,7 @@ def current(function: str) -> Runtime:
 def stepped(who: object) -> None:
     """An optimizer has stepped; see `StepRecorder.stepped`."""
     runtime = _bound_runtime.get() or process.runtime
-    if runtime is not None and runtime.engine.recorder.recording:
+    if runtime is not None:
         runtime.engine.recorder.stepped(who)
 
 

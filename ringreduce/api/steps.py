@@ -12,13 +12,12 @@ def mark_step(examples: int | None = None) -> None:
     """A training step ends here, on all ranks alike.
 
     An optimizer of ringreduce, or any of torch with the backend "ring", ends steps by itself; from the first call on
-    only this function does. No effect unless steps are recorded: see `stats`.
+    only this function does. The report of a stall says how many there were; there is no other effect unless steps are
+    recorded: see `stats`.
 
     examples: how many this rank has trained on in this step.
     """
-    recorder = runtime.current("mark_step").engine.recorder
-    if recorder.recording:
-        recorder.stepped(MARKED, examples)
+    runtime.current("mark_step").engine.recorder.stepped(MARKED, examples)
 
 
 def stats() -> dict[str, Any]:

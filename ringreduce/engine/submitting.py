@@ -117,6 +117,7 @@ class Submitting:
                 self._check_gpu(on_gpu)
             known_as = state.name if name is None or process_set < GLOBAL else name
             signature, key = self._known.find(kind, known_as, tensors, details, names, by_rows, check, together)
+            before, taken = state.count(signature), self._recorder.taken
             if name is None:
                 signature, key = state.numbered(signature, key)
             made = Submission(
@@ -127,6 +128,10 @@ class Submitting:
             made.rank = self._rank
             if on_gpu:
                 made.ready = ready(on_gpu)
+            if not taken:
+                made.step = before
+            elif of_step or (before and before % taken == 0):  # so often in each step
+                made.step = taken
             if seen is not None and self.watch is not None:
                 self.watch.begin(made, seen, of_step)
             self._hand_over(state, made)

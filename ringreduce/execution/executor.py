@@ -97,6 +97,10 @@ class Running:
         """The signature and the key of an unnamed submission, as these are told apart; with the lock held."""
         return signature, key
 
+    def count(self, _: Signature) -> int:
+        """How often this rank had submitted one like it, where that is counted; with the lock held."""
+        return 0
+
     @property
     def busy(self) -> bool:
         """True while an operation is under way or queued."""

@@ -97,6 +97,7 @@ class SubmissionRecord(NamedTuple):
     line: str
     waits: bool = False  # the submitting thread waits for it at once
     waited_s: int = 0  # whole seconds since it was submitted
+    step: int = -1  # see Submission
 
 
 def sign(tensor: Buffer, name: str, shape: tuple[int, ...] | None = None) -> TensorSignature:

@@ -110,6 +110,8 @@ class Submission(Handle):
     divisor = 1  # of an Average: the set's size, or the number of its live ranks
     reduced: Any = None  # the finished elements, where they came with what the ranks have agreed on
     deadline_s = math.inf  # when it must be over; for operations of channels only
+    step = -1
+    """How many steps its rank had taken before the one that it is of; -1: it is not known to be of a step."""
     retire: Callable[[Submission], Callable[[], object]] | None = None
     """Of arrays on a GPU: called at the end; returns what the thread that waits calls before it uses the outputs."""
     _follow: Callable[[], object] | None = None

@@ -37,6 +37,7 @@ REPLY_S = 3.0  # how long to wait for a reply
 NAMED = 3  # how many tensors and lines a report names; of others it states the number
 QUERIED = 8  # how many of the missing ranks are queried
 POLLS = 20  # checks per `stall_check_s`
+RECENT = 0.1  # of `stall_check_s`: what has waited for less is not in a report of what has waited for longer
 SILENT = "it is stopped, or in C code that holds the GIL"
 
 
@@ -189,6 +190,7 @@ class StallWatch:
     ) -> None:
         """Report tensors that some ranks have not submitted, or fail them."""
         if self._is_due(state, now - waiting[0].since_s):
+            waiting = coordinator.waiting(RECENT * self._check_s)
             missing = sorted({rank for each in waiting for rank in each.missing})
             self._query(state, headline(waiting, now), missing, [each.signature for each in waiting[:NAMED]])
         over = [each for each in waiting if self._is_over(now - each.since_s)]
@@ -283,7 +285,24 @@ def stack_of(thread: int) -> str:
 
 
 def headline(waiting: Sequence[Waiting], now: float) -> str:
-    """Which tensors wait, for how long, and which ranks have submitted the first."""
+    """Who is behind, as far as it is known; which tensors wait, for how long, who has submitted them, and who has not.
+
+    Tensors that the same ranks have submitted in the same lines are one sentence.
+    """
+    groups: dict[tuple[object, ...], list[Waiting]] = {}
+    for each in waiting:
+        groups.setdefault((each.signature.kind, *each.submitted.items(), *each.missing), []).append(each)
+    lines = [_sentence(each, now) for each in list(groups.values())[:NAMED]]
+    others = sum(map(len, list(groups.values())[NAMED:]))
+    lines += [f"and {others} more, of other ranks or lines"] if others else []
+    lines[-1] += f". All ranks must submit {'them' if waiting[1:] else 'it'}"
+    if behind := _behind(waiting):
+        lines.insert(0 if len(groups) > 1 else 1, behind)
+    return "\n".join(lines)
+
+
+def _sentence(waiting: Sequence[Waiting], now: float) -> str:
+    """Of tensors that wait for the same ranks."""
     first = waiting[0]
     shapes = ", ".join(map(tensor_text, first.signature.tensors[:NAMED]))
     text = first.signature.text + (f" ({shapes})" if shapes else "")
@@ -298,8 +317,34 @@ def headline(waiting: Sequence[Waiting], now: float) -> str:
     others = f" and in {len(by_line) - NAMED} more lines" if len(by_line) > NAMED else ""
     return (
         f"{text}: waiting for {now - first.since_s:.0f} s; submitted by {', '.join(submitted)}{others}; "
-        f"missing: {ranks_text(first.missing)}. All ranks must submit it"
+        f"missing: {ranks_text(first.missing)}"
     )
+
+
+def _behind(waiting: Sequence[Waiting]) -> str:
+    """How many steps ranks have taken, where that is known: all had reduced a tensor that waits equally often."""
+    newest = max(waiting, key=lambda each: each.step)
+    same = [
+        each
+        for each in waiting
+        if (each.signature.unnumbered, each.missing) == (newest.signature.unnumbered, newest.missing)
+    ]
+    newest = min(same, key=lambda each: each.step)  # of unnamed tensors several may wait
+    if newest.step < 1:
+        return ""
+    own, late, number = list(newest.submitted), newest.missing, newest.step
+    text = (
+        f"{ranks_text(late)} took {number} step{'s' * (number > 1)}, {ranks_text(own)} {'are' if own[1:] else 'is'} in "
+        f"{'their' if own[1:] else 'its'} {ordinal(number + 1)} ({newest.signature.text})"
+    )
+    elsewhere = any(rank in each.submitted for each in waiting for rank in late)
+    return text + (": do all ranks have equally many batches?" if elsewhere else "")
+
+
+def ordinal(number: int) -> str:
+    """Such as 1st, 12th, 22nd."""
+    teen = 10 <= number % 100 < 20
+    return f"{number}{'th' if teen else {1: 'st', 2: 'nd', 3: 'rd'}.get(number % 10, 'th')}"
 
 
 def report(text: str, queried: Sequence[int], replies: Mapping[int, StackReply], *, stacks: bool = True) -> str:

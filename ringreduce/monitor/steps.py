@@ -57,10 +57,11 @@ class Step:
 
 
 class StepRecorder:
-    """One engine's, which records nothing until `start`. Any thread may call it."""
+    """One engine's, which records nothing until `start`; steps are counted always. Any thread may call it."""
 
     def __init__(self) -> None:
         self.recording = self._always = False
+        self.taken = 0  # steps, recorded or not
         self.thread = threading.get_ident()  # that trains: so far the one that called init()
         self.steps: collections.deque[Step] = collections.deque(maxlen=KEPT)
         self.passed_s: dict[int, float] = {}  # since when a thread, whose submission comes now, has waited for it
@@ -104,6 +105,24 @@ class StepRecorder:
         else:
             self._when_recording.append(action)
 
+    def stepped(self, who: object, examples: int | None = None) -> None:
+        """An optimizer has stepped; of several that step in turn, one ends a step; it is gone when another steps twice.
+
+        who: which one, so that all ranks count alike;  MARKED: the script says so itself.
+        """
+        is_first = who not in self._others and len(self._others) < MOST_OTHERS  # since that one has stepped
+        if self._who not in (None, who) and who is not MARKED and (self._who is MARKED or is_first):
+            self._others.add(who)
+            return
+        self._who, self._others = who, set()
+        self.taken += 1
+        if not self.recording:
+            return
+        if not _is_frameworks():
+            self.thread = threading.get_ident()
+        with self._lock:
+            self._end(self._step, examples)
+
     # Called while recording only
 
     def ended(self, it: Any) -> None:
@@ -146,21 +165,6 @@ class StepRecorder:
                 self._step.waits.append((name, since_s, now_s))
             if len(self._blocked) < MOST_SPANS:
                 self._blocked.append((since_s, now_s))
-
-    def stepped(self, who: object, examples: int | None = None) -> None:
-        """An optimizer has stepped; of several that step in turn, one ends a step; it is gone when another steps twice.
-
-        who: which one, so that all ranks count alike;  MARKED: the script says so itself.
-        """
-        is_first = who not in self._others and len(self._others) < MOST_OTHERS  # since that one has stepped
-        if self._who not in (None, who) and who is not MARKED and (self._who is MARKED or is_first):
-            self._others.add(who)
-            return
-        self._who, self._others = who, set()
-        if not _is_frameworks():
-            self.thread = threading.get_ident()
-        with self._lock:
-            self._end(self._step, examples)
 
     def _end(self, step: Step, examples: int | None) -> None:
         moving, blocked = united(self._moving, step.from_s), united(self._blocked, step.from_s)

@@ -11,6 +11,7 @@ have not submitted it for long. So all that needs the ranks' lines and signature
 from __future__ import annotations
 
 import dataclasses
+import math
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -49,6 +50,7 @@ class Waiting(NamedTuple):
     since_s: float
     submitted: dict[int, str]  # by rank: the line that submitted it
     missing: list[int]
+    step: int = -1  # see Submission
 
 
 class Coordinator:
@@ -129,9 +131,15 @@ class Coordinator:
                 self._forgotten.append(number)
                 self.has_news = True
 
-    def check(self, now_s: float) -> None:
-        """Now and then: other ranks may have counted an unnamed tensor by an id, and wait for one that is a record."""
-        if any(each.signature.numbered and now_s - each.since_s >= UNNAMED_WAIT_S for each in self._entries.values()):
+    def check(self, now_s: float, overdue_s: float = math.inf) -> None:
+        """Now and then: other ranks may have counted an unnamed tensor by an id, and wait for one that is a record.
+
+        overdue_s: when one has waited for so long, a report will be of all that wait.
+        """
+        waiting = self._entries.values()
+        if any(now_s - each.since_s >= overdue_s for each in waiting):
+            self.forget(list(self._cache))
+        elif any(each.signature.numbered and now_s - each.since_s >= UNNAMED_WAIT_S for each in waiting):
             self.forget([number for number in self._cache if self._cache[number].numbered])
 
     # Responses
@@ -268,7 +276,8 @@ class Coordinator:
     def _waiting(self, entry: Entry) -> Waiting:
         lines = {rank: each.line for rank, each in entry.records.items()}
         missing = [rank for rank in self._members if rank not in self._joined and rank not in lines]
-        return Waiting(entry.signature, entry.since_s, lines, missing)
+        step = max(each.step for each in entry.records.values())
+        return Waiting(entry.signature, entry.since_s, lines, missing, step)
 
     def abandon(self, failures: Sequence[Failure]) -> Response:
         """Fail stalled tensors; returns the response for all ranks."""

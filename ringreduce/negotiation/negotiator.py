@@ -109,7 +109,8 @@ class Negotiator:
             else:
                 number = self.cache.id(each.key, signature)
             if number is None:
-                records.append(SubmissionRecord(signature, each.line, each.waits, int(now - each.submitted_s)))
+                waited_s = int(now - each.submitted_s)
+                records.append(SubmissionRecord(signature, each.line, each.waits, waited_s, each.step))
             else:
                 ids.append(number)
                 self._counted[number].append(each)
@@ -227,7 +228,7 @@ class Negotiator:
         sees two ids, or the coordinator has records.
         """
         if self.coordinator is not None:
-            self.coordinator.check(now_s)
+            self.coordinator.check(now_s, overdue_s)
         if self._leader is None:
             return
         waiting = self._leader.waiting(now_s)

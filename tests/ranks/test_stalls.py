@@ -4,6 +4,7 @@ import math
 import re
 import threading
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -60,17 +61,117 @@ def test_many_tensors_are_one_report_and_what_waits_elsewhere_is_told(monkeypatc
 
     def program():
         handles = [rr.allreduce_async(np.ones(2), name=f"t{k}.{rr.rank()}") for k in range(5)]
-        wait_until(lambda: reports and "7 more" in reports[-1])  # on a busy machine others come before
+        wait_until(
+            lambda: reports and reports[-1].count("2 more: waiting") == 2
+        )  # on a busy machine others come before
         return len(handles)
 
     run_ranks(2, program, settings=SOON)
     told = reports[-1]
-    assert re.search(r"stalled: allreduce 't0.\d' \(float64\[2\]\), and 't1.\d', 't2.\d' and 7 more: waiting", told), (
-        told
-    )
+    for rank in (0, 1):
+        names = rf"allreduce 't0.{rank}' \(float64\[2\]\), and 't1.{rank}', 't2.{rank}' and 2 more"
+        where = rf"submitted by rank {rank} \(test_stalls.py:\d+\); missing: rank {1 - rank}"
+        assert re.search(rf"^(stalled: )?{names}: waiting for \d+ s; {where}", told, re.MULTILINE), told
+    assert "All ranks must submit them\nrank" in told
     assert re.search(
         r"rank 1 last submitted allreduce 't4.1' .*, and waits for allreduce 't0.1', .* and 2 more", told
     ), told
+
+
+class Steps:
+    """Of one rank, 12 of them or 11: how it reduces, and counts."""
+
+    def __init__(self):
+        self.optimizer = rr.DistributedOptimizer(SimpleNamespace(step=lambda gradients: None))
+
+    def named(self):
+        rr.allreduce(np.ones(3), name="w")
+
+    def unnamed(self):
+        rr.allreduce(np.ones(3))
+        rr.allreduce(np.ones(4))
+
+    def two(self):
+        rr.allreduce(np.ones(3), name="v")
+        rr.allreduce(np.ones(3), name="w")
+
+    def marked(self):
+        for name in ("v", "v", "w"):
+            rr.allreduce(np.ones(3), name=name)
+        rr.mark_step()
+
+    def optimizer_s(self):
+        self.optimizer.step([np.ones(3), np.ones(4)])
+
+
+WHAT = {
+    "named": "allreduce 'w' (float64[3])",
+    "unnamed": "allreduce of an unnamed tensor (float64[3])",
+    "two": "allreduce 'v' (float64[3])",
+    "marked": "allreduce 'v' (float64[3])",
+    "optimizer_s": "allreduce of '0' and 1 more (float64[3], float64[4])",
+}
+
+
+@pytest.mark.parametrize("how", WHAT)
+@pytest.mark.parametrize("behind", [0, 2])
+def test_the_rank_that_has_taken_fewer_steps_is_named_with_their_number(how, behind, capsys):
+    """Each operation with the ranks that have submitted it, and with those that have not."""
+
+    def train():
+        step = getattr(Steps(), how)
+        for number in range(12):
+            if number != 5 or rr.rank() != behind:
+                step()
+        rr.allreduce(np.float32(rr.rank()), name="loss")
+
+    def program():
+        with pytest.raises(rr.CollectiveError, match=r"missing: rank|rank \d has left the job"):
+            train()
+
+    run_ranks(3, program, settings=Settings(stall_check_s=0.5, stall_abort_s=3))
+    first, *others = capsys.readouterr().err.split("stalled: ")[-1].splitlines()[:3]
+    here, ahead, what = f"rank {behind}", f"ranks {'0-1' if behind else '1-2'}", WHAT[how].partition(" (")[0]
+    assert first == (
+        f"{here} took 11 steps, {ahead} are in their 12th ({what}): do all ranks have equally many batches?"
+    )
+    waits = {WHAT[how]: (ahead, here), "allreduce 'loss' (float32[])": (here, ahead)}
+    for name, (submitted, missing) in waits.items():
+        where = rf"submitted by {submitted} \(test_stalls.py:\d+\); missing: {missing}"
+        (said,) = [each for each in others if each.startswith(name)]
+        assert re.fullmatch(rf": waiting for \d s; {where}(\. All ranks must submit them)?", said.removeprefix(name)), (
+            said
+        )
+
+
+def test_a_rank_that_is_late_in_a_step_is_asked_nothing_about_batches():
+    lines = {0: "train.py:7", 2: "train.py:7"}
+    waiting = [Waiting(Signature("allreduce", name), 1.0, lines, [1], step) for name, step in (("w", 21), ("v", -1))]
+    sentence = "rank 1 took 21 steps, ranks 0,2 are in their 22nd (allreduce 'w')"
+    assert headline(waiting, 3.0).splitlines() == [
+        "allreduce 'w', and 'v': waiting for 2 s; submitted by ranks 0,2 (train.py:7); missing: rank 1. All ranks must "
+        "submit them",
+        sentence,
+    ]
+    unnamed = [
+        Waiting(Signature("allreduce", f"noname.{step}", numbered=True), 1.0, lines, [1], step) for step in (20, 22, 21)
+    ]
+    assert headline(unnamed, 3.0).endswith("rank 1 took 20 steps, ranks 0,2 are in their 21st (allreduce)")
+    (first,) = headline([waiting[0]._replace(step=0)], 3.0).splitlines()
+    assert first.endswith("missing: rank 1. All ranks must submit it")
+
+
+def test_of_operations_of_many_groups_of_ranks_the_first_are_told():
+    waiting = [Waiting(Signature("allreduce", f"w{rank}"), 1.0, {rank: "a.py:1"}, [9]) for rank in range(5)]
+    first, *_, last = headline(waiting, 3.0).splitlines()
+    assert first == "allreduce 'w0': waiting for 2 s; submitted by rank 0 (a.py:1); missing: rank 9"
+    assert last == "and 2 more, of other ranks or lines. All ranks must submit them"
+
+
+def test_numbers_in_order():
+    numbers = 1, 2, 3, 4, 11, 12, 13, 21, 101, 111, 122
+    expected = "1st 2nd 3rd 4th 11th 12th 13th 21st 101st 111th 122nd"
+    assert " ".join(map(stalls.ordinal, numbers)) == expected
 
 
 @pytest.mark.parametrize("name", ["w", "ordered"])

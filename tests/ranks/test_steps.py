@@ -259,17 +259,19 @@ def test_training_over_the_backend_ring(world, tmp_path):
     assert world(2).run(program) == [[(number, True, True) for number in range(STEPS)]] * 2
 
 
-def test_while_it_is_off_nothing_is_recorded_sent_or_counted(sent, monkeypatch):
-    for name in ("ended", "passed", "waited", "stepped"):
+def test_while_it_is_off_nothing_is_recorded_or_sent_and_steps_are_counted(sent, monkeypatch):
+    for name in ("ended", "passed", "waited", "_end"):
         monkeypatch.setattr(StepRecorder, name, lambda *args: pytest.fail(f"{args}"))
 
     def program():
         calls_of(rr.DistributedOptimizer)
+        assert (taken := runtime.current("test").engine.recorder.taken) > 1
         channel = rr.ordered()
         for _ in range(5):
             channel.allreduce_(np.ones(100))
         rr.mark_step(7)
         engine = runtime.current("test").engine
+        assert engine.recorder.taken == taken + 1
         return engine.transport.traffic, engine.recorder.recording, rr.allreduce_async(np.ones(3)).recorder
 
     assert run_ranks(2, program, settings=dataclasses.replace(sent[0], report=False)) == [(None, False, None)] * 2
