@@ -20,6 +20,7 @@ HELPER = "_new_process_group_helper"
 """torch's own function, private, through which every process group is made."""
 MEANT = ("gloo", "mpi")
 _ALONE_AFTER_S = 60.0
+_OF_A_STEP = 16  # elements: of a loss and a few metrics
 
 
 def register() -> None:
@@ -126,6 +127,7 @@ def _watch_groups(error_file: str) -> None:
     _watch_rendezvous(tell)
     if hook:  # this is the rank's first process
         hook.torch_groups = 0
+        _watch_optimizers(hook)
         _thread.start_new_thread(_say_after_a_minute, (hook,))
 
     @functools.wraps(helper)
@@ -156,6 +158,54 @@ def _watch_rendezvous(tell: Callable[[int, int], None]) -> None:
 
     for scheme, handler in handlers.items():
         handlers[scheme] = watched(handler)
+
+
+def _watch_optimizers(hook: Any) -> None:
+    """Let the hook know whether this rank trains a model of its own, though it has joined others."""
+    from torch.optim.optimizer import register_optimizer_step_post_hook
+
+    training = _Training()
+    hook.torch_trained_alone = training.is_alone
+    register_optimizer_step_post_hook(training.stepped)
+
+
+class _Training:
+    """How often torch's optimizers have stepped in this process, and whether ringreduce has moved more than metrics.
+
+    Who trains with others moves a model's parameters at least once after the first step, or some elements at each.
+    """
+
+    def __init__(self) -> None:
+        self._steps = self._parameters = 0
+        self._submitting: Any = None  # of ringreduce's engine, at the first step
+        self._shares = False
+
+    def stepped(self, optimizer: Any, *_: Any) -> None:
+        """An optimizer has stepped; the first one's parameters are what is to be shared."""
+        if self._shares:
+            return
+        self._steps += 1
+        process = getattr(sys.modules.get("ringreduce.runtime"), "process", None)
+        if process is None or process.runtime is None:
+            return
+        submitting = process.runtime.engine.submitting
+        if submitting is not self._submitting:
+            self._submitting, self._steps = submitting, 1
+            self._parameters = sum(each.numel() for group in optimizer.param_groups for each in group["params"])
+            submitting.owed = self._parameters
+        else:
+            self._shares = submitting.owed <= 0
+
+    def is_alone(self) -> bool:
+        """Whether nothing says that what was trained is shared; trials of a sweep and what RPC reaches need not be."""
+        if self._submitting is None or self._shares or self._steps == 1 or "ringreduce.sweeps" in sys.modules:
+            return False
+        moved = self._parameters - self._submitting.owed
+        return moved < min(self._parameters, _OF_A_STEP * self._steps) and not _uses_rpc()
+
+
+def _uses_rpc() -> bool:
+    return bool(getattr(sys.modules.get("torch.distributed.rpc.api"), "_ALL_WORKER_NAMES", None))
 
 
 def _say_after_a_minute(hook: Any) -> None:

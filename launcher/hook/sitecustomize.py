@@ -25,6 +25,7 @@ import importlib
 import os
 import signal
 import sys
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any, NoReturn
 
@@ -39,6 +40,8 @@ torch_groups: int | None = None
 """How many process groups torch has made; None where nobody counts them. launcher/torch_backend.py does."""
 torch_started_mpi = False
 """Whether MPI was started for one of them, and not by the program."""
+torch_trained_alone: Callable[[], bool] = bool
+"""Whether torch's optimizers have stepped on this rank, and nothing as large as that was reduced; counted likewise."""
 
 
 def _exit(status: Any = None, /) -> NoReturn:
@@ -111,8 +114,10 @@ def say_if_alone(*, ends: bool) -> None:
     imported = next((name for name in _COMPUTES if name in sys.modules), None)
     if not imported or os.environ.get("WORLD_SIZE") == "1" or os.getpid() != _pid:
         return
-    in_vain = _reduces_nothing()
+    trained_alone = ends and torch_trained_alone()
+    in_vain = trained_alone or _reduces_nothing()
     if in_vain or not _may_have_joined():
+        imported = "torch" if trained_alone else imported
         _tell(f'{{"alone": "{imported}", "ends": {int(ends)}, "in_vain": {int(in_vain)}}}')
 
 

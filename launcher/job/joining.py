@@ -11,6 +11,10 @@ _CURES = {
     "accelerate": _CPU.format("accelerate", "Accelerator(cpu=True)"),
     "torch": "call torch.distributed.init_process_group() or ringreduce.init()",
 }
+_EACH_ITS_OWN = (
+    "have joined each other, but reduced no gradients: each has trained a model of its own; wrap the model in torch's "
+    "DistributedDataParallel, or the optimizer in ringreduce.torch.DistributedOptimizer"
+)
 
 
 class Joining:
@@ -41,6 +45,8 @@ class Joining:
         cure = _CURES.get(said.imported, "call ringreduce.init()")
         if self._members and not said.in_vain:
             cure = "let ringrun start the ranks, in place of torchrun, mp.spawn and notebook_launcher"
+        if said.in_vain and said.imported == "torch":
+            return f"the {counted(self._size, 'rank')} {_EACH_ITS_OWN}"
         when = "" if said.ends else "after a minute "
         return f"{when}the {counted(self._size, 'rank')} have not joined each other: each runs alone; {cure}"
 

@@ -59,6 +59,7 @@ class Submitting:
     ) -> None:
         """check_gpu: raises InputError for arrays on another GPU than this rank's."""
         self.count = 0  # of all submissions
+        self.owed = 0  # elements that a rank which trains is yet to share with others; launcher/torch_backend.py asks
         self.watch: Watch | None = None
         self._world, self._inbox, self._ending, self._check_gpu = world, inbox, ending, check_gpu
         self._process_sets, self._states, self._channels = process_sets, process_sets.states, process_sets.channels
@@ -180,6 +181,8 @@ class Submitting:
         else:
             self._put(state, submission)
         self.count += 1
+        if self.owed > 0:
+            self.owed -= sum(each.count for each in submission.inputs)
 
     def _put(self, state: ProcessSetState, submission: Submission) -> None:
         key = submission.key

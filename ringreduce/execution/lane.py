@@ -40,7 +40,8 @@ class Lane:
     """One channel's, on one rank.
 
     polling:  the lock of the thread that may run operations; on_error: called with what has interrupted one.
-    is_unsafe: see inbox.may_be_interrupted.  submitting: while it has a `watch`, nothing is run here.
+    is_unsafe: see inbox.may_be_interrupted.
+    submitting: while it has a `watch`, or counts what is `owed`, nothing is run here.
     """
 
     def __init__(
@@ -96,7 +97,8 @@ class Lane:
             return False
         try:
             begun = channel.signed is not None or channel.crossing is not None
-            if begun or self._executor.busy or channel.closed or self._timeline.recording or self._submitting.watch:
+            watched = self._submitting.watch or self._submitting.owed > 0
+            if begun or self._executor.busy or channel.closed or self._timeline.recording or watched:
                 return False
             run, signatures, region, slots, in_python, _, what = known
             if in_python and self._is_unsafe():

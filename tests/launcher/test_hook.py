@@ -97,6 +97,7 @@ ACCELERATE = (
     + HOOK
     + "hook.torch_groups = 1\n"
 )
+TRAINS = HOOK + "import torch; hook.torch_groups = 1; hook.torch_trained_alone = lambda: True"
 ALONE = {
     "a program": ("", None, 0),
     "one that computes": ("import numpy", "numpy", 0),
@@ -110,6 +111,8 @@ ALONE = {
     "of torch's, whose groups nobody counts": ("import torch", None, 0),
     "of torch's, without a group": (HOOK + "import torch; hook.torch_groups = 0", "torch", 0),
     "of torch's, with a group": (HOOK + "import torch; hook.torch_groups = 1", None, 0),
+    "of torch's, in a group that reduces little": (TRAINS, "torch", 1),
+    "of accelerate's, in such a group": ("import accelerate; " + TRAINS, "torch", 1),
     "of JAX's": (JAX % 1, "jax", 0),
     "of JAX's, with others": (JAX % 2, None, 0),
     "of accelerate's": (ACCELERATE % "MULTI_CPU", None, 0),

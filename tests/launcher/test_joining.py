@@ -13,6 +13,10 @@ TOLD = "ringrun: the 2 ranks have not joined each other: each runs alone; "
 TORCH = TOLD + "call torch.distributed.init_process_group() or ringreduce.init()"
 LATER = TORCH.replace("the 2", "after a minute the 2")
 OWN = TOLD + "let ringrun start the ranks, in place of torchrun, mp.spawn and notebook_launcher"
+IN_VAIN = (
+    "ringrun: the 2 ranks have joined each other, but reduced no gradients: each has trained a model of its own; wrap "
+    "the model in torch's DistributedDataParallel, or the optimizer in ringreduce.torch.DistributedOptimizer"
+)
 CPU = TOLD + "without GPUs transformers needs TrainingArguments(use_cpu=True)"
 
 
@@ -38,6 +42,9 @@ def groups(members, size=2):
         (groups([[0, 1], [2, 3]], size=4) + alone(0, 1), []),
         (groups([[0], [1]]) + alone(0) + alone(1, in_vain=True), []),
         (groups([[0], [1]]) + alone(0, 1, imported="transformers.trainer", in_vain=True), [CPU]),
+        (groups([[0], [1]]) + alone(0, 1, in_vain=True), [IN_VAIN]),
+        ([Reported(1, Initialized()), *alone(0, 1, in_vain=True)], [IN_VAIN]),
+        ([Reported(1, Initialized()), *alone(1, in_vain=True)], []),
     ],
 )
 def test_what_is_told_of_ranks_that_run_alone(events, told):
@@ -83,6 +90,44 @@ def test_a_program_whose_child_joins_by_mpi_is_not_told(ringrun, script, tmp_pat
     done = ringrun("-np", 2, *script(program), returncode=0)
     assert sorted(done.stdout.splitlines()) == ["[0] sum 3", "[1] sum 3"]
     assert done.stderr == ""
+
+
+TRAINING = """
+    import sys, torch, torch.distributed as dist, ringreduce as rr, ringreduce.torch as hvd
+
+    how = sys.argv[1]
+    rr.init()
+    dist.init_process_group("ring")
+    model = torch.nn.Linear(30, 10)
+    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+    forward = torch.nn.parallel.DistributedDataParallel(model) if how == "DDP" else model
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    if how == "hvd":
+        optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
+    for step in range(1, 7):
+        forward(torch.ones(2, 30)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if how == "metrics":
+            dist.all_reduce(torch.ones(2))
+            rr.allreduce(torch.ones(3), name="more")
+        elif how == "averages" and step % 3 == 0:
+            for each in model.parameters():
+                dist.all_reduce(each.detach())
+        elif how == "activations":
+            dist.all_reduce(torch.ones(20))
+        elif how == "once":
+            break
+"""
+
+
+MORE = [pytest.param(how, marks=pytest.mark.extended) for how in ("nothing", "hvd", "averages", "activations", "once")]
+
+
+@pytest.mark.parametrize("how", ["metrics", "DDP", *MORE])
+def test_ranks_that_join_and_train_each_a_model_of_its_own_are_told(ringrun, script, how):
+    done = ringrun("-np", 2, *script(TRAINING), how, returncode=0)
+    assert done.stderr == (IN_VAIN + "\n" if how in ("nothing", "metrics") else "")
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,10 @@ import threading
 from types import SimpleNamespace
 
 import pytest
+import torch
 from torch.distributed import distributed_c10d
 
+from ringreduce import runtime as runtime_of_ranks
 from ringreduce.monitor import launcher_link
 from ringrun import torch_backend
 
@@ -54,6 +56,7 @@ def test_a_rank_without_a_group_says_so_after_a_minute_and_its_first_group_is_to
     monkeypatch.setattr(torch_backend, "_ALONE_AFTER_S", 0.01)
     monkeypatch.setattr(launcher_link, "report", lambda *path, **message: said.append((*path, message)))
     monkeypatch.setattr(distributed_c10d, torch_backend.HELPER, lambda *group: group)
+    monkeypatch.setattr(torch_backend, "_watch_optimizers", lambda _: None)
     torch_backend._watch_groups("rank1.json")
     assert is_said.wait(10)
     assert (said, hook.torch_groups) == ([{"ends": False}], 0)
@@ -68,3 +71,35 @@ def test_rpc_meets_others_without_a_group_and_that_is_told(monkeypatch):
     torch_backend._watch_rendezvous(lambda *who: told.append(who))
     assert list(rendezvous._rendezvous_handlers["made"]("made://", timeout=3)) == met
     assert told == [(0, 1), (3, 4)]
+
+
+@pytest.mark.parametrize(
+    ("steps", "moved", "sweeps", "alone"),
+    [
+        (1, 0, 0, False),
+        (2, 0, 0, True),
+        (2, 31, 0, True),
+        (2, 32, 0, False),
+        (9, 99, 0, True),
+        (9, 100, 0, False),
+        (9, 9, 1, False),
+    ],
+)
+def test_a_rank_trains_alone_that_moves_less_than_its_model_or_some_elements_a_step(
+    monkeypatch, steps, moved, sweeps, alone
+):
+    submitting = SimpleNamespace(owed=0)
+    runtime = SimpleNamespace(engine=SimpleNamespace(submitting=submitting))
+    training, model = torch_backend._Training(), torch.nn.Linear(24, 4)
+    optimizer = torch.optim.SGD(model.parameters())
+    training.stepped(optimizer)
+    assert not training.is_alone()  # before init()
+    monkeypatch.setattr(runtime_of_ranks.process, "runtime", runtime)
+    if sweeps:
+        monkeypatch.setitem(sys.modules, "ringreduce.sweeps", None)
+    else:
+        monkeypatch.delitem(sys.modules, "ringreduce.sweeps", raising=False)
+    for step in range(steps):
+        training.stepped(optimizer)
+        submitting.owed -= moved if step == 0 else 0
+    assert training.is_alone() == alone
