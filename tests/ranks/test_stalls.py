@@ -78,6 +78,21 @@ def test_many_tensors_are_one_report_and_what_waits_elsewhere_is_told(monkeypatc
     ), told
 
 
+def test_a_report_is_also_of_what_began_to_wait_a_little_later(monkeypatch):
+    reports = []
+    monkeypatch.setattr(stalls, "warn", lambda settings, text, full="": reports.append(full or text))
+
+    def program():
+        time.sleep(0.5 * (1 - rr.rank()))
+        handle = rr.allreduce_async(np.ones(2), name=f"t{rr.rank()}")
+        wait_until(lambda: reports)
+        return handle
+
+    run_ranks(2, program, settings=Settings(stall_check_s=1))
+    for name in ("t0", "t1"):
+        assert f"allreduce '{name}' (float64[2]): waiting for " in reports[0]
+
+
 class Steps:
     """Of one rank, 12 of them or 11: how it reduces, and counts."""
 

@@ -72,6 +72,16 @@ def test_an_unnamed_tensor_is_not_cached_while_another_like_it_waits_as_a_record
     assert len(ranks.decide().learned) == 1
 
 
+def test_what_waits_beside_an_overdue_tensor_is_announced_again_as_a_record():
+    ranks = Ranks()
+    (a,) = ranks.learn(tensor("a"))
+    ranks.tell(0, tensor("b"))
+    ranks.coordinator.check(4.0, 5.0)
+    assert ranks.decide() is None
+    ranks.coordinator.check(6.0, 5.0)
+    assert ranks.decide().forgotten == (a,)
+
+
 def test_another_shape_of_a_cached_tensor_lets_all_announce_records():
     ranks = Ranks()
     (a,) = ranks.learn(tensor("a", 3))
