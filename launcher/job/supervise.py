@@ -405,7 +405,8 @@ class Supervisor:
             return self._conclusion()
         ends = self._decisive_ends()
         aborter = outcome.aborter(ends, self._launcher.code)
-        if cause := aborter or outcome.root_cause(ends, self._lost_peer_code):
+        left = () if self._job.elastic else self._ranks.left
+        if cause := aborter or outcome.root_cause(ends, self._lost_peer_code, left):
             self._failed = True
             self._leave_out_host(cause.rank)
             return self._conclusions.failed(cause, ends)

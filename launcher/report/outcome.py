@@ -68,7 +68,9 @@ class RankEnd:
         return self.error.lost_ranks if self.error else ()
 
 
-def root_cause(ends: Iterable[RankEnd], lost_peer_code: int | None = None) -> RankEnd | None:
+def root_cause(
+    ends: Iterable[RankEnd], lost_peer_code: int | None = None, left: Collection[int] = ()
+) -> RankEnd | None:
     """Return the end that all the others follow from; None if no rank has failed.
 
     It is the first failure in time. One that blames another rank is a consequence if that rank has failed too,
@@ -78,8 +80,14 @@ def root_cause(ends: Iterable[RankEnd], lost_peer_code: int | None = None) -> Ra
     lost_peer_code: with this exit code the MPI itself ends a rank that has lost another (engines: `lost_peer_code`).
                     That may be heard of before the loss is. Such an end is a consequence of any other failure but those
                     that a signal of ringrun's may have led to.
+    left:           the ranks that have left in order. Where others fail for want of one of them, and then the MPI ends
+                    it, or crashes in it, that is a consequence.
     """
     failures = {end.rank: end for end in ends if end.failed}
+    missed = {rank for end in failures.values() for rank in end.blames if rank in left and rank in failures}
+    codes = {rank: failures[rank].code for rank in missed}
+    ended = {rank for rank, code in codes.items() if code is not None and (code == lost_peer_code or code < 0)}
+    failures = {rank: end for rank, end in failures.items() if rank not in ended} or failures
     if not failures:
         return None
     cause = min(failures.values(), key=lambda end: end.at_s)

@@ -107,6 +107,55 @@ def test_a_rank_that_dies_on_another_host(hosts, python, how, code, words):
         assert each in report
 
 
+LEAVES = {
+    "sys.exit(7)": (7, "exit code 7"),
+    "raise SystemExit(7)": (7, "exit code 7"),
+    "argparse.ArgumentParser().error('x')": (2, "exit code 2"),
+    "os._exit(7)": (7, "exit code 7"),
+    "concurrent.futures.ThreadPoolExecutor().submit(fail).result()": (1, "exit code 1"),
+    "threading.Thread(target=time.sleep, args=[99]).start(); fail()": (1, "exit code 1"),
+    "threading.Thread(target=time.sleep, args=[99]).start(); sys.exit(7)": (7, "exit code 7"),
+    "others_wait = True; it = threading.Thread(target=fail); it.start(); it.join(); sys.exit()": (
+        1,
+        "its script ended",
+    ),
+    "os.kill(os.getpid(), signal.SIGTERM)": (143, "signal 15"),
+    "os.kill(os.getpid(), signal.SIGSEGV)": (139, "signal 11"),
+    "signal.setitimer(signal.ITIMER_REAL, 0.1); time.sleep(99)": (142, "signal 14"),
+}
+LEAVING = """
+import argparse, concurrent.futures, os, signal, sys, threading, time
+import ringreduce as rr
+
+def fail():
+    raise ValueError("boom")
+
+others_wait = {others_wait}
+rr.init()
+rr.allreduce(1.0)
+if rr.rank() == {rank}:
+    open("leaves", "w").write(str(time.time()))
+    {way}
+if others_wait:
+    rr.allreduce(1.0)
+time.sleep(99)
+"""
+
+
+@pytest.mark.parametrize("rank", [1, 2])
+@pytest.mark.parametrize("way", LEAVES)
+def test_whatever_way_a_rank_leaves_the_job_is_over_within_seconds(hosts, python, script, way, rank):
+    """On either host, while the others compute for long: with its code, and named."""
+    code, how = LEAVES[way]
+    path = script(LEAVING.format(rank=rank, way=way, others_wait="others_wait" in way))
+    done = hosts.ringrun(python, "-np", 4, "-H", "h0:2,h1:2", python, path, returncode=code)
+    took_s = time.time() - float((hosts.folder / "leaves").read_text())
+    assert re.search(rf"rank {rank} of 4 (failed|left) first", done.stderr), done.stderr
+    assert how in done.stderr
+    assert took_s < patient(5), f"{took_s:.1f} s, with {done.stderr}"
+    hosts.assert_nothing_is_left()
+
+
 def test_a_rank_that_dies_as_soon_as_mpi_is_up_leaves_no_shared_memory(hosts, python, script):
     source = "import ringreduce as rr\nrr.init()\nif rr.rank() == 1:\n    raise ValueError('boom')\n"
     hosts.ringrun(python, *ALL, python, script(source), returncode=1)

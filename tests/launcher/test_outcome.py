@@ -39,6 +39,10 @@ TERM, KILL = signal.SIGTERM, signal.SIGKILL
         ([end(0, 1, 1.0, lost=(1,)), end(1, 1, 2.0, lost=(2,)), end(2, 6, 3.0)], 2),
         ([end(0, 1, 1.0, lost=(1, 2)), end(1, 1, 2.0, lost=(2,)), end(2, 6, 3.0)], 2),
         ([end(0, 1, 1.0, lost=(1,)), end(1, 1, 2.0, lost=(0,))], 1),
+        # of two that it has lost the one that has lost none, though that is heard of later
+        ([end(0, 1, 1.0, lost=(1, 2)), end(1, 1, 2.0, lost=(0,)), end(2, 6, 3.0)], 2),
+        ([end(0, 1, 1.0, lost=(1, 2)), end(1, 1, 2.0, lost=(3,)), end(2, 6, 3.0)], 2),
+        ([end(0, 1, 1.0, lost=(1, 2)), end(1, 5, 3.0), end(2, 6, 2.0)], 2),
         # a lost agent counts
         ([end(0, 0), end(1, None)], 1),
         # with 14 the MPI ends a rank that has lost another
@@ -61,6 +65,24 @@ TERM, KILL = signal.SIGTERM, signal.SIGKILL
 def test_root_cause(ends, cause):
     found = outcome.root_cause(ends, lost_peer_code=14)
     assert (found.rank if found else None) == cause
+
+
+@pytest.mark.parametrize(
+    ("ends", "left", "cause"),
+    [
+        ([end(0, 1, 1.0, lost=(2,)), end(1, 1, 1.1, lost=(2,)), end(2, 14, 1.2)], {2}, 0),
+        ([end(2, 14, 0.9), end(1, 1, 1.1, lost=(2,))], {2}, 1),
+        ([end(0, 1, 1.0, lost=(2,)), end(2, 14, 1.2)], {}, 2),
+        ([end(0, 1, 1.0, lost=(2,)), end(2, 7, 1.2)], {2}, 2),
+        ([end(2, 14, 1.2), end(0, 0)], {2}, 2),
+        ([end(0, 1, 1.0, lost=(2,)), end(2, -11, 1.2)], {2}, 0),
+        ([end(0, 14, 1.2), end(2, -9, 1.0)], {2}, 2),
+        ([end(0, -11, 1.0, lost=(2,)), end(2, 14, 1.2, lost=(0,))], {0, 2}, 2),
+        ([end(0, 1, 1.0, lost=(2,)), end(2, None, 1.2)], {2}, 2),
+    ],
+)
+def test_a_rank_that_left_in_order_has_not_failed_when_the_mpi_ends_it(ends, left, cause):
+    assert outcome.root_cause(ends, lost_peer_code=14, left=left).rank == cause
 
 
 @pytest.mark.parametrize(
@@ -161,6 +183,8 @@ def test_hydra_loses_the_code_of_mpi_abort_but_mpich_prints_it():
     assert (found.rank, found.code) == (1, 7)
     assert outcome.aborter(ends, 9) is None
     assert outcome.aborter(ends, None) is None
+    beyond = [end(1, 15, 2.0, tail=("Abort(263) on node 1 (rank 1 in comm 0): application called MPI_Abort",))]
+    assert outcome.aborter(beyond, 7).code == 7, "a process has 8 bits of it"
 
 
 def test_the_timeout_report_names_the_ranks():
