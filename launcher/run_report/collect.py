@@ -172,7 +172,8 @@ class Collector:
         steps = {int(index): n - before.get(index, 0) for index, n in new["histogram"].items()}
         if rank.about.get("rank") != 0:  # whose steps are all ranks'
             steps = {}
-        self.bins.add(self.age_s, Bin(Counter(steps), new.get("rss") or 0, new.get("shm") or 0))
+        ended = +Counter(steps)  # without zeros: the page draws no time where no step has ended
+        self.bins.add(self.age_s, Bin(ended, new.get("rss") or 0, new.get("shm") or 0))
         if not rank.marks or at_s - rank.marks[-1]["at_s"] >= _MARK_S:
             rank.marks.append(new)
         rank.totals, rank.heard_s = new, time.monotonic()

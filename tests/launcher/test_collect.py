@@ -59,6 +59,15 @@ def test_of_steps_the_last_are_kept_and_those_of_another_world_are_dropped():
     assert not collector.ranks[7].steps
 
 
+def test_seconds_in_which_no_step_ends_have_none(clock):
+    collector = Collector()
+    collector.begin(1)
+    say(collector, 0, about={"rank": 0})
+    for clock[0], done in ((1, 5), (2, 5), (3, 5), (4, 6)):
+        say(collector, 0, totals=totals(0, 1, steps=done))
+    assert [dict(each.steps) for each in collector.bins.by_number.values()] == [{-40: 5}, {}, {}, {-40: 1}]
+
+
 @pytest.mark.parametrize("restarts", [True, False])
 def test_steps_of_another_attempt_or_world_count_too(clock, restarts):
     collector = Collector()
