@@ -23,7 +23,7 @@ from ringreduce.errors import InputError, MissingExtraError
 from ringreduce.keras import parts, saved
 from ringreduce.keras.ops import adapter, grouped_allreduce
 from ringreduce.keras.together import decide_together
-from ringreduce.log import LOGGER
+from ringreduce.log import JOB
 from ringreduce.ops import Average, Min, ReduceOp
 from ringreduce.optim.exchange import Exchange, check_passes
 from ringreduce.runtime import is_initialized
@@ -248,7 +248,7 @@ class _Plain:
         """The gradients, clipped; the first time it says that they are not reduced."""
         optimizer = self._optimizer
         if vars(optimizer).pop("_clip_gradients") and is_initialized() and size() > 1:
-            LOGGER.warning(
+            JOB.warning(
                 f"rank {rank()} of {size()} trains alone: its {type(optimizer).__name__} was a DistributedOptimizer, "
                 "but what Keras loads or copies is none; use hvd.load_model(path), or wrap it"
             )
@@ -314,7 +314,7 @@ def _options_of(optimizer: Any, given: dict[str, Any], path: Any) -> dict[str, A
             "averaged them; or backward_passes_per_step=1 if the optimizer's own gradient_accumulation_steps did"
         )
     if str(path).endswith((".h5", ".hdf5")) and not given and rank() == 0:
-        LOGGER.warning(
+        JOB.warning(
             f"load_model: {path}: HDF5 does not keep the options of DistributedOptimizer, so the defaults are used, "
             "op=Average among them; pass those that you set, or save in Keras' own format, .keras"
         )

@@ -25,7 +25,7 @@ from ringreduce.api.world import rank
 from ringreduce.execution.signature import ranks_text
 from ringreduce.execution.submission import Handle
 from ringreduce.keras.parts import compare_buffers
-from ringreduce.log import LOGGER
+from ringreduce.log import JOB
 from ringreduce.ops import Max
 from ringreduce.runtime import is_initialized
 
@@ -112,7 +112,7 @@ class Fit:
         """wanted: does a rank want to stop, and does one not?"""
         one_does, one_does_not = wanted
         if one_does and one_does_not and self._wants:
-            LOGGER.warning(f"model.fit: rank {rank()} sets model.stop_training, so all ranks stop with it")
+            JOB.warning(f"model.fit: rank {rank()} sets model.stop_training, so all ranks stop with it")
         return bool(one_does)
 
     def _highest(self, what: str, values: Sequence[float]) -> list[float]:
@@ -143,7 +143,7 @@ class Fit:
 
     def _warn(self, text: str) -> None:
         if self._set.rank() == 0:
-            LOGGER.warning(f"model.fit: {text}")
+            JOB.warning(f"model.fit: {text}")
 
 
 def _both(*values: float) -> list[float]:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import ringreduce.keras as hvd
-from ringreduce.log import LOGGER
+from ringreduce.log import JOB
 from tests.keras import models
 
 optimizers = keras.optimizers
@@ -47,7 +47,7 @@ def goes_on_alike(trained, loaded):
 def said(monkeypatch):
     """What the log warns of."""
     texts = []
-    monkeypatch.setattr(LOGGER, "warning", texts.append)
+    monkeypatch.setattr(JOB, "warning", texts.append)
     return texts
 
 

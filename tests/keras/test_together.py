@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 import ringreduce.keras as hvd
-from ringreduce.log import LOGGER
+from ringreduce.log import JOB
 from tests.keras import models
 from tests.keras.models import RANK, SIZE
 
@@ -16,7 +16,7 @@ LAST = SIZE - 1
 def said(monkeypatch):
     """What the log warns of."""
     texts = []
-    monkeypatch.setattr(LOGGER, "warning", texts.append)
+    monkeypatch.setattr(JOB, "warning", texts.append)
     return texts
 
 

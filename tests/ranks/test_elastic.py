@@ -277,28 +277,6 @@ def test_hosts_that_change_are_told_at_the_next_commit(updates, skips_sync):
     assert (train(state), resets, state.syncs) == (2, [1], 1 if skips_sync else 2)
 
 
-@pytest.mark.parametrize(
-    ("error", "has_failed"),
-    [
-        (SystemExit(), False),
-        (SystemExit(0), False),
-        (SystemExit(3), True),
-        (SystemExit("no data"), True),
-        (KeyError("x"), True),
-    ],
-    ids=repr,
-)
-@each_rank_of(1)
-def test_a_rank_that_leaves_in_order_has_not_failed(error, has_failed):
-    @run
-    def train(state):
-        raise error
-
-    with pytest.raises(type(error)):
-        train(new_state())
-    assert current("a test").has_failed is has_failed
-
-
 @each_rank_of(2)
 def test_a_spare_has_its_state_when_it_is_synchronized():
     own = current("a test")

@@ -91,7 +91,7 @@ def test_how_the_process_ends_and_who_shows_the_traceback(tmp_path, monkeypatch,
     monkeypatch.setattr(sys, "excepthook", lambda kind, *_: said.append(kind))
     excepthook.install(str(tmp_path / "rank0.json") if by_ringrun else "")
     try:
-        sys.excepthook(*raised(error))
+        sys.excepthook(type(error), raised(error), error.__traceback__)
     finally:
         excepthook.uninstall()
     assert ended[0] == ("exit" if by_ringrun else "mpi", code)
@@ -109,5 +109,5 @@ def test_a_report_is_there_as_a_whole_or_not_at_all(tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(excepthook.json, "dump", is_full)
-    write_report(str(path), *raised(ValueError("x")))
+    write_report(str(path), raised(ValueError("x")))
     assert not path.exists()
