@@ -85,6 +85,7 @@ class Agent:
         port = self._port.number if self._port else 0
         self._send(wire.Hello(*self._place, socket.gethostname(), port))
         setup = self._await_setup()
+        processes.show_as([*sys.orig_argv, *setup.command])
         if self._place.local_rank == 0:
             kept_commits.sweep()
         setup = setup._replace(commits=kept_commits.prepared(setup.commits))

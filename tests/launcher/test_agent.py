@@ -69,12 +69,20 @@ class ScriptedLink:
 def test_an_agent_removes_the_folder_of_commits_that_ringrun_has_named_and_no_other(tmp_path, monkeypatch):
     monkeypatch.setattr(agent_module.os, "_exit", sys.exit)
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(agent_module.processes, "show_as", lambda argv: shown.append(argv[-2:]))
+    shown = []
     users, ours = str(tmp_path), kept_commits.new_name()
     for number, commits in enumerate(("", users, f"{ours}/../{Path(ours).name}", ours)):
         Path(str(number)).mkdir()
         assert kept_commits.prepared(ours)
         setup = wire.Setup(
-            ("/no/such/command",), "", 0, users, {"RINGREDUCE_STATE_DIR": users}, gives_stdin=False, commits=commits
+            ("/no/such/command", "--of", ":"),
+            "",
+            0,
+            users,
+            {"RINGREDUCE_STATE_DIR": users},
+            gives_stdin=False,
+            commits=commits,
         )
         agent = Agent(
             ScriptedLink(setup, wire.End()), Place(0, 1, 0, 1), Settings(HEAD, "openmpi", str(number)), daemon=0
@@ -84,6 +92,7 @@ def test_an_agent_removes_the_folder_of_commits_that_ringrun_has_named_and_no_ot
         agent._rank_socket._socket.close()
         assert Path(users).exists()
         assert Path(ours).exists() == (commits != ours)
+    assert shown == [["--of", ":"]] * 4
 
 
 def test_commits_that_a_killed_ringrun_has_left_are_swept_away():

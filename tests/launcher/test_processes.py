@@ -116,6 +116,23 @@ print(processes.state_of(child.pid))
     assert {pid: state_of(int(pid)) for pid in found.split()} == dict.fromkeys(found.split(), "X")
 
 
+SHOWN = """
+import subprocess, sys
+from ringrun.processes import show_as
+show_as(sys.argv[1:])
+print(open("/proc/self/cmdline", "rb").read())
+print(subprocess.run(["sh", "-c", "cat /proc/$PPID/cmdline; cat /proc/$$/cmdline"], stdout=subprocess.PIPE).stdout)
+"""
+
+
+def test_a_process_is_shown_as_what_it_runs_and_its_children_as_themselves():
+    words = ["python", "-m", "ringrun.agent", "train.py", "--sep", ":", "", "a b", "caf\udce9", "x" * 70000]
+    shown = b"".join(os.fsencode(word) + b"\0" for word in words)
+    done = jobs.run([sys.executable, "-c", SHOWN, *words], timeout_s=60, returncode=0)
+    child = b"sh\0-c\0cat /proc/$PPID/cmdline; cat /proc/$$/cmdline\0"
+    assert done.stdout.splitlines() == [repr(shown), repr(shown + child)]
+
+
 def test_the_processes_of_a_session_are_found_and_no_others():
     of_its_own_group = "subprocess.Popen(['sleep', '77'], preexec_fn=os.setpgrp)"
     program = f"import os, subprocess, time; print({of_its_own_group}.pid, flush=True); time.sleep(77)"
