@@ -23,6 +23,7 @@ import contextlib
 import os
 import queue
 import resource
+import socket
 import statistics
 import subprocess
 import sys
@@ -149,7 +150,7 @@ def _be_agents(listener: Listener, size: int) -> None:
     address = ("127.0.0.1", listener.address.port)
     links = [introduce(sock, listener.authkey, TIMEOUT_S) for sock in _sockets(address, size)]
     for rank, link in enumerate(links):
-        link.send(Hello(rank, size, f"node{rank}", 2345))
+        link.send(Hello(rank, size, rank, size, socket.gethostname(), 2345))
     for rank, link in enumerate(links):
         assert isinstance(link.receive(), Setup)
         link.send(Started(rank + 1))

@@ -252,7 +252,8 @@ def differences(rank, size):
     assert "op=Max" in str(work.exception())
     with pytest.raises(rr.MismatchError, match="op=Max"):
         work.get_future().wait()
-    with pytest.raises(rr.InputError, match="all_gather: float32 of 3 elements beside float32 of 2"):
+    at = r"allgather 'group \d+' \(test_torch_distributed.py:\d+\): "
+    with pytest.raises(rr.InputError, match=at + "float32 of 3 elements beside float32 of 2"):
         dist.all_gather([torch.ones(3) for _ in range(size)], torch.ones(2))
     with pytest.raises(rr.InputError, match="5 elements cannot be split equally among"):
         dist.group.WORLD.alltoall_base(torch.empty(5 * size), torch.empty(5 * size + 1)[: 5 + (size == 5)], [], [])
