@@ -287,7 +287,8 @@ def serve() -> None:
     """What a rank runs: get the function, call it, send what it returns."""
     key = bytes.fromhex(os.environ.pop(KEY_VARIABLE))
     link = connect(Address.parse(sys.argv.pop()), key)
-    link.send(Hello(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), "", 0))
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    link.send(Hello(rank, size, local_rank=0, local_size=0, host="", port=0))
     folders, cells, function = pickle.loads(_receive(link))  # noqa: S301 - from who started this job
     linecache.cache.update(cells)  # the source of a notebook's functions, for tracebacks
     sys.path[:] = [*folders, *(each for each in sys.path if each not in folders)]
