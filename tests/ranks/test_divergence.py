@@ -336,7 +336,7 @@ OWN = {
             text=lambda rank: f"rank {rank}",
             twice=lambda rank: {"a.b": 1.0, "a": {"b": 2.0}},
         ),
-        ["5 of an optimizer's arrays cannot be compared; the first is 'odd.0': a .*Odd is not an array", "'params.a'"],
+        ["4 of an optimizer's arrays cannot be compared; the first is 'odd.0': a .*Odd is not an array", "'params.a'"],
     ),
     "sharded": (
         own(of_numpy, wrap=rr.ShardedOptimizer, velocity=lambda rank: np.ones(rank)),

@@ -96,7 +96,7 @@ def test_a_group_that_is_not_made_in_time_is_given_up_and_its_messages_meet_no_o
 
     def program():
         if rr.rank() == 0:
-            with pytest.raises(rr.StalledError, match=r"open 'late': Timed out after 0.05 s"):
+            with pytest.raises(rr.StalledError, match=r"open 'late' \(test_opening.py:\d+\): Timed out after 0.05 s"):
                 OwnChannel([0, 1], "late", 0.05, "")
             with pytest.raises(
                 rr.CollectiveError,
@@ -189,7 +189,9 @@ def test_a_wait_with_a_timeout_ends_and_who_waits_is_told_of_the_end():
         values = np.full(3, 1.0 + rr.rank())
         if rr.rank() == 0:
             handle = begin_sum(number, values, lambda error: told.append((error, values.tolist())))
-            with pytest.raises(rr.StalledError, match=r"allreduce 'group': Timed out after 0.01 s"):
+            with pytest.raises(
+                rr.StalledError, match=r"rank 0 of 2, allreduce 'group' \(test_opening.py:\d+\): Timed out after 0.01 s"
+            ):
                 handle.wait(0.01)
             assert not told
             rr.barrier()

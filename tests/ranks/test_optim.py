@@ -55,6 +55,9 @@ class OneByOne(Reducer):
         self._count()
         self._begin_complete([gradient.bucket])
 
+    def learning_rates(self):
+        return [0.1]
+
 
 def local(name, rank, step):
     return np.arange(np.prod(SHAPES[name])).reshape(SHAPES[name]) * (rank + 1.0) + step + len(name)
