@@ -75,7 +75,7 @@ class Hello(NamedTuple):
     """An agent is there and waits for Setup: of which rank, as the MPI's launcher says it, and on which host.
 
     `host` is what the host calls itself. `port` is rank 0's alone: a TCP port of its host that is kept for it, 0 if the
-    MASTER_PORT that the user has set cannot be.
+    MASTER_PORT that the user has set cannot be. `boot` is which boot of a kernel it runs on, empty where nobody knows.
     """
 
     rank: int
@@ -84,6 +84,7 @@ class Hello(NamedTuple):
     local_size: int
     host: str
     port: int
+    boot: str = ""
 
 
 class Setup(NamedTuple):

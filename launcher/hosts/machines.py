@@ -70,6 +70,10 @@ class Machines:
         """Return what the host of this name calls itself; empty where it has not been asked."""
         return self._known[host].name if host in self._known else ""
 
+    def boot(self, host: str) -> str:
+        """Return which boot of a kernel the host of this name runs on; empty where that is not known."""
+        return self._known[host].identity.partition(" ")[0] if host in self._known else ""
+
     def rdma(self, host: str) -> Sequence[str]:
         """Return the ports of a host's RDMA devices."""
         return self._known[host].rdma if host in self._known else ()

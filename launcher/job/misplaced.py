@@ -32,10 +32,15 @@ def misplaced(job: Job, hello: Hello, environ: Mapping[str, str]) -> str:
     steering = [name for name in environ if _STEERS.match(name)]
     name, local_rank, local_size = job.place_of(hello.rank)
     own_name = job.machines.own_name(name) if job.hosts else name
+    boot = job.machines.boot(name)
     if own_name not in ("", hello.host):
         called = f"{name}, which calls itself {own_name}" if own_name != name else name
         what = f"rank {hello.rank} is to run on {called}, but was started on {hello.host}"
         cure = "name each host as it calls itself, see `hostname` there"
+    elif boot and hello.boot and boot != hello.boot:
+        elsewhere = f"another machine that calls itself {hello.host}, too"
+        what = f"rank {hello.rank} is to run on {name}, but was started on {elsewhere}"
+        cure = "give each a name of its own, as with `hostnamectl set-hostname`"
     elif (hello.local_rank, hello.local_size) != (local_rank, local_size):
         theirs = f"was started as local rank {hello.local_rank} of {hello.local_size}"
         what = f"rank {hello.rank} is to be local rank {local_rank} of {local_size} on {name}, but {theirs}"

@@ -17,7 +17,7 @@ from ringrun.job.plan import Job
 def machine(number, name="", **changes):
     """Machine `number`, with one address of its own."""
     interfaces = (Interface("eth0", is_running=True, networks=(f"10.0.0.{number}/24",)),)
-    return Machine(name or f"ip-10-0-0-{number}", f"boot {number}", interfaces)._replace(**changes)
+    return Machine(name or f"ip-10-0-0-{number}", f"boot{number} 1:2 net", interfaces)._replace(**changes)
 
 
 def known(**machines):
@@ -163,6 +163,13 @@ CURE_NAME = "name each host as it calls itself, see `hostname` there"
             "rank 1 is to be local rank 1 of 2 on node7, but was started as local rank 0 of 1; "
             "name each host once, with all its slots",
         ),
+        (JOB, Hello(1, 3, 1, 2, "ip-10-0-0-7", 1, "boot7"), ""),
+        (
+            replace(JOB, machines=known(node7=machine(7, "ubuntu"), node8=machine(8, "ubuntu"))),
+            Hello(2, 3, 0, 1, "ubuntu", 1, "boot7"),
+            "rank 2 is to run on node8, but was started on another machine that calls itself ubuntu, too; give each",
+        ),
+        (replace(JOB, machines=known(node8=machine(8, identity=""))), Hello(2, 3, 0, 1, "ip-10-0-0-8", 1, "b"), ""),
         (JOB, Hello(2, 3, 0, 2, "ip-10-0-0-8", 1), "rank 2 is to be local rank 0 of 1 on node8, but"),
         (ONE_HOST, Hello(1, 2, 1, 2, socket.gethostname(), 1), ""),
         (ONE_HOST, Hello(1, 2, 0, 1, "n9", 1), f"rank 1 is to run on {socket.gethostname()}, but was started on n9;"),
