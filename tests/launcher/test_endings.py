@@ -101,26 +101,36 @@ def test_ctrl_c_ends_ranks_that_ignore_it_and_a_second_one_at_once(pauses_s, lea
     assert least_s < seconds + wait_until_gone() < patient(most_s)  # without the second it takes 3.5
 
 
+ENDS = {
+    "Ctrl-C": (130, [], "ringrun: interrupted"),
+    "SIGTERM": (143, [], "ringrun: got SIGTERM"),
+    "its time is up": (124, ["--timeout", 12], "--timeout"),
+    "another rank dies": (137, [], "SIGKILL"),
+    "it does not read": (1, ["--lost-after", 3], "its agent has not read what ringrun sends for 3 s (--lost-after)"),
+}
+
+
 @both_mpis
-@pytest.mark.parametrize("end", [signal.SIGTERM, "it does not read"])
+@pytest.mark.parametrize("end", parted(ENDS, lambda end: end in ("SIGTERM", "it does not read")))
 def test_an_agent_that_is_stopped_holds_nobody_up_and_does_not_stay(end, start, program, processes_of, wait_until_gone):
-    process = start("-np", 2, "--lost-after", 3 if end == "it does not read" else 60, *program("runs_on"), "die")
+    code, flags, told = ENDS[end]
+    process = start("-np", 2, *(flags or ["--lost-after", 60]), *program("runs_on"), "die")
     assert [process.stdout.readline()[3:] for _ in range(2)] == [" up\n"] * 2
     found = processes_of()
     parents = {pid: int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1]) for pid in found}
-    of_ranks = [parents[pid] for pid, line in found.items() if "script.py die" in line and "ringrun" not in line]
-    os.kill(next(pid for pid in of_ranks if "ringrun.agent" in found.get(pid, "")), signal.SIGSTOP)
+    ranks = [pid for pid, line in found.items() if "script.py die" in line and "ringrun" not in line]
+    stopped, *_ = [parents[pid] for pid in ranks if "ringrun.agent" in found.get(parents[pid], "")]
+    os.kill(stopped, signal.SIGSTOP)
     job = next(job for job in find_jobs() if job.pid == process.pid)
     for _ in range(400):  # as `ringrun top`, each of which has ringrun tell all agents something
         ask(job, TOTALS)
-    if end != "it does not read":
-        process.send_signal(end)
+    if end in ("Ctrl-C", "SIGTERM"):
+        process.send_signal(signal.SIGINT if end == "Ctrl-C" else signal.SIGTERM)
+    elif end == "another rank dies":
+        os.kill(next(pid for pid in ranks if parents[pid] != stopped), signal.SIGKILL)
     seconds, _, errors = ended(process)
-    assert seconds < patient(10)
-    if end == "it does not read":
-        assert "its agent has not read what ringrun sends for 3 s (--lost-after)" in errors
-    else:
-        assert process.returncode == 128 + end
+    assert seconds < patient(10) + 12 * (end == "its time is up")
+    assert (process.returncode, told in errors) == (code, True), errors
     wait_until_gone()
 
 
