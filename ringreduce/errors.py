@@ -81,6 +81,16 @@ class JobFailedError(RingreduceError, RuntimeError):
 class MissingExtraError(RingreduceError, ImportError):
     """An optional package is missing; the message names the extra that installs it."""
 
+    @classmethod
+    def of(cls, needs: str, module: str, error: ImportError, install: str = "") -> MissingExtraError:
+        """The error for a module that is not installed, or is, and lacks something itself.
+
+        needs: who needs what, as in "ringreduce.jax needs JAX".  install: what pip installs it by, if not by `module`.
+        """
+        if error.name == module:
+            return cls(f"{needs}; install it with: pip install {install or module}")
+        return cls(f"{needs}, which is installed but cannot be imported: {error}")
+
 
 class NanError(RingreduceError, FloatingPointError):
     """With `check("nan:raise")`, on all ranks in the same step: which `rank` has a NaN or an infinity, and in what."""

@@ -23,10 +23,8 @@ def cupy() -> Any:
     try:
         return importlib.import_module("cupy")
     except ImportError as exc:
-        raise MissingExtraError(
-            "GPU arrays need CuPy; install it with: pip install 'cupy-cuda12x[ctk]' (or 'cupy-cuda13x[ctk]', as your "
-            "driver has it)"
-        ) from exc
+        install = "'cupy-cuda12x[ctk]' (or 'cupy-cuda13x[ctk]', as your driver has it)"
+        raise MissingExtraError.of("GPU arrays need CuPy", "cupy", exc, install) from exc
 
 
 def runtime() -> Any:

@@ -19,7 +19,7 @@ from ringreduce.errors import MissingExtraError as _MissingExtraError
 try:
     import jax as _jax  # noqa: F401
 except ImportError as exc:
-    raise _MissingExtraError("ringreduce.jax needs JAX; install it with: pip install jax") from exc
+    raise _MissingExtraError.of("ringreduce.jax needs JAX", "jax", exc) from exc
 
 from ringreduce.api.common import *
 from ringreduce.jax import elastic as elastic

@@ -15,7 +15,7 @@ from ringreduce.errors import MissingExtraError as _MissingExtraError
 try:
     import keras as _keras
 except ImportError as exc:
-    raise _MissingExtraError("ringreduce.keras needs Keras 3; install it with: pip install keras") from exc
+    raise _MissingExtraError.of("ringreduce.keras needs Keras 3", "keras", exc) from exc
 if _keras.__version__.startswith(("1.", "2.")):
     raise _MissingExtraError(
         f"ringreduce.keras needs Keras 3, but Keras {_keras.__version__} is installed; pip install --upgrade keras"

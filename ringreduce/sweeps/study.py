@@ -40,7 +40,7 @@ class Study:
         try:
             import optuna
         except ImportError as exc:
-            raise MissingExtraError("sweep needs Optuna; install it with: pip install optuna") from exc
+            raise MissingExtraError.of("sweep needs Optuna", "optuna", exc) from exc
         if direction not in get_args(Direction):
             raise InputError(f"sweep: direction={direction!r}; expected minimize or maximize")
         optuna.logging.set_verbosity(optuna.logging.WARNING)  # there is a line of our own

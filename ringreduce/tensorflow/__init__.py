@@ -14,9 +14,7 @@ from ringreduce.errors import MissingExtraError as _MissingExtraError
 try:
     import tensorflow as _tensorflow  # noqa: F401
 except ImportError as exc:
-    raise _MissingExtraError(
-        "ringreduce.tensorflow needs TensorFlow 2; install it with: pip install tensorflow"
-    ) from exc
+    raise _MissingExtraError.of("ringreduce.tensorflow needs TensorFlow 2", "tensorflow", exc) from exc
 
 from ringreduce.api.common import *
 from ringreduce.not_there import end_of as _end_of

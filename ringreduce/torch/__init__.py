@@ -11,7 +11,7 @@ from ringreduce.errors import MissingExtraError as _MissingExtraError
 try:
     import torch as _torch  # noqa: F401
 except ImportError as exc:
-    raise _MissingExtraError("ringreduce.torch needs PyTorch; install it with: pip install torch") from exc
+    raise _MissingExtraError.of("ringreduce.torch needs PyTorch", "torch", exc) from exc
 
 from ringreduce.api.broadcast import *
 from ringreduce.api.common import *

@@ -37,6 +37,16 @@ def test_without_its_framework_an_adapter_says_what_to_install(monkeypatch, modu
     assert f"ringreduce.{module}" not in sys.modules
 
 
+@pytest.mark.parametrize(("module", "library"), [("jax", "JAX"), ("keras", "Keras 3"), ("tensorflow", "TensorFlow 2")])
+def test_a_framework_that_lacks_something_itself_is_not_called_missing(monkeypatch, tmp_path, module, library):
+    (tmp_path / f"{module}.py").write_text("import what_it_needs_itself")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, module, raising=False)
+    why = f"ringreduce.{module} needs {library}, which is installed but cannot be imported: No module named 'what_it_n"
+    with pytest.raises(rr.MissingExtraError, match=why):
+        importlib.import_module(f"ringreduce.{module}")
+
+
 def test_an_old_keras_is_refused(monkeypatch):
     monkeypatch.setitem(sys.modules, "keras", types.SimpleNamespace(__version__="2.15.0"))
     with pytest.raises(
