@@ -67,7 +67,13 @@ def numbered(number: int, path: str) -> str:
 
 
 def _bytes(array: Any) -> Any:
-    return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+    flat = np.ascontiguousarray(array).reshape(-1)
+    if flat.dtype.char in "gG":  # of a long double's 16 bytes 6 are anything: as two float64, whose sum it is
+        whole = flat.view(np.longdouble)
+        with np.errstate(all="ignore"):
+            high = whole.astype(np.float64)
+            flat = np.concatenate([high, (whole - high).astype(np.float64)])
+    return flat.view(np.uint8)
 
 
 def _is_number(leaf: Any) -> bool:
@@ -80,7 +86,7 @@ def _number_or_bytes(leaf: Any) -> Any:
     buffer = as_buffer(leaf)
     if buffer.on_gpu:
         raise UnsupportedArrayError("it is on a GPU")
-    return buffer.flat.view(np.uint8)
+    return _bytes(leaf if isinstance(leaf, np.ndarray) else buffer.flat)
 
 
 class Divergence(Comparison):

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import ringreduce as rr
+from ringreduce.checks.divergence import parts_of
 from ringreduce.settings import Settings
 from ringreduce.testing import run_ranks
 from ringreduce.torch import parts
@@ -523,3 +524,14 @@ def test_the_check_ends_no_job_and_finds_what_differs(capsys, program, expected)
     assert len(said) == len(expected), said
     for one, pattern in zip(said, expected, strict=True):
         assert re.search(pattern, one), one
+
+
+@pytest.mark.parametrize("dtype", [np.longdouble, np.clongdouble])
+def test_of_long_doubles_the_values_are_compared_and_no_padding(dtype):
+    values, others = (np.full(4, 1.5, dtype) / 7 for _ in range(2))
+    padding = others.view(np.uint8).reshape(-1, np.dtype(np.longdouble).itemsize)[:, 10:]
+    padding ^= 255  # as memory that another array has had
+    mine, same = (parts_of({"a": each})[0] for each in (values, others))
+    assert np.array_equal(mine.read(), same.read())
+    others[3] = np.nextafter(others[3].real, dtype(0).real)
+    assert not np.array_equal(mine.read(), same.read())
