@@ -1,5 +1,6 @@
 """Modes that a program has set for a thread, or for a whole library: the results are those of any other program."""
 
+import contextlib
 import copy
 import io
 import itertools
@@ -156,7 +157,7 @@ MODES = {
     "no gradients": inside(torch.no_grad),
     "inference": inside(torch.inference_mode),
     "autocast": inside(lambda: torch.autocast("cpu", dtype=torch.bfloat16)),
-    "anomalies": inside(lambda: torch.autograd.set_detect_anomaly(True)),
+    "none": inside(contextlib.nullcontext),
 }
 
 
@@ -175,6 +176,12 @@ def of_mode(mode):
 @pytest.mark.parametrize("mode", MODES)
 def test_torchs_modes_of_a_thread(mode):
     run_ranks(2, lambda: of_mode(mode))
+
+
+def test_torchs_search_for_anomalies_in_the_whole_process():
+    with torch.autograd.set_detect_anomaly(True):
+        run_ranks(2, lambda: of_mode("none"))
+    assert not torch.is_anomaly_enabled()
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)

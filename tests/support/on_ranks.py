@@ -16,7 +16,7 @@ import pytest
 
 import ringreduce as rr
 from ringreduce.checks import divergence
-from ringreduce.log import LOGGER
+from ringreduce.log import JOB
 from ringreduce.mpi import abort
 
 
@@ -63,7 +63,7 @@ def findings(check):
     """found(expected): what this check has said since the last call, on the rank that says it; None: nothing."""
     with pytest.MonkeyPatch.context() as patch:
         said = []
-        patch.setattr(LOGGER, "error", said.append)
+        patch.setattr(JOB, "error", said.append)
         patch.setattr(divergence.launcher_link, "report", lambda *_, **__: None)
 
         def found(expected):
