@@ -126,7 +126,7 @@ def test_who_differs_and_why_is_named(capsys, change, begin, expected):
         except rr.CollectiveError:  # that rank takes no part in the reduction, as without the check
             assert begin is frozen
 
-    said = found(capsys, program, timeout_s=2 if begin is frozen else 20)
+    said = found(capsys, program, timeout_s=4 if begin is frozen else 20)
     assert len(said) == (expected is not None), said
     assert expected is None or re.search(expected, said[0]), said
 
