@@ -11,7 +11,8 @@ from typing import Any
 
 from ringreduce import runtime
 from ringreduce.api.arguments import Details, check_encoded, details_of
-from ringreduce.arrays.buffer import Buffer, check_apart
+from ringreduce.arrays.buffer import Buffer
+from ringreduce.arrays.view import check_apart
 from ringreduce.compression import Quantized
 from ringreduce.errors import CollectiveError, InputError
 from ringreduce.execution.into_outputs import INTO_OUTPUTS

@@ -9,8 +9,7 @@ from ringreduce import runtime
 from ringreduce.api.arguments import Arguments, arguments_of
 from ringreduce.api.process_sets import ProcessSet, global_process_set, number_of
 from ringreduce.api.submit import Array, like, only, refused, taken_apart
-from ringreduce.arrays.buffer import check_apart
-from ringreduce.arrays.view import as_buffers, to_write
+from ringreduce.arrays.view import as_buffers, check_apart, to_write
 from ringreduce.compression import AnyCompressor, Compression, check_compression
 from ringreduce.errors import InputError
 from ringreduce.execution.signature import calling_line

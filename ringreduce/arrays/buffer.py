@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from ringreduce.arrays.dtypes import ElementType, element_type
-from ringreduce.errors import InputError, UnsupportedArrayError
+from ringreduce.errors import UnsupportedArrayError
 from ringreduce.gpu.runtime import cupy
 
 
@@ -144,22 +144,6 @@ def shares_elements(shape: Sequence[int], strides: Sequence[int], itemsize: int)
             return True
         reached += stride * (count - 1)
     return False
-
-
-def check_apart(buffers: Sequence[Buffer]) -> None:
-    """Raise InputError where two of several arrays that are changed in place share memory: one would be changed twice.
-
-    Its `at` says which comes second.
-    """
-    spans = sorted((each.start, each.nbytes, number) for number, each in enumerate(buffers) if each.count)
-    for (low, nbytes, first), (high, _, second) in itertools.pairwise(spans):
-        if high < low + nbytes:
-            error = InputError(
-                f"it shares memory with tensor {min(first, second) + 1} of these, and so would be changed twice; pass "
-                "each array once, as one that two names have, or copies"
-            )
-            error.at = max(first, second)
-            raise error
 
 
 def message_bytes(flat: Any) -> Any:

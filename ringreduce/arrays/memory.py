@@ -25,11 +25,19 @@ class Memory(NamedTuple):
         return cls(device, address, array.nbytes, name)
 
 
+def overlapping(memory: Iterable[Memory]) -> tuple[Memory, Memory] | None:
+    """Two that have memory in common, in the order of their addresses; None where all lie apart."""
+    in_order = sorted(each for each in memory if each.nbytes)
+    for one, other in itertools.pairwise(in_order):  # where any overlap, two neighbours do
+        if one.device == other.device and other.address < one.address + one.nbytes:
+            return one, other
+    return None
+
+
 def in_common(memory: Iterable[Memory]) -> str:
     """Such as "'a' and 'b' have the same memory"; empty where all lie apart."""
-    in_order = sorted(each for each in memory if each.nbytes)
-    for one, other in itertools.pairwise(in_order):
-        if one.device == other.device and other.address < one.address + one.nbytes:
-            is_one = (one.address, one.nbytes) == (other.address, other.nbytes)
-            return f"{one.name!r} and {other.name!r} have {'the same memory' if is_one else 'memory in common'}"
-    return ""
+    if (found := overlapping(memory)) is None:
+        return ""
+    one, other = found
+    is_one = (one.address, one.nbytes) == (other.address, other.nbytes)
+    return f"{one.name!r} and {other.name!r} have {'the same memory' if is_one else 'memory in common'}"

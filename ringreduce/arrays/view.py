@@ -13,8 +13,9 @@ from ringreduce.arrays.buffer import Buffer, NotContiguousError, check_places, n
 from ringreduce.arrays.dlpack import a_kind_of, dlpack_buffer, foreign_gpu_buffer, is_on_gpu, is_traced
 from ringreduce.arrays.dtypes import element_type
 from ringreduce.arrays.gpu_buffer import cupy_buffer, is_cupy
+from ringreduce.arrays.memory import Memory, overlapping
 from ringreduce.arrays.torch_tensor import is_torch, torch_buffer, torch_packed
-from ringreduce.errors import UnsupportedArrayError
+from ringreduce.errors import InputError, UnsupportedArrayError
 from ringreduce.gpu.runtime import cupy
 
 
@@ -103,6 +104,22 @@ def to_write(arrays: Sequence[Any]) -> tuple[list[Buffer], Callable[[], None]]:
         exc.at = len(buffers)
         raise
     return buffers, functools.partial(_call_all, backs) if backs else nothing
+
+
+def check_apart(buffers: Sequence[Buffer]) -> None:
+    """Raise InputError where two of several arrays that are changed in place share memory: one would be changed twice.
+
+    Its `at` says which comes second.
+    """
+    memory = (Memory(each.device, each.start, each.nbytes, str(number)) for number, each in enumerate(buffers))
+    if found := overlapping(memory):
+        first, second = sorted(int(each.name) for each in found)
+        error = InputError(
+            f"it shares memory with tensor {first + 1} of these, and so would be changed twice; pass each array once, "
+            "as one that two names have, or copies"
+        )
+        error.at = second
+        raise error
 
 
 def nothing() -> None:
