@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from ringreduce.errors import InputError
+from ringrun.text import listed
 
 Named = list[tuple[str, Any]]
 
@@ -47,15 +48,6 @@ def name_parameters(
     owned_ids = {id(parameter) for parameter in owned}
     mine, others = ([pair for pair in first if (id(pair[1]) in owned_ids) is owns] for owns in (True, False))
     return mine, others
-
-
-def listed(texts: Sequence[str], most: int = 5) -> str:
-    """The first few of them, and how many more there are.
-
-    >>> listed(["a", "b", "c"], 2)
-    'a, b and 1 more'
-    """
-    return ", ".join(texts[:most]) + (f" and {len(texts) - most} more" if len(texts) > most else "")
 
 
 def group_parameters(named: Named, groups: int | Sequence[Sequence[Any]] | None) -> list[list[Any]]:

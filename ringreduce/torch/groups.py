@@ -19,7 +19,8 @@ import torch
 from ringreduce.errors import InputError
 from ringreduce.execution.signature import calling_line
 from ringreduce.log import JOB
-from ringreduce.optim.parameters import Named, listed
+from ringreduce.optim.parameters import Named
+from ringrun.text import listed
 
 _PARAMETERS = operator.itemgetter("params")
 MOST_NAMES = 20  # in the text of a change; more are told apart by a checksum
@@ -78,7 +79,8 @@ class Change(NamedTuple):
         ]
         lines = sorted(lines + [f"{name!r} is gone" for name, _ in self.gone if name not in replaced])
         checksum = f" ({zlib.crc32('; '.join(lines).encode()):08x})" if len(lines) > MOST_NAMES else ""
-        return listed(lines, MOST_NAMES) + checksum
+        text: str = listed(lines, MOST_NAMES)
+        return text + checksum
 
 
 class Groups:
@@ -135,8 +137,7 @@ class Groups:
         """What a new parameter is called: the same on all ranks whose groups are alike."""
         places = ((n, index) for n, group in enumerate(lists) for index, each in enumerate(group) if each is parameter)
         number, index = next(places)
-        optimizer = self._optimizer()
-        groups = optimizer.param_groups if optimizer is not None else []
+        groups = self.groups
         given = groups[number].get("param_names", ()) if number < len(groups) else ()
         older = self._lists[number] if number < len(self._lists) else []
         names = self.known_name(parameter) + ([given[index]] if len(given) == len(lists[number]) else [])

@@ -14,9 +14,9 @@ import torch
 from ringreduce import trees
 from ringreduce.api.world import rank
 from ringreduce.errors import InputError
-from ringreduce.optim.parameters import listed
 from ringreduce.runtime import is_initialized
 from ringreduce.torch.groups import groups_of
+from ringrun.text import listed
 
 Modules = Mapping[str, torch.nn.Module]
 """By what the names of their parameters begin with."""
@@ -178,7 +178,8 @@ def _owned(optimizer: torch.optim.Optimizer, modules: Modules) -> dict[str, torc
 
 
 def _listed(shapes: Mapping[str, tuple[int, ...]]) -> str:
-    return listed([f"{name!r} of shape {shape}" for name, shape in shapes.items()])
+    text: str = listed([f"{name!r} of shape {shape}" for name, shape in shapes.items()])
+    return text
 
 
 def _beside(parameter: Any, value: Any) -> Any:
