@@ -8,7 +8,6 @@ import pwd
 import resource
 import shutil
 import signal
-import struct
 import subprocess
 import sys
 import threading
@@ -98,17 +97,26 @@ def home() -> str:
 
 
 def show_as(argv: Sequence[str]) -> None:
-    """Let `ps` and `top` show these words as what this process runs, if the kernel can; otherwise the old ones stay."""
+    """Let `ps` and `top` show these words as what this process runs, if the kernel can; otherwise the old ones stay.
+
+    Called before there are threads: another one could move the end of the heap, which is passed along.
+    """
     words = b"".join(os.fsencode(word) + b"\0" for word in argv)
     libc = ctypes.CDLL(None)
     libc.sbrk.restype = libc.malloc.restype = ctypes.c_void_p
+    try:
+        stat = [0, 0, 0, *Path("/proc/self/stat").read_bytes().rpartition(b")")[2].split()]  # numbered as in proc(5)
+    except OSError:
+        return
     address = libc.malloc(ctypes.c_size_t(len(words)))  # for as long as the process lives
     ctypes.memmove(address, words, len(words))
-    stat = [0, 0, 0, *Path("/proc/self/stat").read_bytes().rpartition(b")")[2].split()]  # numbered as in proc(5)
     code, data_and_heap, stack, environment = stat[26:28], stat[45:48], stat[28], stat[50:52]
-    ends = map(int, (*code, *data_and_heap, libc.sbrk(0), stack, address, address + len(words), *environment))
-    memory_map = struct.pack("=11QQII", *ends, 0, 0, 0xFFFFFFFF)  # no auxiliary vector, no other executable
-    libc.prctl(_PR_SET_MM, _PR_SET_MM_MAP, memory_map, ctypes.c_ulong(len(memory_map)), ctypes.c_ulong(0))
+    ends = [*map(int, (*code, *data_and_heap, 0, stack, address, address + len(words), *environment))]
+    nothing_else = 0xFFFFFFFF << 32  # no auxiliary vector, and no other executable
+    memory_map = (ctypes.c_uint64 * 13)(*ends, 0, nothing_else)
+    size = ctypes.c_ulong(ctypes.sizeof(memory_map))
+    memory_map[5] = libc.sbrk(0)  # last of all, as what is made before may need a larger heap
+    libc.prctl(_PR_SET_MM, _PR_SET_MM_MAP, memory_map, size, ctypes.c_ulong(0))
 
 
 def adopt_orphans() -> None:
