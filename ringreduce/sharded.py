@@ -263,12 +263,9 @@ class ShardedArrays:
 def _of_one_type(arrays: list[Any]) -> list[Any]:
     """Arrays that are reduced in one memory; all of the widest type, where they differ and are numbers."""
     types = {each.dtype for each in arrays}
-    are_numbers = all(each.kind in "biufc" for each in types)
-    return (
-        arrays
-        if len(types) == 1 or not are_numbers
-        else [each.astype(np.result_type(*types), copy=False) for each in arrays]
-    )
+    if len(types) == 1 or any(each.kind not in "biufc" for each in types):
+        return arrays
+    return [each.astype(np.result_type(*types), copy=False) for each in arrays]
 
 
 def _state_of(optimizer: Any) -> Any:

