@@ -161,8 +161,6 @@ def _array(function: str, name: str, leaf: Any) -> Any:
         element = element_type(array.dtype)
     except (TypeError, UnsupportedArrayError) as exc:
         cure = "pass only the arrays of a tree, such as equinox.filter(tree, equinox.is_array)"
-        if _is_key(leaf):
-            cure = "random keys have no sum; broadcast or gather them"
         raise UnsupportedArrayError(f"{function}{_quoted(name)}: {exc}; {cure}") from exc
     if function not in MOVING:
         check_reducible(element, f"{function}{_quoted(name)}: ")
