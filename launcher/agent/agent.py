@@ -34,9 +34,10 @@ from ..engines import DAEMONS, ENGINES
 from ..environment import Place, Settings, error_file, rank_environment
 from ..errors import MachineError
 from ..folders import make_private_folder
+from ..machine.cpus import usable_cpus
 from ..machine.placement import Share, describe, place, threads_of
 from ..machine.topology import Topology, read_topology
-from ..text import counted
+from ..text import counted, format_spans
 from . import kept_commits
 from .death_notice import await_death
 from .join_watch import JoinWatch
@@ -84,7 +85,7 @@ class Agent:
         """Run the command that ringrun sends to its end, and stay until ringrun says so."""
         self._port = MasterPort(self._settings.master_port) if self._place.rank == 0 else None
         port = self._port.number if self._port else 0
-        self._send(wire.Hello(*self._place, socket.gethostname(), port, _boot()))
+        self._send(wire.Hello(*self._place, socket.gethostname(), port, _boot(), format_spans(usable_cpus())))
         setup = self._await_setup()
         processes.show_as([*sys.orig_argv, *setup.command])
         if self._place.local_rank == 0:

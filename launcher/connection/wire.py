@@ -76,6 +76,7 @@ class Hello(NamedTuple):
 
     `host` is what the host calls itself. `port` is rank 0's alone: a TCP port of its host that is kept for it, 0 if the
     MASTER_PORT that the user has set cannot be. `boot` is which boot of a kernel it runs on, empty where nobody knows.
+    `cpus` are those that it may run on, as in 0-3,7.
     """
 
     rank: int
@@ -85,6 +86,7 @@ class Hello(NamedTuple):
     host: str
     port: int
     boot: str = ""
+    cpus: str = ""
 
 
 class Setup(NamedTuple):

@@ -1,7 +1,7 @@
 """Whether a rank is where the plan says, by what its agent says; and plans that an MPI cannot keep.
 
 An MPI's launcher has a view of names, slots and settings of its own. Where it differs from ringrun's, ranks would run
-elsewhere, or use another's cores and GPU. So each agent is compared with the plan before any rank's command starts.
+elsewhere, or use another's cores and GPU, or a part of a part of the cores. So each agent is compared with the plan before any rank's command starts.
 """
 
 import re
@@ -16,18 +16,21 @@ from .plan import Job
 _STEERS = re.compile(r"(OMPI|PRTE)_MCA_(rmaps|ras|\w*hostfile)|HYDRA_|MPIEXEC_|SLURM_(DISTRIBUTION|HOSTFILE)")
 """Variables by which mpirun and srun place ranks, too."""
 
-_PLACING_FLAGS = (
+_PLACING_FLAGS = {
     *("H", "N", "bynode", "byslot", "cpus-per-rank", "f", "host", "hostfile", "hosts", "machinefile", "map-by"),
     *("nolocal", "npernode", "pernode", "perhost", "ppn", "rank-by", "rankfile", "rf"),
-)
+}
+_BINDING_FLAGS = {"bind-to", "binding", "cpu-bind", "cpu-list", "cpu-set"}
 
 
-def misplaced(job: Job, hello: Hello, environ: Mapping[str, str]) -> str:
+def misplaced(job: Job, hello: Hello, environ: Mapping[str, str], cpus: str = "") -> str:
     """Return why the agent that says `hello` is not where its rank is to run; nothing if it is there.
 
+    cpus: those that it is to find there, of which each rank will get its share; empty where that is not known.
     Where the user's own --mpi-args place the ranks there is no plan of them, and nothing to compare.
     """
-    if any(argument.lstrip("-") in _PLACING_FLAGS or "rmaps_" in argument for argument in job.mpi_args):
+    flags = {argument.lstrip("-").partition("=")[0] for argument in job.mpi_args}
+    if flags & _PLACING_FLAGS or any("rmaps_" in argument for argument in job.mpi_args):
         return ""
     steering = [name for name in environ if _STEERS.match(name)]
     name, local_rank, local_size = job.place_of(hello.rank)
@@ -45,6 +48,9 @@ def misplaced(job: Job, hello: Hello, environ: Mapping[str, str]) -> str:
         theirs = f"was started as local rank {hello.local_rank} of {hello.local_size}"
         what = f"rank {hello.rank} is to be local rank {local_rank} of {local_size} on {name}, but {theirs}"
         cure = "name each host once, with all its slots"
+    elif job.bind and not flags & _BINDING_FLAGS and "" not in (cpus, hello.cpus) and hello.cpus != cpus:
+        what = f"rank {hello.rank} is to get its share of the CPUs {cpus} of {name}, but was started on {hello.cpus}"
+        cure = "let nothing but ringrun bind ranks to cores, or give ringrun --no-bind"
     else:
         return ""
     return f"{what}; {f'unset {listed(steering)}, which may have placed it' if steering else cure}"

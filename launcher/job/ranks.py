@@ -20,9 +20,11 @@ from ..connection import wire
 from ..connection.link import Gone, HostSilentError
 from ..connection.listener import Listener
 from ..connection.queued import NotReadError, QueuedLink
+from ..machine.cpus import usable_cpus
 from ..output.display import Output
 from ..output.lines import LineSplitter
 from ..report.outcome import APPLICATION_ABORT, RankEnd
+from ..text import format_spans
 from .events import Aborted, Arrived, Deaf, Events, OutputClosed, RankDied, RankEnded, RankNotStarted, Refused, Reported
 from .misplaced import misplaced
 from .plan import Job
@@ -62,6 +64,8 @@ class Channel:
         self._ending: wire.End | None = None
         self.gone: set[int] = set()
         """The ranks whose agents are gone, whether or not the ranks had ended before."""
+        # by host: the first agent's; on ringrun's own, of which its launchers' children are a part, ringrun's
+        self._cpus = {} if job.hosts else {job.host_of(0): format_spans(usable_cpus())}
         self._cut: dict[int, str] = {}  # why, of the ranks whose connections ringrun has ended
 
     def start(self) -> None:
@@ -150,7 +154,8 @@ class Channel:
             )
         if hello.rank in self._links:
             return f"rank {hello.rank} was started twice, again on host {hello.host}"
-        return misplaced(self._job, hello, os.environ)
+        cpus = self._cpus.setdefault(self._job.host_of(hello.rank), hello.cpus)
+        return misplaced(self._job, hello, os.environ, cpus)
 
 
 class _Agent:

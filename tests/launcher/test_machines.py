@@ -189,6 +189,22 @@ def test_a_rank_that_is_not_where_it_is_to_be_is_told_with_both_places(job, hell
 
 
 @pytest.mark.parametrize(
+    ("cpus", "job", "why"),
+    [
+        ("0-7", ONE_HOST, ""),
+        ("", ONE_HOST, ""),
+        ("0-3", ONE_HOST, f"of the CPUs 0-7 of {socket.gethostname()}, but was started on 0-3; let nothing but ringrun"),
+        ("0-3", replace(ONE_HOST, bind=False), ""),
+        ("0-3", replace(ONE_HOST, mpi_args=["-bind-to", "core"]), ""),
+        ("0-3", replace(ONE_HOST, mpi_args=["--cpu-bind=cores"]), ""),
+    ],
+)
+def test_a_rank_that_something_else_has_bound_to_cores_is_told(cpus, job, why):
+    found = misplaced(job, Hello(1, 2, 1, 2, socket.gethostname(), 1, "", cpus), {}, "0-7")
+    assert found == why or (why and found.startswith(f"rank 1 is to get its share {why}"))
+
+
+@pytest.mark.parametrize(
     "variable", ["PRTE_MCA_rmaps_default_mapping_policy", "OMPI_MCA_orte_default_hostfile", "SLURM_DISTRIBUTION"]
 )
 def test_what_else_places_ranks_is_named(variable):

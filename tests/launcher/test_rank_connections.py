@@ -7,6 +7,7 @@ import select
 import socket
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -222,3 +223,16 @@ def test_what_all_are_sent_is_encoded_once(monkeypatch):
     channel._links = dict.fromkeys(range(3), SimpleNamespace(send_encoded=frames.append))
     channel.broadcast(Note("x"))
     assert (encoded, frames) == ([Note("x")], [b"frame"] * 3)
+
+
+def test_an_agent_that_may_use_other_cores_than_those_of_its_host_is_refused(channel, events):
+    made, come = channel
+    made._job = replace(JOB, hosts=[(Host("h0"), 3), (Host("h1"), 1)])
+    for rank, (host, local_rank, count, cpus) in enumerate(
+        [("h0", 0, 3, "0-1"), ("h0", 1, 3, "0-1"), ("h0", 2, 3, "2-3"), ("h1", 0, 1, "2-3")]
+    ):
+        come(Hello(rank, SIZE, local_rank, count, host, 0, "", cpus))
+        event = events.get(timeout=10)
+        assert isinstance(event, Refused if rank == 2 else Arrived)
+        if rank == 2:
+            assert "rank 2 is to get its share of the CPUs 0-1 of h0, but was started on 2-3" in event.reason
