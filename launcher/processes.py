@@ -246,11 +246,21 @@ def state_of(pid: int) -> str:
 
 
 def starter() -> str:
-    """Return the name of the program that has started this one, behind the shells in between; empty where none is."""
+    """Return the name of the program that has started this one, behind the shells in between; empty where none is.
+
+    It is "ringrun" where this is the command of a rank, which an agent starts.
+    """
     pid = os.getppid()
     while pid and (status := _status(pid)).get("Name") in _SHELLS:
         pid = int(status["PPid"])
-    return _status(pid).get("Name", "")
+    return "ringrun" if _is_agent(pid) else _status(pid).get("Name", "")
+
+
+def _is_agent(pid: int) -> bool:
+    try:
+        return b"ringrun.agent" in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+    except OSError:
+        return False
 
 
 def in_session(session: int) -> list[int]:

@@ -61,11 +61,11 @@ def detect(python: str) -> Detected:
 
 
 def refuse_being_many(environ: Mapping[str, str], starter: str) -> None:
-    """Raise UsageError where an MPI's launcher, `starter`, has started ringrun once for every rank.
+    """Raise UsageError where an MPI's launcher, or another ringrun, the `starter`, has started ringrun as every rank.
 
     What a rank starts has its variables, too, and may be a ringrun: it has another starter.
     """
-    for _, size, *_ in (engine.place_variables for engine in MPIS) if starter in STARTERS else ():
+    for _, size, *_ in (engine.place_variables for engine in MPIS) if starter in (*STARTERS, "ringrun") else ():
         if (times := environ.get(size, "1")) != "1":
             raise UsageError(
                 f"{starter} has started ringrun {times} times ({size}={times}), and each would start all ranks; "

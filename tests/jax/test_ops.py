@@ -369,7 +369,9 @@ def test_rows_that_differ_inside_jit_are_told():
 def test_what_cannot_be_reduced_is_told():
     with pytest.raises(rr.InputError, match=r"allreduce 'f': .*pass only the arrays of a tree, such as equinox.filter"):
         hvd.allreduce({"f": jax.nn.relu})
-    with pytest.raises(rr.InputError, match=r"allreduce 'k': elements of type key.* not reduced: they can be broadcast"):
+    with pytest.raises(
+        rr.InputError, match=r"allreduce 'k': elements of type key.* not reduced: they can be broadcast"
+    ):
         hvd.allreduce({"k": jax.random.key(0)})
     with pytest.raises(rr.InputError, match="allgather 'a': a 0-d array has no rows"):
         hvd.allgather({"a": 1.0})

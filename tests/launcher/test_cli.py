@@ -170,6 +170,16 @@ def test_a_ringrun_that_mpirun_starts_once_for_every_rank_is_refused(words, pyth
     assert f" has started ringrun 2 times ({size}=2), and each would start all ranks; start it once" in done.stderr
 
 
+@pytest.mark.parametrize("between", [[], ["sh", "-c", '"$@"; exit $?', "sh"]], ids=["itself", "a shell"])
+def test_a_ringrun_that_is_each_rank_of_another_is_refused(ringrun, between):
+    inner = [sys.executable, "-m", "ringrun", "-np", 2, "true"]
+    done = ringrun("-np", 2, *between, *inner, returncode=2)
+    assert "error: ringrun has started ringrun 2 times (" in done.stderr
+    ringrun("-np", 1, *between, *inner, returncode=0)
+    program = f"import subprocess; subprocess.run({[*inner[:4], '1', 'true']}, check=True)"
+    ringrun("-np", 2, sys.executable, "-c", program, returncode=0)
+
+
 @pytest.mark.parametrize(
     ("starter", "environ", "is_many"),
     [
@@ -177,6 +187,8 @@ def test_a_ringrun_that_mpirun_starts_once_for_every_rank_is_refused(words, pyth
         ("prted", {"OMPI_COMM_WORLD_SIZE": "64"}, True),
         ("hydra_pmi_proxy", {"PMI_SIZE": "2"}, True),
         ("hydra_pmi_proxy", {"PMI_SIZE": "1"}, False),
+        ("ringrun", {"PMI_SIZE": "2"}, True),
+        ("ringrun", {"PMI_SIZE": "1"}, False),
         ("prterun", {}, False),
         ("python3", {"OMPI_COMM_WORLD_SIZE": "2"}, False),
         ("", {"PMI_SIZE": "2"}, False),

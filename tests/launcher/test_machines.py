@@ -193,7 +193,11 @@ def test_a_rank_that_is_not_where_it_is_to_be_is_told_with_both_places(job, hell
     [
         ("0-7", ONE_HOST, ""),
         ("", ONE_HOST, ""),
-        ("0-3", ONE_HOST, f"of the CPUs 0-7 of {socket.gethostname()}, but was started on 0-3; let nothing but ringrun"),
+        (
+            "0-3",
+            ONE_HOST,
+            f"of the CPUs 0-7 of {socket.gethostname()}, but was started on 0-3; let nothing but ringrun",
+        ),
         ("0-3", replace(ONE_HOST, bind=False), ""),
         ("0-3", replace(ONE_HOST, mpi_args=["-bind-to", "core"]), ""),
         ("0-3", replace(ONE_HOST, mpi_args=["--cpu-bind=cores"]), ""),
