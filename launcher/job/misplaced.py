@@ -1,7 +1,8 @@
 """Whether a rank is where the plan says, by what its agent says; and plans that an MPI cannot keep.
 
 An MPI's launcher has a view of names, slots and settings of its own. Where it differs from ringrun's, ranks would run
-elsewhere, or use another's cores and GPU, or a part of a part of the cores. So each agent is compared with the plan before any rank's command starts.
+elsewhere, or use another's cores and GPU, or a part of their part of the cores. So each agent is compared with the plan
+before any rank's command starts.
 """
 
 import re

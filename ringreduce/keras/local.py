@@ -16,6 +16,8 @@ from ringreduce.local.steps import LocalSteps, Parameters
 
 
 class _LocalStepsCallback(TakesAllRanks, HasLocalSteps, keras.callbacks.Callback):  # type: ignore[misc]
+    shares_weights = True
+
     def __init__(self, options: Options) -> None:
         super().__init__()
         self._state: dict[str, Any] = {}

@@ -3,7 +3,7 @@
 a batch ends    what was set is taken back, until all ranks know of it: one that left alone would leave the others
                 waiting. They learn of it a batch later, where a callback of any rank may set it in a batch;
 an epoch ends   else they learn of it here. And ranks whose learning rates differ, or whose callbacks look at
-                metrics that differ, are warned of.
+                metrics that differ, are warned of; and those that train a model each, as nothing is reduced.
 
 Where ranks begin with unequal numbers of batches or epochs, they are warned of it, and each decides for itself.
 """
@@ -18,6 +18,7 @@ from typing import Any
 import keras
 import numpy as np
 
+from ringreduce import runtime
 from ringreduce.api.objects import allgather_object
 from ringreduce.api.process_sets import ProcessSet, global_process_set
 from ringreduce.api.reduce import allreduce, allreduce_async
@@ -32,13 +33,18 @@ from ringreduce.runtime import is_initialized
 HOOKS = "on_train_batch_end", "on_batch_end", "on_train_batch_begin", "on_batch_begin"
 CURE = "put hvd.callbacks.MetricAverageCallback() before it, or let it use what all ranks have alike"
 WAIT = "ranks that end first leave the others waiting"
+ALONE = (
+    "nothing reduces the gradients: each rank trains a model of its own; compile the model with "
+    "hvd.DistributedOptimizer(optimizer)"
+)
+OF_A_BATCH = 16  # elements: of a loss and a few metrics
 CLOSE = 1e-6  # relative; values that are closer differ by rounding
 
 
 class TakesAllRanks:
     """A callback that communicates: all ranks have it, and train together."""
 
-    averages_metrics = False
+    averages_metrics = shares_weights = False
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """A callback, which makes ranks decide together."""
@@ -52,6 +58,8 @@ class Fit:
     def __init__(self, callbacks: Any, process_set: ProcessSet) -> None:
         self._model, self._callbacks, self._set = callbacks.model, callbacks.callbacks, process_set
         self._wants = False
+        self._batches, self._looks = 0, not any(getattr(each, "shares_weights", False) for each in self._callbacks)
+        self._looks &= _reducing(self._model) is None
         self._pending: Handle | None = None  # the question that was asked after the batch before
         self._logs: dict[str, float] = {}
         self._has_warned_of: set[str] = set()  # alike on all ranks
@@ -71,6 +79,9 @@ class Fit:
 
     def batch_ended(self) -> None:
         """Ask the others, and stop where one of them has wanted to in the batch before."""
+        self._batches += 1
+        if self._looks and self._batches == 1:  # what is broadcast has been
+            _submitting().owed = self._model.count_params()
         if self._model.stop_training:
             self._wants, self._model.stop_training = True, False
         if not self._asks_in_batches:
@@ -83,6 +94,11 @@ class Fit:
 
     def epoch_ends(self, logs: Mapping[str, Any] | None) -> None:
         """Callbacks are about to get these logs."""
+        if self._looks and self._batches > 1:
+            self._looks, submitting, count = False, _submitting(), self._model.count_params()
+            shared, submitting.owed = count - submitting.owed, 0
+            if shared < min(count, OF_A_BATCH * self._batches):
+                self._warn(ALONE)
         self._wants |= self._wanted_before()
         self._logs = {name: float(value) for name, value in (logs or {}).items() if np.ndim(value) == 0}
 
@@ -202,15 +218,26 @@ def _rate(model: Any) -> float:
     return float(np.asarray(keras.ops.convert_to_numpy(rate)))
 
 
-def _process_set(callbacks: Any) -> ProcessSet | None:
-    """Of an optimizer of the model that reduces, or all ranks where a callback takes them."""
-    for value in (getattr(callbacks.model, "optimizer", None), *vars(callbacks.model).values()):
+def _reducing(model: Any) -> ProcessSet | None:
+    """The ranks of an optimizer of the model that reduces."""
+    for value in (getattr(model, "optimizer", None), *vars(model).values()):
         several = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else [value]
         for each in several:
             if isinstance(each, keras.optimizers.Optimizer):
                 reduction = vars(getattr(each, "inner_optimizer", each)).get("_clip_gradients")
                 if isinstance(found := getattr(reduction, "process_set", None), ProcessSet):
                     return found
+    return None
+
+
+def _submitting() -> Any:
+    return runtime.current("model.fit").engine.submitting
+
+
+def _process_set(callbacks: Any) -> ProcessSet | None:
+    """Of an optimizer of the model that reduces, or all ranks where a callback takes them."""
+    if (found := _reducing(callbacks.model)) is not None:
+        return found
     return global_process_set if any(isinstance(each, TakesAllRanks) for each in callbacks.callbacks) else None
 
 
