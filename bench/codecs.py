@@ -28,7 +28,7 @@ from common import Column, Report, machine, parse, parser, seconds_per_run
 import ringreduce as rr
 from ringreduce.arrays.buffer import numpy_buffer
 from ringreduce.kernels import native, quantized
-from ringreduce.powersgd import Matrix
+from ringreduce.optim.powersgd import Matrix
 
 SECONDS_PER_RUN = 0.05
 COLUMNS = (

@@ -8,7 +8,7 @@ Starts `ringrun -np P` for each number of ranks by itself, all on this machine: 
     tensors    a step with 1 to 10,000 tensors of 1 KiB (1,000 with more than 4 ranks): submitted one by one by their
                names, grouped, DDP on gloo (less its backward alone), and an MPI_Allreduce for each
     buffer     one buffer by each of our algorithms, called directly: measured, and what the cost model of
-               ringreduce.cost_model says, with the constants that it measured at the start
+               ringreduce.collectives.cost_model says, with the constants that it measured at the start
     hosts      the same for hosts, measured by bench/hosts.py (--hosts-json): that file's rows, at one rate
     predicted  flat ring and hierarchical for up to 10,000 ranks, by that model with those constants: nothing measured
 
@@ -31,7 +31,7 @@ import plots
 from common import Column, Report, machine, parse, parser, run_job, seconds_per_run
 from contenders import missing
 
-from ringreduce.cost_model import Constants, predict_us
+from ringreduce.collectives.cost_model import Constants, predict_us
 
 TIMEOUT_S = 900
 SECONDS_PER_RUN = 0.1

@@ -16,7 +16,7 @@ from gradients import measured
 from reducers import GROUPED, NUMPY, ONE_BY_ONE, Gradients, data_parallel, grouped, one_by_one, ours
 
 import ringreduce as rr
-from ringreduce.cost_model import ALGORITHMS, choose, predict_us
+from ringreduce.collectives.cost_model import ALGORITHMS, choose, predict_us
 
 ELEMENTS = 256
 

@@ -31,8 +31,8 @@ from contenders import global_algorithms
 import ringreduce as rr
 from ringreduce.arrays.dtypes import element_type
 from ringreduce.collectives import shared_halves
+from ringreduce.collectives.partition import by_chunk, chunk_bounds
 from ringreduce.ops import Reduction
-from ringreduce.partition import by_chunk, chunk_bounds
 from ringreduce.transport.base import complete
 
 SECONDS_PER_RUN = 0.1

@@ -37,7 +37,7 @@ from contenders import BY_HAND, DTYPES, GLOO, MPI_NAME, ORDERED, PUBLIC, missing
 from network import Network, why_not
 from simulation import simulated_us
 
-from ringreduce.cost_model import ALGORITHMS, Constants, Units, best_units, predict_us
+from ringreduce.collectives.cost_model import ALGORITHMS, Constants, Units, best_units, predict_us
 
 SIZES = (64 << 10, 1 << 20, 4 << 20, 16 << 20, 64 << 20)
 WHO = ("ring", "halving", "hierarchical", PUBLIC, MPI_NAME, GLOO)

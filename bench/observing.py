@@ -30,9 +30,9 @@ from train_step import SECONDS_PER_RUN, WARM_UP_STEPS, Trainee, batch_of, new_mo
 
 import ringreduce as rr
 from ringreduce import runtime
+from ringreduce.execution.steps import StepRecorder
 from ringreduce.monitor import reporting
 from ringreduce.monitor.reporting import SAMPLE_S, TOTALS_S, Reporting
-from ringreduce.monitor.steps import StepRecorder
 
 OFF, ON = "not recorded", "recorded, reported"
 CHECKS = {"check nan": "nan", "check divergence:10": "divergence:10"}

@@ -31,7 +31,15 @@ from common import Column, Report, machine, parse, parser
 from simulated.cluster import Cluster, Costs
 from simulation import Reducing, Training, costs_of
 
-from ringreduce.cost_model import LARGE_BYTES, MANY, Constants, best_units, choose, predict_us, segment_bytes
+from ringreduce.collectives.cost_model import (
+    LARGE_BYTES,
+    MANY,
+    Constants,
+    best_units,
+    choose,
+    predict_us,
+    segment_bytes,
+)
 
 SIZES = (4096, 65536, 1_000_000, 100_000_000)
 COPIES = 2.6  # of a buffer, in which a rank of `hierarchical` reads and writes: packing, sums, copying out

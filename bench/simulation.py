@@ -19,9 +19,9 @@ from simulated.cluster import Cluster, Costs
 
 from ringreduce.arrays.dtypes import TABLE
 from ringreduce.collectives import direct, doubling, halving, hierarchical, ring
+from ringreduce.collectives.cost_model import BUCKETS_IN_FLIGHT, Constants, Units, segment_bytes
 from ringreduce.collectives.overlap import AnyOf, overlapped
 from ringreduce.collectives.shared import Part
-from ringreduce.cost_model import BUCKETS_IN_FLIGHT, Constants, Units, segment_bytes
 from ringreduce.execution.signature import Signature, TensorSignature
 from ringreduce.negotiation.negotiator import Group, Negotiator
 from ringreduce.negotiation.protocol import decode, encode

@@ -70,7 +70,7 @@ def _new_group(make: Any, size: int, rank: int, ranks: Any, backend: str, store:
     from torch.distributed import GroupMember, distributed_c10d
     from torch.distributed.rendezvous import rendezvous
 
-    from ringreduce.mpi import rank_that_started
+    from ringreduce.transport.mpi import rank_that_started
 
     meant = renamed(backend)
     if meant == backend or rank_that_started(os.environ) is not None:  # a process that a rank starts may use gloo

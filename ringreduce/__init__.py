@@ -15,14 +15,13 @@ from importlib import import_module as _import_module
 from typing import TYPE_CHECKING as _TYPE_CHECKING
 
 from ringreduce._version import __version__ as __version__
-from ringreduce.not_there import no_attribute as _no_attribute
+from ringreduce.frameworks.not_there import no_attribute as _no_attribute
 
 if _TYPE_CHECKING:
     from ringreduce import elastic as elastic
     from ringreduce import ps as ps
     from ringreduce import sweeps as sweeps
     from ringreduce.api.broadcast import *
-    from ringreduce.api.common import *
     from ringreduce.api.control import *
     from ringreduce.api.gather import *
     from ringreduce.api.info import Info as Info
@@ -30,12 +29,13 @@ if _TYPE_CHECKING:
     from ringreduce.api.reduce import *
     from ringreduce.checks.switch import check as check
     from ringreduce.execution.submission import Handle as Handle
-    from ringreduce.local.optimizer import DiLoCo as DiLoCo
-    from ringreduce.local.optimizer import LocalSGD as LocalSGD
-    from ringreduce.local.options import Nesterov as Nesterov
-    from ringreduce.optimizer import DistributedOptimizer as DistributedOptimizer
-    from ringreduce.powersgd import PowerSGD as PowerSGD
-    from ringreduce.sharded import ShardedOptimizer as ShardedOptimizer
+    from ringreduce.frameworks.common import *
+    from ringreduce.numpy.local import DiLoCo as DiLoCo
+    from ringreduce.numpy.local import LocalSGD as LocalSGD
+    from ringreduce.numpy.optimizer import DistributedOptimizer as DistributedOptimizer
+    from ringreduce.numpy.sharded import ShardedOptimizer as ShardedOptimizer
+    from ringreduce.optim.local.options import Nesterov as Nesterov
+    from ringreduce.optim.powersgd import PowerSGD as PowerSGD
     from ringreduce.sweeps import sweep as sweep
 
 # where each name of the API stands
@@ -68,20 +68,24 @@ _API = {
         "PeerLostError RingreduceError SettingsError StalledError StartupError UnsupportedArrayError"
     ),
     "execution.submission": "Handle",
-    "lifecycle": "shutdown",
+    "runtime.lifecycle": "shutdown",
     "ops": "Adasum Average Max Min Product ReduceOp Sum",
-    "local.optimizer": "DiLoCo LocalSGD",
-    "local.options": "Nesterov",
-    "powersgd": "PowerSGD",
-    "optimizer": "DistributedOptimizer",
-    "run_function": "run",
+    "numpy.local": "DiLoCo LocalSGD",
+    "optim.local.options": "Nesterov",
+    "optim.powersgd": "PowerSGD",
+    "numpy.optimizer": "DistributedOptimizer",
+    "ringrun.run_function": "run",
     "runtime": "is_initialized",
-    "sampler": "DistributedSampler",
-    "sharded": "ShardedOptimizer",
+    "api.sampler": "DistributedSampler",
+    "numpy.sharded": "ShardedOptimizer",
     "sweeps": "sweep",
 }
 _PACKAGES = ("elastic", "ps", "sweeps")
-_module_of = {name: module for module, names in _API.items() for name in names.split()}
+_module_of = {
+    name: module if module.startswith("ringrun.") else f"{__name__}.{module}"
+    for module, names in _API.items()
+    for name in names.split()
+}
 __all__ = ["__version__", *_module_of]
 
 if not _TYPE_CHECKING:  # a type checker knows all names, and reports others
@@ -89,7 +93,7 @@ if not _TYPE_CHECKING:  # a type checker knows all names, and reports others
     def __getattr__(name: str) -> object:
         """Import what stands behind a name of the API; from then on the name is an attribute like any other."""
         if name in _module_of:
-            value = getattr(_import_module(f"{__name__}.{_module_of[name]}"), name)
+            value = getattr(_import_module(_module_of[name]), name)
         elif name in _PACKAGES:
             value = _import_module(f"{__name__}.{name}")
         else:

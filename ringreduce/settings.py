@@ -13,7 +13,6 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from ringreduce.checks.setting import Checks
 from ringreduce.errors import SettingsError
 from ringreduce.log import LEVELS
 
@@ -44,8 +43,56 @@ SHARED_SLOTS = 4  # slots of shared memory per process set; collectives/shared.p
 MOST_REGIONS = 32  # process sets that have flags in shared memory
 PCI_BUS_ID = r"[0-9a-fA-F]{4,8}:[0-9a-fA-F]{2}:[0-9a-fA-F]{2}\.[0-7]"  # of a device: domain, bus, device, function
 TRUE, FALSE = ("1", "true", "yes", "on"), ("", "0", "false", "no", "off")
+CHECKS_OF_NAN = ("report", "raise", "zero")
+CHECKED_EVERY = {"divergence": 100, "sdc": 1000}  # steps, by default
+CHECKS = "nan, nan:raise, nan:zero, divergence[:N], sdc[:N], with commas between them, such as nan,divergence:100"
 PER_RANK = ("cuda_device", "error_file", "placed_gpu", "state_dir", "timeline", "log_level", "log_timestamp")
 """Settings that may differ by rank."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Checks:
+    """The setting `check`: which checks run, and how often.
+
+        nan               report the first NaN or infinity in a gradient; nan:raise, nan:zero do more; nan:report is nan
+        divergence[:N]    every N steps (100): have all ranks equal parameters and buffers?
+        sdc[:N]           every N steps (1000): does another algorithm give the same sums?
+
+    Commas between them; none of them twice; empty: no checks.
+    """
+
+    nan: str = ""  # one of CHECKS_OF_NAN; empty: not looked for
+    divergence: int = 0  # every so many steps; 0: never
+    sdc: int = 0  # as well
+
+    @classmethod
+    def parse(cls, text: str) -> Checks:
+        """Raises SettingsError for anything else than the class's docstring names.
+
+        >>> Checks.parse("nan:zero,divergence")
+        Checks(nan='zero', divergence=100, sdc=0)
+        """
+        found: dict[str, str | int] = {}
+        for item in filter(None, (each.strip() for each in text.split(","))):
+            name, _, option = item.partition(":")
+            if name in found:
+                raise SettingsError(f"check={text!r}: {name} is named twice")
+            if name == "nan" and (option or CHECKS_OF_NAN[0]) in CHECKS_OF_NAN:
+                found[name] = option or CHECKS_OF_NAN[0]
+            elif name in CHECKED_EVERY and option.isascii() and (option or "1").isdecimal() and int(option or 1) > 0:
+                found[name] = int(option or CHECKED_EVERY[name])
+            else:
+                raise SettingsError(f"check={text!r}: {item!r}; expected {CHECKS}")
+        return cls(**found)  # type: ignore[arg-type]
+
+    def require(self, deterministic: bool) -> None:
+        """Raise SettingsError for what needs sums in the order of the ranks, where they are not."""
+        if self.sdc and not deterministic:
+            raise SettingsError(f"check='sdc:{self.sdc}' compares bits; it needs RINGREDUCE_DETERMINISTIC=1")
+
+    def __str__(self) -> str:
+        """The text that `parse` makes this of, with all options; equal for equal checks."""
+        return ",".join(f"{name}:{option}" for name, option in vars(self).items() if option)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,7 +127,7 @@ class Settings:
     timeline: str = ""  # the file that rank 0 writes, from init() on; DYNAMIC: wait for start_timeline()
     timeline_mark_cycles: bool = False  # mark each announcement in the timeline
     report: bool = False  # record what each step waits for; set by ringrun --report, to which ranks then send it
-    check: str = ""  # what is looked for while the job trains, such as nan,divergence:100; see checks/setting.py
+    check: str = ""  # what is looked for while the job trains, such as nan,divergence:100; see Checks
     log_level: str = "warning"  # least severe level logged to stderr: trace, debug, info, warning, error or fatal
     log_timestamp: bool = False  # begin log lines with the local time
     torch_backend: str = ""  # ring: torch.distributed's "gloo" and "mpi" mean it, too; see launcher/torch_backend.py

@@ -20,14 +20,15 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from ringreduce import lifecycle, log, runtime
+from ringreduce import log, runtime
 from ringreduce.checks.switch import start
 from ringreduce.errors import InputError, PeerLostError
 from ringreduce.execution.host import Host, window_bytes
+from ringreduce.runtime import lifecycle
 from ringreduce.settings import Settings
 from ringreduce.transport.threads import Message, ThreadNetwork
 from ringreduce.transport.window import Window
-from ringreduce.world import World
+from ringreduce.transport.world import World
 
 __all__ = ["Message", "run_ranks"]
 

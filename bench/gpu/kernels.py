@@ -226,8 +226,8 @@ def main() -> None:
         return
     import cupy
 
+    from ringreduce.arrays.cuda import Stream, device
     from ringreduce.gpu.kernels import Kernels
-    from ringreduce.gpu.runtime import Stream, device
 
     gpu = device(cupy.cuda.Device().id)
     kernels, stream = Kernels(gpu), Stream(gpu)

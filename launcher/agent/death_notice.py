@@ -1,4 +1,4 @@
-"""Hears that a rank of an elastic job begins to die, long before its end: see ringreduce/recovery/death_notice.py."""
+"""Hears that a rank of an elastic job begins to die, long before its end: see runtime/recovery/death_notice.py."""
 
 import contextlib
 import ctypes

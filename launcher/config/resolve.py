@@ -237,7 +237,7 @@ def _inherited(name: str, environ: Mapping[str, str], default: Any) -> Value:
 
 def _check(settings: Mapping[str, Value], environ: Mapping[str, str]) -> None:
     """Raise UsageError for what ringreduce would refuse in init(), and say who set it."""
-    from ringreduce.cost_model import ALGORITHMS, Constants
+    from ringreduce.collectives.cost_model import ALGORITHMS, Constants
     from ringreduce.errors import SettingsError
     from ringreduce.settings import Settings
 

@@ -127,7 +127,7 @@ def _links(request: Request, sound: Sequence[str]) -> tuple[Links | None, str]:
 
 def _ways(gradients_mb: float, computing_s: float, links: Links) -> str:
     """Return what a training step would take over the slowest link."""
-    from ringreduce.wire_cost import costs, table
+    from .wire_cost import costs, table
 
     gbit_s = min(link.gbit_s for link in links.measured)
     rows = costs(gradients_mb * 1e6, computing_s, len(links.hosts), gbit_s)

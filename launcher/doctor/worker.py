@@ -46,9 +46,9 @@ def rounds(count: int) -> list[list[Pair]]:
 
 def main() -> None:
     """Measure this rank's links."""
-    from ringreduce.mpi import finalize_mpi
     from ringreduce.transport.message import MessageTransport
-    from ringreduce.world import form_world
+    from ringreduce.transport.mpi import finalize_mpi
+    from ringreduce.transport.world import form_world
 
     world = form_world()
     whole = MessageTransport(world)

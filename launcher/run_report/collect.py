@@ -1,6 +1,6 @@
 """What the run report is made of: what ranks measure of their steps, and what happens to the job, in bounded memory.
 
-ringreduce in a rank (ringreduce/monitor/steps.py) sends three kinds of JSON objects:
+ringreduce in a rank (ringreduce/execution/steps.py) sends three kinds of JSON objects:
 
     {"about": …}    who it is, its clock, versions, settings, links: once for each world
     {"totals": …}   sums and histograms since its first step, each second

@@ -2,7 +2,6 @@
 
 process_sets  ProcessSet, and adding and removing them
 world         ranks and hosts; what is built in
-arguments     op and scales of a reduction, checked
 reduce        allreduce, reducescatter
 gather        allgather, alltoall
 broadcast     broadcast, broadcast_parameters
@@ -11,6 +10,7 @@ ordered       the same in program order, without negotiation; reduce, gather, sc
 control       init, shutdown, poll, synchronize, join, barrier, the timeline
 info          this installation and this job
 steps         stats of the last step, mark_step
+sampler       DistributedSampler
 
 Arrays may be NumPy, CuPy or torch arrays, or support DLPack or the CUDA array interface. Results are of the same kind,
 on the same device, and C-contiguous.

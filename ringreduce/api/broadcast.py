@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ringreduce import runtime, trees
+from ringreduce import runtime
 from ringreduce.api.process_sets import ProcessSet, global_process_set, number_of
-from ringreduce.api.submit import Array, like, prepared, refused, whole
+from ringreduce.arrays import trees
 from ringreduce.arrays.buffer import Buffer
 from ringreduce.arrays.view import as_buffers, to_write
 from ringreduce.errors import InputError
 from ringreduce.execution.submission import Handle, Submission
+from ringreduce.runtime.submit import Array, like, prepared, refused, whole
 
 __all__ = ["broadcast", "broadcast_", "broadcast_async", "broadcast_async_", "broadcast_parameters"]
 

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Sequence
 from typing import Any
 
-from ringreduce import lifecycle, runtime
+from ringreduce import runtime
 from ringreduce.api.objects import broadcast_object
 from ringreduce.api.process_sets import ProcessSet, global_process_set, number_of
-from ringreduce.api.submit import submit_and_wait
-from ringreduce.checks.switch import start
 from ringreduce.errors import InputError
 from ringreduce.execution.submission import Handle
-from ringreduce.monitor.timeline import BY_HAND
-from ringreduce.negotiation.negotiation import JOIN
+from ringreduce.execution.timeline import BY_HAND
+from ringreduce.negotiation.protocol import JOIN
+from ringreduce.runtime import lifecycle
+from ringreduce.runtime.submit import submit_and_wait
 
 __all__ = ["barrier", "init", "join", "poll", "start_timeline", "stop_timeline", "synchronize"]
 
 DYNAMIC = "dynamic"
+CHECKS = "ringreduce.checks.switch"  # which is loaded when one of them is asked for: they use this API
 
 
 def init(comm: Any = None, process_sets: str | Sequence[ProcessSet | Sequence[int]] | None = None) -> None:
@@ -47,7 +49,8 @@ def init(comm: Any = None, process_sets: str | Sequence[ProcessSet | Sequence[in
     current = runtime.current("init")
     for each, (number, members) in zip(given, own, strict=True):
         each.process_set_id, each.ranks = number, list(members)
-    start(current)
+    if str(current.checks) or current.settings.twice:
+        importlib.import_module(CHECKS).start(current)
     timeline = current.settings.timeline
     if timeline and timeline.upper() != BY_HAND:
         _start_timeline_everywhere(timeline, current.settings.timeline_mark_cycles)

@@ -9,9 +9,7 @@ from typing import Any
 import numpy as np
 
 from ringreduce import runtime
-from ringreduce.api.arguments import Details
 from ringreduce.api.process_sets import ProcessSet, global_process_set, number_of
-from ringreduce.api.submit import Array, like, refused
 from ringreduce.arrays.buffer import Buffer
 from ringreduce.arrays.dtypes import element_type
 from ringreduce.arrays.gpu_buffer import GpuBuffer, uploaded
@@ -19,6 +17,8 @@ from ringreduce.arrays.torch_tensor import is_torch
 from ringreduce.arrays.view import as_buffer, as_buffers
 from ringreduce.errors import InputError
 from ringreduce.execution.submission import Handle, Submission
+from ringreduce.runtime.arguments import Details
+from ringreduce.runtime.submit import Array, like, refused
 
 __all__ = ["allgather", "allgather_async", "alltoall", "alltoall_async", "grouped_allgather"]
 __all__ += ["grouped_allgather_async"]

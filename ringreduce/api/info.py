@@ -8,11 +8,13 @@ from typing import Any
 
 import numpy as np
 
-from ringreduce import mpi, runtime, wire_cost
+from ringreduce import runtime
 from ringreduce._version import __version__
-from ringreduce.cost_model import Constants
+from ringreduce.collectives.cost_model import Constants
 from ringreduce.kernels import native
-from ringreduce.negotiation.negotiation import GLOBAL
+from ringreduce.negotiation.protocol import GLOBAL
+from ringreduce.transport import mpi
+from ringrun.doctor import wire_cost
 
 
 @dataclasses.dataclass(frozen=True)

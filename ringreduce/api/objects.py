@@ -8,11 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from ringreduce import pickling, runtime
+from ringreduce import runtime
 from ringreduce.api.process_sets import ProcessSet, global_process_set, number_of
-from ringreduce.api.submit import prepared, submit_and_wait, whole
 from ringreduce.arrays.view import as_buffer
 from ringreduce.execution.submission import Submission
+from ringreduce.runtime.submit import prepared, submit_and_wait, whole
+from ringreduce.transport import pickling
 
 __all__ = ["allgather_object", "broadcast_object"]
 

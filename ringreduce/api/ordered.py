@@ -10,21 +10,22 @@ from typing import Any
 
 import numpy as np
 
-from ringreduce import pickling, runtime
+from ringreduce import runtime
 from ringreduce.api import broadcast as broadcasts
 from ringreduce.api import control, objects
 from ringreduce.api import gather as gathers
 from ringreduce.api import reduce as reductions
-from ringreduce.api.arguments import arguments_of
 from ringreduce.api.process_sets import ProcessSet, global_process_set, number_of
-from ringreduce.api.submit import like, refused, submit_and_wait, whole
 from ringreduce.arrays.buffer import Buffer
 from ringreduce.arrays.view import as_buffers, to_write
 from ringreduce.errors import InputError
 from ringreduce.execution.lane import Lane
 from ringreduce.execution.submission import Handle, Submission
 from ringreduce.ops import Adasum, Average, ReduceOp
-from ringreduce.world import World
+from ringreduce.runtime.arguments import arguments_of
+from ringreduce.runtime.submit import like, refused, submit_and_wait, whole
+from ringreduce.transport import pickling
+from ringreduce.transport.world import World
 
 __all__ = ["Ordered", "ordered"]
 MAKE_NEW = "allreduce", "reducescatter", "allgather"  # of what is done at once; others write into the array given

@@ -6,10 +6,11 @@ import weakref
 from collections.abc import Sequence
 from typing import Any
 
-from ringreduce import lifecycle, runtime
-from ringreduce.api.submit import submit_and_wait
+from ringreduce import runtime
 from ringreduce.errors import InputError
-from ringreduce.negotiation.negotiation import GLOBAL
+from ringreduce.negotiation.protocol import GLOBAL
+from ringreduce.runtime import lifecycle
+from ringreduce.runtime.submit import submit_and_wait
 
 __all__ = ["ProcessSet", "add_process_set", "get_process_set_ids_and_ranks", "global_process_set"]
 __all__ += ["host_process_set", "remove_process_set"]

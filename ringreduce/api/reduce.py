@@ -6,15 +6,15 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ringreduce import runtime
-from ringreduce.api.arguments import Arguments, arguments_of
 from ringreduce.api.process_sets import ProcessSet, global_process_set, number_of
-from ringreduce.api.submit import Array, like, only, refused, taken_apart
 from ringreduce.arrays.view import as_buffers, check_apart, to_write
 from ringreduce.compression import AnyCompressor, Compression, check_compression
 from ringreduce.errors import InputError
 from ringreduce.execution.signature import calling_line
 from ringreduce.execution.submission import Handle, Submission
 from ringreduce.ops import Average, ReduceOp
+from ringreduce.runtime.arguments import Arguments, arguments_of
+from ringreduce.runtime.submit import Array, like, only, refused, taken_apart
 
 __all__ = ["allreduce", "allreduce_", "allreduce_async", "allreduce_async_", "grouped_allreduce", "grouped_allreduce_"]
 __all__ += ["grouped_allreduce_async", "grouped_allreduce_async_", "grouped_reducescatter"]

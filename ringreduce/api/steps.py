@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ringreduce import runtime
-from ringreduce.monitor.steps import MARKED, SECONDS
+from ringreduce.execution.steps import MARKED, SECONDS
 
 
 def mark_step(examples: int | None = None) -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import importlib.util
 import warnings
 
-from ringreduce import mpi, runtime
+from ringreduce import runtime
+from ringreduce.transport import mpi
 
 __all__ = ["ccl_built", "cross_rank", "cross_size", "cuda_built", "ddl_built", "gloo_built", "gloo_enabled"]
 __all__ += ["is_homogeneous", "local_rank", "local_size", "mpi_built", "mpi_enabled", "mpi_threads_supported"]

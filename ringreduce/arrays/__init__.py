@@ -7,6 +7,9 @@ torch_tensor  torch's tensors, on the CPU and on a GPU
 dlpack        arrays of other libraries, such as JAX
 view          as_buffer: the buffer of any of these
 memory        where arrays lie, and which have memory in common
+trees         nested dicts, lists and tuples of arrays, by name
+scan          whether an array has NaN or infinity
+cuda          CUDA, through CuPy: streams, events, memory; device_selection: which GPU a rank gets
 
 No layer above asks which library an array came from; frameworks are never imported here, only recognised when the
 caller has imported them. Only `buffer.message_bytes` passes GPU memory to MPI: it first waits for the work that

@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
+from ringreduce.arrays.cuda import cupy
 from ringreduce.arrays.dtypes import ElementType, element_type
 from ringreduce.errors import UnsupportedArrayError
-from ringreduce.gpu.runtime import cupy
 
 
 class Buffer:

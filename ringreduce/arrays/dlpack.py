@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 
 from ringreduce.arrays.buffer import Buffer, numpy_buffer
+from ringreduce.arrays.cuda import cupy
 from ringreduce.arrays.gpu_buffer import cupy_buffer
 from ringreduce.errors import UnsupportedArrayError
-from ringreduce.gpu.runtime import cupy
 
 DLPACK_CPU, DLPACK_CUDA = 1, 2  # DLPack's device types
 

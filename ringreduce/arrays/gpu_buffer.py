@@ -12,10 +12,10 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from ringreduce.arrays import cuda as cuda
 from ringreduce.arrays.buffer import Buffer, not_contiguous
+from ringreduce.arrays.cuda import Event, cupy
 from ringreduce.arrays.dtypes import ElementType, element_type
-from ringreduce.gpu import runtime as cuda
-from ringreduce.gpu.runtime import Event, cupy
 
 
 class GpuBuffer(Buffer):

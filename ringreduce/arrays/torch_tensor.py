@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 
 from ringreduce.arrays.buffer import Buffer, check_places, flat_view, not_contiguous, packed
+from ringreduce.arrays.cuda import cupy
 from ringreduce.arrays.dtypes import ElementType, element_type
 from ringreduce.arrays.gpu_buffer import GpuBuffer
 from ringreduce.errors import UnsupportedArrayError
-from ringreduce.gpu.runtime import cupy
 
 
 class _TorchBuffer(Buffer):

@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 
 from ringreduce.arrays.buffer import Buffer, NotContiguousError, check_places, numpy_buffer, packed, plain
+from ringreduce.arrays.cuda import cupy
 from ringreduce.arrays.dlpack import a_kind_of, dlpack_buffer, foreign_gpu_buffer, is_on_gpu, is_traced
 from ringreduce.arrays.dtypes import element_type
 from ringreduce.arrays.gpu_buffer import cupy_buffer, is_cupy
 from ringreduce.arrays.memory import Memory, overlapping
 from ringreduce.arrays.torch_tensor import is_torch, torch_buffer, torch_packed
 from ringreduce.errors import InputError, UnsupportedArrayError
-from ringreduce.gpu.runtime import cupy
 
 
 def as_buffer(array: Any, writable: bool = False) -> Buffer:

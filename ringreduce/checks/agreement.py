@@ -9,12 +9,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ringreduce.api.arguments import details_of
 from ringreduce.arrays.buffer import numpy_buffer
 from ringreduce.engine.engine import Engine
 from ringreduce.execution.submission import Handle
-from ringreduce.negotiation.negotiation import GLOBAL
+from ringreduce.negotiation.protocol import GLOBAL
 from ringreduce.ops import Max
+from ringreduce.runtime.arguments import details_of
 
 TEXT_BYTES = 1024
 WHEN_BITS, RANK_BITS = 45, 16

@@ -14,8 +14,8 @@ from typing import Any
 from ringreduce import runtime
 from ringreduce.api.process_sets import ProcessSet, number_of
 from ringreduce.api.reduce import allreduce_async
-from ringreduce.checks.fingerprint import fingerprint
 from ringreduce.execution.submission import Handle
+from ringreduce.kernels.fingerprint import fingerprint
 from ringreduce.log import LOGGER
 from ringreduce.ops import ReduceOp
 

@@ -22,14 +22,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ringreduce import runtime, trees
+from ringreduce import runtime
 from ringreduce.api.process_sets import ProcessSet
+from ringreduce.arrays import trees
 from ringreduce.arrays.view import as_buffer
 from ringreduce.checks import blame
 from ringreduce.checks.blame import KINDS, NUMBER, OWNED, TRAINS, kind_of
 from ringreduce.checks.comparison import Comparison
-from ringreduce.checks.fingerprint import fingerprint
 from ringreduce.errors import UnsupportedArrayError
+from ringreduce.kernels.fingerprint import fingerprint
 from ringreduce.log import JOB
 from ringreduce.monitor import launcher_link
 from ringreduce.ops import Max, Min

@@ -25,16 +25,16 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ringreduce import runtime
+from ringreduce.arrays import scan
 from ringreduce.arrays.buffer import Buffer
 from ringreduce.arrays.dtypes import ElementType
 from ringreduce.arrays.gpu_buffer import any_on_gpu
-from ringreduce.checks import scan
 from ringreduce.checks.agreement import Agreement, Finding
 from ringreduce.errors import NanError, StalledError
 from ringreduce.execution.submission import Submission
 from ringreduce.log import JOB, LOGGER
 from ringreduce.monitor import launcher_link
-from ringreduce.negotiation.negotiation import GLOBAL
+from ringreduce.negotiation.protocol import GLOBAL
 from ringreduce.ops import Adasum, Average, Sum
 
 ADDED = frozenset(each.value for each in (Sum, Average, Adasum))  # a minimum may well be of infinities

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from ringreduce import runtime
-from ringreduce.api.submit import submit_and_wait
 from ringreduce.checks.nan import Nan
 from ringreduce.checks.resum import Resum
-from ringreduce.checks.setting import Checks
 from ringreduce.checks.twice import Twice
 from ringreduce.execution.submission import Submission
+from ringreduce.runtime.submit import submit_and_wait
+from ringreduce.settings import Checks
 
 __all__ = ["check"]
 

@@ -19,10 +19,10 @@ import numpy as np
 from ringreduce import runtime
 from ringreduce.api.objects import allgather_object
 from ringreduce.arrays.buffer import Buffer
-from ringreduce.checks.fingerprint import fingerprint
 from ringreduce.errors import SettingsError
 from ringreduce.execution.signature import ranks_text
 from ringreduce.execution.submission import Submission
+from ringreduce.kernels.fingerprint import fingerprint
 from ringreduce.log import JOB
 from ringreduce.monitor import launcher_link
 

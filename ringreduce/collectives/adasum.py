@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
+from ringreduce.collectives.partition import segments
 from ringreduce.collectives.tree import SEGMENT_BYTES
-from ringreduce.partition import segments
 from ringreduce.transport.base import Steps, Transport
 
 TAG = 5

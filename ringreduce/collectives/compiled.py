@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ringreduce.cost_model import is_one_shot
+from ringreduce.collectives.cost_model import is_one_shot
 from ringreduce.ops import Reduction
 from ringreduce.transport.base import Steps
 from ringreduce.transport.window import Region

@@ -33,7 +33,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from ringreduce.partition import bounds_of, chunk_bounds, segments
+from ringreduce.collectives.partition import bounds_of, chunk_bounds, segments
 from ringreduce.settings import Settings
 from ringreduce.transport.base import Steps, Transport, Work
 

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from ringreduce.collectives import doubling
-from ringreduce.cost_model import SHORT_BYTES
+from ringreduce.collectives.cost_model import SHORT_BYTES
 from ringreduce.transport.base import Steps, Transport
 
 HASH_BYTES = 8

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from ringreduce.partition import segments
+from ringreduce.collectives.partition import segments
 from ringreduce.transport.base import Steps, Transport, Work
 
 TAG = 4

@@ -38,9 +38,16 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ringreduce.collectives.partition import (
+    Step,
+    allgather_steps,
+    bounds_of,
+    chunk_bounds,
+    scatter_reduce_steps,
+    segments,
+)
 from ringreduce.errors import InputError
 from ringreduce.ops import Reduction
-from ringreduce.partition import Step, allgather_steps, bounds_of, chunk_bounds, scatter_reduce_steps, segments
 from ringreduce.settings import Settings
 from ringreduce.transport.base import Steps, Transport, Work
 

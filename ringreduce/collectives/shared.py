@@ -31,9 +31,9 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from ringreduce.cost_model import is_one_shot
+from ringreduce.collectives.cost_model import is_one_shot
+from ringreduce.collectives.partition import chunk_bounds
 from ringreduce.ops import Reduction
-from ringreduce.partition import chunk_bounds
 from ringreduce.transport.base import Steps
 from ringreduce.transport.window import PACKED, SUMMED, Flags, Region
 

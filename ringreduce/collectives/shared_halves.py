@@ -20,8 +20,8 @@ from typing import Any
 
 import numpy as np
 
+from ringreduce.collectives.fusion import plan
 from ringreduce.collectives.shared import Slot, Span, Watch, with_one_wait
-from ringreduce.fusion import plan
 from ringreduce.ops import Reduction
 from ringreduce.transport.base import Steps
 from ringreduce.transport.window import Region

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ringreduce.partition import segments
+from ringreduce.collectives.partition import segments
 from ringreduce.transport.base import Steps, Transport, Work
 
 TAG = 2

@@ -17,7 +17,7 @@ import numpy as np
 from ringreduce.elastic.kept import Found, KeptFile
 from ringreduce.elastic.libraries import LIBRARIES, library_of
 from ringreduce.log import JOB
-from ringreduce.pickling import Pickler
+from ringreduce.transport.pickling import Pickler
 
 ALIGNMENT = 64
 PutBack = Callable[[Any, Any], Any]  # `Restoration.put_back`, of one restoration

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+from ringreduce.api.sampler import DistributedSampler
 from ringreduce.errors import InputError
-from ringreduce.sampler import DistributedSampler
 
 
 class ElasticSampler(DistributedSampler):

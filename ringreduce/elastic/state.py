@@ -9,18 +9,18 @@ from typing import Any
 from ringreduce.api.broadcast import broadcast_
 from ringreduce.api.objects import allgather_object, broadcast_made, broadcast_object
 from ringreduce.api.process_sets import global_process_set
-from ringreduce.api.submit import prepared
 from ringreduce.api.world import rank
 from ringreduce.elastic.commit import Commit, PutBack, Restoration
 from ringreduce.elastic.kept import Kept, KeptFile
 from ringreduce.elastic.sampler import ElasticSampler
 from ringreduce.errors import HostsUpdatedInterrupt, InputError
-from ringreduce.local.optimizer import HasLocalSteps
 from ringreduce.log import JOB
-from ringreduce.negotiation.negotiation import GLOBAL
-from ringreduce.optimizer import WrappingOptimizer
-from ringreduce.powersgd import PowerSGD
+from ringreduce.negotiation.protocol import GLOBAL
+from ringreduce.numpy.optimizer import WrappingOptimizer
+from ringreduce.optim.local.steps import HasLocalSteps
+from ringreduce.optim.powersgd import PowerSGD
 from ringreduce.runtime import current, is_initialized
+from ringreduce.runtime.submit import prepared
 
 NAME = "elastic state"  # of the operations, so that they match on ranks with different numbers of unnamed operations
 

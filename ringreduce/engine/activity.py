@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from ringreduce.engine.ending import Ending
 from ringreduce.engine.inbox import Inbox
 from ringreduce.engine.process_sets import ProcessSets
+from ringreduce.execution.ending import Ending
 from ringreduce.execution.signature import ranks_text
 from ringreduce.negotiation.protocol import StackRequest
 

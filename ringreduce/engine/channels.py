@@ -6,23 +6,23 @@ import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
 
-from ringreduce import fusion
-from ringreduce.engine.ending import Ending
+from ringreduce.collectives import fusion
 from ringreduce.engine.inbox import Inbox
+from ringreduce.execution import errors_for
 from ringreduce.execution.algorithms import Algorithms
 from ringreduce.execution.allreduce import allreduce
 from ringreduce.execution.channel import Channel
 from ringreduce.execution.context import Context, Operation
+from ringreduce.execution.ending import Ending
 from ringreduce.execution.host import Host, Resources
 from ringreduce.execution.opening import before_opening
 from ringreduce.execution.operations import alltoall
 from ringreduce.execution.signature import Signature, calling_line
 from ringreduce.execution.submission import Handle, Submission
-from ringreduce.negotiation import errors_for
-from ringreduce.negotiation.negotiation import GLOBAL
 from ringreduce.negotiation.process_set import ProcessSetState
+from ringreduce.negotiation.protocol import GLOBAL
 from ringreduce.transport.waiting import WaitsFor
-from ringreduce.world import World
+from ringreduce.transport.world import World
 
 IN_ORDER: Mapping[str, Operation] = {"reduce": allreduce, "gather": alltoall, "scatter": alltoall}
 FIRST_OWN = -(1 << 32)  # the number of the first channel that its members open alone

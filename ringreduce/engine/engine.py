@@ -19,20 +19,24 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
-from ringreduce import errors, fusion
+from ringreduce import errors
+from ringreduce.collectives import fusion
 from ringreduce.engine.activity import Activity
 from ringreduce.engine.channels import Channels
-from ringreduce.engine.ending import Ending
 from ringreduce.engine.inbox import LONGEST_SLEEP_S, Inbox, may_be_interrupted
 from ringreduce.engine.leaving import Leaving
+from ringreduce.engine.negotiation import Negotiation
 from ringreduce.engine.polling import Polling, Service
 from ringreduce.engine.process_sets import ProcessSets
 from ringreduce.engine.submitting import Submitting
 from ringreduce.engine.timeline_control import TimelineControl
 from ringreduce.execution.context import Context
+from ringreduce.execution.ending import Ending
 from ringreduce.execution.host import Host
 from ringreduce.execution.lane import Lane
+from ringreduce.execution.steps import StepRecorder
 from ringreduce.execution.submission import Handle
+from ringreduce.execution.timeline import Timeline
 from ringreduce.gpu.backend import CudaBackend
 from ringreduce.gpu.stream import Gpu
 from ringreduce.log import LOGGER
@@ -40,17 +44,14 @@ from ringreduce.monitor import launcher_link
 from ringreduce.monitor.recording import Recording
 from ringreduce.monitor.reporting import Reporting, about
 from ringreduce.monitor.stalls import StallWatch
-from ringreduce.monitor.steps import StepRecorder
-from ringreduce.monitor.timeline import Timeline
 from ringreduce.negotiation.mailbox import Mailbox
-from ringreduce.negotiation.negotiation import JOIN, Negotiation
 from ringreduce.negotiation.neutral import neutral_submission
-from ringreduce.negotiation.protocol import Broken
+from ringreduce.negotiation.protocol import JOIN, Broken
 from ringreduce.settings import Settings
 from ringreduce.transport.base import EngineTransport
 from ringreduce.transport.traffic import Traffic
 from ringreduce.transport.waiting import WaitsFor
-from ringreduce.world import World
+from ringreduce.transport.world import World
 
 BROKEN_SEND_S = 1.0  # how long an engine that failed tries to notify the others
 

@@ -15,8 +15,8 @@ from collections import deque
 from collections.abc import Callable
 
 from ringreduce.execution.signature import Signature
+from ringreduce.execution.steps import label
 from ringreduce.execution.submission import Handle, Submission
-from ringreduce.monitor.steps import label
 from ringreduce.settings import Settings
 from ringreduce.transport.base import EngineTransport
 from ringreduce.transport.waiting import WaitsFor

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from ringreduce.engine.ending import Ending
 from ringreduce.engine.process_sets import ProcessSets
+from ringreduce.execution.ending import Ending
 from ringreduce.negotiation.mailbox import Mailbox
 from ringreduce.negotiation.protocol import ShutdownAck
 

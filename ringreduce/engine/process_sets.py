@@ -8,21 +8,21 @@ import numpy as np
 
 from ringreduce.collectives import bruck
 from ringreduce.engine.channels import Channels
-from ringreduce.engine.ending import Ending
 from ringreduce.engine.inbox import Inbox
+from ringreduce.engine.negotiation import Negotiation
 from ringreduce.errors import InputError
 from ringreduce.execution.context import Context
+from ringreduce.execution.ending import Ending
 from ringreduce.execution.executor import Ended, Executor, Running
 from ringreduce.execution.host import Host, Resources
 from ringreduce.execution.submission import Submission
 from ringreduce.negotiation.mailbox import Mailbox
-from ringreduce.negotiation.negotiation import Negotiation
 from ringreduce.negotiation.negotiator import Group, Negotiator
 from ringreduce.negotiation.process_set import ProcessSetState
 from ringreduce.negotiation.short import Short
 from ringreduce.transport.base import Steps
 from ringreduce.transport.waiting import WaitsFor
-from ringreduce.world import World
+from ringreduce.transport.world import World
 
 
 class ProcessSets:

@@ -9,18 +9,18 @@ from typing import Any, Protocol
 
 from ringreduce.arrays.buffer import Buffer
 from ringreduce.arrays.gpu_buffer import any_on_gpu, ready
-from ringreduce.engine.ending import Ending
 from ringreduce.engine.inbox import Inbox
 from ringreduce.engine.process_sets import ProcessSets
 from ringreduce.errors import CollectiveError
+from ringreduce.execution import errors_for
 from ringreduce.execution.channel import Channel
+from ringreduce.execution.ending import Ending
 from ringreduce.execution.signature import REFUSED, KnownSignatures, Signature, calling_line
+from ringreduce.execution.steps import StepRecorder
 from ringreduce.execution.submission import Handle, Submission
-from ringreduce.monitor.steps import StepRecorder
-from ringreduce.negotiation import errors_for
-from ringreduce.negotiation.negotiation import GLOBAL, JOIN
 from ringreduce.negotiation.process_set import ProcessSetState
-from ringreduce.world import World
+from ringreduce.negotiation.protocol import GLOBAL, JOIN
+from ringreduce.transport.world import World
 
 LONGEST_REASON = 500  # characters
 

@@ -7,10 +7,10 @@ import time
 from collections.abc import Callable, Sequence
 
 from ringreduce import errors
-from ringreduce.engine.ending import Ending
 from ringreduce.engine.inbox import Inbox
+from ringreduce.execution.ending import Ending
+from ringreduce.execution.timeline import Event, TimelineFile
 from ringreduce.monitor.recording import Recording
-from ringreduce.monitor.timeline import Event, TimelineFile
 
 ANSWERS_S = 5.0  # how long rank 0 waits for the others
 

@@ -7,8 +7,7 @@ import math
 from collections.abc import Callable, Sequence
 
 from ringreduce.collectives import hierarchical, shared
-from ringreduce.compression import Quantized
-from ringreduce.cost_model import (
+from ringreduce.collectives.cost_model import (
     ALGORITHMS,
     BUCKETS,
     LARGE_BYTES,
@@ -18,6 +17,7 @@ from ringreduce.cost_model import (
     choose,
     segment_bytes,
 )
+from ringreduce.compression import Quantized
 from ringreduce.errors import SettingsError
 from ringreduce.execution.signature import Signature
 from ringreduce.ops import Reduction
@@ -25,7 +25,7 @@ from ringreduce.settings import Settings
 from ringreduce.transport.base import Steps, Transport
 from ringreduce.transport.subset import SubsetTransport
 from ringreduce.transport.window import Flags, Region
-from ringreduce.world import first_ranks
+from ringreduce.transport.world import first_ranks
 
 LONGER_INSIDE = 8
 """Factor for segments inside a host, where messages overlap no wire, and cost more in Python than in MPI."""

@@ -7,11 +7,10 @@ import functools
 import itertools
 from collections.abc import Iterator, Sequence
 
-from ringreduce import fusion
-from ringreduce.collectives import compiled, shared
+from ringreduce.collectives import compiled, fusion, shared
+from ringreduce.collectives.cost_model import BUCKETS_IN_FLIGHT, is_one_shot
 from ringreduce.collectives.overlap import overlapped
 from ringreduce.compression import Quantized
-from ringreduce.cost_model import BUCKETS_IN_FLIGHT, is_one_shot
 from ringreduce.errors import InputError
 from ringreduce.execution import point_to_point
 from ringreduce.execution.batch import Batch, batches

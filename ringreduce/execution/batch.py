@@ -6,8 +6,8 @@ import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from ringreduce import fusion
 from ringreduce.arrays.buffer import Buffer
+from ringreduce.collectives import fusion
 from ringreduce.execution.signature import kind_of_device
 from ringreduce.execution.submission import Submission
 

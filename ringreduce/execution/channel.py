@@ -32,7 +32,7 @@ from ringreduce.execution.signature import Signature, SubmissionRecord, mismatch
 from ringreduce.execution.submission import Submission
 from ringreduce.transport.base import Steps, Task, Transport
 from ringreduce.transport.window import Signatures
-from ringreduce.world import World
+from ringreduce.transport.world import World
 
 ORDERED = "ordered"  # the name of all operations of a channel of `ordered()`, in messages
 

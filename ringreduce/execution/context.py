@@ -9,15 +9,15 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-from ringreduce import fusion
 from ringreduce.arrays.buffer import Buffer
+from ringreduce.collectives import fusion
 from ringreduce.errors import InputError
 from ringreduce.execution.algorithms import Algorithms
 from ringreduce.execution.gpu_backend import GpuBackend
 from ringreduce.execution.signature import ranks_text
 from ringreduce.execution.submission import Submission
+from ringreduce.execution.timeline import Timeline
 from ringreduce.log import LOGGER
-from ringreduce.monitor.timeline import Timeline
 from ringreduce.settings import Settings
 from ringreduce.transport.base import Steps, Transport
 

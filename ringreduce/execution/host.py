@@ -7,13 +7,13 @@ import weakref
 from collections.abc import Container, Sequence
 from typing import Any, NamedTuple
 
-from ringreduce.cost_model import Constants
+from ringreduce.collectives.cost_model import Constants
 from ringreduce.errors import InputError
 from ringreduce.execution.algorithms import Algorithms
 from ringreduce.settings import MOST_REGIONS, Settings
-from ringreduce.startup.links import Links
 from ringreduce.transport.base import EngineTransport
 from ringreduce.transport.counters import group_bytes
+from ringreduce.transport.links import Links
 from ringreduce.transport.subset import CHANNELS, TAGS, channels, tags_of
 from ringreduce.transport.window import (
     FLAGS_BYTES,
@@ -27,7 +27,7 @@ from ringreduce.transport.window import (
     block_bytes,
     flags_at,
 )
-from ringreduce.world import World
+from ringreduce.transport.world import World
 from ringrun.machine.cpus import usable_count
 
 

@@ -12,12 +12,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ringreduce.cost_model import is_one_shot
+from ringreduce.collectives.cost_model import is_one_shot
+from ringreduce.collectives.partition import chunk_bounds
 from ringreduce.execution.allreduce import is_by_elements
 from ringreduce.execution.context import Context
 from ringreduce.execution.submission import Submission
 from ringreduce.ops import Reduction
-from ringreduce.partition import chunk_bounds
 from ringreduce.transport.base import Steps
 from ringreduce.transport.window import SUMMED, Region, Signatures
 

@@ -16,7 +16,7 @@ from ringreduce.collectives.compiled import PATIENCE_US
 from ringreduce.execution.allreduce import travelling
 from ringreduce.execution.channel import Channel, hash_of
 from ringreduce.execution.in_slot import Gets, in_slot
-from ringreduce.monitor.steps import StepRecorder
+from ringreduce.execution.steps import StepRecorder
 from ringreduce.transport.base import Task
 from ringreduce.transport.window import Region, Signatures
 

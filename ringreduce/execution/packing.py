@@ -7,8 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from ringreduce import fusion
-from ringreduce.collectives import shared
+from ringreduce.collectives import fusion, shared
 from ringreduce.execution.batch import Batch
 from ringreduce.execution.context import Context
 from ringreduce.ops import Reduction

@@ -14,7 +14,7 @@ from ringreduce.arrays.buffer import Buffer
 from ringreduce.arrays.dtypes import ElementType
 from ringreduce.errors import StalledError
 from ringreduce.execution.signature import Signature
-from ringreduce.monitor.steps import StepRecorder
+from ringreduce.execution.steps import StepRecorder
 from ringreduce.ops import ReduceOp, Reduction
 
 _MAKING_GATES = threading.Lock()

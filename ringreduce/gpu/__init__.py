@@ -1,7 +1,5 @@
 """Everything about GPUs. The core knows `GpuBackend` (execution/gpu_backend.py), the engine gives it one of these.
 
-runtime            CUDA, through CuPy: streams, events, memory; below arrays/
-device_selection   which GPU a rank gets
 stream             the rank's GPU: a stream that waits for the callers' streams, and they for it
 backend            one process set's operations on GPU arrays; all but all-reduces go through host memory
 paths              which way its all-reduces go: nccl; ipc, ipc_allreduce; cuda_aware; or through the host

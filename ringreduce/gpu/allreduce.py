@@ -9,13 +9,13 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from ringreduce import fusion
 from ringreduce.arrays.buffer import Buffer
+from ringreduce.arrays.cuda import Stream
 from ringreduce.arrays.dtypes import TABLE, ElementType
 from ringreduce.arrays.gpu_buffer import GpuBuffer
-from ringreduce.collectives import ring, shared
+from ringreduce.collectives import fusion, ring, shared
+from ringreduce.collectives.cost_model import BUCKETS_IN_FLIGHT
 from ringreduce.collectives.overlap import InOrder, Order, overlapped
-from ringreduce.cost_model import BUCKETS_IN_FLIGHT
 from ringreduce.execution import point_to_point
 from ringreduce.execution.batch import Batch
 from ringreduce.execution.packing import view, watcher
@@ -23,7 +23,6 @@ from ringreduce.gpu import nccl
 from ringreduce.gpu.ipc import PublishedWhenDone
 from ringreduce.gpu.ipc_allreduce import GpuSlot, MappedSlot, alignment
 from ringreduce.gpu.paths import GpuPaths
-from ringreduce.gpu.runtime import Stream
 from ringreduce.gpu.stage import Done, Stage
 from ringreduce.kernels import quantized
 from ringreduce.log import LOGGER

@@ -6,15 +6,15 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ringreduce.arrays.buffer import Buffer
+from ringreduce.arrays.cuda import Pinned
 from ringreduce.arrays.gpu_buffer import GpuBuffer
-from ringreduce.cost_model import BUCKETS_IN_FLIGHT
+from ringreduce.collectives.cost_model import BUCKETS_IN_FLIGHT
 from ringreduce.execution.batch import Batch
 from ringreduce.execution.context import Context
 from ringreduce.execution.gpu_backend import GpuBackend
 from ringreduce.execution.submission import Submission
 from ringreduce.gpu.allreduce import GpuBatch, GpuReduction, nccl_can
 from ringreduce.gpu.paths import GpuPaths
-from ringreduce.gpu.runtime import Pinned
 from ringreduce.gpu.stage import Done
 from ringreduce.gpu.stream import Gpu
 from ringreduce.ops import Reduction

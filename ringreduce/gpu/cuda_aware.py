@@ -21,8 +21,8 @@ from typing import Any
 
 import numpy as np
 
-from ringreduce import mpi
-from ringreduce.gpu.runtime import cupy
+from ringreduce.arrays.cuda import cupy
+from ringreduce.transport import mpi
 from ringreduce.transport.base import Steps, Work
 
 VARIABLE = "RINGREDUCE_CUDA_AWARE_MPI"

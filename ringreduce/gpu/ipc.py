@@ -28,7 +28,7 @@ from typing import Any
 
 import numpy as np
 
-from ringreduce.gpu.runtime import Block, Device, Event, Stream, runtime
+from ringreduce.arrays.cuda import Block, Device, Event, Stream, runtime
 from ringreduce.transport import waiting
 from ringreduce.transport.base import Work
 from ringreduce.transport.window import SLOTS, Flags

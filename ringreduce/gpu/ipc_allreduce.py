@@ -19,11 +19,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from ringreduce.arrays.cuda import Stream
+from ringreduce.collectives.partition import equal_chunk
 from ringreduce.gpu.ipc import Slots
 from ringreduce.gpu.kernels import Kernels, Table
-from ringreduce.gpu.runtime import Stream
 from ringreduce.ops import Reduction
-from ringreduce.partition import equal_chunk
 from ringreduce.transport.window import PACKED, SUMMED
 
 ALIGNMENT_BYTES = 16  # what a kernel's thread reads and writes at a time

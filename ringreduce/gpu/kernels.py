@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ringreduce.gpu.runtime import Device, Stream, cupy
+from ringreduce.arrays.cuda import Device, Stream, cupy
 from ringreduce.ops import Average, Max, Min, Product, Reduction, Sum
 
 SOURCE = Path(__file__).with_name("kernels.cu")

@@ -16,9 +16,9 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from typing import Any
 
+from ringreduce.arrays.cuda import Device, Stream, cupy, runtime
 from ringreduce.arrays.dtypes import ElementType
 from ringreduce.errors import CollectiveError, MissingExtraError
-from ringreduce.gpu.runtime import Device, Stream, cupy, runtime
 from ringreduce.gpu.stage import Done
 from ringreduce.ops import Average, Max, Min, Product, ReduceOp, Sum
 from ringreduce.transport.base import Steps

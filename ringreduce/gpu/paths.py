@@ -15,12 +15,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from ringreduce.arrays.cuda import Stream
 from ringreduce.collectives import bruck
 from ringreduce.errors import InputError, RingreduceError
 from ringreduce.execution.context import Context
 from ringreduce.gpu import cuda_aware, nccl
 from ringreduce.gpu.ipc import HANDLE_BYTES, Slots
-from ringreduce.gpu.runtime import Stream
 from ringreduce.gpu.stage import Done, Stage
 from ringreduce.gpu.stream import Gpu
 from ringreduce.log import JOB

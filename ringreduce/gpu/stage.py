@@ -5,7 +5,7 @@ from __future__ import annotations
 from concurrent.futures import Future
 from typing import Any
 
-from ringreduce.gpu.runtime import Block, Event, Pinned, Stream
+from ringreduce.arrays.cuda import Block, Event, Pinned, Stream
 from ringreduce.transport.base import Work
 
 

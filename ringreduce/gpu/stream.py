@@ -14,16 +14,16 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from ringreduce.arrays import cuda as cuda
 from ringreduce.arrays.buffer import Buffer
+from ringreduce.arrays.cuda import Event, Stream
 from ringreduce.arrays.dtypes import ElementType
 from ringreduce.arrays.gpu_buffer import GpuBuffer
 from ringreduce.errors import InputError
 from ringreduce.execution.submission import Submission
-from ringreduce.gpu import runtime as cuda
 from ringreduce.gpu.kernels import Kernels
-from ringreduce.gpu.runtime import Event, Stream
 from ringreduce.transport.waiting import WaitsFor
-from ringreduce.world import World
+from ringreduce.transport.world import World
 
 
 class Gpu:

@@ -21,14 +21,14 @@ try:
 except ImportError as exc:
     raise _MissingExtraError.of("ringreduce.jax needs JAX", "jax", exc) from exc
 
-from ringreduce.api.common import *
+from ringreduce.frameworks.common import *
+from ringreduce.frameworks.not_there import end_of as _end_of
 from ringreduce.jax import elastic as elastic
 from ringreduce.jax.compiled import *
 from ringreduce.jax.local import *
 from ringreduce.jax.ops import *
 from ringreduce.jax.optimizer import *
-from ringreduce.local.options import Nesterov as Nesterov
-from ringreduce.not_there import end_of as _end_of
+from ringreduce.optim.local.options import Nesterov as Nesterov
 
 __all__, _missing = _end_of(globals())
 

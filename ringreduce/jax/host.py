@@ -14,17 +14,17 @@ import numpy as np
 
 from ringreduce import runtime
 from ringreduce.api import gather
-from ringreduce.api.arguments import arguments_of
 from ringreduce.api.broadcast import submit_broadcast
-from ringreduce.api.collective import Collective
 from ringreduce.api.control import barrier
 from ringreduce.api.process_sets import number_of
 from ringreduce.api.reduce import grouped_reducescatter
-from ringreduce.api.submit import refused
 from ringreduce.api.world import rank
 from ringreduce.arrays.view import as_buffer, as_buffers
 from ringreduce.errors import InputError
 from ringreduce.execution.signature import called_from
+from ringreduce.frameworks.collective import Collective
+from ringreduce.runtime.arguments import arguments_of
+from ringreduce.runtime.submit import refused
 
 Arrays = Sequence[Any]
 IN_SHAPE = "allreduce", "broadcast", "average on root"  # their results have the shapes of the arguments

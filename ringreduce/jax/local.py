@@ -1,4 +1,4 @@
-"""diloco: a gradient transformation of optax with local steps; see `ringreduce.local`."""
+"""diloco: a gradient transformation of optax with local steps; see `ringreduce.optim.local`."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import jax
 import jax.numpy as jnp
 
 from ringreduce import runtime
-from ringreduce.api.submit import submit_and_wait
 from ringreduce.compression import AnyCompressor, Compression
 from ringreduce.errors import InputError
 from ringreduce.jax.ops import allreduce
 from ringreduce.jax.optimizer import refuse_conditions, refuse_skips
 from ringreduce.jax.parts import compare_trees
-from ringreduce.local.options import Options, Outer, fragments_of, mean
 from ringreduce.optim.exchange import Exchange
+from ringreduce.optim.local.options import Options, Outer, fragments_of, mean
+from ringreduce.runtime.submit import submit_and_wait
 
 __all__ = ["diloco"]
 
@@ -54,18 +54,19 @@ def diloco(
     Cost:   in a step after which a fragment is averaged one `allreduce` of it, as a group.
     Raises: InputError (a ValueError) for wrong arguments; TypeError for what is no gradient transformation;
             MismatchError from the first update, where ranks have other options and the job is not elastic.
-    Source: see `ringreduce.local`.
+    Source: see `ringreduce.optim.local`.
     """
     if not (callable(getattr(optimizer, "init", None)) and callable(getattr(optimizer, "update", None))):
         raise TypeError(
             f"diloco: expected an optax gradient transformation, got a {type(optimizer).__qualname__}; as in "
             "diloco(optax.adam(1e-3), sync_every=8)"
         )
-    return transformation(optimizer, Options("diloco", sync_every, warmup_steps, fragments, 0, outer, compression))
+    options = Options("diloco", sync_every, warmup_steps, fragments, 0, outer, compression)
+    return wrapped(optimizer, None, options)
 
 
-def transformation(optimizer: Any, options: Options) -> Any:
-    """The gradient transformation with these options."""
+def wrapped(optimizer: Any, parameters: Any, options: Options) -> Any:
+    """The gradient transformation with these options; its parameters come with each update."""
     import optax
 
     inner, exchange = optax.with_extra_args_support(optimizer), Exchange(compression=options.compression)

@@ -12,11 +12,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ringreduce.api.collective import ending_step
 from ringreduce.api.objects import broadcast_object
 from ringreduce.api.process_sets import ProcessSet, global_process_set
 from ringreduce.compression import AnyCompressor, Compression
 from ringreduce.errors import InputError
+from ringreduce.frameworks.collective import ending_step
 from ringreduce.jax.ops import allreduce, broadcast
 from ringreduce.jax.parts import compare_trees
 from ringreduce.jax.steering import names_of_steering, steering

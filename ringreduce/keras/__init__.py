@@ -21,11 +21,11 @@ if _keras.__version__.startswith(("1.", "2.")):
         f"ringreduce.keras needs Keras 3, but Keras {_keras.__version__} is installed; pip install --upgrade keras"
     )
 
-from ringreduce.api.common import *
+from ringreduce.frameworks.common import *
+from ringreduce.frameworks.not_there import end_of as _end_of
 from ringreduce.keras import callbacks as callbacks
 from ringreduce.keras import elastic as elastic
 from ringreduce.keras.ops import *
 from ringreduce.keras.optimizer import *
-from ringreduce.not_there import end_of as _end_of
 
 __all__, __getattr__ = _end_of(globals())

@@ -1,8 +1,8 @@
-"""LocalSGD and DiLoCo for `model.fit`: callbacks that average a model's parameters; see `ringreduce.local`."""
+"""LocalSGD and DiLoCo for `model.fit`: callbacks that average a model's parameters; see `ringreduce.optim.local`."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NoReturn
 
 import keras
 import numpy as np
@@ -10,9 +10,8 @@ import numpy as np
 from ringreduce.compression import AnyCompressor, Compression
 from ringreduce.errors import InputError
 from ringreduce.keras.together import TakesAllRanks
-from ringreduce.local.optimizer import HasLocalSteps
-from ringreduce.local.options import Options, Outer
-from ringreduce.local.steps import LocalSteps, Parameters
+from ringreduce.optim.local.options import Options, Outer
+from ringreduce.optim.local.steps import HasLocalSteps, LocalSteps, Parameters
 
 
 class _LocalStepsCallback(TakesAllRanks, HasLocalSteps, keras.callbacks.Callback):  # type: ignore[misc]
@@ -75,7 +74,7 @@ class DiLoCoCallback(_LocalStepsCallback):
 
     Cost:   as `DiLoCo`, and two copies of a fragment, out of the framework and into it.
     Raises: InputError for wrong options, and a model that is not built.
-    Source: see `ringreduce.local`.
+    Source: see `ringreduce.optim.local`.
     """
 
     def __init__(
@@ -118,3 +117,11 @@ class _Arrays:
     def to_numpy(self, values: Any) -> Any:
         """They are."""
         return values
+
+
+def wrapped(optimizer: Any, parameters: Any, options: Options) -> NoReturn:
+    """Raises TypeError: Keras' optimizers take local steps by a callback."""
+    raise TypeError(
+        f"{options.function}: for an optimizer of Keras pass ringreduce.keras.callbacks.{options.function}Callback "
+        "to model.fit(callbacks=[…])"
+    )

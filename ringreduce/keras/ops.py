@@ -10,13 +10,14 @@ from typing import Any
 import keras
 import numpy as np
 
-from ringreduce import runtime, trees
+from ringreduce import runtime
 from ringreduce.api.broadcast import broadcast_parameters
-from ringreduce.api.collective import ending_step
 from ringreduce.api.control import barrier
 from ringreduce.api.process_sets import ProcessSet, global_process_set
+from ringreduce.arrays import trees
 from ringreduce.compression import AnyCompressor, Compression
 from ringreduce.errors import InputError
+from ringreduce.frameworks.collective import ending_step
 from ringreduce.ops import Average, ReduceOp
 
 __all__ = ["allgather", "allreduce", "barrier", "broadcast", "broadcast_variables", "reducescatter"]

@@ -1,1 +1,1 @@
-"""What NumPy lacks, or does too slowly: 16-bit floats; and the compiled module."""
+"""What NumPy lacks, or does too slowly: 16-, 8- and 4-bit numbers, fingerprints; and the compiled module."""

@@ -18,9 +18,9 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
-from ringreduce import mpi
 from ringreduce.errors import NanError, PeerLostError, RingreduceError
 from ringreduce.log import LOGGER
+from ringreduce.transport import mpi
 
 EXIT_CODE = 1
 INTERRUPTED_EXIT_CODE = 130

@@ -9,9 +9,9 @@ import socket
 import time
 from collections.abc import Callable, Sequence
 
+from ringreduce.execution.timeline import PROCESS, SENT_AT_ONCE, Event, Timeline, TimelineFile, now_us
 from ringreduce.log import JOB
 from ringreduce.monitor.side_job import SideJob
-from ringreduce.monitor.timeline import PROCESS, SENT_AT_ONCE, Event, Timeline, TimelineFile, now_us
 from ringreduce.negotiation.mailbox import Mailbox
 from ringreduce.negotiation.protocol import TimelineEvents, TimelineStart, TimelineStop
 from ringreduce.transport.waiting import WaitsFor

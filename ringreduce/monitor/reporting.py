@@ -25,10 +25,10 @@ from typing import Any
 from ringreduce._version import __version__
 from ringreduce.execution.algorithms import Algorithms
 from ringreduce.execution.host import Host
+from ringreduce.execution.steps import MOST, Step, StepRecorder
 from ringreduce.monitor import launcher_link
 from ringreduce.monitor.sampling import Sampler, memory
 from ringreduce.monitor.side_job import SideJob
-from ringreduce.monitor.steps import MOST, Step, StepRecorder
 from ringreduce.settings import PER_RANK, Settings
 from ringreduce.transport.base import EngineTransport
 from ringreduce.transport.traffic import Traffic

@@ -17,9 +17,9 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
-from ringreduce.engine.ending import Ending
 from ringreduce.errors import StalledError
 from ringreduce.execution.channel import Channel
+from ringreduce.execution.ending import Ending
 from ringreduce.execution.executor import Running
 from ringreduce.execution.signature import PACKAGE, Signature, ranks_text, tensor_text
 from ringreduce.log import LOGGER
@@ -27,9 +27,8 @@ from ringreduce.monitor import launcher_link
 from ringreduce.monitor.side_job import SideJob
 from ringreduce.negotiation.coordinator import Coordinator, Waiting
 from ringreduce.negotiation.mailbox import Mailbox
-from ringreduce.negotiation.negotiation import GLOBAL
 from ringreduce.negotiation.process_set import ProcessSetState
-from ringreduce.negotiation.protocol import Failure, StackReply, StackRequest
+from ringreduce.negotiation.protocol import GLOBAL, Failure, StackReply, StackRequest
 from ringreduce.settings import Settings
 from ringreduce.transport.waiting import WaitsFor
 

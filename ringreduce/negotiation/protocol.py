@@ -8,6 +8,9 @@ from typing import Any, NamedTuple
 
 from ringreduce.execution.signature import Signature, SubmissionRecord
 
+GLOBAL = 0  # the number of the process set of all ranks
+JOIN = "join"  # the kind of an operation that all ranks of a set have joined
+
 
 class Announcement(NamedTuple):
     """What a rank has submitted since its last announcement; to the coordinator of a process set."""

@@ -9,10 +9,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ringreduce import runtime
-from ringreduce.api.arguments import Details, arguments_of
 from ringreduce.api.process_sets import ProcessSet, global_process_set, number_of
 from ringreduce.api.reduce import allreduce_async, grouped_allreduce, submit
-from ringreduce.api.submit import like, refused, which_op
 from ringreduce.arrays.buffer import Buffer
 from ringreduce.arrays.view import as_buffers, nothing, to_write
 from ringreduce.compression import AnyCompressor, Compression, check_compression
@@ -20,7 +18,9 @@ from ringreduce.errors import InputError
 from ringreduce.execution.signature import calling_line
 from ringreduce.execution.submission import Handle
 from ringreduce.ops import Adasum, Average, Max, ReduceOp, Sum
-from ringreduce.powersgd import PowerSGD
+from ringreduce.optim.powersgd import PowerSGD
+from ringreduce.runtime.arguments import Details, arguments_of
+from ringreduce.runtime.submit import like, refused, which_op
 
 CHANGE, CLEARED = "change of param_groups", "clearing of gradients in place of a step"
 """What `Exchange.say` is called for."""

@@ -11,18 +11,18 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from ringreduce import runtime
-from ringreduce.api.arguments import arguments_of
 from ringreduce.api.process_sets import ProcessSet, number_of
-from ringreduce.api.submit import refused
 from ringreduce.arrays.buffer import Buffer
 from ringreduce.arrays.memory import Memory, in_common
 from ringreduce.arrays.view import as_buffers
+from ringreduce.collectives.partition import bounds_of, cut_together
 from ringreduce.compression import Compression
 from ringreduce.errors import InputError
 from ringreduce.execution.signature import calling_line
 from ringreduce.ops import Adasum, ReduceOp
 from ringreduce.optim.exchange import Exchange, Finish
-from ringreduce.partition import bounds_of, cut_together
+from ringreduce.runtime.arguments import arguments_of
+from ringreduce.runtime.submit import refused
 
 IN_16_BITS = Compression.none, Compression.fp16, Compression.bf16
 

@@ -10,12 +10,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ringreduce.api.arguments import check_encoded
 from ringreduce.api.ordered import Ordered
 from ringreduce.arrays.dtypes import element_type
 from ringreduce.compression import AnyCompressor, Quantized, wire_of
 from ringreduce.execution.submission import Handle
 from ringreduce.kernels import quantized
+from ringreduce.runtime.arguments import check_encoded
 
 BEGIN, PUSH, PULL, DONE, REPLY = range(5)
 """Kinds; BEGIN brings the values to start from."""

@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from ringreduce import runtime, trees
+from ringreduce import runtime
+from ringreduce.arrays import trees
 from ringreduce.arrays.memory import Memory, in_common
 from ringreduce.arrays.torch_tensor import is_torch
 from ringreduce.compression import AnyCompressor, Compression, wire_of

@@ -1,6 +1,6 @@
 """The collectives on TensorFlow's tensors, by Horovod's names.
 
-Each works eagerly and inside tf.function, and has a gradient: see api/collective.py.
+Each works eagerly and inside tf.function, and has a gradient: see frameworks/collective.py.
 """
 
 from __future__ import annotations
@@ -14,7 +14,10 @@ import tensorflow as tf
 
 from ringreduce.api import broadcast as broadcasts
 from ringreduce.api import control, gather, reduce
-from ringreduce.api.collective import (
+from ringreduce.api.process_sets import ProcessSet, global_process_set
+from ringreduce.compression import wire_of
+from ringreduce.errors import InputError
+from ringreduce.frameworks.collective import (
     Call,
     Collective,
     Framework,
@@ -23,11 +26,8 @@ from ringreduce.api.collective import (
     gradients_of,
     with_signature_of,
 )
-from ringreduce.api.process_sets import ProcessSet, global_process_set
-from ringreduce.api.submit import taken_apart
-from ringreduce.compression import wire_of
-from ringreduce.errors import InputError
 from ringreduce.ops import Average, ReduceOp, Sum
+from ringreduce.runtime.submit import taken_apart
 from ringreduce.tensorflow.host import on_host, unconverted
 
 __all__ = ["allgather", "allreduce", "alltoall", "barrier", "broadcast", "grouped_allgather", "grouped_allreduce"]

@@ -9,10 +9,10 @@ import numpy as np
 import tensorflow as tf
 
 from ringreduce.api.broadcast import submit_broadcast
-from ringreduce.api.collective import ending_step
 from ringreduce.api.process_sets import ProcessSet, global_process_set
 from ringreduce.arrays.view import as_buffer
 from ringreduce.compression import AnyCompressor, Compression
+from ringreduce.frameworks.collective import ending_step
 from ringreduce.ops import Average, ReduceOp
 from ringreduce.optim.exchange import Exchange
 from ringreduce.tensorflow.host import on_host, unconverted

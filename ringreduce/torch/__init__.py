@@ -14,15 +14,15 @@ except ImportError as exc:
     raise _MissingExtraError.of("ringreduce.torch needs PyTorch", "torch", exc) from exc
 
 from ringreduce.api.broadcast import *
-from ringreduce.api.common import *
 from ringreduce.api.control import *
 from ringreduce.api.gather import *
 from ringreduce.api.reduce import *
-from ringreduce.local.optimizer import DiLoCo as DiLoCo
-from ringreduce.local.optimizer import LocalSGD as LocalSGD
-from ringreduce.local.options import Nesterov as Nesterov
-from ringreduce.not_there import end_of as _end_of
-from ringreduce.powersgd import PowerSGD as PowerSGD
+from ringreduce.frameworks.common import *
+from ringreduce.frameworks.not_there import end_of as _end_of
+from ringreduce.numpy.local import DiLoCo as DiLoCo
+from ringreduce.numpy.local import LocalSGD as LocalSGD
+from ringreduce.optim.local.options import Nesterov as Nesterov
+from ringreduce.optim.powersgd import PowerSGD as PowerSGD
 from ringreduce.torch import elastic as elastic
 from ringreduce.torch.functions import broadcast_optimizer_state as broadcast_optimizer_state
 from ringreduce.torch.ops import *  # in place of those without autograd

@@ -12,14 +12,14 @@ from typing import Any
 
 import torch
 
-from ringreduce import trees
 from ringreduce.api.broadcast import submit_broadcast
 from ringreduce.api.objects import allgather_object, broadcast_made
 from ringreduce.api.process_sets import ProcessSet, global_process_set, number_of
-from ringreduce.api.submit import prepared
 from ringreduce.api.world import rank
+from ringreduce.arrays import trees
 from ringreduce.arrays.view import as_buffer
 from ringreduce.errors import InputError
+from ringreduce.runtime.submit import prepared
 from ringreduce.torch.outline import Modules, Outline, adopt, follow, matching, outline_of
 
 NAME = "optimizer state"  # of the operations, so that they match on ranks with different numbers of unnamed operations

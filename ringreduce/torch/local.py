@@ -1,4 +1,4 @@
-"""LocalSGD and DiLoCo for PyTorch: an optimizer of a subclass of the user's class; see `ringreduce.local`."""
+"""LocalSGD and DiLoCo for PyTorch: an optimizer of a subclass of the user's class; see `ringreduce.optim.local`."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
-from ringreduce import runtime, trees
+from ringreduce import runtime
+from ringreduce.arrays import trees
 from ringreduce.errors import InputError
-from ringreduce.local.optimizer import HasLocalSteps
-from ringreduce.local.options import Options
-from ringreduce.local.steps import LocalSteps, Parameters
+from ringreduce.optim.local.options import Options
+from ringreduce.optim.local.steps import HasLocalSteps, LocalSteps, Parameters
 from ringreduce.torch.groups import Groups, in_order_of
 from ringreduce.torch.optimizer import named_of
 from ringreduce.torch.sharded import ShardedMixin

@@ -1,7 +1,7 @@
 """The synchronous collectives that return new tensors: autograd goes through them.
 
 They have the signatures of `ringreduce.api`; the in-place and `_async` forms are those themselves, and unknown to
-autograd. What their gradients are says api/collective.py.
+autograd. What their gradients are says frameworks/collective.py.
 """
 
 from __future__ import annotations
@@ -17,7 +17,10 @@ import torch
 
 from ringreduce.api import broadcast as broadcasts
 from ringreduce.api import gather, reduce
-from ringreduce.api.collective import (
+from ringreduce.api.process_sets import ProcessSet, number_of
+from ringreduce.errors import InputError
+from ringreduce.execution.submission import Handle
+from ringreduce.frameworks.collective import (
     Call,
     Collective,
     Framework,
@@ -27,10 +30,7 @@ from ringreduce.api.collective import (
     gradients_of,
     with_signature_of,
 )
-from ringreduce.api.process_sets import ProcessSet, number_of
-from ringreduce.api.submit import taken_apart
-from ringreduce.errors import InputError
-from ringreduce.execution.submission import Handle
+from ringreduce.runtime.submit import taken_apart
 
 __all__ = ["allgather", "allreduce", "alltoall", "alltoall_async", "broadcast", "grouped_allgather"]
 __all__ += ["grouped_allreduce", "grouped_reducescatter", "reducescatter"]

@@ -16,11 +16,11 @@ from ringreduce.api.process_sets import ProcessSet, global_process_set
 from ringreduce.api.reduce import allreduce
 from ringreduce.compression import AnyCompressor, Compression
 from ringreduce.errors import InputError, MissingExtraError
-from ringreduce.not_there import check_adapter
+from ringreduce.frameworks.not_there import check_adapter
 from ringreduce.ops import Adasum, Average, ReduceOp
 from ringreduce.optim.exchange import Exchange, check_passes
 from ringreduce.optim.parameters import Named, group_parameters, name_parameters
-from ringreduce.powersgd import PowerSGD
+from ringreduce.optim.powersgd import PowerSGD
 from ringreduce.torch.adasum_optimizer import AdasumMixin, DeltaReducer
 from ringreduce.torch.groups import Groups
 from ringreduce.torch.reducer import GradientReducer

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ringreduce import trees
 from ringreduce.api.world import rank
+from ringreduce.arrays import trees
 from ringreduce.errors import InputError
 from ringreduce.runtime import is_initialized
 from ringreduce.torch.groups import groups_of

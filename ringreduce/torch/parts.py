@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ringreduce import trees
+from ringreduce.arrays import trees
 from ringreduce.checks.blame import BUFFER, OWNED, TRAINS
 from ringreduce.checks.divergence import Part, parts_of
 

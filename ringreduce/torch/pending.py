@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ringreduce import trees
+from ringreduce.arrays import trees
 
 # What every rank knows without waiting.
 METADATA: set[Any] = {

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import ringreduce as rr
-from ringreduce.mpi import check_process
+from ringreduce.transport.mpi import check_process
 
 ASKED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")  # of Open MPI, MPICH and srun

@@ -8,10 +8,10 @@ import torch
 
 from ringreduce.api.gather import gather_with
 from ringreduce.api.process_sets import ProcessSet, global_process_set
-from ringreduce.api.submit import which_op
 from ringreduce.errors import InputError
 from ringreduce.ops import Average, ReduceOp, Sum
 from ringreduce.optim.buckets import DENSE
+from ringreduce.runtime.submit import which_op
 
 
 def sparse_allreduce_async(

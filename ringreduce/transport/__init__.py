@@ -1,5 +1,8 @@
 """How bytes move between ranks.
 
+mpi        starts MPI, and finds out which launcher has started this process
+world      World: the ranks and hosts, and MPI's communicators of them
+links      what the links between hosts give; the order of hosts
 base       what a transport is: send, receive, control messages, sleep
 message    MPI point-to-point messages, and control messages
 in_flight  the owner of the memory that MPI may still read or write
@@ -10,4 +13,5 @@ futex      how it sleeps meanwhile
 window     memory and flags that the ranks of one host share
 blocks     makes that memory: a block of each rank
 threads    ranks as threads of one process, for tests
+pickling   any Python object as bytes
 """

@@ -20,7 +20,7 @@ from ringreduce.errors import CollectiveError
 from ringreduce.transport.base import ControlMessage, Work
 from ringreduce.transport.in_flight import CONTROL_TAG, InFlight
 from ringreduce.transport.traffic import Traffic
-from ringreduce.world import World
+from ringreduce.transport.world import World
 
 MOST_BYTES = 1 << 30  # of one message; from 2 GiB on Open MPI fails
 TAGS_PER_WORLD = 1 << 14

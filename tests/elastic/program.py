@@ -27,11 +27,13 @@ from pathlib import Path
 import numpy as np
 
 import ringreduce as rr
-from ringreduce import lifecycle, mpi, runtime
-from ringreduce.recovery import rendezvous
+from ringreduce import runtime
+from ringreduce.runtime import lifecycle
+from ringreduce.runtime.recovery import rendezvous
+from ringreduce.transport import mpi
 from ringreduce.transport.message import MessageTransport
 from ringreduce.transport.window import Flags
-from ringreduce.world import World
+from ringreduce.transport.world import World
 from tests.elastic import local_steps
 from tests.elastic.plain import die
 

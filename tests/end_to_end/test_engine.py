@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ringreduce import lifecycle
+from ringreduce.runtime import lifecycle
 from tests.end_to_end.conftest import ringrun
 from tests.support.jobs import ROOT
 from tests.support.tiers import extended, parted

@@ -13,9 +13,9 @@ import pexpect
 import pytest
 
 import ringreduce as rr
-from ringreduce.run_function import _Rank
 from ringrun.connection.link import Gone
 from ringrun.errors import LauncherError
+from ringrun.run_function import _Rank
 from tests.end_to_end.conftest import PROGRAMS
 from tests.support import environments, jobs
 from tests.support.patience import patient, wait_until
@@ -118,7 +118,7 @@ def test_an_elastic_job_returns_what_is_left_and_prints_who_is_lost(capsys):
 
 @pytest.mark.quick
 def test_flags_are_ringruns_and_horovods():
-    arguments = sys.modules["ringreduce.run_function"]._arguments
+    arguments = sys.modules["ringrun.run_function"]._arguments
     flags = {"hosts": "h1:2", "timeout": 1.5, "fold": True, "cuda_ipc": False, "ranks": None, "restarts": 0}
     ours = ["-np", "4", "--hosts", "h1:2", "--timeout", "1.5", "--fold", "--no-cuda-ipc", "--restarts", "0"]
     assert list(arguments(4, flags)) == ours
@@ -153,8 +153,8 @@ def test_it_listens_only_where_ranks_of_other_hosts_are_to_connect(monkeypatch, 
     def listen(folder, addresses, backlog):
         raise LauncherError(f"it listens at {addresses}")
 
-    monkeypatch.setattr("ringreduce.run_function.own_addresses", lambda hosts, interfaces: (*hosts, *interfaces))
-    monkeypatch.setattr("ringreduce.run_function.Listener", listen)
+    monkeypatch.setattr("ringrun.run_function.own_addresses", lambda hosts, interfaces: (*hosts, *interfaces))
+    monkeypatch.setattr("ringrun.run_function.Listener", listen)
     with pytest.raises(rr.InputError) as refused:
         rr.run(print, **flags)
     assert str(refused.value) == f"run(): it listens at {('h1', 'lo') if 'network_interfaces' in flags else ()}"
@@ -171,7 +171,7 @@ def test_what_cannot_be_pickled_and_results_of_many_pieces(monkeypatch):
         rr.JobFailedError, match=r"InputError: run\(\): what the function returned, .*cannot be pickled"
     ):
         rr.run(lambda: __import__("threading").Lock(), np=1)
-    monkeypatch.setattr(sys.modules["ringreduce.run_function"], "PIECE_BYTES", 1000)
+    monkeypatch.setattr(sys.modules["ringrun.run_function"], "PIECE_BYTES", 1000)
     many = bytes(range(256)) * 1000
     assert rr.run(lambda data: data[::-1], (many,), np=2) == [many[::-1]] * 2
 

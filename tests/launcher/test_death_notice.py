@@ -15,7 +15,7 @@ from tests.support.patience import patient
 RANK = """
     import ctypes, os, signal, sys, threading
     import numpy as np
-    from ringreduce.recovery import death_notice
+    from ringreduce.runtime.recovery import death_notice
     {give}
     kept = np.ones({megabytes} << 17)
     print("given", flush=True)

@@ -6,7 +6,7 @@ import socket
 import pytest
 
 from ringreduce.monitor import launcher_link
-from ringreduce.recovery.membership import Members
+from ringreduce.runtime.recovery.membership import Members
 from ringrun.agent.rank_socket import RankSocket
 from ringrun.connection import wire
 

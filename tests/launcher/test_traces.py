@@ -56,7 +56,7 @@ def test_source_stands_with_the_users_frames_only():
 
 def test_inside_ringreduce_nothing_is_shown_of_a_wait_that_is_named():
     assert describe(parse(DUMP), "/opt/ringreduce", source, waits=True) == STACK.splitlines()[:3]
-    alone = [Frame("/opt/ringreduce/lifecycle.py", 160, "_at_exit")]
+    alone = [Frame("/opt/ringreduce/runtime/lifecycle.py", 160, "_at_exit")]
     assert len(describe(alone, "/opt/ringreduce", source, waits=True)) == 1
 
 

@@ -3,7 +3,7 @@
 import pytest
 
 from ringreduce.transport.message import MessageTransport
-from ringreduce.world import form_world
+from ringreduce.transport.world import form_world
 from tests.support import on_ranks
 from tests.support.on_ranks import pytest_runtest_logreport  # noqa: F401 - a hook
 

@@ -8,9 +8,9 @@ from mpi4py import MPI
 
 from ringreduce.arrays.dtypes import TABLE
 from ringreduce.collectives import bruck, quantized, ring, tree
+from ringreduce.collectives.partition import chunk_bounds
 from ringreduce.compression import Compression
 from ringreduce.ops import Average, Reduction, Sum
-from ringreduce.partition import chunk_bounds
 from ringreduce.transport import message
 from ringreduce.transport.base import complete
 from tests.support.reference import MATRIX, all_but_one_of_each_extended, assert_reduced, data, readable

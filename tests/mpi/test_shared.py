@@ -11,8 +11,8 @@ import pytest
 
 import ringreduce as rr
 from ringreduce import runtime
-from ringreduce.cost_model import Constants
-from ringreduce.partition import chunk_bounds
+from ringreduce.collectives.cost_model import Constants
+from ringreduce.collectives.partition import chunk_bounds
 from ringreduce.transport.counters import group_bytes
 from ringreduce.transport.window import block_bytes
 from tests.support import on_ranks

@@ -11,9 +11,9 @@ import pytest
 
 import ringreduce as rr
 from ringreduce import runtime
-from ringreduce.cost_model import Constants
+from ringreduce.collectives.cost_model import Constants
+from ringreduce.runtime.startup import measure
 from ringreduce.settings import Settings
-from ringreduce.startup import measure
 from ringreduce.testing import run_ranks
 from ringreduce.transport.base import complete
 from tests.ranks.on_threads import each_rank_of, known

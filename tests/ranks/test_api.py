@@ -8,12 +8,12 @@ import pytest
 import torch
 
 import ringreduce as rr
-from ringreduce import lifecycle
 from ringreduce.execution import context
 from ringreduce.execution.submission import Submission
+from ringreduce.runtime import arguments, lifecycle
 from ringreduce.settings import Settings
 from ringreduce.testing import run_ranks
-from ringreduce.world import World
+from ringreduce.transport.world import World
 from tests.ranks.on_threads import each_rank_of
 from tests.support.reference import data
 
@@ -182,8 +182,8 @@ def test_what_was_submitted_before_a_barrier_is_complete_before_it(monkeypatch):
 def test_averages_of_integers(monkeypatch):
     """Nobody has chosen a type for Python's; arrays keep theirs, which is told once."""
     told = []
-    monkeypatch.setattr(rr.api.arguments.JOB, "warning", told.append)
-    rr.api.arguments._warn_of_truncated_averages.cache_clear()
+    monkeypatch.setattr(arguments.JOB, "warning", told.append)
+    arguments._warn_of_truncated_averages.cache_clear()
 
     def of_numbers():
         several = rr.synchronize(rr.grouped_allreduce_async([90 + 5 * rr.rank(), 1.0]))

@@ -8,8 +8,8 @@ import pytest
 
 from ringreduce.arrays.dtypes import TABLE
 from ringreduce.collectives import direct
+from ringreduce.collectives.partition import chunk_bounds
 from ringreduce.ops import Reduction, Sum
-from ringreduce.partition import chunk_bounds
 from tests.ranks.on_threads import reduced_over_messages
 from tests.support.reference import SIZES, assert_reduced, data
 

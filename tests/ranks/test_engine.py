@@ -20,7 +20,7 @@ from ringreduce.testing import run_ranks
 from ringreduce.transport.base import Work
 from ringreduce.transport.subset import CHANNELS, TAGS
 from ringreduce.transport.threads import ThreadNetwork
-from ringreduce.world import World
+from ringreduce.transport.world import World
 from tests.support.patience import wait_until
 
 DYNAMIC = Settings(dynamic_process_sets=True, stall_check_s=0)  # engines that wait for ever tell no later test of it

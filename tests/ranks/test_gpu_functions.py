@@ -10,10 +10,10 @@ import pytest
 import ringreduce as rr
 from ringreduce import Sum, runtime
 from ringreduce.arrays import buffer
+from ringreduce.collectives.partition import chunk_bounds
 from ringreduce.gpu import cuda_aware, nccl
 from ringreduce.gpu.stage import Stage
 from ringreduce.gpu.stream import Gpu
-from ringreduce.partition import chunk_bounds
 from ringreduce.settings import Settings
 from ringreduce.testing import run_ranks
 from tests.ranks.on_threads import each_rank_of

@@ -6,7 +6,7 @@ import pytest
 import ringreduce as rr
 from ringreduce.arrays.dtypes import TABLE
 from ringreduce.collectives import doubling, hashed
-from ringreduce.cost_model import SHORT_BYTES
+from ringreduce.collectives.cost_model import SHORT_BYTES
 from ringreduce.ops import Reduction, Sum
 from ringreduce.testing import run_ranks
 from ringreduce.transport.base import complete

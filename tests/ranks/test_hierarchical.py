@@ -11,8 +11,8 @@ import pytest
 from ringreduce import runtime
 from ringreduce.arrays.dtypes import TABLE
 from ringreduce.collectives import hierarchical
+from ringreduce.collectives.cost_model import UNITS_AHEAD
 from ringreduce.collectives.shared import DONE, PACK
-from ringreduce.cost_model import UNITS_AHEAD
 from ringreduce.ops import Reduction, Sum
 from ringreduce.settings import Settings
 from ringreduce.testing import run_ranks

@@ -5,9 +5,9 @@ import pytest
 
 import ringreduce as rr
 from ringreduce import runtime
-from ringreduce.api.arguments import details_of
 from ringreduce.arrays.view import as_buffer
 from ringreduce.execution.into_outputs import INTO_OUTPUTS
+from ringreduce.runtime.arguments import details_of
 from ringreduce.settings import Settings
 from ringreduce.testing import run_ranks
 

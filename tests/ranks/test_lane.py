@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 import ringreduce as rr
-from ringreduce.api.own_channel import OwnChannel
 from ringreduce.arrays.view import to_write
 from ringreduce.kernels import native
+from ringreduce.runtime.own_channel import OwnChannel
 from tests.support.world import on_every_world, on_every_world_and_hosts
 
 pytestmark = [

@@ -8,9 +8,9 @@ import pytest
 
 import ringreduce as rr
 from ringreduce import runtime
-from ringreduce.api.own_channel import OwnChannel
 from ringreduce.arrays.view import as_buffer
 from ringreduce.engine.channels import IN_ORDER
+from ringreduce.runtime.own_channel import OwnChannel
 from ringreduce.testing import run_ranks
 from tests.ranks import test_into_outputs as into_outputs
 from tests.ranks.on_threads import each_rank_of

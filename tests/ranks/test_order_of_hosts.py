@@ -9,8 +9,8 @@ import ringreduce as rr
 from ringreduce import testing
 from ringreduce.execution.host import Host
 from ringreduce.settings import Settings
-from ringreduce.startup.links import Links
 from ringreduce.testing import run_ranks
+from ringreduce.transport.links import Links
 
 FOUND = Links((10, 12, 11, 13), ("n0", "n2", "n1", "n3"), (("n3", 0.1),), 1.25)
 

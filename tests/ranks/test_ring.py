@@ -7,9 +7,9 @@ import pytest
 
 from ringreduce.arrays.dtypes import TABLE
 from ringreduce.collectives import ring
+from ringreduce.collectives.partition import chunk_bounds
 from ringreduce.errors import InputError
 from ringreduce.ops import Average, Reduction, Sum
-from ringreduce.partition import chunk_bounds
 from ringreduce.testing import run_ranks
 from ringreduce.transport.base import complete
 from tests.ranks.on_threads import transport

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 import ringreduce as rr
+from ringreduce.arrays import trees
 from ringreduce.settings import Settings
 from ringreduce.testing import run_ranks
 
@@ -19,10 +20,10 @@ class Momentum:
 
     def __init__(self, params):
         self.params, self.lr = params, 0.1
-        self.velocity = rr.trees.map_leaves(params, lambda _, each: np.zeros_like(each))
+        self.velocity = trees.map_leaves(params, lambda _, each: np.zeros_like(each))
 
     def step(self, grads):
-        named = [dict(rr.trees.named_leaves(each)) for each in (self.params, self.velocity, grads)]
+        named = [dict(trees.named_leaves(each)) for each in (self.params, self.velocity, grads)]
         for name, grad in named[2].items():
             named[1][name][...] = 0.9 * named[1][name] + grad
             named[0][name] -= self.lr * named[1][name]
@@ -45,11 +46,11 @@ def new_params():
 
 def grads_of(params, step, rank=None):
     rank = rr.rank() if rank is None else rank
-    return rr.trees.map_leaves(params, lambda name, each: each * (1 + rank) + each.dtype.type(np.sin(step + len(name))))
+    return trees.map_leaves(params, lambda name, each: each * (1 + rank) + each.dtype.type(np.sin(step + len(name))))
 
 
 def same(ones, others):
-    for (name, one), (other_name, other) in zip(*map(rr.trees.named_leaves, (ones, others)), strict=True):
+    for (name, one), (other_name, other) in zip(*map(trees.named_leaves, (ones, others)), strict=True):
         assert name == other_name
         np.testing.assert_array_equal(one, other, strict=isinstance(one, np.ndarray))
 
@@ -70,7 +71,7 @@ def test_the_bits_are_those_of_a_distributed_optimizer_and_so_is_the_state(hosts
             plain.step(grads_of(whole, step))
             optimizer.step(grads_of(params, step))
             same(params, whole)
-        kept = sum(each.size for _, each in rr.trees.named_leaves(optimizer.optimizer.velocity))
+        kept = sum(each.size for _, each in trees.named_leaves(optimizer.optimizer.velocity))
         assert kept <= 31 // rr.size() + 2
         state = optimizer.state_dict()
         same(state, plain.state_dict())
@@ -85,7 +86,7 @@ def test_the_bits_are_those_of_a_distributed_optimizer_and_so_is_the_state(hosts
         optimizer.load_state_dict(states[0])
         vars(alone).update(saved)
         for tree in (alone.params, params) if kind is Saved else ():
-            rr.trees.map_leaves(tree, lambda name, each: each.__setitem__(..., 1))
+            trees.map_leaves(tree, lambda name, each: each.__setitem__(..., 1))
         same(params, alone.params)
         for step in range(2):
             grads = grads_of(params, step, rank=3)
@@ -160,9 +161,9 @@ def test_an_elastic_state_of_ranks_that_have_changed():
         alone.lr = 0.1 if step < 3 else 0.3
         alone.step(grads_of(whole, step, rank=1))
     for params in run_ranks(2, goes_on):
-        rr.trees.map_leaves(
+        trees.map_leaves(
             params,
-            lambda name, each: np.testing.assert_allclose(each, dict(rr.trees.named_leaves(whole))[name], rtol=1e-5),
+            lambda name, each: np.testing.assert_allclose(each, dict(trees.named_leaves(whole))[name], rtol=1e-5),
         )
 
 
@@ -190,7 +191,7 @@ def test_odd_shapes_and_more_ranks_than_elements(params, shared):
             else:
                 optimizer = rr.DistributedOptimizer(Momentum(tree))
             for step in range(3):
-                optimizer.step(rr.trees.map_leaves(tree, lambda _, each: each * (1 + rr.rank()) + step))  # noqa: B023
+                optimizer.step(trees.map_leaves(tree, lambda _, each: each * (1 + rr.rank()) + step))  # noqa: B023
             made.append((tree, optimizer.state_dict()))
         (expected, state), (found, sharded_state) = made
         same(found, expected)
@@ -308,7 +309,7 @@ class Rebinds(Momentum):
     """Its arrays are new ones after a step, in an attribute."""
 
     def step(self, grads):
-        self.params = rr.trees.map_leaves(self.params, lambda name, each: each - 1)
+        self.params = trees.map_leaves(self.params, lambda name, each: each - 1)
 
 
 class RebindsOne:
@@ -328,7 +329,7 @@ class Keeps(Momentum):
 
     def step(self, grads):
         super().step(grads)
-        self.last = rr.trees.map_leaves(self.params, lambda _, each: each.copy())
+        self.last = trees.map_leaves(self.params, lambda _, each: each.copy())
         return self.params
 
 

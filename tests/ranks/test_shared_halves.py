@@ -10,9 +10,9 @@ import pytest
 import ringreduce as rr
 from ringreduce.arrays.dtypes import TABLE
 from ringreduce.collectives import shared, shared_halves
+from ringreduce.collectives.partition import bounds_of, by_chunk
 from ringreduce.collectives.shared import COPY, DONE, PACK, REDUCE, Part
 from ringreduce.ops import Average, Reduction, Sum
-from ringreduce.partition import bounds_of, by_chunk
 from ringreduce.transport.base import complete
 from ringreduce.transport.window import SLOTS, Region
 from tests.ranks.on_threads import each_rank_of

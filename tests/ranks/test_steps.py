@@ -14,9 +14,9 @@ import torch
 import ringreduce as rr
 import ringreduce.torch as hvd
 from ringreduce import runtime
+from ringreduce.execution.steps import StepRecorder
 from ringreduce.monitor import reporting
 from ringreduce.monitor.sampling import Sampler
-from ringreduce.monitor.steps import StepRecorder
 from ringreduce.settings import Settings
 from ringreduce.testing import run_ranks
 from tests.ranks.test_torch_distributed import on_ring

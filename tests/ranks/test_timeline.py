@@ -19,12 +19,12 @@ from ringreduce.engine.engine import Engine
 from ringreduce.execution.executor import Executor
 from ringreduce.execution.host import Host
 from ringreduce.execution.signature import Signature
-from ringreduce.monitor.timeline import BYTES_A_MINUTE, Event, Timeline, TimelineFile
+from ringreduce.execution.timeline import BYTES_A_MINUTE, Event, Timeline, TimelineFile
 from ringreduce.negotiation.neutral import neutral_submission
 from ringreduce.settings import Settings
 from ringreduce.testing import run_ranks
 from ringreduce.transport.threads import ThreadNetwork
-from ringreduce.world import World
+from ringreduce.transport.world import World
 from tests.ranks.on_threads import each_rank_of
 from tests.support import trace
 from tests.support.patience import wait_until
@@ -290,7 +290,7 @@ def test_a_minute_of_64_ranks_stays_short_and_has_the_same_operations_of_all(tmp
     """All-reduces from ranks whose events come in any order, late by up to 3 of 4 operations."""
     path, draw, behind, most = tmp_path / "t.json", random.Random(32), [0] * RANKS, 2e6
     assert 2 * BYTES_A_MINUTE + 10e6 <= 100e6, "in any 60 s there are at most two minutes' bytes"
-    monkeypatch.setattr("ringreduce.monitor.timeline.BYTES_A_MINUTE", most)
+    monkeypatch.setattr("ringreduce.execution.timeline.BYTES_A_MINUTE", most)
     file, sizes = TimelineFile(str(path), [0.0] * RANKS), []
     for number in range(int(115e6 / PERIOD_US)):
         for rank in draw.sample(range(RANKS), RANKS):

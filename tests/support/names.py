@@ -3,8 +3,8 @@
 from types import ModuleType
 
 from ringreduce import errors
-from ringreduce.api import common
 from ringreduce.elastic import common as elastic
+from ringreduce.frameworks import common
 
 OURS = {*errors.__all__, "DistributedSampler", "info", "mark_step", "ordered", "run", "stats"}
 ELASTIC = {"ElasticSampler", "HorovodInternalError", "HostsUpdatedInterrupt", "ObjectState", "State", "run"}

@@ -17,7 +17,7 @@ import pytest
 import ringreduce as rr
 from ringreduce.checks import divergence
 from ringreduce.log import JOB
-from ringreduce.mpi import abort
+from ringreduce.transport.mpi import abort
 
 
 def start(config):

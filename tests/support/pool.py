@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import ringreduce as rr
-from ringreduce import pickling
 from ringreduce.settings import PREFIX, Settings
+from ringreduce.transport import pickling
 from tests.support.jobs import ROOT
 from tests.support.patience import patient
 

@@ -22,7 +22,6 @@ from unittest import mock
 
 import numpy as np
 
-from ringreduce.api.arguments import details_of
 from ringreduce.arrays.buffer import numpy_buffer
 from ringreduce.engine.engine import Engine
 from ringreduce.errors import CollectiveError, MismatchError, PeerLostError
@@ -30,11 +29,12 @@ from ringreduce.execution.host import Host, window_bytes
 from ringreduce.execution.submission import Submission
 from ringreduce.negotiation.protocol import decode
 from ringreduce.ops import Sum
+from ringreduce.runtime.arguments import details_of
 from ringreduce.settings import Settings
 from ringreduce.transport.base import ControlMessage
 from ringreduce.transport.threads import ThreadNetwork, ThreadTransport
 from ringreduce.transport.window import Window
-from ringreduce.world import World
+from ringreduce.transport.world import World
 
 SUM = details_of(Sum, 1.0, 1.0)
 LEFT = "it called shutdown()"

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from ringreduce.startup.clock import compared, offsets_us
-from ringreduce.world import World
+from ringreduce.runtime.startup.clock import compared, offsets_us
+from ringreduce.transport.world import World
 
 AHEAD_US = [0.0, 5e6, -3e6, 7e6, 1e6]
 

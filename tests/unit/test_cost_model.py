@@ -10,7 +10,15 @@ import pytest
 
 import ringreduce as rr
 from ringreduce.arrays.dtypes import TABLE
-from ringreduce.cost_model import ALGORITHMS, ONE_SHOT_BYTES, Constants, best_units, choose, is_one_shot, predict_us
+from ringreduce.collectives.cost_model import (
+    ALGORITHMS,
+    ONE_SHOT_BYTES,
+    Constants,
+    best_units,
+    choose,
+    is_one_shot,
+    predict_us,
+)
 from ringreduce.execution.algorithms import candidates, check, tuned, usable_algorithms
 from ringreduce.execution.host import Host, window_bytes
 from ringreduce.ops import Average, Reduction, Sum
@@ -18,7 +26,7 @@ from ringreduce.settings import Settings
 from ringreduce.testing import run_ranks
 from ringreduce.transport.threads import ThreadNetwork
 from ringreduce.transport.window import Window, block_bytes
-from ringreduce.world import World
+from ringreduce.transport.world import World
 
 ONE_HOST = [[0] * size for size in (2, 3, 4, 9, 16)]
 PAIRS = [[0, 0, 1, 1], [0, 0, 0, 1], [0, 1, 1, 2, 2, 2], [0, 1, 0, 1], [0] * 8 + [1] * 8]

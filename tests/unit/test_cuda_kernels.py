@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ringreduce.arrays.cuda import Device, Stream
 from ringreduce.arrays.dtypes import TABLE
 from ringreduce.gpu import kernels as cuda_kernels
 from ringreduce.gpu.kernels import TILE_BYTES, WORD_BYTES, Kernels, tiles
-from ringreduce.gpu.runtime import Device, Stream
 from ringreduce.ops import Average, Product, Reduction, Sum
 from tests.support import tiers
 from tests.support.emulated_cuda import accesses, emulate

@@ -23,7 +23,7 @@ pytestmark = [tiers.extended, pytest.mark.timeout(600), pytest.mark.xdist_group(
 
 PACKAGE = Path(ringreduce.__file__).parent
 ROOTS = {"cupy": "cupy", "runtime": "cupy.cuda.runtime"}
-"""The functions of ringreduce/gpu/runtime.py, and what they return."""
+"""The functions of ringreduce/arrays/cuda.py, and what they return."""
 
 
 class Use(NamedTuple):
@@ -49,12 +49,12 @@ def path_of(node, names):
 
 
 def imported(tree):
-    """What a file calls ringreduce/gpu/runtime.py ("module"), and its functions."""
+    """What a file calls ringreduce/arrays/cuda.py ("module"), and its functions."""
     names = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and node.module == "ringreduce.gpu":
             names.update({each.asname or each.name: "module" for each in node.names if each.name == "runtime"})
-        if isinstance(node, ast.ImportFrom) and node.module == "ringreduce.gpu.runtime":
+        if isinstance(node, ast.ImportFrom) and node.module == "ringreduce.arrays.cuda":
             names.update({each.asname or each.name: f"module.{each.name}" for each in node.names if each.name in ROOTS})
     return names
 
@@ -85,7 +85,7 @@ def uses():
     found = {}
     for file in sorted(PACKAGE.rglob("*.py")):
         tree = ast.parse(file.read_text())
-        roots = OWN if file == PACKAGE / "gpu" / "runtime.py" else imported(tree)
+        roots = OWN if file == PACKAGE / "arrays" / "cuda.py" else imported(tree)
         if roots:
             found.update({use[:3]: use for use in uses_in(tree, file.relative_to(PACKAGE), roots)})
     return sorted(found.values(), key=lambda use: use[:1] + use[3:])
@@ -97,8 +97,8 @@ def test_the_names_are_found():
         use.path for use in uses()
     }
     tree = ast.parse(
-        "from ringreduce.gpu import runtime as cuda\n"
-        "from ringreduce.gpu.runtime import runtime\n"
+        "from ringreduce.arrays import cuda as cuda\n"
+        "from ringreduce.arrays.cuda import runtime\n"
         "def f():\n"
         "    module = cuda.cupy()\n"
         "    module.cuda.Strem(runtime().getDevise(1), non_blocking=True)"

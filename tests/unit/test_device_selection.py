@@ -8,8 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 
+from ringreduce.arrays.device_selection import LOCAL_RANKS, NOT_ASKED, Choice, chosen, select
 from ringreduce.errors import SettingsError
-from ringreduce.gpu.device_selection import LOCAL_RANKS, NOT_ASKED, Choice, chosen, select
 from ringreduce.settings import Settings
 from tests.support.patience import patient
 

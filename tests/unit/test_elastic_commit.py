@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 
+from ringreduce.api.sampler import DistributedSampler
 from ringreduce.elastic import ElasticSampler
 from ringreduce.elastic.commit import Commit, Restoration
 from ringreduce.errors import InputError
-from ringreduce.sampler import DistributedSampler
 from ringreduce.testing import run_ranks
 from tests.support.tiers import parted
 

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 import ringreduce as rr
+from ringreduce.arrays.cuda import Block, Pinned, Stream, device
 from ringreduce.gpu.ipc import Slots
-from ringreduce.gpu.runtime import Block, Pinned, Stream, device
 from ringreduce.settings import Settings
 from ringreduce.testing import run_ranks
 from ringreduce.transport.window import PACKED, SUMMED

@@ -4,9 +4,9 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ringreduce import fusion
 from ringreduce.arrays.view import as_buffer
-from ringreduce.fusion import Piece
+from ringreduce.collectives import fusion
+from ringreduce.collectives.fusion import Piece
 
 CAPACITY = 16
 counts_lists = st.lists(st.integers(0, 60), max_size=30)

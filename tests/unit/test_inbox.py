@@ -11,7 +11,7 @@ from ringreduce.engine import inbox
 from ringreduce.engine.inbox import ONE_HOST_BATCH_SLOTS, OVERSUBSCRIBED_CYCLES, Inbox, WaitsFor
 from ringreduce.settings import Settings
 from ringreduce.transport.message import MessageTransport
-from ringreduce.world import World
+from ringreduce.transport.world import World
 
 SETTINGS = Settings(cycle_time_ms=10.0)
 BATCH_BYTES = ONE_HOST_BATCH_SLOTS * SETTINGS.fusion_slot_bytes

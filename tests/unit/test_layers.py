@@ -1,6 +1,7 @@
-"""Imports point downward: a file imports only what stands below it."""
+"""The folders are layers: a room imports only from rooms below it, and inside of one there is no circle."""
 
 import ast
+import graphlib
 import re
 import subprocess
 import sys
@@ -15,106 +16,57 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = Path(ringreduce.__file__).parent
 LAUNCHER = Path(ringrun.__file__).parent
 
-# from the bottom to the top; modules between two < import none of each other
-ORDER = """
-_version, errors, log, not_there, pickling < mxnet, run_function, checks.setting, checks.fingerprint <
-kernels.native < kernels.half < kernels.quantized <
-settings, arrays.dtypes, partition, trees < gpu.runtime < gpu.device_selection < arrays.buffer < arrays.gpu_buffer <
-arrays.torch_tensor, arrays.dlpack, arrays.memory, checks.scan < compression < ops, arrays.view, fusion < mpi < world <
-transport.waiting, transport.futex, transport.counters, transport.traffic < transport.in_flight < transport.base <
-transport.window, transport.blocks <
-transport.message, transport.threads, transport.subset, monitor.excepthook, monitor.launcher_link, monitor.steps <
-monitor.sampling <
-collectives.ring, collectives.tree, collectives.bruck, collectives.pairwise <
-collectives.direct, collectives.doubling, collectives.halving <
-collectives.adasum, startup.clock, collectives.overlap, cost_model, wire_cost <
-collectives.shared, collectives.hashed, startup.measure, startup.links <
-collectives.compiled, collectives.shared_halves, collectives.shared_in_place, collectives.quantized <
-collectives.hierarchical <
-execution.signature < execution.submission, checks.blame < monitor.timeline, execution.algorithms <
-execution.host, execution.batch < execution.gpu_backend < execution.context < execution.packing <
-execution.point_to_point <
-execution.halves, execution.allreduce < execution.operations, execution.into_outputs <
-execution.executor, execution.opening <
-execution.send_receive, execution.shared_arrays, execution.in_slot < execution.across <
-execution.channel < execution.lane <
-gpu.kernels, gpu.stage, gpu.ipc < gpu.cuda_aware, gpu.nccl, gpu.ipc_allreduce, gpu.stream < gpu.paths <
-gpu.allreduce < gpu.backend <
-engine.inbox, negotiation.protocol, negotiation.cache <
-negotiation.coordinator, negotiation.leader, negotiation.neutral, negotiation.mailbox, negotiation.short <
-negotiation.negotiator < negotiation.process_set < negotiation.errors_for < engine.ending < negotiation.negotiation <
-monitor.side_job < monitor.recording, monitor.stalls, monitor.reporting < engine.channels < engine.process_sets <
-engine.submitting, engine.timeline_control, engine.activity, engine.leaving, engine.polling <
-engine.engine < startup.shared_memory < runtime <
-recovery.membership, recovery.death_notice, recovery.daemon < recovery.rendezvous < recovery.elastic_runtime <
-lifecycle < api.submit, api.world, api.info, api.steps, sampler < api.process_sets, api.arguments <
-api.reduce, api.gather, api.broadcast, api.objects, checks.agreement < checks.nan, checks.resum, checks.twice <
-checks.switch, checks.comparison < checks.divergence, checks.learning_rates < api.control <
-api.ordered, api.own_channel, api.collective < api.common, powersgd, optim.parameters < optim.exchange <
-optim.buckets, optim.shards, optim.shared_parameters < optim.reducer, local.options < local.steps <
-ps.layout, ps.messages, ps.consistency, ps.arrays < ps.roles < ps.server, ps.worker < sweeps.study <
-sweeps.teams < sweeps.trial < sweeps.sweep < optimizer, testing < local.optimizer <
-sharded <
-elastic.kept, elastic.libraries < elastic.commit, elastic.sampler < elastic.state < elastic.loop < elastic.common <
-jax.xla, jax.host < jax.primitive < jax.ops, jax.parts, jax.compiled < jax.steering <
-jax.optimizer < jax.local, jax.elastic <
-tensorflow.host < tensorflow.ops, tensorflow.parts < tensorflow.training <
-keras.ops, keras.saved, keras.parts, keras.committed < keras.together < keras.local <
-keras.optimizer, keras.callbacks, keras.elastic < tensorflow.keras <
-torch.ops, torch.sparse, torch.groups, torch.sync_batch_norm, torch.ps, torch.parts < torch.hooks, torch.pending <
-torch.gradient, torch.wrapped, torch.outline < torch.functions, torch.reducer, torch.adasum_optimizer < torch.optimizer,
-torch.shards < torch.sharded < torch.local, torch.elastic <
-torch.distributed.tensors, torch.distributed.buckets, torch.distributed.uncompiled, torch.rendezvous <
-torch.distributed.work < torch.distributed.operations < torch.distributed.group < torch.bucket_hook
+# the rooms of ringreduce/, folders and single files, from the bottom to the top: each imports only from those below
+ROOMS = """
+errors, log, _version, kernels < settings < arrays < compression, transport < ops < collectives < execution <
+gpu, negotiation < monitor < engine < runtime < api < checks, ps, sweeps < frameworks, optim, testing < mxnet, numpy <
+elastic < jax, keras, torch < tensorflow
 """
+MOST_ROOMS = 30
 
 
 def layers(order):
     return [re.findall(r"[\w.]+", row) for row in order.split("<")]
 
 
-LAYERS = layers(ORDER)
-# the imports that point up: an optimizer is sent to its framework's adapter, inside a function
-UPWARD = {("optimizer", name) for name in ("torch", "jax", "keras")} | {
-    ("sharded", "torch"),
-    ("tensorflow.training", "keras"),
-    ("local.optimizer", "torch.local"),
-    ("local.optimizer", "jax.local"),
-    ("tensorflow.keras", "keras"),  # only a name of it
-}
-# who names a module of gpu/, but for its own: above its lowest two, that is the engine only
-KNOW_GPU = {
-    "gpu.runtime": {f"arrays.{name}" for name in ("buffer", "gpu_buffer", "torch_tensor", "dlpack", "view")},
-    "gpu.device_selection": {"runtime", "lifecycle", "recovery.elastic_runtime"},
-    "gpu.stream": {"engine.engine"},
-    "gpu.backend": {"engine.engine"},
-}
+LAYERS = layers(ROOMS)
+# who names a module of gpu/, but for its own
+KNOW_GPU = {"gpu.stream": {"engine.engine"}, "gpu.backend": {"engine.engine"}}
 
 
 def height(module):
-    return next(level for level, row in enumerate(LAYERS) if module in row)
+    room = module.partition(".")[0]
+    return next(level for level, row in enumerate(LAYERS) if room in row)
 
 
 def modules(folder=PACKAGE):
+    """The dotted name and the file of each; a folder's own file has the name of the folder."""
     for path in sorted(folder.rglob("*.py")):
-        if path.name != "__init__.py":
-            yield ".".join(path.relative_to(folder).with_suffix("").parts), path
+        parts = path.relative_to(folder).with_suffix("").parts
+        if name := ".".join(parts[:-1] if parts[-1] == "__init__" else parts):
+            yield name, path
 
 
 def imports(path):
+    """The modules that a file of ringreduce imports from it, wherever and for whatever: for types too."""
     for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "ringreduce":
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "ringreduce":
             base = node.module.removeprefix("ringreduce").removeprefix(".")
             for alias in node.names:
                 dotted = f"{base}.{alias.name}".strip(".")
-                is_module = (PACKAGE / (dotted.replace(".", "/") + ".py")).exists()
-                yield dotted if is_module else base
+                found = PACKAGE / dotted.replace(".", "/")
+                yield dotted if found.with_suffix(".py").exists() or found.is_dir() else base
         elif isinstance(node, ast.Import):
             yield from (a.name.removeprefix("ringreduce.") for a in node.names if a.name.startswith("ringreduce."))
 
 
-def test_every_module_has_its_place():
-    assert {name for name, _ in modules()} == {name for row in LAYERS for name in row}
+def rooms():
+    return {path.stem for path in PACKAGE.iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()}
+
+
+def test_every_room_has_its_place_and_there_are_not_too_many():
+    assert rooms() - {"__init__"} == {room for row in LAYERS for room in row}
+    assert len(rooms()) - 1 <= MOST_ROOMS
 
 
 @pytest.mark.parametrize("folder", [PACKAGE, LAUNCHER])
@@ -123,26 +75,42 @@ def test_every_folder_of_modules_is_a_package(folder):
     assert {path.parent for path in folder.rglob("*.py") if not (path.parent / "__init__.py").exists()} == set()
 
 
-@pytest.mark.parametrize(("module", "path"), list(modules()), ids=lambda value: value if isinstance(value, str) else "")
-def test_imports_point_downward(module, path):
-    for imported in imports(path):
-        if (module, imported) not in UPWARD:
-            assert height(imported) < height(module), f"{module} imports {imported}"
+def upward(module, imported):
+    """Whether an import leads to a room that does not stand below the module's own."""
+    own, other = module.partition(".")[0], imported.partition(".")[0]
+    return bool(other) and other != own and height(imported) >= height(module)
 
 
-@pytest.mark.parametrize("path", list(PACKAGE.glob("*/**/__init__.py")), ids=lambda path: path.parent.name)
-def test_a_package_imports_nothing_above_its_own_modules(path):
-    package = ".".join(path.parent.relative_to(PACKAGE).parts)
-    top = max(height(module) for module, _ in modules() if module.startswith(f"{package}."))
-    for imported in imports(path):
-        assert height(imported) <= top, f"{package} imports {imported}"
+def test_imports_point_downward():
+    assert [
+        f"{module} imports {each}" for module, path in modules() for each in imports(path) if upward(module, each)
+    ] == []
 
 
-def test_every_upward_import_that_is_listed_is_there():
-    assert {(module, imported) for module, path in modules() for imported in imports(path)} >= UPWARD
+def test_an_import_that_points_up_is_found():
+    assert upward("kernels.half", "settings")
+    assert upward("gpu.paths", "negotiation.leader"), "they stand beside each other"
+    assert not upward("jax.ops", "runtime.submit")
+    assert not upward("torch.local", "torch.wrapped")
 
 
-def test_only_arrays_the_choice_of_a_gpu_and_the_engine_know_the_modules_of_gpus():
+def test_the_picture_has_every_room_and_no_import_points_up_in_it():
+    drawing = (ROOT / "docs" / "architecture.svg").read_text()
+    titles = re.findall(r'x="411".*"bold">(.*)<', drawing)[2:]  # without "in every rank" and "your script"
+    rows = [re.findall(r"\w+", text.replace("&#160;", "")) for text in titles]
+    drawn = {room: -row for row, names in enumerate(rows) for room in names}
+    assert rooms() - drawn.keys() == {"__init__", "_version", "mxnet"}
+    assert drawn.keys() <= rooms()
+    edges = {(name.partition(".")[0], each.partition(".")[0]) for name, path in modules() for each in imports(path)}
+    assert [(own, other) for own, other in edges if drawn.get(other, -99) > drawn.get(own, 0)] == []
+
+
+def test_inside_of_the_rooms_no_modules_import_each_other():
+    graph = {module: {each for each in imports(path) if each != module} for module, path in modules()}
+    graphlib.TopologicalSorter(graph).prepare()  # raises CycleError, which has the circle
+
+
+def test_only_the_engine_knows_the_modules_of_gpus():
     knowing = {}
     for name, path in modules():
         for imported in imports(path):
@@ -151,9 +119,9 @@ def test_only_arrays_the_choice_of_a_gpu_and_the_engine_know_the_modules_of_gpus
     assert knowing == KNOW_GPU
 
 
-def test_only_two_modules_and_two_of_the_transport_know_mpi():
+def test_only_the_transport_and_one_module_of_gpus_know_mpi():
     knowing = {name for name, path in modules() if "mpi4py" in {i.split(".")[0] for i in all_imports(path)}}
-    assert knowing == {"mpi", "world", "transport.message", "gpu.cuda_aware"}
+    assert knowing == {"transport.mpi", "transport.world", "transport.message", "gpu.cuda_aware"}
 
 
 # the launcher's modules, and folders whose own modules are named only where they stand at different heights
@@ -162,7 +130,7 @@ errors, text, hook, torch_backend < network < arguments, folders, processes, mac
 hosts, ssh, connection.frames, connection.wire, config, elastic < environment <
 engines, report, output, connection.link < run_report, connection.queued, connection.accepting <
 connection.listener < remote < agent, preflight < job <
-doctor, stacks, build, request, twice < top < cli < join < __main__
+doctor, stacks, build, request, twice, run_function < top < cli < join < __main__
 """)
 
 
@@ -185,7 +153,7 @@ def launcher_imports(path):
                 yield dotted if is_module else ".".join(filter(None, base))
 
 
-@pytest.mark.parametrize(("module", "path"), list(modules(LAUNCHER)))
+@pytest.mark.parametrize(("module", "path"), [each for each in modules(LAUNCHER) if each[1].name != "__init__.py"])
 def test_the_launcher_s_imports_point_downward_too(module, path):
     row, own = place_in_launcher(module)
     for imported in launcher_imports(path):
@@ -201,10 +169,13 @@ def test_one_picture_shows_every_part_of_the_launcher():
 
 
 def test_the_picture_of_what_happens_after_a_death_names_files_that_exist():
-    picture = ast.get_docstring(ast.parse((PACKAGE / "recovery" / "__init__.py").read_text())).partition("A spare")[0]
+    recovery = PACKAGE / "runtime" / "recovery"
+    picture = ast.get_docstring(ast.parse((recovery / "__init__.py").read_text())).partition("A spare")[0]
     files = re.findall(r"[\w/]+\.py", picture)
     assert len(files) > 5
-    assert [file for file in files if not any((PACKAGE / folder / file).exists() for folder in ("", "recovery"))] == []
+    assert [
+        file for file in files if not any((PACKAGE / folder / file).exists() for folder in ("", "runtime/recovery"))
+    ] == []
 
 
 def test_the_launcher_starts_without_ringreduce():

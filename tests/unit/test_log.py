@@ -149,7 +149,7 @@ def test_by_default_nothing_is_told(fresh_log, capsys):
 
 OF_ONE_RANK = {
     "engine/engine.py",
-    "lifecycle.py",
+    "runtime/lifecycle.py",
     "monitor/excepthook.py",
     "monitor/launcher_link.py",
     "monitor/stalls.py",
@@ -160,4 +160,4 @@ def test_what_is_said_of_the_job_does_not_depend_on_which_ranks_are_shown():
     """A warning goes to JOB, unless the report of a failure has it, or ringrun hears of it otherwise."""
     package = Path(log.__file__).parent
     told = {each for each in package.rglob("*.py") if re.search(r"\bLOGGER\.(warning|error|log)\(", each.read_text())}
-    assert {str(each.relative_to(package)) for each in told} - {"negotiation/negotiation.py"} == OF_ONE_RANK
+    assert {str(each.relative_to(package)) for each in told} - {"engine/negotiation.py"} == OF_ONE_RANK

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from bench.simulated.cluster import Cluster, Costs
-from ringreduce.startup import measure
+from ringreduce.runtime.startup import measure
 from ringreduce.transport.base import complete
 
 QUIET = [2e-4, 0.0, 0.0, 50.0, 3200.0]  # µs: a byte copied; between hosts a small message, and a large one

@@ -10,7 +10,7 @@ from ringreduce.monitor.launcher_link import (
     StatusServer,
     report,
 )
-from ringreduce.recovery.membership import EXPELLED_EXIT_CODE, Members
+from ringreduce.runtime.recovery.membership import EXPELLED_EXIT_CODE, Members
 from tests.support.jobs import run
 
 
@@ -42,7 +42,7 @@ def test_who_waits_for_a_list_is_woken():
 
 def test_a_rank_that_a_list_calls_dead_ends():
     program = (
-        "from ringreduce.recovery.membership import Members\n"
+        "from ringreduce.runtime.recovery.membership import Members\n"
         "Members(1).hear({'membership': {'number': 1, 'ranks': [0], 'dead': {'1': 'has stalled'}}})\n"
         "print('goes on')\n"
     )

@@ -8,10 +8,10 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from ringreduce.arrays.cuda import Device, Stream
 from ringreduce.arrays.dtypes import TABLE
 from ringreduce.errors import CollectiveError, MissingExtraError
 from ringreduce.gpu import nccl
-from ringreduce.gpu.runtime import Device, Stream
 from ringreduce.ops import Adasum, Average, Max, Min, Product, ReduceOp, Reduction, Sum
 from ringreduce.transport.base import complete
 from tests.support.fake_cupy.nccl import NcclError

@@ -2,7 +2,14 @@ import itertools
 
 import pytest
 
-from ringreduce.partition import allgather_steps, bounds_of, chunk_bounds, equal_chunk, scatter_reduce_steps, segments
+from ringreduce.collectives.partition import (
+    allgather_steps,
+    bounds_of,
+    chunk_bounds,
+    equal_chunk,
+    scatter_reduce_steps,
+    segments,
+)
 
 SIZES = range(1, 10)
 

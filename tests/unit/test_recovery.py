@@ -5,15 +5,15 @@ import pytest
 
 from ringreduce.errors import StartupError
 from ringreduce.execution.host import Host, clear_block, window_bytes
-from ringreduce.recovery.elastic_runtime import check_start, living_sets, lost_error
-from ringreduce.recovery.membership import Membership
-from ringreduce.recovery.rendezvous import setup_of, world_of
 from ringreduce.runtime import Setup
+from ringreduce.runtime.recovery.elastic_runtime import check_start, living_sets, lost_error
+from ringreduce.runtime.recovery.membership import Membership
+from ringreduce.runtime.recovery.rendezvous import setup_of, world_of
 from ringreduce.settings import Settings
 from ringreduce.transport.counters import group_bytes
 from ringreduce.transport.threads import ThreadNetwork
 from ringreduce.transport.window import FLAGS_BYTES, Window
-from ringreduce.world import World
+from ringreduce.transport.world import World
 
 SETTINGS = Settings(fusion_buffer_bytes=1 << 20, shared_slot_bytes=1 << 16, fusion_slot_bytes=1 << 16)
 HOSTS = (0, 0, 2, 2, 2)

@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.distributed import DistributedSampler as TorchSampler
 
 import ringreduce.torch as hvd
-from ringreduce.sampler import DistributedSampler
+from ringreduce.api.sampler import DistributedSampler
 from ringreduce.testing import run_ranks
 
 SIZES = range(1, 10)

@@ -3,9 +3,9 @@ import itertools
 import numpy as np
 import pytest
 
+from ringreduce.arrays import scan
 from ringreduce.arrays.buffer import Buffer
 from ringreduce.arrays.dtypes import TABLE
-from ringreduce.checks import scan
 
 FLOATS = [element for element in TABLE.values() if element.kind in "fc"]
 

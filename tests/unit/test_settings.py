@@ -2,9 +2,8 @@ import collections
 
 import pytest
 
-from ringreduce.checks.setting import Checks
 from ringreduce.errors import SettingsError
-from ringreduce.settings import HOROVOD, LEAST_FUSION_BYTES, Settings, horovod_notice
+from ringreduce.settings import HOROVOD, LEAST_FUSION_BYTES, Checks, Settings, horovod_notice
 
 READ = {
     "FUSION_SLOT_BYTES": ("1024", 1024),

@@ -3,8 +3,8 @@
 import math
 import os
 
-from ringreduce.startup.shared_memory import host_cores
-from ringreduce.world import World
+from ringreduce.runtime.startup.shared_memory import host_cores
+from ringreduce.transport.world import World
 
 
 class BoundWorld(World):

@@ -3,7 +3,6 @@
 import numpy as np
 import pytest
 
-from ringreduce.api.arguments import details_of
 from ringreduce.arrays.buffer import Buffer
 from ringreduce.arrays.dtypes import TABLE
 from ringreduce.execution.signature import Signature
@@ -11,6 +10,7 @@ from ringreduce.execution.submission import Submission
 from ringreduce.negotiation.protocol import Ready
 from ringreduce.negotiation.short import Short
 from ringreduce.ops import Average, Max, Sum
+from ringreduce.runtime.arguments import details_of
 from ringreduce.transport.counters import HELD, Counters, GroupBlock, Held, group_bytes
 
 X, Y = 3, 5

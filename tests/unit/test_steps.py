@@ -11,13 +11,14 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from ringreduce.execution import steps
 from ringreduce.execution.signature import Signature
-from ringreduce.monitor import sampling, steps
+from ringreduce.execution.steps import MARKED, MOST, Operation, StepRecorder
+from ringreduce.monitor import sampling
 from ringreduce.monitor.reporting import MOST_BYTES, shortened
-from ringreduce.monitor.steps import MARKED, MOST, Operation, StepRecorder
 from ringreduce.transport import traffic
 from ringreduce.transport.message import MessageTransport
-from ringreduce.world import World
+from ringreduce.transport.world import World
 from tests.support.opcodes import opcodes_of
 
 

@@ -3,8 +3,8 @@ from typing import NamedTuple
 
 import pytest
 
+from ringreduce.arrays.trees import leaves, map_leaves, named_leaves
 from ringreduce.errors import InputError
-from ringreduce.trees import leaves, map_leaves, named_leaves
 
 
 class Layer(NamedTuple):

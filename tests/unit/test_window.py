@@ -17,7 +17,7 @@ from ringreduce.transport import blocks, futex, window
 from ringreduce.transport.base import complete
 from ringreduce.transport.threads import ThreadNetwork
 from ringreduce.transport.window import PACKED, SLOTS, SUMMED, Region, Signatures, Window, block_bytes
-from ringreduce.world import World
+from ringreduce.transport.world import World
 
 SLOT_BYTES = 192
 REGIONS = 3

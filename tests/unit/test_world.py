@@ -6,10 +6,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from ringreduce import lifecycle, mpi
 from ringreduce.errors import LauncherMismatchError, NotInitializedError, StartupError
-from ringreduce.mpi import check_launcher, check_process, check_world_size, claim_rank, launchers_place
-from ringreduce.world import World, local_ranks
+from ringreduce.runtime import lifecycle
+from ringreduce.transport import mpi
+from ringreduce.transport.mpi import check_launcher, check_process, check_world_size, claim_rank, launchers_place
+from ringreduce.transport.world import World, local_ranks
 
 
 def test_local_ranks_count_the_ranks_of_a_host():

@@ -17,16 +17,16 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import ringreduce as rr
 from ringreduce import runtime
-from ringreduce.api.own_channel import OwnChannel
 from ringreduce.compression import Quantized
 from ringreduce.errors import InputError, LauncherMismatchError
-from ringreduce.mpi import has_launcher, launchers_place
+from ringreduce.runtime.own_channel import OwnChannel
 from ringreduce.torch import rendezvous
 from ringreduce.torch.distributed.operations import Operations
 from ringreduce.torch.distributed.tensors import device_of, seconds
 from ringreduce.torch.distributed.uncompiled import uncompiled
 from ringreduce.torch.distributed.work import Work, keep_works_of_reducers
 from ringreduce.torch.wrapped import Wrapped
+from ringreduce.transport.mpi import has_launcher, launchers_place
 
 PEER_TO_PEER = "send", "recv", "recv_anysource"
 ANEW = "init_process_group('ring', init_method=…, rank=ringreduce.rank(), world_size=ringreduce.size())"

@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-from ringreduce.api.own_channel import OwnChannel
 from ringreduce.compression import Quantized
 from ringreduce.errors import InputError
 from ringreduce.ops import Average, Sum
+from ringreduce.runtime.own_channel import OwnChannel
 from ringreduce.torch.distributed.buckets import bucket_of
 from ringreduce.torch.distributed.tensors import op_and_factor
 from ringreduce.torch.distributed.work import BACKWARD, Work

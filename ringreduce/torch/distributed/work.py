@@ -18,11 +18,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ringreduce.api.own_channel import OwnChannel
 from ringreduce.arrays.buffer import Buffer, NotContiguousError
 from ringreduce.arrays.torch_tensor import torch_buffer, torch_packed
 from ringreduce.errors import UnsupportedArrayError
 from ringreduce.execution.submission import Handle
+from ringreduce.runtime.own_channel import OwnChannel
 from ringreduce.torch.distributed.tensors import plain, seconds
 from ringreduce.torch.distributed.uncompiled import uncompiled
 

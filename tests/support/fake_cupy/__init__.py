@@ -57,9 +57,10 @@ def checked(mode="lazy", seed=0, **sizes):
     """A fresh machine, which an import of CuPy finds. At the end all that is queued must have been able to run, and no
     race may have been found."""
     global machine, refuse_ipc, refuse_peers, emulator
-    from ringreduce.gpu import ipc, runtime
+    from ringreduce.arrays import cuda as cuda_runtime
+    from ringreduce.gpu import ipc
 
-    runtime.device.cache_clear()
+    cuda_runtime.device.cache_clear()
     machine, refuse_ipc, refuse_peers, emulator = Machine(mode, seed, **sizes), False, False, None
     cuda.synchronized.clear()
     start = threading.Thread.start
@@ -83,6 +84,6 @@ def checked(mode="lazy", seed=0, **sizes):
             raise
         finally:
             machine.is_closed = True
-            runtime.device.cache_clear()
+            cuda_runtime.device.cache_clear()
     assert not machine.races, "\n".join(machine.races[:20])
     assert not stuck, f"never run: {'; '.join(map(str, stuck))}"

@@ -13,7 +13,7 @@ import numpy as np
 
 from ringreduce import elastic, runtime
 from ringreduce.monitor import launcher_link
-from ringreduce.world import World
+from ringreduce.transport.world import World
 
 from .network import STEPS, TICK_S
 

@@ -15,7 +15,7 @@ from unittest import mock
 from ringreduce import runtime
 from ringreduce.elastic import loop
 from ringreduce.monitor import launcher_link
-from ringreduce.recovery import death_notice, elastic_runtime, membership, rendezvous
+from ringreduce.runtime.recovery import death_notice, elastic_runtime, membership, rendezvous
 from ringreduce.transport import in_flight
 from ringreduce.transport.message import MessageTransport
 from ringrun.connection import wire

@@ -11,15 +11,15 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 from ringreduce import elastic, runtime
+from ringreduce.arrays.device_selection import NOT_ASKED
 from ringreduce.errors import PeerLostError
 from ringreduce.execution.host import Host
-from ringreduce.gpu.device_selection import NOT_ASKED
 from ringreduce.monitor import launcher_link
-from ringreduce.recovery.elastic_runtime import ElasticRuntime
-from ringreduce.recovery.membership import Members
+from ringreduce.runtime.recovery.elastic_runtime import ElasticRuntime
+from ringreduce.runtime.recovery.membership import Members
 from ringreduce.settings import Settings
 from ringreduce.transport.message import MessageTransport
-from ringreduce.world import World
+from ringreduce.transport.world import World
 from ringrun.agent.rank_socket import _report
 from ringrun.connection import wire
 from ringrun.job.events import RankDied, RankEnded, Reported

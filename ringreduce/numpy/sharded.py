@@ -4,23 +4,24 @@ from __future__ import annotations
 
 import collections
 import copy
-import sys
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
-from ringreduce import runtime, trees
+from ringreduce import runtime
 from ringreduce.api.process_sets import ProcessSet, global_process_set
+from ringreduce.arrays import trees
 from ringreduce.arrays.memory import Memory
 from ringreduce.checks import divergence
 from ringreduce.compression import Compression, Compressor
 from ringreduce.errors import InputError
+from ringreduce.frameworks.registry import adapter, adapter_of
+from ringreduce.numpy.optimizer import Accumulation, InPlace, has_state_dict
 from ringreduce.ops import Average, ReduceOp
 from ringreduce.optim.exchange import Exchange
 from ringreduce.optim.shards import Shards, check_apart, exchange_of
 from ringreduce.optim.shared_parameters import SharedParameters
-from ringreduce.optimizer import Accumulation, InPlace, has_state_dict
 
 
 def ShardedOptimizer(  # noqa: N802 - beside DistributedOptimizer
@@ -62,12 +63,10 @@ def ShardedOptimizer(  # noqa: N802 - beside DistributedOptimizer
     >>> optimizer.step(grads)                                                                          # doctest: +SKIP
     """
     exchange = exchange_of(op, compression, gradient_predivide_factor, process_set)
-    torch = sys.modules.get("torch")
-    if torch is not None and isinstance(optimizer, torch.optim.Optimizer):
-        from ringreduce.torch import ShardedOptimizer as TorchOptimizer
-
+    if (name := adapter_of(optimizer)) == "torch":
         settings = compression, backward_passes_per_step, op, gradient_predivide_factor, process_set
-        return TorchOptimizer(optimizer, named_parameters, *settings, shared_parameters=shared_parameters, **options)
+        make = adapter(name).ShardedOptimizer
+        return make(optimizer, named_parameters, *settings, shared_parameters=shared_parameters, **options)
     if options:
         raise InputError(f"ShardedOptimizer: {', '.join(options)}: only for a torch optimizer")
     if not callable(optimizer) or named_parameters is None:

@@ -13,13 +13,13 @@ from typing import Any, NamedTuple, Protocol
 
 from ringreduce import runtime
 from ringreduce.api.process_sets import global_process_set
-from ringreduce.api.submit import submit_and_wait
 from ringreduce.checks import divergence
 from ringreduce.errors import CollectiveError, InputError, MismatchError
-from ringreduce.local.options import Options, Outer, fragments_of, mean
 from ringreduce.log import JOB
 from ringreduce.monitor import excepthook
 from ringreduce.optim.exchange import CHANGE, Exchange, Finish
+from ringreduce.optim.local.options import Options, Outer, fragments_of, mean
+from ringreduce.runtime.submit import submit_and_wait
 
 Parameters = dict[str, Any]
 _SHAPE = operator.attrgetter("shape")
@@ -289,3 +289,20 @@ def _settle() -> None:
     for finish in () if excepthook.exit_code() else _unfinished.values():
         with contextlib.suppress(CollectiveError):
             finish()
+
+
+class HasLocalSteps:
+    """An optimizer with local steps, of any framework."""
+
+    _local: LocalSteps
+
+    def averaged(self) -> contextlib.AbstractContextManager[None]:
+        """Inside, the parameters are the mean of all ranks', to evaluate and save; afterwards this rank's own again.
+
+        All ranks must call it.  Cost: one all-reduce of all parameters, and a copy.
+        """
+        return self._local.averaged()
+
+    def begin_from_anchors(self) -> None:
+        """The ranks have changed: give up what is on its way, and what this rank has learned since the last average."""
+        self._local.begin_from_anchors()

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ringreduce.world import World
+from ringreduce.transport.world import World
 
 ROUNDS = 9
 

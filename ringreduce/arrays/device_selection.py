@@ -15,8 +15,8 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from ringreduce.arrays.cuda import cupy, runtime
 from ringreduce.errors import SettingsError
-from ringreduce.gpu.runtime import cupy, runtime
 from ringreduce.settings import Settings
 
 LOCAL_RANKS = (

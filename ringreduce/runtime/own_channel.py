@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ringreduce import runtime
-from ringreduce.api.arguments import Details, check_encoded, details_of
 from ringreduce.arrays.buffer import Buffer
 from ringreduce.arrays.view import check_apart
 from ringreduce.compression import Quantized
@@ -19,6 +18,7 @@ from ringreduce.execution.into_outputs import INTO_OUTPUTS
 from ringreduce.execution.signature import calling_line
 from ringreduce.execution.submission import Handle
 from ringreduce.ops import ReduceOp, Reduction
+from ringreduce.runtime.arguments import Details, check_encoded, details_of
 
 Arrays = Sequence[Buffer]
 IN_PLACE = "allreduce", "broadcast"

@@ -12,10 +12,10 @@ from typing import Any
 
 import numpy as np
 
-from ringreduce.cost_model import Constants
+from ringreduce.collectives.cost_model import Constants
 from ringreduce.log import JOB
 from ringreduce.transport.base import Steps, Transport, complete
-from ringreduce.world import World, first_ranks
+from ringreduce.transport.world import World, first_ranks
 
 TAG = 2
 SMALL_TIMES = 4

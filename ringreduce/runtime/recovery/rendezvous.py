@@ -16,12 +16,12 @@ from ringreduce.errors import CollectiveError
 from ringreduce.execution.host import Host, clear_block
 from ringreduce.execution.opening import allgather_object
 from ringreduce.monitor import launcher_link
-from ringreduce.recovery.membership import Members, Membership
 from ringreduce.runtime import ProcessSets, Setup
+from ringreduce.runtime.recovery.membership import Members, Membership
 from ringreduce.transport.base import Task
 from ringreduce.transport.message import MessageTransport
 from ringreduce.transport.window import Window
-from ringreduce.world import World
+from ringreduce.transport.world import World
 
 MEETING_S = 60.0  # beside stall_abort_s, for the ranks of a list: by then the launcher has ended those that hang
 REPORT_EVERY_S = 1.0  # how often a rank that waits for others tells the launcher

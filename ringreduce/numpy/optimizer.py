@@ -16,16 +16,18 @@ from typing import Any
 
 import numpy as np
 
-from ringreduce import runtime, trees
+from ringreduce import runtime
 from ringreduce.api.process_sets import ProcessSet, global_process_set
-from ringreduce.api.submit import taken_apart
+from ringreduce.arrays import trees
 from ringreduce.checks import divergence
 from ringreduce.compression import AnyCompressor, Compression
 from ringreduce.errors import InputError
-from ringreduce.not_there import check_adapter
+from ringreduce.frameworks.not_there import check_adapter
+from ringreduce.frameworks.registry import adapter, adapter_of
 from ringreduce.ops import Average, ReduceOp
 from ringreduce.optim.exchange import Exchange, check_passes
-from ringreduce.powersgd import PowerSGD
+from ringreduce.optim.powersgd import PowerSGD
+from ringreduce.runtime.submit import taken_apart
 
 FORMS = """\
   - a torch.optim.Optimizer
@@ -92,32 +94,21 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
 
 def _adapted(optimizer: Any, **options: Any) -> Any:
     """What the optimizer's adapter makes of it, with the options that are given."""
-    adapter = _adapter(optimizer)
+    make = _maker(optimizer)
     defaults = {each.name: each.default for each in inspect.signature(DistributedOptimizer).parameters.values()}
     given = {name: value for name, value in options.items() if value is not defaults[name]}
-    known = inspect.signature(adapter).parameters
+    known = inspect.signature(make).parameters
     if unknown := [name for name, value in given.items() if name not in known and value != defaults[name]]:
         kind = type(optimizer).__qualname__
         raise InputError(f"DistributedOptimizer: {', '.join(unknown)}: of a {kind} these options have no effect")
-    return adapter(optimizer, **{name: value for name, value in given.items() if name in known})
+    return make(optimizer, **{name: value for name, value in given.items() if name in known})
 
 
-def _adapter(optimizer: Any) -> Callable[..., Any]:
+def _maker(optimizer: Any) -> Callable[..., Any]:
     """The framework's DistributedOptimizer, or the one for what is of none; TypeError for what does not fit."""
-    torch, keras = sys.modules.get("torch"), sys.modules.get("keras")
-    if torch is not None and isinstance(optimizer, torch.optim.Optimizer):
-        from ringreduce.torch import DistributedOptimizer as TorchOptimizer
-
-        return TorchOptimizer
-    if isinstance(optimizer, tuple) and hasattr(optimizer, "init") and hasattr(optimizer, "update"):
-        from ringreduce.jax import DistributedOptimizer as OptaxOptimizer  # it wraps pairs of functions
-
-        return OptaxOptimizer
-    if keras is not None and isinstance(optimizer, getattr(keras.optimizers, "Optimizer", ())):
-        from ringreduce.keras import DistributedOptimizer as KerasOptimizer
-
-        return KerasOptimizer
-    return _wrapped
+    name = adapter_of(optimizer)
+    made: Callable[..., Any] = adapter(name).DistributedOptimizer if name else _wrapped
+    return made
 
 
 def _wrapped(

@@ -9,14 +9,14 @@ from ringreduce.api.info import info as info
 from ringreduce.api.objects import *
 from ringreduce.api.ordered import ordered as ordered
 from ringreduce.api.process_sets import *
+from ringreduce.api.sampler import DistributedSampler as DistributedSampler
 from ringreduce.api.steps import mark_step as mark_step
 from ringreduce.api.steps import stats as stats
 from ringreduce.api.world import *
 from ringreduce.checks.switch import check as check
 from ringreduce.compression import Compression as Compression
 from ringreduce.errors import *
-from ringreduce.lifecycle import shutdown as shutdown
 from ringreduce.ops import *
-from ringreduce.run_function import run as run
 from ringreduce.runtime import is_initialized as is_initialized
-from ringreduce.sampler import DistributedSampler as DistributedSampler
+from ringreduce.runtime.lifecycle import shutdown as shutdown
+from ringrun.run_function import run as run

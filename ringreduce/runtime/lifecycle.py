@@ -17,21 +17,21 @@ from typing import Any
 
 from ringreduce import log, runtime
 from ringreduce._version import __version__
+from ringreduce.arrays import device_selection
 from ringreduce.errors import InputError, MismatchError, StalledError
 from ringreduce.execution.algorithms import tuned, usable_algorithms
 from ringreduce.execution.signature import Signature, SubmissionRecord, calling_line, mismatch_message
-from ringreduce.gpu import device_selection
 from ringreduce.kernels import native
 from ringreduce.monitor import excepthook, launcher_link
-from ringreduce.mpi import finalize_mpi, mpi_library
-from ringreduce.negotiation.negotiation import GLOBAL
-from ringreduce.recovery.elastic_runtime import ElasticRuntime, check_start
+from ringreduce.negotiation.protocol import GLOBAL
 from ringreduce.runtime import Runtime, Setup, process
+from ringreduce.runtime.recovery.elastic_runtime import ElasticRuntime, check_start
+from ringreduce.runtime.startup import clock
+from ringreduce.runtime.startup.shared_memory import prepare_host
 from ringreduce.settings import PER_RANK, Settings, horovod_notice
-from ringreduce.startup import clock
-from ringreduce.startup.shared_memory import prepare_host
 from ringreduce.transport.message import MessageTransport
-from ringreduce.world import World, form_world
+from ringreduce.transport.mpi import finalize_mpi, mpi_library
+from ringreduce.transport.world import World, form_world
 
 _process_id = 0
 _generations = 0

@@ -7,21 +7,21 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from ringreduce.arrays import device_selection
 from ringreduce.errors import CollectiveError, PeerLostError, StartupError
 from ringreduce.execution.signature import ranks_text
-from ringreduce.gpu import device_selection
+from ringreduce.execution.timeline import BY_HAND, Event, now_us
 from ringreduce.log import JOB, LOGGER
 from ringreduce.monitor import launcher_link
 from ringreduce.monitor.launcher_link import StatusServer
-from ringreduce.monitor.timeline import BY_HAND, Event, now_us
-from ringreduce.recovery import death_notice
-from ringreduce.recovery.daemon import outlive_daemon
-from ringreduce.recovery.membership import Members, Membership
-from ringreduce.recovery.rendezvous import meet, setup_of, world_of
 from ringreduce.runtime import RECOVERY_S, ProcessSets, Runtime, Setup
+from ringreduce.runtime.recovery import death_notice
+from ringreduce.runtime.recovery.daemon import outlive_daemon
+from ringreduce.runtime.recovery.membership import Members, Membership
+from ringreduce.runtime.recovery.rendezvous import meet, setup_of, world_of
 from ringreduce.settings import Settings
 from ringreduce.transport.message import MessageTransport
-from ringreduce.world import World
+from ringreduce.transport.world import World
 
 A_PLACE = "the place of a rank that is lost: it is a spare"
 LEAVE_S = 2.0  # how long a rank that ends waits for the others to end

@@ -5,17 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from ringreduce.cost_model import Constants
+from ringreduce.collectives.cost_model import Constants
 from ringreduce.execution.algorithms import candidates, check, usable_algorithms
 from ringreduce.execution.host import Host, window_bytes
 from ringreduce.log import JOB
+from ringreduce.runtime.startup import measure
 from ringreduce.settings import Settings
-from ringreduce.startup import links, measure
+from ringreduce.transport import links
 from ringreduce.transport.base import Steps, complete
 from ringreduce.transport.blocks import shared_blocks
 from ringreduce.transport.message import MessageTransport
 from ringreduce.transport.window import FLAGS_BYTES, Window
-from ringreduce.world import World
+from ringreduce.transport.world import World
 from ringrun.machine.cpus import cpu_quota, limited, usable_cpus
 
 

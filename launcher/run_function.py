@@ -23,16 +23,17 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from ringreduce import pickling
 from ringreduce.errors import InputError, JobFailedError, StartupError
-from ringrun.connection.link import Gone, Link, connect
-from ringrun.connection.listener import Listener
-from ringrun.connection.queued import QueuedLink
-from ringrun.connection.wire import Address, Hello, Input, Message, Output
-from ringrun.errors import LauncherError
-from ringrun.network import own_addresses, parse_interfaces
-from ringrun.processes import start_with_parent
-from ringrun.text import numbered
+from ringreduce.transport import pickling
+
+from .connection.link import Gone, Link, connect
+from .connection.listener import Listener
+from .connection.queued import QueuedLink
+from .connection.wire import Address, Hello, Input, Message, Output
+from .errors import LauncherError
+from .network import own_addresses, parse_interfaces
+from .processes import start_with_parent
+from .text import numbered
 
 __all__ = ["run"]
 
@@ -41,7 +42,7 @@ KEY_VARIABLE = "_RINGREDUCE_RUN_KEY"
 PIECE_BYTES = 64 << 20
 CHUNK_BYTES = 1 << 16
 LONGEST_FOLDER = 80  # a socket's path has room for about 100
-RANK_PROGRAM = "from ringreduce.run_function import serve; serve()"
+RANK_PROGRAM = "from ringrun.run_function import serve; serve()"
 REFUSES = "ringrun: error: "
 FAILED = re.compile(r"-- ringrun: rank \d+ of \d+ failed first ")
 """How the lines begin with which ringrun says why a job has failed: from there on they are the exception's text."""
@@ -79,7 +80,7 @@ def run(
 
     >>> losses = run(train, args=(0.1,), np=4)                                                         # doctest: +SKIP
     """
-    from ringrun.job.plan import run_module  # no rank needs it
+    from .job.plan import run_module  # no rank needs it
 
     if isinstance(args, str) or not isinstance(args, Iterable):
         raise InputError(f"run(): args={args!r}: expected a tuple of the function's arguments, such as ({args!r},)")
@@ -132,7 +133,7 @@ def _arguments(np: object, flags: Mapping[str, object]) -> Iterator[str]:
 
 def _addresses(flags: Mapping[str, Any]) -> Sequence[str]:
     """Return this host's addresses for ranks on other hosts, if there are any."""
-    from ringrun.hosts import is_here, named_hosts
+    from .hosts import is_here, named_hosts
 
     script = shlex.split(flags.get("host_discovery_script") or "")
     found = named_hosts(flags.get("hosts"), flags.get("hostfile"), script=script)
@@ -313,6 +314,6 @@ def _send(link: Link, message: Callable[[bytes], Any], data: bytes) -> None:
 def _receive(link: Link) -> bytes:
     """Receive what `_send` has sent."""
     pieces = []
-    while piece := link.receive().data:  # of an Input or Output
-        pieces.append(piece)
+    while isinstance(message := link.receive(), Input | Output) and message.data:
+        pieces.append(message.data)
     return b"".join(pieces)

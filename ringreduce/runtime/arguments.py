@@ -5,13 +5,13 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from ringreduce.api.submit import which_op
 from ringreduce.arrays.buffer import Buffer
 from ringreduce.arrays.dtypes import ElementType
 from ringreduce.compression import Quantized, wire_of
 from ringreduce.errors import InputError
 from ringreduce.log import JOB
 from ringreduce.ops import Average, ReduceOp, Reduction, Sum
+from ringreduce.runtime.submit import which_op
 
 Details = tuple[tuple[str, Any], ...]
 

@@ -1,4 +1,10 @@
-"""What a rank has between `init()` and `shutdown()`: one Runtime per process; `current()` returns it."""
+"""What a rank has between `init()` and `shutdown()`: one Runtime per process; `current()` returns it.
+
+lifecycle    init() and shutdown(): startup/ makes what an engine needs
+recovery/    the next world of an elastic job, after a loss
+submit       hands an operation to the engine; arguments checks op and scales
+own_channel  operations on a channel of a process group's own, without negotiation
+"""
 
 from __future__ import annotations
 
@@ -9,17 +15,16 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from ringreduce.checks.setting import Checks
+from ringreduce.arrays import device_selection
 from ringreduce.engine.engine import Engine
 from ringreduce.errors import CollectiveError, NotInitializedError, StalledError
 from ringreduce.execution.host import Host
-from ringreduce.gpu import device_selection
 from ringreduce.monitor import launcher_link, stalls
 from ringreduce.monitor.launcher_link import StatusServer
-from ringreduce.settings import Settings
+from ringreduce.settings import Checks, Settings
 from ringreduce.transport.message import MessageTransport
 from ringreduce.transport.threads import ThreadTransport
-from ringreduce.world import World
+from ringreduce.transport.world import World
 
 ProcessSets = Sequence[Sequence[int] | str]
 """The members of all process sets but the first, in the order of their numbers; or why a set has ended."""

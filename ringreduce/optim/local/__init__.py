@@ -2,7 +2,6 @@
 
 options    when which fragment is averaged, as the user asked for it; Nesterov
 steps      LocalSteps: the anchors, what is on its way, and what becomes of it
-optimizer  LocalSGD, DiLoCo; around whatever takes gradients
 
 The anchors are the parameters as they were after the last average, with 32 bits or more, the same on all ranks. A
 fragment, some of the parameters, goes through these steps, with x a rank's own parameters:

@@ -12,8 +12,8 @@
                              → state.sync, from the rank with the most commits; the training function begins again
 
 A spare waits in init() for a list that names it, and then meets the others in the same way. A parameter server
-(ps/roles.py) calls `reform` as elastic.run does. lifecycle.py makes an ElasticRuntime instead of a Runtime; nobody else
-imports this package.
+(ps/roles.py) calls `reform` as elastic.run does. ../lifecycle.py makes an ElasticRuntime instead of a Runtime; nobody
+else imports this package.
 
 membership       the launcher's lists
 death_notice     how a rank's agent hears of its death at once

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ringreduce.transport.base import Steps, Transport, complete
-from ringreduce.world import World, first_ranks
+from ringreduce.transport.world import World, first_ranks
 
 TAG = 2
 NBYTES = 256 << 10

@@ -6,9 +6,9 @@ import math
 import threading
 from collections.abc import Iterable
 
+from ringreduce.execution import errors_for
 from ringreduce.execution.executor import Running
-from ringreduce.negotiation import errors_for
-from ringreduce.world import World
+from ringreduce.transport.world import World
 
 
 class Ending:

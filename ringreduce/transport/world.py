@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ringreduce.errors import InputError
-from ringreduce.mpi import check_world_size, start_mpi
+from ringreduce.transport.mpi import check_world_size, start_mpi
 
 
 @dataclasses.dataclass(frozen=True)

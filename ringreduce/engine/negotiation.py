@@ -12,22 +12,20 @@ import time
 from collections.abc import Callable, Sequence
 
 from ringreduce import errors
-from ringreduce.engine.ending import Ending
 from ringreduce.engine.inbox import Inbox
+from ringreduce.execution.ending import Ending
 from ringreduce.execution.signature import Signature
 from ringreduce.execution.submission import Submission
+from ringreduce.execution.timeline import Timeline
 from ringreduce.log import LOGGER, TRACE
-from ringreduce.monitor.timeline import Timeline
 from ringreduce.negotiation.mailbox import Mailbox
 from ringreduce.negotiation.negotiator import Message
 from ringreduce.negotiation.process_set import ProcessSetState
-from ringreduce.negotiation.protocol import Announcement, Failure, Overdue, Ready, Response, Scheduled
+from ringreduce.negotiation.protocol import JOIN, Announcement, Failure, Overdue, Ready, Response, Scheduled
 from ringreduce.settings import Settings
 from ringreduce.transport.waiting import WaitsFor
-from ringreduce.world import World
+from ringreduce.transport.world import World
 
-GLOBAL = 0  # the number of the process set of all ranks
-JOIN = "join"
 CHECK_S = 0.05  # how often a leader that has nothing else to do looks for what waits
 OVERDUE_SHARE = 0.8
 """A cached tensor that has waited for this share of the time after which it is reported is negotiated by records, which

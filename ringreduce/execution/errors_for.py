@@ -8,7 +8,7 @@ from ringreduce.errors import CollectiveError, InputError, PeerLostError
 from ringreduce.execution.executor import Running
 from ringreduce.execution.signature import ranks_text
 from ringreduce.execution.submission import Submission
-from ringreduce.world import World
+from ringreduce.transport.world import World
 
 
 def unknown_set(

@@ -9,12 +9,13 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from ringreduce import runtime, trees
+from ringreduce import runtime
+from ringreduce.arrays import trees
 from ringreduce.arrays.buffer import Buffer
 from ringreduce.errors import InputError, RingreduceError
 from ringreduce.execution.signature import REFUSED, calling_line, named
 from ringreduce.execution.submission import Submission
-from ringreduce.negotiation.negotiation import GLOBAL
+from ringreduce.negotiation.protocol import GLOBAL
 from ringreduce.ops import Average, ReduceOp, Sum
 
 Array = TypeVar("Array")

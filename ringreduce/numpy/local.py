@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
-import sys
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
-from ringreduce import runtime, trees
+from ringreduce import runtime
+from ringreduce.arrays import trees
 from ringreduce.compression import AnyCompressor, Compression
 from ringreduce.errors import InputError
-from ringreduce.local.options import Options, Outer
-from ringreduce.local.steps import LocalSteps, Parameters
-from ringreduce.optimizer import METHODS, InPlace, WrappingOptimizer
+from ringreduce.frameworks.registry import adapter, adapter_of
+from ringreduce.numpy.optimizer import METHODS, InPlace, WrappingOptimizer
+from ringreduce.optim.local.options import Options, Outer
+from ringreduce.optim.local.steps import HasLocalSteps, LocalSteps, Parameters
 
 
 def LocalSGD(  # noqa: N802 - torch's and torchft's name
@@ -75,7 +75,7 @@ def DiLoCo(  # noqa: N802 - the paper's name
     Cost:   one `grouped_allreduce` of a fragment every sync_every / fragments steps; one agreement at the first step.
     Raises: InputError (a ValueError) for wrong arguments; TypeError for what is no optimizer. step(): MismatchError on
             all ranks where one has other options, another number of steps or, in the first step, other parameters.
-    Source: see `ringreduce.local`.
+    Source: see `ringreduce.optim.local`.
     """
     options = Options("DiLoCo", sync_every, warmup_steps, fragments, delay, outer, compression)
     return _wrapped(optimizer, parameters, options)
@@ -85,40 +85,11 @@ def _wrapped(optimizer: Any, parameters: Any, options: Options) -> Any:
     """What is made of the optimizer, by its framework."""
     if isinstance(optimizer, HasLocalSteps):
         raise InputError(f"{options.function}: the optimizer already takes local steps; pass the original one")
-    torch, keras = sys.modules.get("torch"), sys.modules.get("keras")
-    if torch is not None and isinstance(optimizer, torch.optim.Optimizer):
-        from ringreduce.torch.local import wrapped
-
-        return wrapped(optimizer, parameters, options)
-    if isinstance(optimizer, tuple) and hasattr(optimizer, "init") and hasattr(optimizer, "update"):
-        from ringreduce.jax.local import transformation
-
-        return transformation(optimizer, options)
-    if keras is not None and isinstance(optimizer, getattr(keras.optimizers, "Optimizer", ())):
-        raise TypeError(
-            f"{options.function}: for an optimizer of Keras pass ringreduce.keras.callbacks.{options.function}Callback "
-            "to model.fit(callbacks=[…])"
-        )
+    if name := adapter_of(optimizer):
+        return adapter(f"{name}.local").wrapped(optimizer, parameters, options)
     if not (callable(optimizer) or any(callable(getattr(optimizer, name, None)) for name in METHODS)):
         raise TypeError(f"{options.function}: got a {type(optimizer).__qualname__}; expected an optimizer")
     return LocalOptimizer(optimizer, parameters, options)
-
-
-class HasLocalSteps:
-    """An optimizer with local steps, of any framework."""
-
-    _local: LocalSteps
-
-    def averaged(self) -> contextlib.AbstractContextManager[None]:
-        """Inside, the parameters are the mean of all ranks', to evaluate and save; afterwards this rank's own again.
-
-        All ranks must call it.  Cost: one all-reduce of all parameters, and a copy.
-        """
-        return self._local.averaged()
-
-    def begin_from_anchors(self) -> None:
-        """The ranks have changed: give up what is on its way, and what this rank has learned since the last average."""
-        self._local.begin_from_anchors()
 
 
 class LocalOptimizer(HasLocalSteps, WrappingOptimizer):

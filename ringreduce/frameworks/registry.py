@@ -1,0 +1,37 @@
+"""Whose an optimizer is: the frameworks that have an adapter here, which is imported when an optimizer needs it."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable
+from typing import Any
+
+
+def _is_torchs(optimizer: Any) -> bool:
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(optimizer, torch.optim.Optimizer)
+
+
+def _is_optax(optimizer: Any) -> bool:
+    """True for a gradient transformation: a pair of functions, of no class of its own."""
+    return isinstance(optimizer, tuple) and hasattr(optimizer, "init") and hasattr(optimizer, "update")
+
+
+def _is_kerass(optimizer: Any) -> bool:
+    keras = sys.modules.get("keras")
+    return keras is not None and isinstance(optimizer, getattr(keras.optimizers, "Optimizer", ()))
+
+
+ADAPTERS: dict[str, Callable[[Any], bool]] = {"torch": _is_torchs, "jax": _is_optax, "keras": _is_kerass}
+"""By the name of the adapter: whether an optimizer is its framework's."""
+
+
+def adapter_of(optimizer: Any) -> str:
+    """The name of the adapter that works with an optimizer; empty for one of no framework."""
+    return next((name for name, owns in ADAPTERS.items() if owns(optimizer)), "")
+
+
+def adapter(name: str) -> Any:
+    """The module of an adapter, such as torch, or of a part of one, such as torch.local."""
+    return importlib.import_module(f"ringreduce.{name}")
