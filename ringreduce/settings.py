@@ -122,8 +122,7 @@ class Settings:
     cuda_slot_bytes: int = 32 << 20  # of a slot of shared GPU memory; a process set has 4 on each rank's GPU
     cuda_nccl: bool = True  # reduce GPU arrays by NCCL where it is installed and every rank has a GPU of its own
     cuda_ipc: bool = True  # map the GPU memory of the host's other ranks where permitted; 0: copy through the host
-    cuda_aware_mpi: str = "auto"
-    """Pass GPU memory to MPI: auto (if MPI claims support and a trial in a child process works), 1 (no trial) or 0."""
+    cuda_aware_mpi: bool = False  # pass GPU memory to MPI, which must be built for that
     timeline: str = ""  # the file that rank 0 writes, from init() on; DYNAMIC: wait for start_timeline()
     timeline_mark_cycles: bool = False  # mark each announcement in the timeline
     report: bool = False  # record what each step waits for; set by ringrun --report, to which ranks then send it
@@ -157,8 +156,6 @@ class Settings:
         for name, unit in (("shared_slot_bytes", 64), ("cuda_slot_bytes", 256)):
             if getattr(self, name) % unit:
                 raise SettingsError(f"{name}={getattr(self, name)}: expected a multiple of {unit}")
-        if self.cuda_aware_mpi not in ("auto", "1", "0"):
-            raise SettingsError(f"cuda_aware_mpi={self.cuda_aware_mpi!r}: expected auto, 1 or 0")
         if not re.fullmatch(f"|[0-9]+|{PCI_BUS_ID}", self.cuda_device):
             raise SettingsError(
                 f"cuda_device={self.cuda_device!r}: expected an index, such as 0, or a PCI bus id, such as 0000:3b:00.0"

@@ -170,17 +170,12 @@ class GpuPaths:
 
     def _is_cuda_aware(self) -> Steps[tuple[bool, str]]:
         """Whether all members may pass GPU memory to MPI, and why."""
-        rank, settings = self.context.transport.rank, self.context.settings
+        settings = self.context.settings
         if not self.gpu.over_mpi:
             return False, "the ranks are threads"
         if settings.deterministic or settings.algorithm in ("direct", "doubling"):
             return False, "GPU memory has only the ring"
-        is_aware, why = yield from cuda_aware.local_answer(
-            settings.cuda_aware_mpi,
-            self.gpu.stream.device.index,
-            rank,
-            is_first_of_host=self.hosts.index(self.hosts[rank]) == rank,
-        )
+        is_aware, why = cuda_aware.answer(settings.cuda_aware_mpi)
         why_not = _first((yield from self._exchange("" if is_aware else why)))
         return not why_not, why_not or why
 

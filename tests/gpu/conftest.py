@@ -28,7 +28,7 @@ from tests.support import on_ranks
 from tests.support.on_ranks import pytest_runtest_logreport  # noqa: F401 - a hook
 
 HERE = os.path.dirname(__file__)
-STAGED = {"cuda_ipc": 0, "cuda_aware_mpi": 0}
+STAGED = {"cuda_ipc": 0, "cuda_aware_mpi": False}
 PATHS = {
     "ipc": {},
     "ipc, short slots": {"cuda_slot_bytes": 4096},

@@ -65,7 +65,7 @@ def mpi_why_not():
 OTHER_ORDERS = {
     "nccl": (nccl_why_not, {}),
     "nccl, asked for": (nccl_why_not, {"algorithm": "nccl"}),
-    "cuda_aware": (mpi_why_not, {"cuda_nccl": 0, "cuda_ipc": 0}),
+    "cuda_aware": (mpi_why_not, {"cuda_nccl": 0, "cuda_ipc": 0, "cuda_aware_mpi": True}),
 }
 
 

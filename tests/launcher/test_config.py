@@ -32,7 +32,6 @@ OTHER = {
     "cache_capacity": "7",
     "cuda_device": "1",
     "cuda_slot_bytes": "4096",
-    "cuda_aware_mpi": "0",
     "cycle_time_ms": "3.5",
     "stall_check_s": "99",
     "stall_abort_s": "100",

@@ -20,8 +20,8 @@ pytestmark = pytest.mark.mpi
 SLOT_BYTES = 8192
 PATHS = {
     "ipc": {},  # and once more with streams that run at random
-    "host_staged": {"cuda_ipc": 0, "cuda_aware_mpi": 0},
-    "cuda_aware": {"cuda_ipc": 0, "cuda_aware_mpi": 1},
+    "host_staged": {"cuda_ipc": 0, "cuda_aware_mpi": False},
+    "cuda_aware": {"cuda_ipc": 0, "cuda_aware_mpi": True},
 }
 COUNTS = [5, 1023, 0, 9000, 33, 1, 2048]
 

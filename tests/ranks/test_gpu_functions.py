@@ -140,12 +140,8 @@ def mpi_takes_gpu(monkeypatch):
     """Messages between threads are of GPU memory, which the sender's or receiver's host reads and writes at once."""
     settled = buffer.message_bytes
 
-    def answer(*_, **__):
-        yield from ()
-        return True, "a test"
-
     monkeypatch.setattr(buffer, "message_bytes", lambda flat: getattr(settled(flat), "_memory", flat.view(np.uint8)))
-    monkeypatch.setattr(cuda_aware, "local_answer", answer)
+    monkeypatch.setattr(cuda_aware, "answer", lambda is_set: (True, "a test"))
     monkeypatch.setattr(Gpu, "over_mpi", True)
 
 

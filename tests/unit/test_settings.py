@@ -14,7 +14,7 @@ READ = {
     "CUDA_DEVICE": ("0000:3b:00.0", "0000:3b:00.0"),
     "CUDA_SLOT_BYTES": ("512", 512),
     "CUDA_IPC": ("0", False),
-    "CUDA_AWARE_MPI": ("1", "1"),
+    "CUDA_AWARE_MPI": ("1", True),
 }
 HOROVODS = {
     "TIMELINE": ("/tmp/t.json", {"timeline": "/tmp/t.json"}),
@@ -139,7 +139,6 @@ def test_a_gpu_is_named_by_index_or_bus_id(device):
             for text in ("-1", "cuda:0", "3b:00.0", "0000:3b:00", "GPU-0123", "0 ")
         ),
         ({"placed_gpu": "0"}, "expected a PCI bus id, such as 0000:3b:00.0"),
-        ({"cuda_aware_mpi": "yes"}, "expected auto, 1 or 0"),
         ({"cuda_slot_bytes": 1000}, "expected a multiple of 256"),
     ],
     ids=str,
