@@ -71,7 +71,6 @@ def test_links_lead_somewhere():
         "SECURITY.md",
         "examples/README.md",
         "bench/README.md",
-        "bench/LOG.md",
     ):
         folder = (ROOT / page).parent
         for target in re.findall(r"\]\((?!https?:)([^)#]+)", (ROOT / page).read_text()):
