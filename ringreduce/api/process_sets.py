@@ -40,11 +40,11 @@ class ProcessSet:
 
     def size(self) -> int | None:
         """The number of its ranks; None when it was not added."""
-        return None if self.process_set_id is None else len(self._members())
+        return None if self.ensure() is None else len(self._members())
 
     def rank(self) -> int | None:
         """This rank's number in it, from 0; None when it was not added, or this rank is not in it."""
-        if self.process_set_id is None or not self.included():
+        if self.ensure() is None or not self.included():
             return None
         return self._members().index(runtime.current_world("rank").rank)
 
@@ -52,9 +52,16 @@ class ProcessSet:
         """True when this rank is in it; raises NotInitializedError before init()."""
         return runtime.current_world("included").rank in self._members()
 
+    def ensure(self) -> int | None:
+        """Return its number, None where it was not added. For this package.
+
+        Cost: for `host_process_set`, which is made when a world first needs it, an agreement of all ranks.
+        """
+        return self.process_set_id
+
     def _members(self) -> list[int]:
-        if self.process_set_id is not None and runtime.is_initialized():  # in an elastic job they are numbered anew
-            return list(runtime.current("process sets").engine.process_sets.sets.get(self.process_set_id, ()))
+        if (number := self.ensure()) is not None and runtime.is_initialized():  # in an elastic job numbered anew
+            return list(runtime.current("process sets").engine.process_sets.sets.get(number, ()))
         return self.ranks or []
 
     def _check_world(self, function: str) -> None:
@@ -99,7 +106,11 @@ class _HostProcessSet(ProcessSet):
 
     @property
     def process_set_id(self) -> int | None:  # type: ignore[override]
-        """Its number; None before init(). Its first use in a world communicates: all ranks must come to it."""
+        """Its number; None before its first use in a world."""
+        return self._numbers.get(runtime.current("host_process_set").engine) if runtime.is_initialized() else None
+
+    def ensure(self) -> int | None:
+        """Make the sets of all hosts at the first call in a world, to which all ranks must come; None before init()."""
         if not runtime.is_initialized():
             return None
         own = runtime.current("host_process_set")
@@ -122,13 +133,14 @@ def number_of(process_set: ProcessSet, function: str) -> int:
     """The engine's number of a set; raises InputError when it was not added."""
     if not isinstance(process_set, ProcessSet):
         raise InputError(f"{function}: process_set={process_set!r}; expected a ProcessSet")
-    if process_set.process_set_id is None:
+    number = process_set.ensure()
+    if number is None:
         raise InputError(
             f"{function}: {process_set!r} was not added, or was removed; pass it to init(process_sets=[...]), or call "
             "add_process_set() on all ranks"
         )
     process_set._check_world(function)
-    return process_set.process_set_id
+    return number
 
 
 def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:

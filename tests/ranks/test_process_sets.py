@@ -169,3 +169,17 @@ def test_fixed_sets_stay_as_they_are():
 def test_init_takes_sets_or_the_word_dynamic():
     with pytest.raises(ValueError, match="init: process_sets='static'; expected a list of ProcessSet, or \"dynamic\""):
         rr.init(process_sets="static")
+
+
+def test_looking_at_the_process_set_of_a_host_makes_nothing():
+    """One rank may look, alone, before all have used it."""
+
+    def program():
+        looked = rr.host_process_set.process_set_id if rr.rank() == 0 else None
+        made = rr.get_process_set_ids_and_ranks()
+        size = rr.host_process_set.size()  # here all come to it
+        return looked, made, size, rr.host_process_set.process_set_id
+
+    (first, *others), everyone = run_ranks(3, program, hosts=[0, 0, 1]), {0: [0, 1, 2]}
+    assert first == (None, everyone, 2, 1)
+    assert others == [(None, everyone, 2, 1), (None, everyone, 1, 2)]
