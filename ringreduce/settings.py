@@ -108,7 +108,7 @@ class Settings:
     ring_segment_bytes: int = 60 << 10
     """Most bytes of one segment between hosts, so that summing one segment overlaps receiving the next; inside a host
     segments are 8 times as long. Over TCP, Open MPI sends up to 64 KiB eagerly."""
-    cache_capacity: int = 16384  # tensors cached per process set, so that announcing one costs a bit; 0: no cache
+    cache_capacity: int = 16384  # named tensors that a process set knows by number; 0: each is negotiated anew
     cycle_time_ms: float = 50.0
     """Longest time tensors are batched before negotiation; shorter when 4 fusion slots are full (16 on one host) or a
     thread is in synchronize(). Five times as long, at any size, where the ranks use all cores of the only host."""

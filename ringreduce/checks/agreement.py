@@ -40,7 +40,7 @@ class Agreement:
     """One, which begins as it is made; all ranks of the process set make it."""
 
     def __init__(self, engine: Engine, name: str | None, process_set: int, finding: Finding | None) -> None:
-        """name: in a channel None."""
+        """name: of the operation; None in a channel, where operations match by their order."""
         self._engine, self._name, self._process_set, self._mine = engine, name, process_set, finding
         self._code = np.array([0 if finding is None else finding.code], np.int64)
         self._text = np.zeros(TEXT_BYTES, np.uint8)

@@ -121,7 +121,10 @@ class Engine:
         return Lane(channel, self._polling.lock, self._break, may_be_interrupted, self.recorder, self.submitting)
 
     def record(self, always: bool = True) -> None:
-        """Record steps from now on; always: also when nobody looks at them any more. Again it does nothing."""
+        """Record what each step waits for, from now on.
+
+        always: record until the engine ends, not only while the launcher asks for reports.
+        """
         if not self.recorder.recording:
             self.transport.traffic = Traffic()
         self.recorder.start(always)
@@ -131,9 +134,9 @@ class Engine:
         if (self.reporting and self.reporting.prolong(for_s)) or self._ended.is_set():
             return
         self.record(always=False)
-        us = about(self.host, self.settings, self.states[0].algorithms, self._clock_ahead_us)
-        told = (self.transport, self.host, us, self.fusion_buffer.total_bytes)
-        self.reporting = Reporting(self.recorder, *told, for_s)
+        header = about(self.host, self.settings, self.states[0].algorithms, self._clock_ahead_us)
+        buffer_bytes = self.fusion_buffer.total_bytes
+        self.reporting = Reporting(self.recorder, self.transport, self.host, header, buffer_bytes, for_s)
 
     def leave(self, why: str, interrupted: Callable[[], bool] = lambda: False) -> bool:
         """Announce that this rank leaves, and wait until all ranks do; operations that are not ready fail.

@@ -77,9 +77,9 @@ class Host:
         """From here on for channels that their members open alone; by this range they agree on others (opening.py)."""
         self.next_own_tags = self.first_own_tags + 1
         self.opening: set[int] = set()  # ranks with which this one opens a channel, or has given up to open one
-        self._tags = _RegionAllocator(self.first_own_tags)
-        self._regions = _RegionAllocator(0 if window is None else settings.shared_regions)
-        self._gpu_flags = _RegionAllocator(0 if window is None else MOST_REGIONS)
+        self._tags = _NumberAllocator(self.first_own_tags)
+        self._regions = _NumberAllocator(0 if window is None else settings.shared_regions)
+        self._gpu_flags = _NumberAllocator(0 if window is None else MOST_REGIONS)
 
     @property
     def overlaps(self) -> bool:
@@ -180,7 +180,7 @@ class Host:
         return [self.world.local_ranks[each] for each in ours], ours, ours.index(rank)
 
 
-class _RegionAllocator:
+class _NumberAllocator:
     """Allocates numbers below `count`; disjoint process sets can share one."""
 
     def __init__(self, count: int) -> None:

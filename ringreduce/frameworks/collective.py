@@ -132,31 +132,31 @@ class Framework(NamedTuple):
     stop: str  # how a user keeps gradients from a tensor
 
 
-def gradients_of(collective: Collective, gradients: Tensors, its: Framework, rows: Any, received: Any) -> Tensors:
+def gradients_of(collective: Collective, gradients: Tensors, framework: Framework, rows: Any, received: Any) -> Tensors:
     """The gradients of a collective's inputs, made of those of its results.
 
     rows: how many each input had, as a tensor of the framework.  received: by an alltoall, from each rank.
     """
-    back = collective.transposed(its.stop)
+    back = collective.transposed(framework.stop)
     name, process_set = back.name, back.process_set
     match back.kind:
         case "allgather":
             factor = math.prod(back.scales)
             scaled = gradients if factor == 1 else [each * factor for each in gradients]
-            return its.collectives.grouped_allgather(scaled, name, process_set)  # type: ignore[no-any-return]
+            return framework.collectives.grouped_allgather(scaled, name, process_set)  # type: ignore[no-any-return]
         case "alltoall":
-            sent_back, _ = its.collectives.alltoall(gradients[0], received, name, process_set)
+            sent_back, _ = framework.collectives.alltoall(gradients[0], received, name, process_set)
             return [sent_back]
     arguments: dict[str, Any] = {"name": name, "op": back.op, "process_set": process_set}
     if back.kind == "allreduce":
         scales = dict(zip(("prescale_factor", "postscale_factor"), back.scales, strict=True))
         arguments |= {"compression": back.compression, "names": back.names, **scales}
-    reduced: Tensors = its.collectives.grouped_allreduce(gradients, **arguments)
+    reduced: Tensors = framework.collectives.grouped_allreduce(gradients, **arguments)
     if back.kind == "average on root":
-        return reduced if rank() == back.root_rank else [its.functions.zeros_like(each) for each in reduced]
+        return reduced if rank() == back.root_rank else [framework.functions.zeros_like(each) for each in reduced]
     if back.kind == "reducescatter":
-        gathered = its.collectives.allgather(rows[None], name and f"{name}.rows", process_set)
-        ends = its.functions.cumsum(gathered, 0)[process_set.rank()]
+        gathered = framework.collectives.allgather(rows[None], name and f"{name}.rows", process_set)
+        ends = framework.functions.cumsum(gathered, 0)[process_set.rank()]
         return [each[ends[at] - rows[at] : ends[at]] for at, each in enumerate(reduced)]
     return reduced
 

@@ -102,7 +102,7 @@ class _Arrays:
     """Of Keras' variables, by copies on the host."""
 
     def trains(self, parameter: _Flat) -> bool:
-        """Always: they are the trainable ones."""
+        """True: only trainable variables are passed."""
         return True
 
     def read(self, parameter: _Flat) -> Any:
@@ -115,7 +115,7 @@ class _Arrays:
         parameter.variable.assign(np.array(values).reshape(parameter.variable.shape))
 
     def to_numpy(self, values: Any) -> Any:
-        """They are."""
+        """Return the values, which are NumPy arrays already."""
         return values
 
 

@@ -73,7 +73,7 @@ def _is_own(filename: str) -> bool:
 
 @functools.lru_cache(maxsize=4096)
 def _loads(code: CodeType, is_innermost: bool) -> bool:
-    """True for a data loader's code; a generator of the user's is one, too, unless it calls other code of his."""
+    """True for a data loader's code; a generator of the user's is one, too, unless it calls other code of theirs."""
     if code.co_name == "__next__" or any(each in code.co_filename for each in LOADERS):
         return True
     return is_innermost and _is_own(code.co_filename) and bool(code.co_flags & inspect.CO_GENERATOR)

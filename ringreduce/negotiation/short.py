@@ -32,10 +32,10 @@ from ringreduce.transport.counters import Held
 
 
 class Short:
-    """Of one rank; but for `elements`, of a leader."""
+    """The sums of short arrays in one process set, as a leader adds them up; `elements` is what any rank calls."""
 
     def __init__(self, most_bytes: int, ranks: int, children: Iterable[int], is_root: bool) -> None:
-        """most_bytes: of the sums of a short one;  ranks: of the process set."""
+        """most_bytes: the largest array that counts as short.  ranks: how many the process set has."""
         self._most_bytes, self._ranks, self._is_root = most_bytes, ranks, is_root
         self._below: dict[int, tuple[list[int], bytes] | None] = dict.fromkeys(children)
 

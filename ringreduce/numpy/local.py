@@ -138,7 +138,7 @@ class _Arrays:
     """Of NumPy and CuPy; the arrays are changed in place."""
 
     def trains(self, parameter: Any) -> bool:
-        """Always."""
+        """True: NumPy knows no frozen arrays."""
         return True
 
     def read(self, parameter: Any) -> Any:
@@ -150,7 +150,7 @@ class _Arrays:
         parameter[...] = values
 
     def to_numpy(self, values: Any) -> Any:
-        """From a GPU too."""
+        """Copy the values of a CuPy array to the host."""
         return values.get() if hasattr(values, "get") else values
 
 

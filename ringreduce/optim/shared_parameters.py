@@ -6,7 +6,7 @@
 
 Parameters change between the two barriers only, and each rank writes its own pieces only: the elements that two ranks
 write never meet. That gradients are reduced is not enough for the first barrier: a rank gives its last gradient while
-its backward may read parameters for others, and the user may read them, as to log norms, until he calls step().
+its backward may read parameters for others, and the user may read them, as to log norms, until they call step().
 
 The memory is a file that never has a name, so whatever kills a rank leaves nothing.
 """
@@ -88,7 +88,7 @@ class SharedParameters:
 
 def _difference(first: dict[str, str], theirs: dict[str, str], rank: int) -> str:
     for name in {**first, **theirs}:
-        mine, his = first.get(name, "missing"), theirs.get(name, "missing")
-        if mine != his:
-            return f"parameter {name!r} is {his} on rank {rank}, {mine} on rank 0; expected the same on all ranks"
+        ours, other = first.get(name, "missing"), theirs.get(name, "missing")
+        if ours != other:
+            return f"parameter {name!r} is {other} on rank {rank}, {ours} on rank 0; expected the same on all ranks"
     return ""

@@ -63,8 +63,8 @@ class Runtime:
     ) -> None:
         self.gpu, self.settings = gpu, settings
         self.checks = Checks.parse(settings.check)  # `check` replaces them, on all ranks
-        self.watch: Any = None  # of them a checks.nan.Nan
-        self.watches: Any = None  # what they look at submissions with; see engine.submitting
+        self.watch: Any = None  # checks.nan.Nan, where the check for NaN is on
+        self.watches: Any = None  # every check that looks at submissions, as engine.submitting.Watch
         self._has_warned = False  # that ranks hang in shutdown()
         self.enter(setup)
         self._status_server = status_server or StatusServer(settings.error_file, str)

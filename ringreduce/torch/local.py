@@ -104,5 +104,5 @@ class _Arrays:
         parameter.copy_(values)
 
     def to_numpy(self, values: Any) -> Any:
-        """From a GPU too."""
+        """Copy the values to the host."""
         return values.cpu().numpy()

@@ -71,7 +71,7 @@ def _names(optimizer: torch.optim.Optimizer, modules: Modules) -> list[list[str]
 
 
 def _known(optimizer: torch.optim.Optimizer, modules: Modules) -> Callable[[torch.Tensor], Iterator[str]]:
-    """The names of a parameter, the user's for his optimizer first."""
+    """The names of a parameter, first the one that the user gave the optimizer."""
     groups, of_modules = groups_of(optimizer), dict[int, str]()
 
     def known(parameter: torch.Tensor) -> Iterator[str]:

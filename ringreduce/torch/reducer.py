@@ -233,7 +233,7 @@ def _attach(gradients: Iterable[Gradient]) -> None:
 
 
 def line_of_backward() -> str:
-    """The user's line that called backward(). For GPUs hooks run in threads of autograd's, without any frame of his."""
+    """The user's line that called backward(). On GPUs hooks run in autograd's threads, without a frame of it."""
     own: FrameType | None = sys._getframe()
     while own is not None and is_of_library(own.f_code.co_filename):
         own = own.f_back

@@ -355,7 +355,7 @@ class ShardReducer(GradientReducer):
         return buckets
 
     def shard(self, parameter: torch.Tensor) -> Shard:
-        """That of a parameter."""
+        """Return what stands for a parameter: its pieces on all ranks."""
         shard: Shard = self._gradients[id(parameter)]
         return shard
 
