@@ -12,7 +12,7 @@ import inspect
 import itertools
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -39,10 +39,11 @@ CHECKED_STEPS = 3
 METHODS = ("step", "update", "apply_gradients")
 _GRADIENT_NAMES = ("grads", "gradients", "grad", "gradient", "updates")
 """Names of an argument that holds gradients; optax calls it updates."""
+Optimizer = TypeVar("Optimizer")
 
 
 def DistributedOptimizer(  # noqa: N802 - Horovod's name
-    optimizer: Any,
+    optimizer: Optimizer,
     named_parameters: Any = None,
     *,
     compression: AnyCompressor | PowerSGD = Compression.none,
@@ -57,7 +58,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     gradients: int | str | None = None,
     name: str | None = None,
     wait_in_backward: bool = False,
-) -> Any:
+) -> Optimizer:
     """Wrap `optimizer` so that it sees the gradients reduced over all ranks.
 
     optimizer: one of
@@ -89,7 +90,8 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
             gradients, and for an option that this optimizer's adapter lacks, and whatever `grouped_allreduce` raises.
     Source: Horovod's DistributedOptimizer, for frameworks that it never supported (horovod#1380).
     """
-    return _adapted(**locals())
+    made: Optimizer = _adapted(**locals())
+    return made
 
 
 def _adapted(optimizer: Any, **options: Any) -> Any:

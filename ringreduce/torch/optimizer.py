@@ -8,7 +8,7 @@ import itertools
 import operator
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -33,10 +33,11 @@ PRIVATE = (
     "autograd.Variable._execution_engine.queue_callback",
 )
 """Names that torch does not promise to keep; without them nobody can wait for gradients."""
+Optimizer = TypeVar("Optimizer", bound=torch.optim.Optimizer)
 
 
 def DistributedOptimizer(  # noqa: N802 - Horovod's name
-    optimizer: torch.optim.Optimizer,
+    optimizer: Optimizer,
     named_parameters: Iterable[tuple[str, torch.nn.Parameter]] | None = None,
     compression: AnyCompressor | PowerSGD = Compression.none,
     backward_passes_per_step: int = 1,
@@ -48,7 +49,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     process_set: ProcessSet = global_process_set,
     *,
     wait_in_backward: bool = False,
-) -> Any:
+) -> Optimizer:
     """Wrap a torch optimizer so that `step()` uses gradients reduced over all ranks.
 
     Returns an object of a subclass of the optimizer's own class, with its parameter groups and state: schedulers,
@@ -95,7 +96,8 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     wrapped._reducer.begin_with(Groups(wrapped, named, others, are_named), named)
     for group in in_groups if op is not Adasum else ():
         wrapped._reducer.join(group)
-    return wrapped
+    returned: Optimizer = wrapped
+    return returned
 
 
 def check(optimizer: Any, op: ReduceOp, process_set: ProcessSet) -> None:
