@@ -191,16 +191,6 @@ def all_imports(path):
             yield from (alias.name for alias in node.names)
 
 
-def test_the_way_of_one_gradient_names_functions_that_exist():
-    way = (ROOT / "docs" / "architecture.md").read_text().partition("The way of one gradient")[2].split("```")[1]
-    named = re.findall(r"([\w/]+\.py) ((?:\w+, )*[\w.]+)", way)
-    assert len(named) > 15
-    for file, functions in named:
-        source = (PACKAGE / file).read_text()
-        for part in re.findall(r"\w+", functions):
-            assert re.search(rf"^ *(def|class) {part}\b", source, re.MULTILINE), f"{file} has no {part}"
-
-
 def test_the_index_of_tests_names_every_folder_and_each_file_that_no_module_has_given_its_name():
     index = (ROOT / "CONTRIBUTING.md").read_text().partition("### Where is the test of")[2].partition("\n### ")[0]
     roots = {"ringreduce": PACKAGE, "launcher": LAUNCHER}
