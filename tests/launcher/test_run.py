@@ -35,7 +35,8 @@ def by_rank(text):
 def test_a_ringrun_in_a_rank_starts_a_job_of_its_own(outer, ringrun, ringrun_command, script):
     show = script("import json, os; print(json.dumps(dict(os.environ)))")
     of_outer = {"MASTER_ADDR": "10.1.2.3", "RINGREDUCE_STATE_DIR": "/mine"}
-    done = ringrun(*outer, "-np", 1, *ringrun_command, "-np", 1, *show, env=of_outer)
+    between = [sys.executable, "-c", "import subprocess, sys; subprocess.run(sys.argv[1:])"]  # which is the rank
+    done = ringrun(*outer, "-np", 1, *between, *ringrun_command, "-np", 1, *show, env=of_outer)
     assert done.stderr == "ringrun: RINGREDUCE_STATE_DIR is ignored: ringrun sets it itself\n"
     for lines in by_rank(done.stdout).values():
         of_inner = json.loads(lines[0].removeprefix("[0] "))
