@@ -54,10 +54,7 @@ def written(text):
     """The text of the page, its lines as the code has them now."""
     extensions = griffe.load_extensions(FOLDER / "docstrings.py")
     installed = Path(importlib.util.find_spec("ringreduce").origin).parents[1]
-    loader = griffe.GriffeLoader(search_paths=[installed], extensions=extensions)
-    loader.load("ringrun")  # of which ringreduce has a function
-    package = loader.load("ringreduce")
-    loader.resolve_aliases()
+    package = griffe.load("ringreduce", search_paths=[installed], extensions=extensions, resolve_aliases=True)
     return LINE.sub(lambda found: line(package, found[1]), text)
 
 

@@ -1,4 +1,4 @@
-"""run(): a function on ranks of a job of its own, from a script, IPython or a notebook.
+"""ringreduce.run(): a function on ranks of a job of its own, from a script, IPython or a notebook.
 
 This process starts ringrun and prints what it prints. Each rank connects to this process, gets the function, and sends
 back its result; they travel pickled, over the sockets that ringrun and its agents use. This process joins no
@@ -35,8 +35,6 @@ from .network import own_addresses, parse_interfaces
 from .processes import start_with_parent
 from .text import numbered
 
-__all__ = ["run"]
-
 KEY_VARIABLE = "_RINGREDUCE_RUN_KEY"
 """With which a rank proves that it belongs to this job; no rank's own program sees it."""
 PIECE_BYTES = 64 << 20
@@ -62,24 +60,7 @@ def run(
     executable: str | None = None,
     **flags: object,
 ) -> list[Any]:
-    """Call `func(*args, **kwargs)` on each of `np` ranks of a new job; returns the results, by rank.
-
-    np:         how many ranks; by default as many as ringrun starts: one per GPU, physical core, or slot of `hosts`.
-    env:        variables for the ranks, besides this process's own.
-    executable: the ranks' Python, by default this one.
-    flags:      ringrun's, as in hosts="h1:4,h2:4", hostfile=…, timeout=60, restarts=1, ranks="0", log_level="debug",
-                verbose=True; Horovod's use_gloo, use_mpi and disable_cache have no meaning here. With elastic=True, or
-                Horovod's min_num_proc, the results are those of the ranks that are left in the end.
-
-    What `func` refers to by name is imported on the ranks, from the folders where this process finds it; what stands in
-    a script or a notebook itself travels with it. Ctrl-C, and a notebook's stop button, end all ranks.
-
-    Raises: JobFailedError when a rank fails: its text is ringrun's report; InputError, StartupError when no rank can
-            start; KeyboardInterrupt once all ranks have ended.
-    Source: horovod.run.
-
-    >>> losses = run(train, args=(0.1,), np=4)                                                         # doctest: +SKIP
-    """
+    """See `ringreduce.run`, which is this."""
     from .job.plan import run_module  # no rank needs it
 
     if isinstance(args, str) or not isinstance(args, Iterable):

@@ -74,18 +74,14 @@ _API = {
     "optim.local.options": "Nesterov",
     "optim.powersgd": "PowerSGD",
     "numpy.optimizer": "DistributedOptimizer",
-    "ringrun.run_function": "run",
+    "api.launch": "run",
     "runtime": "is_initialized",
     "api.sampler": "DistributedSampler",
     "numpy.sharded": "ShardedOptimizer",
     "sweeps": "sweep",
 }
 _PACKAGES = ("elastic", "ps", "sweeps")
-_module_of = {
-    name: module if module.startswith("ringrun.") else f"{__name__}.{module}"
-    for module, names in _API.items()
-    for name in names.split()
-}
+_module_of = {name: module for module, names in _API.items() for name in names.split()}
 __all__ = ["__version__", *_module_of]
 
 if not _TYPE_CHECKING:  # a type checker knows all names, and reports others
@@ -93,7 +89,7 @@ if not _TYPE_CHECKING:  # a type checker knows all names, and reports others
     def __getattr__(name: str) -> object:
         """Import what stands behind a name of the API; from then on the name is an attribute like any other."""
         if name in _module_of:
-            value = getattr(_import_module(_module_of[name]), name)
+            value = getattr(_import_module(f"{__name__}.{_module_of[name]}"), name)
         elif name in _PACKAGES:
             value = _import_module(f"{__name__}.{name}")
         else:

@@ -11,6 +11,7 @@ control       init, shutdown, poll, synchronize, join, barrier, the timeline
 info          this installation and this job
 steps         stats of the last step, mark_step
 sampler       DistributedSampler
+launch        run: a function on ranks of a job of its own
 
 Arrays may be NumPy, CuPy or torch arrays, or support DLPack or the CUDA array interface. Results are of the same kind,
 on the same device, and C-contiguous.

@@ -6,6 +6,7 @@ from ringreduce.api.control import join as join
 from ringreduce.api.control import start_timeline as start_timeline
 from ringreduce.api.control import stop_timeline as stop_timeline
 from ringreduce.api.info import info as info
+from ringreduce.api.launch import run as run
 from ringreduce.api.objects import *
 from ringreduce.api.ordered import ordered as ordered
 from ringreduce.api.process_sets import *
@@ -19,4 +20,3 @@ from ringreduce.errors import *
 from ringreduce.ops import *
 from ringreduce.runtime import is_initialized as is_initialized
 from ringreduce.runtime.lifecycle import shutdown as shutdown
-from ringrun.run_function import run as run

@@ -86,7 +86,7 @@ def test_an_import_loads_what_is_used_and_no_framework(used, loads):
 
 def test_the_public_names_are_those_of_their_modules():
     for name, names in rr._API.items():
-        module = importlib.import_module(name if name.startswith("ringrun.") else f"ringreduce.{name}")
+        module = importlib.import_module(f"ringreduce.{name}")
         assert {getattr(rr, each) for each in names.split()} == {getattr(module, each) for each in names.split()}
         if hasattr(module, "__all__") and name != "sweeps":
             assert set(names.split()) == set(module.__all__)
