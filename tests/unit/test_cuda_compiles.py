@@ -71,6 +71,8 @@ def variants_of(name):
             reduction.check()
         except InputError:
             continue
+        if reduction.is_paired:  # which the host reduces
+            continue
         partial = reduction.sum_type.name
         variants |= {Variant(name, partial), Variant(name, partial, "Sum" if op is Average else op.value)}
     return sorted(variants)

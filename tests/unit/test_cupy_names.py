@@ -52,8 +52,8 @@ def imported(tree):
     """What a file calls ringreduce/arrays/cuda.py ("module"), and its functions."""
     names = {}
     for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom) and node.module == "ringreduce.gpu":
-            names.update({each.asname or each.name: "module" for each in node.names if each.name == "runtime"})
+        if isinstance(node, ast.ImportFrom) and node.module == "ringreduce.arrays":
+            names.update({each.asname or each.name: "module" for each in node.names if each.name == "cuda"})
         if isinstance(node, ast.ImportFrom) and node.module == "ringreduce.arrays.cuda":
             names.update({each.asname or each.name: f"module.{each.name}" for each in node.names if each.name in ROOTS})
     return names
@@ -97,7 +97,7 @@ def test_the_names_are_found():
         use.path for use in uses()
     }
     tree = ast.parse(
-        "from ringreduce.arrays import cuda as cuda\n"
+        "from ringreduce.arrays import cuda\n"
         "from ringreduce.arrays.cuda import runtime\n"
         "def f():\n"
         "    module = cuda.cupy()\n"
