@@ -22,8 +22,8 @@ import ringreduce as rr
 from ringreduce import runtime
 from ringreduce.arrays.dtypes import element_type
 from ringreduce.collectives import direct, doubling, halving, hierarchical, ring, shared
-from ringreduce.engine.negotiation import GLOBAL
 from ringreduce.execution.algorithms import Algorithms
+from ringreduce.negotiation.protocol import GLOBAL
 from ringreduce.ops import Reduction
 from ringreduce.transport.base import Steps, complete
 

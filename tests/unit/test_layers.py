@@ -191,6 +191,33 @@ def all_imports(path):
             yield from (alias.name for alias in node.names)
 
 
+def test_what_benches_and_examples_import_from_ringreduce_is_there():
+    """Most of them run in the extended tier only."""
+    missing = []
+    for path in [each for folder in ("bench", "examples", "docs") for each in (ROOT / folder).rglob("*.py")]:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "ringreduce":
+                file = PACKAGE.parent / node.module.replace(".", "/")
+                for alias in [each for each in node.names if node.module != "ringreduce"]:
+                    source = file / "__init__.py" if file.is_dir() else file.with_suffix(".py")
+                    is_module = (file / alias.name).with_suffix(".py").exists() or (file / alias.name).is_dir()
+                    if not is_module and not (source.exists() and alias.name in defined(source)):
+                        missing.append(f"{path.relative_to(ROOT)}: {node.module} has no {alias.name}")
+    assert missing == []
+
+
+def defined(path):
+    """The names that a file defines or assigns at its top, or imports."""
+    names = set()
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            names.add(node.name)
+        else:
+            names.update(each.id for each in ast.walk(node) if isinstance(each, ast.Name))
+            names.update(each.asname or each.name for each in ast.walk(node) if isinstance(each, ast.alias))
+    return names
+
+
 def test_the_index_of_tests_names_every_folder_and_each_file_that_no_module_has_given_its_name():
     index = (ROOT / "CONTRIBUTING.md").read_text().partition("### Where is the test of")[2].partition("\n### ")[0]
     roots = {"ringreduce": PACKAGE, "launcher": LAUNCHER}
