@@ -105,7 +105,7 @@ def test_a_rank_that_dies_on_the_other_node(slurm, python):
     card = done.stderr[done.stderr.index("-- ringrun: rank 2 of 4 failed first --") :]
     assert re.search(r"^how +killed by signal 9 \(SIGKILL\), exit code 137$", card, re.MULTILINE)
     assert re.search(r"^where +host h1, pid \d+, ran for ", card, re.MULTILINE)
-    assert slurm.run(0, ["squeue", "--noheader"]).stdout == ""
+    wait_until(lambda: not slurm.check(0, ["squeue", "--noheader"]))  # Slurm may be completing it yet
 
 
 def submit(slurm, command):
