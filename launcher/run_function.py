@@ -20,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from ringreduce.errors import InputError, JobFailedError, StartupError
@@ -50,23 +50,17 @@ SWITCHES = ("gloo", "mpi", "disable-cache", "verbose")
 OF_GROWING_JOBS = ("max_num_proc", "max_np", "slots", "reset_limit", "cooldown_range")
 
 
-def run(
-    func: Callable[..., Any],
-    args: Iterable[Any] = (),
-    kwargs: Mapping[str, Any] | None = None,
-    np: int | None = None,
-    *,
-    env: Mapping[str, str] | None = None,
-    executable: str | None = None,
-    **flags: object,
+def on_ranks(
+    call: tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]],
+    flags: Mapping[str, Any],
+    variables: Mapping[str, Any],
+    python: str,
 ) -> list[Any]:
-    """See `ringreduce.run`, which is this."""
+    """Do what `ringreduce.run` says: a function, called with these arguments on each rank, which is `python`."""
     from .job.plan import run_module  # no rank needs it
 
-    if isinstance(args, str) or not isinstance(args, Iterable):
-        raise InputError(f"run(): args={args!r}: expected a tuple of the function's arguments, such as ({args!r},)")
-    ringrun = [sys.executable, *run_module("ringrun"), *_arguments(np, flags)]
-    results = _Results(pickling.dumps((func, tuple(args), dict(kwargs or {}))))
+    ringrun = [sys.executable, *run_module("ringrun"), *_arguments(flags)]
+    results = _Results(pickling.dumps(call))
     parent = "/tmp" if len(tempfile.gettempdir()) > LONGEST_FOLDER else None  # noqa: S108 - mkdtemp is safe there
     with tempfile.TemporaryDirectory(prefix="ringreduce-", dir=parent, ignore_cleanup_errors=True) as folder:
         try:
@@ -75,9 +69,9 @@ def run(
             raise InputError(f"run(): {error}") from error
         with contextlib.closing(listener):
             listener.start(lambda link: _Rank(link, results))
-            rank = [executable or sys.executable, "-c", RANK_PROGRAM, str(listener.address)]
+            rank = [python, "-c", RANK_PROGRAM, str(listener.address)]
             # by name: every user of this host can read a command line
-            asked = {name: str(value) for name, value in (env or {}).items()} | {KEY_VARIABLE: listener.authkey.hex()}
+            asked = {name: str(value) for name, value in variables.items()} | {KEY_VARIABLE: listener.authkey.hex()}
             ringrun += [f"--env={name}" for name in asked]
             code, report = _finish([*ringrun, *rank], {**os.environ, **asked})
     if code == 0:
@@ -91,9 +85,9 @@ def _failure(code: int, report: str) -> Exception:
     return kinds.get(code, JobFailedError)(f"run():\n{why}" if FAILED.match(why) else f"run(): {why}")
 
 
-def _arguments(np: object, flags: Mapping[str, object]) -> Iterator[str]:
+def _arguments(flags: Mapping[str, object]) -> Iterator[str]:
     """Yield ringrun's command line for these flags."""
-    for name, value in {"np": np, **flags}.items():
+    for name, value in flags.items():
         if value is None:
             continue
         if name in OF_GROWING_JOBS:

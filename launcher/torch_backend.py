@@ -20,7 +20,6 @@ HELPER = "_new_process_group_helper"
 """torch's own function, private, through which every process group is made."""
 MEANT = ("gloo", "mpi")
 _ALONE_AFTER_S = 60.0
-_OF_A_STEP = 16  # elements: of a loss and a few metrics
 
 
 def register() -> None:
@@ -200,8 +199,8 @@ class _Training:
         """Whether nothing says that what was trained is shared; trials of a sweep and what RPC reaches need not be."""
         if self._submitting is None or self._shares or self._steps == 1 or "ringreduce.sweeps" in sys.modules:
             return False
-        moved = self._parameters - self._submitting.owed
-        return moved < min(self._parameters, _OF_A_STEP * self._steps) and not _uses_rpc()
+        alone: bool = self._submitting.has_shared_little(self._parameters, self._steps)
+        return alone and not _uses_rpc()
 
 
 def _uses_rpc() -> bool:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from ringreduce.errors import InputError
 from ringrun import run_function
 
 __all__ = ["run"]
@@ -38,5 +40,8 @@ def run(
 
     >>> losses = run(train, args=(0.1,), np=4)                                                         # doctest: +SKIP
     """
-    results: list[Any] = run_function.run(func, args, kwargs, np, env=env, executable=executable, **flags)
+    if isinstance(args, str) or not isinstance(args, Iterable):
+        raise InputError(f"run(): args={args!r}: expected a tuple of the function's arguments, such as ({args!r},)")
+    call = func, tuple(args), dict(kwargs or {})
+    results: list[Any] = run_function.on_ranks(call, {"np": np, **flags}, env or {}, executable or sys.executable)
     return results

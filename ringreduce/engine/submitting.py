@@ -23,6 +23,7 @@ from ringreduce.negotiation.protocol import GLOBAL, JOIN
 from ringreduce.transport.world import World
 
 LONGEST_REASON = 500  # characters
+OF_A_STEP = 16  # elements: of a loss and a few metrics
 
 
 class Watch(Protocol):
@@ -59,7 +60,7 @@ class Submitting:
     ) -> None:
         """check_gpu: raises InputError for arrays on another GPU than this rank's."""
         self.count = 0  # of all submissions
-        self.owed = 0  # elements that a rank which trains is yet to share with others; launcher/torch_backend.py asks
+        self.owed = 0  # elements that a rank which trains is yet to share with others
         self.watch: Watch | None = None
         self._world, self._inbox, self._ending, self._check_gpu = world, inbox, ending, check_gpu
         self._process_sets, self._states, self._channels = process_sets, process_sets.states, process_sets.channels
@@ -183,6 +184,10 @@ class Submitting:
         self.count += 1
         if self.owed > 0:
             self.owed -= sum(each.count for each in submission.inputs)
+
+    def has_shared_little(self, parameters: int, steps: int) -> bool:
+        """Whether no more than losses and metrics have gone since `parameters` were owed: the rank trains alone."""
+        return parameters - self.owed < min(parameters, OF_A_STEP * steps)
 
     def _put(self, state: ProcessSetState, submission: Submission) -> None:
         key = submission.key

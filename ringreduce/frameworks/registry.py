@@ -8,22 +8,22 @@ from collections.abc import Callable
 from typing import Any
 
 
-def _is_torchs(optimizer: Any) -> bool:
+def _of_torch(optimizer: Any) -> bool:
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(optimizer, torch.optim.Optimizer)
 
 
-def _is_optax(optimizer: Any) -> bool:
+def _of_optax(optimizer: Any) -> bool:
     """True for a gradient transformation: a pair of functions, of no class of its own."""
     return isinstance(optimizer, tuple) and hasattr(optimizer, "init") and hasattr(optimizer, "update")
 
 
-def _is_kerass(optimizer: Any) -> bool:
+def _of_keras(optimizer: Any) -> bool:
     keras = sys.modules.get("keras")
     return keras is not None and isinstance(optimizer, getattr(keras.optimizers, "Optimizer", ()))
 
 
-ADAPTERS: dict[str, Callable[[Any], bool]] = {"torch": _is_torchs, "jax": _is_optax, "keras": _is_kerass}
+ADAPTERS: dict[str, Callable[[Any], bool]] = {"torch": _of_torch, "jax": _of_optax, "keras": _of_keras}
 """By the name of the adapter: whether an optimizer is its framework's."""
 
 

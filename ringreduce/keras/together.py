@@ -37,7 +37,6 @@ ALONE = (
     "nothing reduces the gradients: each rank trains a model of its own; compile the model with "
     "hvd.DistributedOptimizer(optimizer)"
 )
-OF_A_BATCH = 16  # elements: of a loss and a few metrics
 CLOSE = 1e-6  # relative; values that are closer differ by rounding
 
 
@@ -95,10 +94,10 @@ class Fit:
     def epoch_ends(self, logs: Mapping[str, Any] | None) -> None:
         """Callbacks are about to get these logs."""
         if self._looks and self._batches > 1:
-            self._looks, submitting, count = False, _submitting(), self._model.count_params()
-            shared, submitting.owed = count - submitting.owed, 0
-            if shared < min(count, OF_A_BATCH * self._batches):
+            self._looks, submitting = False, _submitting()
+            if submitting.has_shared_little(self._model.count_params(), self._batches):
                 self._warn(ALONE)
+            submitting.owed = 0
         self._wants |= self._wanted_before()
         self._logs = {name: float(value) for name, value in (logs or {}).items() if np.ndim(value) == 0}
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from ringreduce.execution.signature import Signature, SubmissionRecord
 
 GLOBAL = 0  # the number of the process set of all ranks
-JOIN = "join"  # the kind of an operation that all ranks of a set have joined
+JOIN = "join"  # the kind of what join() submits
 
 
 class Announcement(NamedTuple):

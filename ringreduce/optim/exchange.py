@@ -154,7 +154,7 @@ class Exchange:
         try:
             yield
         except InputError as exc:
-            number = self.process_set.ensure()
+            number = self.process_set.process_set_id
             raise refused("allreduce", exc, number, name, names, len(names)) from exc.__cause__
 
     def _submit(

@@ -147,5 +147,5 @@ class Shards:
         return handle.wait
 
     def _named(self, error: InputError) -> InputError:
-        number = self.exchange.process_set.ensure()
+        number = self.exchange.process_set.process_set_id
         return refused("ShardedOptimizer", error, number, self.name, self.names, len(self.names))

@@ -121,10 +121,10 @@ def test_flags_are_ringruns_and_horovods():
     arguments = sys.modules["ringrun.run_function"]._arguments
     flags = {"hosts": "h1:2", "timeout": 1.5, "fold": True, "cuda_ipc": False, "ranks": None, "restarts": 0}
     ours = ["-np", "4", "--hosts", "h1:2", "--timeout", "1.5", "--fold", "--no-cuda-ipc", "--restarts", "0"]
-    assert list(arguments(4, flags)) == ours
+    assert list(arguments({"np": 4, **flags})) == ours
     horovods = {"num_proc": 2, "use_gloo": True, "use_mpi": False, "disable_cache": 1, "verbose": 2, "min_np": None}
-    assert list(arguments(3, {"min_num_proc": 2})) == ["-np", "3", "--elastic", "--min-np", "2"]
-    assert list(arguments(None, horovods)) == ["-np", "2", "--gloo", "--disable-cache", "--verbose"]
+    assert list(arguments({"np": 3, "min_num_proc": 2})) == ["-np", "3", "--elastic", "--min-np", "2"]
+    assert list(arguments({"np": None, **horovods})) == ["-np", "2", "--gloo", "--disable-cache", "--verbose"]
 
 
 REFUSED = [

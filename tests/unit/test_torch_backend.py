@@ -10,6 +10,7 @@ import torch
 from torch.distributed import distributed_c10d
 
 from ringreduce import runtime as runtime_of_ranks
+from ringreduce.engine.submitting import Submitting
 from ringreduce.monitor import launcher_link
 from ringrun import torch_backend
 
@@ -88,7 +89,8 @@ def test_rpc_meets_others_without_a_group_and_that_is_told(monkeypatch):
 def test_a_rank_trains_alone_that_moves_less_than_its_model_or_some_elements_a_step(
     monkeypatch, steps, moved, sweeps, alone
 ):
-    submitting = SimpleNamespace(owed=0)
+    submitting = Submitting.__new__(Submitting)  # of an engine that is not there
+    submitting.owed = 0
     runtime = SimpleNamespace(engine=SimpleNamespace(submitting=submitting))
     training, model = torch_backend._Training(), torch.nn.Linear(24, 4)
     optimizer = torch.optim.SGD(model.parameters())
