@@ -76,6 +76,17 @@ def again_and_again(rank, size):
     lane = dist.group.WORLD._get_backend(torch.device("cpu")).channel._lane
     taken, run = [], lane.run
     lane.run = lambda *arguments: taken.append(run(*arguments)) or taken[-1]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("ringreduce.execution.lane.PATIENCE_US", 1_000_000)  # for ranks that are late on busy cores
+        _again_and_again(rank, size)
+    assert sum(taken) > 40
+    channel, tensor = rr.ordered(), mine(rank)
+    for _ in range(3):
+        channel.allreduce_(tensor=tensor, op=rr.Max)  # a tensor can be hashed, and is no part of what is known
+    equal(tensor, mine(size - 1))
+
+
+def _again_and_again(rank, size):
     for number in range(40):
         for dtype in (torch.float32, torch.bfloat16, torch.int64):
             found, other = mine(rank + number, dtype=dtype), mine(rank + number, dtype=dtype)[::2]
@@ -87,11 +98,6 @@ def again_and_again(rank, size):
             dist.barrier()
             if work is not None:
                 work.wait()
-    assert any(taken)  # how many: as often as the others were here in time
-    channel, tensor = rr.ordered(), mine(rank)
-    for _ in range(3):
-        channel.allreduce_(tensor=tensor, op=rr.Max)  # a tensor can be hashed, and is no part of what is known
-    equal(tensor, mine(size - 1))
 
 
 def layouts(rank, size):
