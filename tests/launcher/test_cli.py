@@ -3,6 +3,7 @@
 import contextlib
 import math
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -168,6 +169,20 @@ def test_a_ringrun_that_mpirun_starts_once_for_every_rank_is_refused(words, pyth
     done = jobs.run(argv, env=jobs.environment(PATH=f"{beside}:{os.environ['PATH']}"), timeout_s=50)
     assert done.returncode != 0
     assert f" has started ringrun 2 times ({size}=2), and each would start all ranks; start it once" in done.stderr
+
+
+@pytest.mark.parametrize("python", [pytest.param("mpich", marks=tiers.extended)], indirect=True)
+def test_an_mpi_that_binds_ranks_itself_is_told_before_any_starts(python):
+    """Each would get its share of its share of the cores."""
+    if len(os.sched_getaffinity(0)) == 1:
+        pytest.skip("takes two cores")
+    command = [jobs.ringrun(Path(python)), "-np", 2]
+    bound = jobs.environment(HYDRA_BINDING="core")
+    done = jobs.run([*command, python, "-c", "print('started')"], env=bound, returncode=3)
+    assert re.search(r"error: rank \d is to get its share of the CPUs \S+ of \S+, but was started on \d; ", done.stderr)
+    assert "; unset HYDRA_BINDING" in done.stderr
+    assert "started" not in done.stdout
+    jobs.run([*command, "--no-bind", python, "-c", ""], env=bound, returncode=0)
 
 
 @pytest.mark.parametrize("between", [[], ["sh", "-c", '"$@"; exit $?', "sh"]], ids=["itself", "a shell"])
