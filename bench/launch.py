@@ -46,7 +46,7 @@ from ringrun.job.supervise import Supervisor
 from ringrun.output.display import Output as Printer
 from ringrun.processes import raise_open_files
 
-FORKING = Path(__file__).parents[1] / "tests" / "launcher" / "without_mpi.py"
+FORKING = Path(__file__).parents[1] / "tests" / "support" / "without_mpi.py"
 MOST_OF_MPIRUN = 64  # ranks: each is an agent of its own, which computes for a tenth of a second until it is there
 TIMEOUT_S = 300
 COLUMNS = (

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.hosts import PATH, Hosts, why_not
-from tests.cluster.slurm import SLURM_NEEDED, start_slurm, wait_until_idle
+from tests.support.cluster.hosts import PATH, Hosts, why_not
+from tests.support.cluster.slurm import SLURM_NEEDED, start_slurm, wait_until_idle
 
 
 @pytest.fixture(scope="session")

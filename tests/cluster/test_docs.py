@@ -5,7 +5,7 @@ import shlex
 
 import pytest
 
-from tests.cluster.hosts import ROOT
+from tests.support.cluster.hosts import ROOT
 from tests.support.pages import blocks
 
 pytestmark = pytest.mark.timeout(300)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.hosts import PROGRAMS
+from tests.support.cluster.hosts import PROGRAMS
 from tests.support.patience import patient, wait_until
 
 pytestmark = pytest.mark.extended

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.hosts import ROOT
+from tests.support.cluster.hosts import ROOT
 from tests.support.patience import wait_until
 
 SSH = ["ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=3"]
@@ -91,7 +91,7 @@ def test_nothing_outlives_the_process_that_made_the_hosts(hosts, tmp_path, how):
     program = """
         import sys, time
         from pathlib import Path
-        from tests.cluster.hosts import Hosts
+        from tests.support.cluster.hosts import Hosts
         with Hosts(2, Path(sys.argv[1])) as hosts:
             hosts.start(1, ["sleep", "1234567"])
             print(*hosts._inits, flush=True)

@@ -8,7 +8,7 @@ import subprocess
 
 import pytest
 
-from tests.cluster.hosts import PROGRAMS
+from tests.support.cluster.hosts import PROGRAMS
 from tests.support.patience import wait_until
 from tests.support.tiers import extended
 

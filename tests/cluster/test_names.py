@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.cluster.hosts import PATH, PROGRAMS
+from tests.support.cluster.hosts import PATH, PROGRAMS
 from tests.support.jobs import executable
 
 WHERE = PROGRAMS / "where.py"

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.cluster.hosts import PROGRAMS
+from tests.support.cluster.hosts import PROGRAMS
 
 EXPECTED = [f"[{rank}] {rank} h{rank} 0 1 {rank} 3 3 {999.0 * (1 + 2 + 3)}" for rank in range(3)]
 

@@ -2,7 +2,7 @@
 
 import re
 
-from tests.cluster.hosts import PROGRAMS
+from tests.support.cluster.hosts import PROGRAMS
 
 
 def test_a_job_on_two_hosts_goes_on_from_its_checkpoint(hosts, python, tmp_path):

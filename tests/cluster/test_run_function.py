@@ -1,6 +1,6 @@
 """ringreduce.run() over hosts: the function and the results travel over the network."""
 
-from tests.cluster.hosts import PROGRAMS
+from tests.support.cluster.hosts import PROGRAMS
 
 
 def test_ranks_on_other_hosts_get_the_function_and_return_their_results(hosts, python):

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.hosts import PROGRAMS, ROOT
-from tests.cluster.slurm import wait_until_idle
+from tests.support.cluster.hosts import PROGRAMS, ROOT
+from tests.support.cluster.slurm import wait_until_idle
 from tests.support.patience import wait_until
 from tests.support.tiers import extended
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.hosts import PROGRAMS, ROOT
+from tests.support.cluster.hosts import PROGRAMS, ROOT
 from tests.support.patience import patient, wait_until
 from tests.support.tiers import extended
 

@@ -4,7 +4,7 @@ import re
 import subprocess
 
 from ringrun.arguments import parse_ranks
-from tests.cluster.hosts import PROGRAMS
+from tests.support.cluster.hosts import PROGRAMS
 from tests.support.patience import patient, wait_until
 
 ALL = ("-np", "4", "-H", "h0:1,h1:1,h2:1,h3:1")

@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.elastic.program import replay
 from tests.support import jobs
+from tests.support.elastic.program import replay
 from tests.support.patience import no_commits_left
 from tests.support.tiers import parted
 
@@ -50,7 +50,7 @@ def died(deaths):
 
 def job(python, folder, size, deaths, *flags, steps=STEPS, **variables):
     """Run one; returns what it printed, and what each surviving rank left."""
-    command = [jobs.ringrun(python), "--elastic", *flags, "-np", size, python, "-m", "tests.elastic.program"]
+    command = [jobs.ringrun(python), "--elastic", *flags, "-np", size, python, "-m", "tests.support.elastic.program"]
     with no_commits_left():
         done = jobs.run([*command, steps, folder, *deaths], timeout_s=90, env=jobs.environment(**variables))
     found = {int(each.stem): json.loads(each.read_text()) for each in folder.glob("*.json")}
@@ -113,8 +113,10 @@ def test_spares_take_the_places(python, tmp_path):
 
 
 def test_below_the_fewest_ranks_the_job_fails_as_ever(python, tmp_path):
-    command = [jobs.ringrun(python), "--elastic", "--min-np", 2, "-np", 2, python, "-m", "tests.elastic.program"]
-    done = jobs.run([*command, STEPS, tmp_path, "1 step 10 _exit7"], returncode=7)
+    command = [jobs.ringrun(python), "--elastic", "--min-np", 2, "-np", 2, python]
+    done = jobs.run(
+        [*command, "-m", "tests.support.elastic.program", STEPS, tmp_path, "1 step 10 _exit7"], returncode=7
+    )
     assert "the job cannot go on: 1 rank left, and --min-np is 2" in done.stderr
 
 

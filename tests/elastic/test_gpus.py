@@ -22,7 +22,7 @@ def train(*deaths, **settings):
     """A job of three ranks, on one GPU, of which so many die."""
     variables = {f"RINGREDUCE_{name}": value for name, value in settings.items()}
     env = jobs.environment(PYTHONPATH=STAND_IN, RINGREDUCE_CUDA_SLOT_BYTES="65536", **variables)
-    rank = [sys.executable, "-m", "tests.elastic.gpu_training", *deaths]
+    rank = [sys.executable, "-m", "tests.support.elastic.gpu_training", *deaths]
     return jobs.run([jobs.ringrun(Path(sys.executable)), "--elastic", "-np", 3, *rank], env=env)
 
 

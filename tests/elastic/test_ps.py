@@ -12,7 +12,7 @@ STEPS, WORKERS = 40, 3
 def job(python, folder, mode, victim, at):
     """Run one; returns the finished process, and what each rank left, by rank."""
     command = [jobs.ringrun(python), "--elastic", "--min-np", 2, "-np", WORKERS + 2, python]
-    command += ["-m", "tests.elastic.ps_program", mode, victim, at, folder]
+    command += ["-m", "tests.support.elastic.ps_program", mode, victim, at, folder]
     done = jobs.run(command, timeout_s=90, env=jobs.environment())
     return done, {int(each.stem): json.loads(each.read_text()) for each in folder.glob("*.json")}
 

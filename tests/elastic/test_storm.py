@@ -2,9 +2,9 @@
 
 import pytest
 
-from tests.cluster.hosts import why_not
-from tests.elastic import isolated, plain, storm
 from tests.support import tiers
+from tests.support.cluster.hosts import why_not
+from tests.support.elastic import isolated, plain, storm
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.extended]
 

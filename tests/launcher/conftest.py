@@ -9,12 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.launcher import loopback_sshd
-from tests.support import jobs
+from tests.support import jobs, loopback_sshd
 from tests.support.patience import patient
 
 PROGRAMS = Path(__file__).parent / "programs"
-WITHOUT_MPI = [sys.executable, str(Path(__file__).parent / "without_mpi.py")]
+WITHOUT_MPI = [sys.executable, str(jobs.ROOT / "tests" / "support" / "without_mpi.py")]
 GONE_WITHIN_S = 5.0
 
 

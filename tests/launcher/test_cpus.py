@@ -12,7 +12,7 @@ import pytest
 from ringrun.machine.cpus import cpu_quota, limited
 from ringrun.machine.placement import automatic_size, place, threads_of
 from ringrun.machine.topology import Core, Topology
-from tests.launcher.fake_machines import write
+from tests.support.fake_machines import write
 
 V1 = "9:name=systemd:/\n4:memory:/a/b\n3:cpu,cpuacct:{}\n0::/\n"
 V2 = "0::{}\n"

@@ -6,7 +6,6 @@ import re
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -14,10 +13,11 @@ from ringrun import cli
 from ringrun.elastic import Elastic, rank_variables
 from ringrun.engines import ENGINES, Launcher
 from ringrun.errors import LauncherError, UsageError
+from tests.support import jobs
 from tests.support.patience import patient, wait_until
 
 pytestmark = pytest.mark.without_mpi
-RANK = str(Path(__file__).with_name("elastic_rank.py"))
+RANK = str(jobs.ROOT / "tests" / "support" / "elastic_rank.py")
 FAILED = "-- ringrun: rank {} of {} failed --"
 
 

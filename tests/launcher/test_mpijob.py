@@ -15,7 +15,7 @@ from ringrun import cli
 from ringrun.agent.master_port import free_port
 from ringrun.config import resolve as config
 from ringrun.join import command
-from tests.launcher import loopback_sshd
+from tests.support import loopback_sshd
 from tests.support.jobs import ROOT, run
 from tests.support.patience import wait_until
 from tests.support.sources import found

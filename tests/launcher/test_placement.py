@@ -16,7 +16,7 @@ from ringrun.environment import Place, Settings
 from ringrun.machine.placement import automatic_size, describe, place
 from ringrun.machine.topology import Core, Gpu, Topology, read_topology
 from ringrun.text import format_spans
-from tests.launcher.fake_machines import FakeGpu, make_machine, two_sockets
+from tests.support.fake_machines import FakeGpu, make_machine, two_sockets
 
 ALL = range(64)
 

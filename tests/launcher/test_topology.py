@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from ringrun.machine.cpus import usable_cpus
 from ringrun.machine.topology import Core, Gpu, Topology, parse_cpulist, read_topology
 from ringrun.text import format_spans
-from tests.launcher.fake_machines import FakeGpu, make_machine, two_sockets, write
+from tests.support.fake_machines import FakeGpu, make_machine, two_sockets, write
 
 ALL = range(64)
 NODE_0 = frozenset([*range(16), *range(32, 48)])

@@ -8,8 +8,8 @@ import ringreduce as rr
 from ringreduce.collectives import adasum
 from ringreduce.testing import run_ranks
 from ringreduce.transport.base import complete
-from tests.ranks.on_threads import each_rank_of, transport
 from tests.support import matrix
+from tests.support.on_threads import each_rank_of, transport
 from tests.support.reference import data
 
 

@@ -16,8 +16,8 @@ from ringreduce.runtime.startup import measure
 from ringreduce.settings import Settings
 from ringreduce.testing import run_ranks
 from ringreduce.transport.base import complete
-from tests.ranks.on_threads import each_rank_of, known
 from tests.support import matrix
+from tests.support.on_threads import each_rank_of, known
 from tests.support.reference import MATRIX, all_but_one_of_each_extended, assert_reduced, data, readable
 from tests.support.tiers import parted
 

@@ -16,8 +16,8 @@ from ringreduce.ops import Average, Reduction, Sum
 from ringreduce.settings import Settings
 from ringreduce.testing import run_ranks
 from ringreduce.transport.base import complete
-from tests.ranks.on_threads import reduced_over_messages, transport
 from tests.support import slots
+from tests.support.on_threads import reduced_over_messages, transport
 from tests.support.reference import MATRIX, all_but_few_extended, assert_reduced, data, numpy_dtype, readable
 from tests.support.tiers import parted
 

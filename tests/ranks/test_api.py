@@ -14,7 +14,7 @@ from ringreduce.runtime import arguments, lifecycle
 from ringreduce.settings import Settings
 from ringreduce.testing import run_ranks
 from ringreduce.transport.world import World
-from tests.ranks.on_threads import each_rank_of
+from tests.support.on_threads import each_rank_of
 from tests.support.reference import data
 
 SMALL = Settings(fusion_slot_bytes=256, ring_segment_bytes=64)

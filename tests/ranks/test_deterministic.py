@@ -8,7 +8,7 @@ import pytest
 import ringreduce as rr
 from ringreduce.settings import Settings
 from ringreduce.testing import run_ranks
-from tests.ranks.on_threads import known
+from tests.support.on_threads import known
 from tests.support.reference import OPS, assert_reduced, data, folded, readable
 from tests.support.tiers import parted
 

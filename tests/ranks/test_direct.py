@@ -10,7 +10,7 @@ from ringreduce.arrays.dtypes import TABLE
 from ringreduce.collectives import direct
 from ringreduce.collectives.partition import chunk_bounds
 from ringreduce.ops import Reduction, Sum
-from tests.ranks.on_threads import reduced_over_messages
+from tests.support.on_threads import reduced_over_messages
 from tests.support.reference import SIZES, assert_reduced, data
 
 

@@ -8,7 +8,7 @@ import pytest
 from ringreduce.arrays.dtypes import TABLE
 from ringreduce.collectives import doubling
 from ringreduce.ops import Reduction, Sum
-from tests.ranks.on_threads import each_rank_of, reduced_over_messages, transport
+from tests.support.on_threads import each_rank_of, reduced_over_messages, transport
 from tests.support.reference import data
 from tests.support.tiers import parted
 

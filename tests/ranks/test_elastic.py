@@ -10,7 +10,7 @@ from ringreduce.elastic import ElasticSampler, HostsUpdatedInterrupt, ObjectStat
 from ringreduce.errors import CollectiveError, MismatchError, PeerLostError
 from ringreduce.runtime import Runtime, current
 from ringreduce.testing import run_ranks
-from tests.ranks.on_threads import each_rank_of
+from tests.support.on_threads import each_rank_of
 
 
 class Counting(ObjectState):

@@ -10,7 +10,7 @@ from ringreduce import runtime
 from ringreduce.settings import Settings
 from ringreduce.testing import run_ranks
 from ringreduce.torch import HorovodInternalError
-from tests.ranks.on_threads import each_rank_of
+from tests.support.on_threads import each_rank_of
 
 torch = pytest.importorskip("torch", reason="torch is not installed: its tensors are not tested here")
 LINE = r"\(test_errors.py:\d+\)"

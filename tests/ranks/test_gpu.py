@@ -10,8 +10,8 @@ import ringreduce as rr
 from ringreduce import Sum
 from ringreduce.settings import Settings
 from ringreduce.testing import run_ranks
-from tests.ranks.on_threads import each_rank_of
 from tests.support import fake_torch
+from tests.support.on_threads import each_rank_of
 from tests.support.reference import MATRIX, all_but_few_extended
 from tests.support.tiers import parted
 

@@ -16,9 +16,9 @@ from ringreduce.gpu.stage import Stage
 from ringreduce.gpu.stream import Gpu
 from ringreduce.settings import Settings
 from ringreduce.testing import run_ranks
-from tests.ranks.on_threads import each_rank_of
 from tests.ranks.test_gpu import SLOT_BYTES, ranks, small, values
 from tests.support import fake_torch
+from tests.support.on_threads import each_rank_of
 from tests.support.reference import data
 from tests.support.tiers import parted
 

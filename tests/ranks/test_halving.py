@@ -8,7 +8,7 @@ from ringreduce.arrays.dtypes import TABLE
 from ringreduce.collectives import halving
 from ringreduce.collectives.partition import halvings
 from ringreduce.ops import Reduction, Sum
-from tests.ranks.on_threads import reduced_over_messages
+from tests.support.on_threads import reduced_over_messages
 from tests.support.reference import data
 
 

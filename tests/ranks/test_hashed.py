@@ -10,7 +10,7 @@ from ringreduce.collectives.cost_model import SHORT_BYTES
 from ringreduce.ops import Reduction, Sum
 from ringreduce.testing import run_ranks
 from ringreduce.transport.base import complete
-from tests.ranks.on_threads import each_rank_of, transport
+from tests.support.on_threads import each_rank_of, transport
 from tests.support.reference import data
 
 SIZES = pytest.mark.parametrize("size", range(1, 8))

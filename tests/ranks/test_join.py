@@ -12,8 +12,8 @@ import ringreduce as rr
 from ringreduce import runtime
 from ringreduce.settings import Settings
 from ringreduce.testing import run_ranks
-from tests.ranks.on_threads import each_rank_of, known
 from tests.support import matrix
+from tests.support.on_threads import each_rank_of, known
 from tests.support.reference import MATRIX, all_but_few_extended, readable
 from tests.support.tiers import parted
 

@@ -13,7 +13,7 @@ from ringreduce import runtime
 from ringreduce.negotiation import leader
 from ringreduce.settings import Settings
 from ringreduce.testing import run_ranks
-from tests.ranks.on_threads import each_rank_of
+from tests.support.on_threads import each_rank_of
 
 STEPS = range(3)  # the second and third are known
 

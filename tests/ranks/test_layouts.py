@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import ringreduce as rr
-from tests.ranks.on_threads import each_rank_of
+from tests.support.on_threads import each_rank_of
 
 torch = pytest.importorskip("torch", reason="torch is not installed: its adapter is not tested here")
 hvd = pytest.importorskip("ringreduce.torch")

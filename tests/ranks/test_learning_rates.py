@@ -9,8 +9,8 @@ import ringreduce as rr
 import ringreduce.torch as hvd
 from ringreduce.settings import Settings
 from ringreduce.testing import run_ranks
-from tests.ranks.on_threads import known
 from tests.support import training
+from tests.support.on_threads import known
 
 
 def said_by(capsys, program, size=3, **options):

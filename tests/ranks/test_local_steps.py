@@ -6,9 +6,9 @@ import torch
 
 import ringreduce as rr
 from ringreduce.testing import run_ranks
-from tests.ranks.local_models import MODELS, trained
-from tests.ranks.on_threads import each_rank_of
+from tests.support.local_models import MODELS, trained
 from tests.support.local_steps import SHAPES, assert_close, simulated
+from tests.support.on_threads import each_rank_of
 
 WAYS = {
     "LocalSGD": (3, {"sync_every": 4}),

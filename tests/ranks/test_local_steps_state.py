@@ -9,9 +9,9 @@ import torch
 import ringreduce as rr
 import ringreduce.torch as hvd
 from ringreduce.testing import run_ranks
-from tests.ranks.local_models import MODELS, trained
-from tests.ranks.on_threads import each_rank_of
+from tests.support.local_models import MODELS, trained
 from tests.support.local_steps import FRAGMENTS, Simulated, assert_close, gradient, simulated, start
+from tests.support.on_threads import each_rank_of
 
 WAY = {"sync_every": 4, "momentum": 0.9, "lr": 0.7}
 

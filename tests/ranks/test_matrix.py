@@ -9,8 +9,8 @@ import pytest
 
 import ringreduce as rr
 from ringreduce.testing import run_ranks
-from tests.ranks.on_threads import each_rank_of, known
 from tests.support import matrix
+from tests.support.on_threads import each_rank_of, known
 from tests.support.reference import (
     COMPLEX,
     FEW_TYPES,

@@ -13,7 +13,7 @@ from ringreduce.engine.channels import IN_ORDER
 from ringreduce.runtime.own_channel import OwnChannel
 from ringreduce.testing import run_ranks
 from tests.ranks import test_into_outputs as into_outputs
-from tests.ranks.on_threads import each_rank_of
+from tests.support.on_threads import each_rank_of
 from tests.support.patience import wait_until
 from tests.support.world import on_every_world
 

@@ -9,7 +9,7 @@ from ringreduce.optim.exchange import Exchange
 from ringreduce.optim.reducer import Reducer
 from ringreduce.settings import Settings
 from ringreduce.testing import run_ranks
-from tests.ranks.on_threads import each_rank_of
+from tests.support.on_threads import each_rank_of
 
 SHAPES = {"a": (3,), "b": (40, 2), "c": (5, 5), "d": (2,)}
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import ringreduce as rr
-from tests.ranks.on_threads import each_rank_of
+from tests.support.on_threads import each_rank_of
 from tests.support.reference import data
 
 SIZE = 3

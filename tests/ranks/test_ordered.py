@@ -11,7 +11,7 @@ import ringreduce as rr
 from ringreduce import runtime
 from ringreduce.settings import Settings
 from ringreduce.testing import run_ranks
-from tests.ranks.on_threads import each_rank_of
+from tests.support.on_threads import each_rank_of
 from tests.support.patience import wait_until
 from tests.support.world import on_every_world
 

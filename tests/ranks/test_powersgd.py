@@ -7,7 +7,7 @@ import pytest
 
 import ringreduce as rr
 from ringreduce.testing import run_ranks
-from tests.ranks.on_threads import each_rank_of, known
+from tests.support.on_threads import each_rank_of, known
 from tests.support.reference import data
 
 RANK, STEPS = 2, 5

@@ -11,8 +11,8 @@ import pytest
 import ringreduce as rr
 from ringreduce.arrays.dtypes import TABLE
 from ringreduce.testing import run_ranks
-from tests.ranks.on_threads import each_rank_of
 from tests.ranks.test_powersgd import RANK, Seen, gradient, mean_of, trained
+from tests.support.on_threads import each_rank_of
 
 
 def test_a_state_saved_by_four_ranks_is_loaded_by_two():

@@ -9,8 +9,8 @@ import torch
 
 import ringreduce.torch as hvd
 from ringreduce.testing import run_ranks
-from tests.ranks.on_threads import each_rank_of
 from tests.ranks.test_powersgd import RANK, SHAPES, STEPS, TYPES, Simulated, close, gradient
+from tests.support.on_threads import each_rank_of
 from tests.support.reference import data
 
 MODEL = torch.nn.Sequential(torch.nn.Linear(16, 24), torch.nn.Tanh(), torch.nn.Linear(24, 12))

@@ -8,7 +8,7 @@ import torch
 
 import ringreduce as rr
 import ringreduce.torch as hvd
-from tests.ranks.on_threads import each_rank_of, known
+from tests.support.on_threads import each_rank_of, known
 
 
 class Unpicklable:

@@ -11,7 +11,7 @@ import ringreduce as rr
 from ringreduce.ps import worker as ps_worker
 from ringreduce.runtime import Runtime
 from ringreduce.testing import run_ranks
-from tests.ranks.on_threads import each_rank_of
+from tests.support.on_threads import each_rank_of
 
 IMAGES, LABELS = load_digits(return_X_y=True)
 IMAGES = IMAGES / 16.0

@@ -11,7 +11,7 @@ from ringreduce.collectives import quantized
 from ringreduce.ops import Reduction
 from ringreduce.settings import Settings
 from ringreduce.testing import run_ranks
-from tests.ranks.on_threads import each_rank_of, reduced_over_messages
+from tests.support.on_threads import each_rank_of, reduced_over_messages
 from tests.support.reference import data
 
 INT8, INT4 = rr.Compression.int8, rr.Compression.int4

@@ -12,7 +12,7 @@ from ringreduce.errors import InputError
 from ringreduce.ops import Average, Reduction, Sum
 from ringreduce.testing import run_ranks
 from ringreduce.transport.base import complete
-from tests.ranks.on_threads import transport
+from tests.support.on_threads import transport
 from tests.support.reference import SIZES, assert_reduced, data
 
 

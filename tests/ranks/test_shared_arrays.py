@@ -14,8 +14,8 @@ from ringreduce.arrays.view import as_buffer
 from ringreduce.execution import shared_arrays
 from ringreduce.execution.shared_arrays import REFUSED, WISHED
 from ringreduce.testing import run_ranks
-from tests.ranks.on_threads import each_rank_of
 from tests.ranks.test_into_outputs import SUM, begin, open_channel
+from tests.support.on_threads import each_rank_of
 
 COUNT = 200_003
 

@@ -15,7 +15,7 @@ from ringreduce.collectives.shared import COPY, DONE, PACK, REDUCE, Part
 from ringreduce.ops import Average, Reduction, Sum
 from ringreduce.transport.base import complete
 from ringreduce.transport.window import SLOTS, Region
-from tests.ranks.on_threads import each_rank_of
+from tests.support.on_threads import each_rank_of
 from tests.support.reference import SIZES, assert_reduced, data
 from tests.support.slots import SLOT_BYTES, SlowRegion, on_a_host
 from tests.support.tiers import parted

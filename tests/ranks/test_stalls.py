@@ -18,7 +18,7 @@ from ringreduce.monitor.stalls import headline
 from ringreduce.negotiation.coordinator import Waiting
 from ringreduce.settings import Settings
 from ringreduce.testing import run_ranks
-from tests.ranks.on_threads import known
+from tests.support.on_threads import known
 from tests.support.patience import wait_until
 
 SOON = Settings(stall_check_s=0.2)

@@ -9,7 +9,7 @@ import pytest
 import ringreduce as rr
 from ringreduce.sweeps import study
 from ringreduce.testing import run_ranks
-from tests.ranks.on_threads import each_rank_of
+from tests.support.on_threads import each_rank_of
 
 optuna = pytest.importorskip("optuna")
 

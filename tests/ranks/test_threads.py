@@ -9,7 +9,7 @@ from ringreduce.errors import CollectiveError, PeerLostError
 from ringreduce.ops import Reduction, Sum
 from ringreduce.testing import run_ranks
 from ringreduce.transport.base import complete
-from tests.ranks.on_threads import transport
+from tests.support.on_threads import transport
 
 
 def test_memory_that_is_being_sent_is_not_received_into():

@@ -25,8 +25,8 @@ from ringreduce.settings import Settings
 from ringreduce.testing import run_ranks
 from ringreduce.transport.threads import ThreadNetwork
 from ringreduce.transport.world import World
-from tests.ranks.on_threads import each_rank_of
 from tests.support import trace
+from tests.support.on_threads import each_rank_of
 from tests.support.patience import wait_until
 
 OPERATION = (0, 1, "allreduce.w", 1)
@@ -318,7 +318,7 @@ FULL = """
 import resource, sys
 import numpy as np
 import ringreduce as rr
-from tests.ranks.on_threads import each_rank_of
+from tests.support.on_threads import each_rank_of
 rr.init()
 resource.setrlimit(resource.RLIMIT_FSIZE, (1500000, 1500000))
 for number in range(3000):

@@ -10,8 +10,8 @@ import torch
 
 import ringreduce.torch as hvd
 from ringreduce.testing import run_ranks
-from tests.ranks.on_threads import each_rank_of
 from tests.support import training
+from tests.support.on_threads import each_rank_of
 
 CAUTIOUS = True  # see conftest.py
 

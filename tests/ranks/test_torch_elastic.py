@@ -14,7 +14,7 @@ from ringreduce import runtime
 from ringreduce.elastic.commit import Restoration
 from ringreduce.elastic.libraries import LIBRARIES
 from ringreduce.testing import run_ranks
-from tests.ranks.on_threads import each_rank_of
+from tests.support.on_threads import each_rank_of
 
 
 def model_of(value):

@@ -8,7 +8,7 @@ import torch
 
 import ringreduce.torch as hvd
 from ringreduce.testing import run_ranks
-from tests.ranks.on_threads import each_rank_of, known
+from tests.support.on_threads import each_rank_of, known
 
 MOMENTUM = {"momentum": 0.9, "weight_decay": 0.01}
 OPTIMIZERS = {

@@ -7,7 +7,7 @@ import torch
 import ringreduce.torch as hvd
 from ringreduce.settings import Settings
 from ringreduce.testing import run_ranks
-from tests.ranks.on_threads import each_rank_of, known
+from tests.support.on_threads import each_rank_of, known
 from tests.support.reference import (
     FEW_TYPES,
     MATRIX,

@@ -7,7 +7,7 @@ import ringreduce
 import ringreduce.torch as hvd
 from ringreduce.settings import Settings
 from ringreduce.testing import run_ranks
-from tests.ranks.on_threads import each_rank_of
+from tests.support.on_threads import each_rank_of
 from tests.support.training import batch, loss_of, make_model, wrap
 
 

@@ -9,7 +9,7 @@ import torch
 import ringreduce.torch as hvd
 from ringreduce.ops import Adasum
 from ringreduce.testing import run_ranks
-from tests.ranks.on_threads import each_rank_of, known
+from tests.support.on_threads import each_rank_of, known
 from tests.support.training import batch, loss_of, make_model, parameters, same_on_all, trained, wrap, wrapped
 
 

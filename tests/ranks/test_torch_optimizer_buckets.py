@@ -14,8 +14,8 @@ import ringreduce.torch as hvd
 from ringreduce.execution.host import Host
 from ringreduce.optim import buckets, exchange, reducer
 from ringreduce.testing import run_ranks
-from tests.ranks.on_threads import each_rank_of
 from tests.support import training
+from tests.support.on_threads import each_rank_of
 
 WIDTHS = (5, 16, 7, 9, 3)
 STEPS = 5

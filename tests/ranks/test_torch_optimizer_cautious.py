@@ -15,8 +15,8 @@ from ringreduce.optim import reducer
 from ringreduce.testing import run_ranks
 from ringreduce.torch import reducer as torch_reducer
 from ringreduce.torch.gradient import Gradient
-from tests.ranks.on_threads import each_rank_of
 from tests.support import training
+from tests.support.on_threads import each_rank_of
 
 CAUTIOUS = True  # see conftest.py
 STEPS = 12  # more than the cautious ones

@@ -13,8 +13,8 @@ import ringreduce
 import ringreduce.torch as hvd
 from ringreduce.testing import run_ranks
 from ringreduce.torch.gradient import Gradient
-from tests.ranks.on_threads import each_rank_of
 from tests.support import training
+from tests.support.on_threads import each_rank_of
 
 SCHEDULERS = {
     "lambda": lambda o: torch.optim.lr_scheduler.LambdaLR(o, lambda step: 1 / (1 + step)),

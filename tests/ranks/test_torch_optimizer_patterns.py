@@ -13,8 +13,8 @@ import torch.utils.checkpoint
 import ringreduce
 import ringreduce.torch as hvd
 from ringreduce.testing import run_ranks
-from tests.ranks.on_threads import each_rank_of, known
 from tests.support import training
+from tests.support.on_threads import each_rank_of, known
 
 
 def clipped(model, optimizer, data, step):

@@ -6,7 +6,7 @@ import torch
 import ringreduce
 import ringreduce.torch as hvd
 from ringreduce.testing import run_ranks
-from tests.ranks.on_threads import each_rank_of
+from tests.support.on_threads import each_rank_of
 from tests.support.training import same_on_all
 
 ROWS = {0: [1, 4, 4], 1: [4, 0]}

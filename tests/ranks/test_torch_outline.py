@@ -8,7 +8,7 @@ import torch
 import ringreduce.torch as hvd
 from ringreduce.optim import buckets, reducer
 from ringreduce.testing import run_ranks
-from tests.ranks.on_threads import each_rank_of
+from tests.support.on_threads import each_rank_of
 from tests.support.tiers import parted
 
 NAMES = ["a", "b", "c.w", "c.b"]

@@ -8,7 +8,7 @@ import torch
 import ringreduce
 import ringreduce.torch as hvd
 from ringreduce.testing import run_ranks
-from tests.ranks.on_threads import each_rank_of
+from tests.support.on_threads import each_rank_of
 from tests.support.sharded import (
     DETERMINISTIC,
     OPTIMIZERS,

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 import ringreduce.torch as hvd
-from tests.ranks.on_threads import each_rank_of
 from tests.support import training
+from tests.support.on_threads import each_rank_of
 
 WRAPPERS = {
     "Average": hvd.DistributedOptimizer,

@@ -9,7 +9,7 @@ import pytest
 from ringreduce.collectives import bruck, tree
 from ringreduce.testing import run_ranks
 from ringreduce.transport.base import complete
-from tests.ranks.on_threads import transport
+from tests.support.on_threads import transport
 from tests.support.reference import SIZES, data
 
 

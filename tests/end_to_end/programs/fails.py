@@ -6,7 +6,7 @@ import time
 import numpy as np
 
 import ringreduce as rr
-from tests.elastic.plain import die
+from tests.support.elastic.plain import die
 
 how = sys.argv[1]
 rr.init()

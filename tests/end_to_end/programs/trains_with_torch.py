@@ -6,8 +6,8 @@ import sys
 import torch
 
 import ringreduce.torch as hvd
-from tests.elastic.plain import die
 from tests.end_to_end.test_elastic_training import STEPS, batch_of, new_model
+from tests.support.elastic.plain import die
 
 ORIGIN = int(os.environ["OMPI_COMM_WORLD_RANK"])
 deaths = {int(rank): (int(step), how) for rank, step, how in (each.split(":") for each in sys.argv[2:])}

@@ -3,7 +3,7 @@
 import os
 import time
 
-from tests.cluster.hosts import NEEDED, Hosts
+from tests.support.cluster.hosts import NEEDED, Hosts
 from tests.support.patience import patient
 
 SLURM_NEEDED = NEEDED | {"slurmctld": "slurmctld", "slurmd": "slurmd", "srun": "slurm-client", "munged": "munge"}

@@ -1,6 +1,6 @@
 """What the ranks of a job run: training on GPU arrays, of the stand-in for CuPy, in which a rank dies.
 
-    python -m tests.elastic.gpu_training 'RANK STEP WHERE'…
+    python -m tests.support.elastic.gpu_training 'RANK STEP WHERE'…
 
 WHERE: `submitted`, before the collectives are waited for, `queued`, when the GPU has work that others wait for and that
 it has not done, or `between` two steps. Each rank that is left prints how many ranks there are, whether the parameters

@@ -1,6 +1,6 @@
 """What the ranks of a job run: training in float64 by elastic.run, with deaths where and when they are wanted.
 
-    python -m tests.elastic.program STEPS FOLDER 'RANK WHERE WHEN HOW'…
+    python -m tests.support.elastic.program STEPS FOLDER 'RANK WHERE WHEN HOW'…
 
 RANK is that of the start. WHERE: `step` (before its collectives), `submitted` (after the first of them), `between`
 (when half of the state is changed, which the others must undo), `meeting` (in re-forming), `sync`, `start` (WHEN
@@ -34,8 +34,8 @@ from ringreduce.transport import mpi
 from ringreduce.transport.message import MessageTransport
 from ringreduce.transport.window import Flags
 from ringreduce.transport.world import World
-from tests.elastic import local_steps
-from tests.elastic.plain import die
+from tests.support.elastic import local_steps
+from tests.support.elastic.plain import die
 
 COUNT = int(os.environ.get("TRAINING_COUNT", "1000"))  # parameters
 HALF = COUNT // 2

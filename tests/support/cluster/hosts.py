@@ -24,12 +24,12 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
-from tests.cluster.keys import make_key, write_home
-from tests.cluster.processes import Inside, child_of, inner_pid, processes_beside
+from tests.support.cluster.keys import make_key, write_home
+from tests.support.cluster.processes import Inside, child_of, inner_pid, processes_beside
 from tests.support.patience import patient
 
 Script = Callable[[str], Path]  # what the fixture `script` is
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 PROGRAMS = ROOT / "tests" / "cluster" / "programs"
 PATH = "/usr/local/bin:/usr/bin:/bin:/usr/local/sbin:/usr/sbin:/sbin"
 NEEDED = {"unshare": "util-linux", "nsenter": "util-linux", "ip": "iproute2", "tc": "iproute2"}

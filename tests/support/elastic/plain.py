@@ -1,6 +1,6 @@
-"""Jobs that are not elastic, one rank of which fails at a random moment: `python -m tests.elastic.storm --plain`.
+"""Jobs that are not elastic, one rank of which fails at a random moment (storm.py --plain).
 
-Run as a program, this is one rank: python -m tests.elastic.plain 'RANK SECONDS HOW'
+Run as a program, this is one rank: python -m tests.support.elastic.plain 'RANK SECONDS HOW'
 """
 
 import os
@@ -47,11 +47,11 @@ def draw(seed: int, spares: int = 0) -> Job:
 
 def run(job: Job, python: Path = Path(sys.executable)):
     """Run a job, and look at how it has ended, and at what it has left."""
-    from tests.elastic import isolated, storm
     from tests.support import jobs
+    from tests.support.elastic import isolated, storm
 
     plan = f"{job.rank} {job.at_s} {job.how} {int(job.has_children)}"
-    command = [jobs.ringrun(python), "-np", job.size, python, "-m", "tests.elastic.plain", plan]
+    command = [jobs.ringrun(python), "-np", job.size, python, "-m", "tests.support.elastic.plain", plan]
     ended = isolated.run(command, RINGREDUCE_STALL_ABORT_S="4", RINGREDUCE_STALL_CHECK_S="2")
     return storm.outcome(ended, CODES[job.how], faults(job, ended.printed), [job.rank])
 

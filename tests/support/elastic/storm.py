@@ -1,11 +1,11 @@
 """Jobs of `ringrun --elastic` whose ranks die at random: does each go on in the same processes, with the right result?
 
-    python -m tests.elastic.storm --jobs 300 --seed 1     # the seeds 1 to 300; ringrun is the one beside this Python
-    python -m tests.elastic.storm --jobs 1 --seed 17 -v   # one of them again, with what it printed
-    python -m tests.elastic.storm --plain --jobs 500      # not elastic (plain.py): does each end, and name who failed?
+    python -m tests.support.elastic.storm --jobs 300 --seed 1    # seeds 1 to 300; ringrun is the one beside this Python
+    python -m tests.support.elastic.storm --jobs 1 --seed 17 -v  # one of them again, with what it printed
+    python -m tests.support.elastic.storm --plain --jobs 500     # plain.py: does each end, and name who failed?
 
 A seed says how many ranks there are, on how many hosts by name, how many parameters they train, and who dies where,
-when and how (tests/elastic/program.py). What a job leaves is seen: isolated.py.
+when and how (tests/support/elastic/program.py). What a job leaves is seen: isolated.py.
 """
 
 import argparse
@@ -20,9 +20,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from tests.elastic import isolated, plain
-from tests.elastic.program import replay
 from tests.support import jobs
+from tests.support.elastic import isolated, plain
+from tests.support.elastic.program import replay
 
 PYTHON = Path(sys.executable)
 STEPS = 30
@@ -102,7 +102,7 @@ def run(job: Job, python: Path = PYTHON) -> Outcome:
     """Run a job, and look at all that it must have done."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        rank = [python, "-m", "tests.elastic.program", STEPS, folder, *job.deaths]
+        rank = [python, "-m", "tests.support.elastic.program", STEPS, folder, *job.deaths]
         command = [jobs.ringrun(python), "--elastic", "-np", job.size, "--spares", job.spares, *rank]
         limits = {"RINGREDUCE_STALL_ABORT_S": str(STALL_ABORT_S), "RINGREDUCE_STALL_CHECK_S": "4"}
         ended = isolated.run(command, **limits, **job.variables)
