@@ -36,11 +36,6 @@ def pytest_addoption(parser):
     parts.add_options(parser)
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_runtest_setup(item):
-    parts.skip_when_the_time_is_up(item.config)
-
-
 def pytest_timeout_set_timer(item, settings):
     """A limit is for a machine of one's own, too: whatever the test waits for is to give up first, and say why."""
     return pytest_timeout.pytest_timeout_set_timer(item, settings._replace(timeout=patient(settings.timeout)))
@@ -121,20 +116,20 @@ def set_up_hypothesis(config):
     from hypothesis import settings
 
     # a first call may compile kernels, and the machine may be busy: how long a call takes is no matter for tests
-    if config.option.markexpr == "not extended":
-        settings.register_profile("quick", deadline=None, derandomize=True, max_examples=50)
-        settings.load_profile("quick")
-        return
-    settings.register_profile("extended", deadline=None, print_blob=True, max_examples=500)
-    settings.load_profile("extended")
-    if getattr(config.option, "hypothesis_seed", None) is None:
+    explores = tiers.SEED != tiers.SAME_SEED
+    examples = 50 if "not extended" in config.option.markexpr else 500
+    settings.register_profile(
+        "tiers", deadline=None, derandomize=not explores, print_blob=explores, max_examples=examples
+    )
+    settings.load_profile("tiers")
+    if explores and getattr(config.option, "hypothesis_seed", None) is None:
         config.option.hypothesis_seed = str(tiers.SEED)
 
 
 def pytest_report_header(config):
-    if config.option.markexpr == "not extended":
+    if config.option.markexpr == tiers.QUICK:
         return "quick tier; pytest -m '' runs everything"
-    return [f"seeds of the day: TEST_SEED={tiers.SEED} gives them back", *parts.header(config)]
+    return [f"TEST_SEED={tiers.SEED} gives these seeds back", *parts.header(config)]
 
 
 @pytest.hookimpl(optionalhook=True)

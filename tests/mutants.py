@@ -6,9 +6,9 @@
     python tests/mutants.py --list
 
 Every mutant is made in a copy of the tree, in a temporary folder, which the tests import instead of this one; nothing
-here is changed, so it may be interrupted at any moment. The tests that probably notice run first, then all of the
-quick tier. A hang counts as noticed: with threads or ranks that wait for ever there is no other sign. A test that has
-failed runs once more without the mutant, where it must pass.
+here is changed, so it may be interrupted at any moment. The tests that probably notice run first, then all quick ones
+and the adapters. A hang counts as noticed: with threads or ranks that wait for ever there is no other sign. A test that
+has failed runs once more without the mutant, where it must pass.
 
 A text that does not stand exactly once in its file is an error, and so is a rename: mend the mutant then.
 """
@@ -95,7 +95,7 @@ def noticed(copy: Path, paths: list[str], limit_s: float) -> str:
     """The test that fails, or what else has shown that something is wrong; empty when all is well."""
     # without the test that all texts of MUTANTS stand in their files: it notices each of them
     flags = "-x -q -rfE --color=no -p no:cacheprovider --timeout=90 --ignore=tests/unit/test_mutants.py"
-    command = [sys.executable, "-m", "pytest", *flags.split(), *paths]
+    command = [sys.executable, "-m", "pytest", *flags.split(), "-m", "not extended", *paths]
     log = copy.parent / "log"
     with log.open("w") as output:
         # a session of its own: what hangs is ended with all that it has started

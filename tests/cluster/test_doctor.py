@@ -32,7 +32,7 @@ def in_table(text):
     return [row.split()[0] for row in rows]
 
 
-@pytest.mark.quick
+@pytest.mark.adapters
 def test_four_hosts_of_which_one_has_a_slow_link(python, own_hosts):
     own_hosts.shape(2, 50)
     page = blocks("bash", page="less-on-the-wire.md")[0].text.split()

@@ -16,7 +16,7 @@ from tests.support.patience import wait_until
 SSH = ["ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=3"]
 
 
-@pytest.mark.quick
+@pytest.mark.adapters
 def test_each_host_is_reached_from_each_by_name_and_address(hosts):
     for k, (name, address) in enumerate(zip(hosts.names, hosts.addresses, strict=True)):
         for target in (name, address):
@@ -63,7 +63,7 @@ def test_orphans_are_collected(hosts):
     assert "sleep" not in all_of(hosts, 3), "not even as a zombie"
 
 
-@pytest.mark.quick
+@pytest.mark.adapters
 def test_links_and_daemons_stop_and_start_again(own_hosts):
     own_hosts.link_down(1)
     assert "Connection timed out" in own_hosts.run(0, [*SSH, "h1", "hostname"]).stderr

@@ -92,7 +92,7 @@ def ends(jobs):
 @pytest.mark.parametrize(
     "platform", [each if each == "torchrun" else pytest.param(each, marks=extended) for each in PLATFORMS]
 )
-@pytest.mark.quick
+@pytest.mark.adapters
 def test_a_platform_s_nodes_are_one_job(platform, join, nodes, python):
     shown = [WHERE, "MASTER_ADDR", OWN.get(platform, "NODE_RANK")]
     codes, out, err, _ = ends(join("-np", 4, "--slots-per-host", 1, python, *shown, platform=platform))

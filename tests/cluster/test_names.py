@@ -36,7 +36,7 @@ def test_names_that_differ_behind_the_first_dot_or_begin_alike(own_hosts, python
     assert places(done) == [("n.rack1.lan", 0, 1), ("head.lan", 0, 1)]
 
 
-@pytest.mark.quick
+@pytest.mark.adapters
 def test_hosts_call_themselves_otherwise_than_they_are_reached(own_hosts, python):
     """Short here and long there, in capitals, by an address; and nobody knows what they call themselves."""
     own_hosts.rename({0: "ip-10-77-0-1.internal", 1: "ip-10-77-0-2", 2: "other.lan", 3: "h3.lan"}, {3: ["H3"]})

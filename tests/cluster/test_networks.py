@@ -56,7 +56,7 @@ def add(hosts, script, name="", network=""):
         hosts.check(k, ["sh", "-ec", script.format(name=name.format(k=k), network=network.format(k=k + 1))])
 
 
-@pytest.mark.quick
+@pytest.mark.adapters
 def test_addresses_that_all_hosts_have_are_left_out(own_hosts, python):
     """Of bridges, of a tunnel, of an interface without a cable, and of one that gave itself an address."""
     add(own_hosts, BRIDGE, "docker0", "172.17.0.1/16")

@@ -29,7 +29,7 @@ def told(places, colour=""):
     return [f"{place} {999.0 * sum(range(len(places) + 1))}{colour}" for place in places]
 
 
-@pytest.mark.quick
+@pytest.mark.adapters
 @pytest.mark.parametrize(
     ("tasks", "flags", "places"),
     [

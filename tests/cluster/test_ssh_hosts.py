@@ -25,7 +25,7 @@ def test_a_training_example_on_four_hosts(hosts, python):
     hosts.assert_nothing_is_left()
 
 
-@pytest.mark.quick
+@pytest.mark.adapters
 @pytest.mark.parametrize(
     ("where", "lines"),
     [
@@ -52,7 +52,7 @@ def test_hosts_that_are_not_this_one(hosts, python, script):
     assert sorted(done.stdout.splitlines()) == ["[0] h1 0 'a line'", "[1] h3 1 ''"]
 
 
-@pytest.mark.quick
+@pytest.mark.adapters
 def test_variables_reach_all_hosts_and_secrets_stay(hosts, python, script):
     """Command lines, which all users can read, have no value and no key; what stays is in no process elsewhere."""
     source = """
@@ -90,7 +90,7 @@ def test_variables_reach_all_hosts_and_secrets_stay(hosts, python, script):
     assert {k for k, each in environments if "swordfish" in each} == {0, 1, 2}
 
 
-@pytest.mark.quick
+@pytest.mark.adapters
 @pytest.mark.parametrize(
     ("how", "code", "words"),
     [
@@ -212,7 +212,7 @@ def test_a_network_that_is_gone_for_less_than_lost_after_ends_nothing(own_hosts,
     own_hosts.assert_nothing_is_left()
 
 
-@pytest.mark.quick
+@pytest.mark.adapters
 def test_a_host_whose_link_goes_down(own_hosts, python):
     job = own_hosts.start_ringrun(python, "--lost-after", "8", *ALL, python, STEPS, 0, "pass")
     wait_for_training(own_hosts, job)

@@ -70,7 +70,7 @@ def check(found, survivors, folder, steps=STEPS):
         assert result["engines"] == 1, "a world that was given up keeps none"
 
 
-@pytest.mark.quick
+@pytest.mark.adapters
 @pytest.mark.parametrize("kind", parted(DEATHS, lambda kind: kind == "rank 0"))
 def test_the_others_go_on(python, tmp_path, kind):
     size, deaths = DEATHS[kind]
@@ -133,7 +133,7 @@ def test_a_rank_whose_operation_waits_for_one_that_hangs_goes_on(python, tmp_pat
     assert "rank 3 of 4 failed" not in stderr
 
 
-@pytest.mark.quick
+@pytest.mark.adapters
 def test_without_ringrun_it_is_said_that_nobody_sees_deaths():
     program = [sys.executable, "-c", "import ringreduce; ringreduce.init()"]
     done = jobs.run(program, env=jobs.environment(RINGREDUCE_ELASTIC="1"), returncode=1)

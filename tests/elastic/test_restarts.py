@@ -20,7 +20,7 @@ def test_a_restart_goes_on_from_the_last_commit(python, tmp_path, victims):
     assert "ringrun: restart 1 of 1 in 1 s" in stderr
 
 
-@pytest.mark.quick
+@pytest.mark.adapters
 def test_hosts_that_come_are_taken_after_the_next_commit(python, tmp_path):
     hosts, script = tmp_path / "hosts", Path(__file__).parent / "programs" / "grows.py"
     hosts.write_text("localhost slots=2")

@@ -88,7 +88,7 @@ def launch(folder, *arguments):
     return [(row["ranks"], row["who"].strip()) for row in rows]
 
 
-@pytest.mark.quick  # it uses the launcher's own classes
+@pytest.mark.adapters  # it uses the launcher's own classes
 def test_starting_jobs(tmp_path):
     who = ["processes", "forked agents", "connections"]
     assert launch(tmp_path, "--quick", "--who", *who) == [(4, name) for name in who]

@@ -61,7 +61,7 @@ if __name__ == "__main__":
 
 @pytest.mark.parametrize("python", ["openmpi", pytest.param("mpich", marks=tiers.extended)], indirect=True)
 @pytest.mark.parametrize(("ranks", "workers"), [(1, 2), (2, 1), (2, 2)])
-@pytest.mark.quick
+@pytest.mark.adapters
 def test_one_child_may_be_the_rank_and_a_second_one_is_told(script, python, ranks, workers):
     told = ringrun(python, ranks, script(SIBLINGS + ALL_OF_THEM), workers, returncode=workers - 1).stdout
     for rank in range(ranks):

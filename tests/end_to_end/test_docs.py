@@ -79,7 +79,7 @@ def test_ci_runs_the_command_that_the_readme_gives():
     assert TEST_COMMAND in (ROOT / "CONTRIBUTING.md").read_text().splitlines()
 
 
-@pytest.mark.quick
+@pytest.mark.adapters
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("diff", parted(DIFFS, lambda block: block.page == "numpy.md"), ids=lambda block: block.name)
 def test_a_script_runs_before_and_after(tmp_path, packages, diff):
@@ -102,7 +102,7 @@ def test_a_script_runs_before_and_after(tmp_path, packages, diff):
         assert two == pytest.approx(one, abs=0.01)
 
 
-@pytest.mark.quick
+@pytest.mark.adapters
 @on_a_pool
 @pytest.mark.parametrize("diff", parted(OF_TORCH, lambda block: block is OF_TORCH[0]), ids=lambda block: block.name)
 def test_a_script_of_torch_runs_where_torch_is_imported_already(world, diff):

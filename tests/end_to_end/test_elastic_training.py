@@ -51,7 +51,7 @@ LOSSES = [
 ]
 
 
-@pytest.mark.quick
+@pytest.mark.adapters
 @pytest.mark.parametrize(
     ("flags", "deaths", "sizes"),
     parted(LOSSES, lambda *case: case == LOSSES[1]),

@@ -45,7 +45,7 @@ def test_a_world_can_be_left_and_entered_while_others_wait(finished, python):
     assert (done.returncode, done.stdout.count("total 3.0")) == (0, 3), done.stdout
 
 
-@pytest.mark.quick
+@pytest.mark.adapters
 def test_what_was_handed_in_and_never_waited_for_hangs_nobody_at_exit(finished, python):
     # the pause: a rank that hands something in after another has left is told so, which is not tested here
     handed_in = "for k in range(20):\n    rr.allreduce_async(np.ones(1000), name=f'{rr.rank()}.{k}')\ntime.sleep(1)\n"
@@ -58,7 +58,7 @@ CHILDREN = parted(
 )
 
 
-@pytest.mark.quick
+@pytest.mark.adapters
 @pytest.mark.parametrize("child", CHILDREN)
 def test_a_forked_child_is_no_rank_and_ends_alone(finished, child):
     done = finished(
@@ -163,7 +163,7 @@ SLEEP = "time.sleep(4)"
 STOP = "os.system(f'(sleep 5; kill -CONT {os.getpid()}) > /dev/null 2>&1 &')\n    os.kill(os.getpid(), signal.SIGSTOP)"
 
 
-@pytest.mark.quick
+@pytest.mark.adapters
 @pytest.mark.parametrize("rank", [pytest.param(0, marks=extended), 2])
 def test_a_rank_that_does_something_else_is_named_with_its_stack(finished, python, rank):
     done = finished(STALL.format(how=SLEEP, rank=rank), python, RINGREDUCE_STALL_CHECK_S="1", returncode=0)

@@ -30,7 +30,7 @@ FAILURES = {
 }
 
 
-@pytest.mark.quick
+@pytest.mark.adapters
 @pytest.mark.parametrize("kind", parted(FAILURES, lambda kind: kind in ("SIGKILL", "raise", "return")))
 def test_one_rank_ends_and_the_others_wait_for_it(python, tmp_path, kind):
     code, message = FAILURES[kind]
@@ -79,7 +79,7 @@ time.sleep(100)
 """
 
 
-@pytest.mark.quick
+@pytest.mark.adapters
 @pytest.mark.parametrize(
     "door", parted(LEAVES, lambda door: door.startswith(("raise", "rr.shutdown(); sys", "sys.excepthook = print")))
 )
@@ -176,7 +176,7 @@ def test_settings_that_differ_end_the_job_at_the_start(python, script):
     assert "ring_segment_bytes=164, but rank 0 has ring_segment_bytes=64" in finished.stdout.splitlines()[-2]
 
 
-@pytest.mark.quick
+@pytest.mark.adapters
 def test_a_process_alone_ends_as_ever(python):
     script = "import sys, ringreduce; ringreduce.init(); assert sys.excepthook is sys.__excepthook__; raise ValueError"
     finished = run([python, "-c", script])

@@ -30,7 +30,7 @@ def passes(ranks, arguments, variables):
     assert re.search(r"^\[0\] \d{2,} passed", finished.stdout, re.MULTILINE), finished.stdout
 
 
-@pytest.mark.quick
+@pytest.mark.adapters
 def test_what_is_marked_quick_in_the_suites(frameworks):
     """In one job: each takes seconds to import its framework."""
     folders = ["tests/jax", "tests/keras", "tests/tensorflow"]

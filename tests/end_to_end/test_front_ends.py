@@ -52,7 +52,7 @@ def trained(folder, ranks, **options):
     return {name: [dict(np.load(folder / f"{name}.{rank}.npz")) for rank in range(ranks)] for name in FRONT_ENDS}
 
 
-@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.quick), 3])
+@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.adapters), 3])
 def test_over_ring_they_train_what_they_train_over_gloo(front_ends, tmp_path, ranks):
     over_gloo = trained(tmp_path / "gloo", ranks, **front_ends)
     over_ring = trained(tmp_path / "ring", ranks, **front_ends, RINGREDUCE_TORCH_BACKEND="ring")

@@ -144,7 +144,7 @@ def of_mnist(ranks):
     return f"--lr={0.2 / ranks}", f"--test-batch-size={60 // ranks}"
 
 
-@pytest.mark.quick
+@pytest.mark.adapters
 @pytest.mark.parametrize("ranks", parted(SIZES, lambda ranks: ranks == 2))
 def test_mnist(compared, ranks):
     alone, together = compared("mnist", ranks, 120, more=of_mnist)
@@ -223,7 +223,7 @@ def test_groups(run, ranks):
     assert not np.array_equal(together.trained("compressed"), together.trained("ungrouped"))
 
 
-@pytest.mark.quick
+@pytest.mark.adapters
 @pytest.mark.parametrize(("ranks", "dynamic"), parted([(2, False), (3, True), (4, False)], lambda ranks, _: ranks == 2))
 def test_process_sets(run, ranks, dynamic):
     each_alone = run("process_sets", 2, "--ranks=2")
@@ -261,7 +261,7 @@ def test_sparse_embeddings(compared, ranks):
     assert [rank["summed"] for rank in sparse.ranks] == [expected] * ranks
 
 
-@pytest.mark.quick
+@pytest.mark.adapters
 @pytest.mark.parametrize("ranks", parted([1, *SIZES], lambda ranks: ranks == 2))
 def test_join(run, ranks):
     together = run("join", ranks)

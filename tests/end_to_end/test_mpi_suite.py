@@ -16,7 +16,7 @@ QUICK = [("openmpi", 3, "not extended"), ("mpich", 2, "not extended")]
 EVERYWHERE = [*QUICK, *itertools.product(["openmpi", "mpich"], [1, 2, 3, 4], [""])]
 
 
-@pytest.mark.quick
+@pytest.mark.adapters
 @pytest.mark.parametrize(
     ("python", "ranks", "tier"), parted(EVERYWHERE, lambda *case: case in QUICK), indirect=["python"]
 )
@@ -35,7 +35,7 @@ def test_the_launchers_jobs_on_mpich(mpich_python):
     print(finished.stdout)
 
 
-@pytest.mark.quick
+@pytest.mark.adapters
 def test_a_hang_ends_the_run_with_every_ranks_stack(python, broken):
     finished = ringrun(python, 3, *PYTEST, f"{broken}::test_all_ranks_hang", timeout_s=60, returncode=1)
     assert "time.sleep(1)" in finished.stdout, "the stack of rank 0"

@@ -11,7 +11,7 @@ from tests.end_to_end.conftest import run
 from tests.support.jobs import ROOT
 from tests.support.tiers import extended
 
-pytestmark = [pytest.mark.timeout(600), pytest.mark.quick]
+pytestmark = [pytest.mark.timeout(600), pytest.mark.adapters]
 ALLOWED = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
 MORE_RANKS_THAN_CORES = {"PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe"}
 

@@ -24,7 +24,7 @@ FOUND = (
 )
 
 
-@pytest.mark.quick
+@pytest.mark.adapters
 @pytest.mark.parametrize("check", parted(CASES, lambda check: check == "nan:raise"))
 def test_ddp_that_goes_to_nan(check):
     shown, message = CASES[check]

@@ -39,14 +39,14 @@ def train(step, fails=None):
     return function
 
 
-@pytest.mark.quick
+@pytest.mark.adapters
 def test_results_come_by_rank_and_lines_as_ringrun_prints_them(capsys):
     results = rr.run(train(3), (0.5,), {"name": "fast"}, np=2, ranks="1")
     assert [(rank, total, closure()) for rank, total, closure in results] == [(0, 1.0, 1.5), (1, 1.0, 1.5)]
     assert capsys.readouterr() == ("[1] learning at 0.5 fast\n", "")
 
 
-@pytest.mark.quick
+@pytest.mark.adapters
 def test_a_rank_that_fails_is_told_by_ringruns_report(capsys, monkeypatch):
     cell = ["def function(lr):\n", "    return train(lr)  # in a notebook\n"]
     monkeypatch.setitem(linecache.cache, "<cell 1>", (2, None, cell, "<cell 1>"))
@@ -62,7 +62,7 @@ def test_a_rank_that_fails_is_told_by_ringruns_report(capsys, monkeypatch):
     assert "[0] learning at 0.5 none\n" in capsys.readouterr().out
 
 
-@pytest.mark.quick
+@pytest.mark.adapters
 def test_the_ranks_get_variables_that_stand_on_no_command_line():
     def function():
         import contextlib
@@ -200,7 +200,7 @@ def assert_gone(pids):
     wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), within_s=10)
 
 
-@pytest.mark.quick
+@pytest.mark.adapters
 @pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGKILL, marks=extended)])
 def test_a_script_that_is_interrupted_or_killed_leaves_no_rank(tmp_path, number):
     command = [sys.executable, PROGRAMS / "interrupted.py"]

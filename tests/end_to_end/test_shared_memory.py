@@ -38,7 +38,7 @@ def ringrun(python, ranks, *happening, shm=None, **variables):
     return run(command, timeout_s=90, **variables)
 
 
-@pytest.mark.quick
+@pytest.mark.adapters
 @own_shm
 @pytest.mark.parametrize("mebibytes", [8, 20])
 def test_where_there_is_little_of_it_messages_are_used_and_a_line_says_why(python, mebibytes):
@@ -100,7 +100,7 @@ def test_of_a_rank_that_is_killed_nothing_of_ours_is_left(python, seconds):
     assert sum(int(blocks) * 512 for blocks, _ in left) < 8 << 20, left
 
 
-@pytest.mark.quick
+@pytest.mark.adapters
 @own_shm
 def test_of_a_job_that_ends_nothing_at_all_is_left(python):
     finished = ringrun(python, 3, shm="256m")

@@ -47,7 +47,7 @@ def checked(finished, rows, count):
     assert kept["header"]["gpu"] == "Fake GPU"
 
 
-@pytest.mark.quick
+@pytest.mark.adapters
 @pytest.mark.parametrize("racing", [False, True])
 def test_a_race_in_a_program_fails_it(racing):
     finished = ringrun(PYTHON, 2, PROGRAMS / "races.py", *["racing"] * racing, timeout_s=60, **FAKE)

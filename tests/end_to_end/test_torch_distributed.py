@@ -46,7 +46,7 @@ def test_ringrun_needs_no_import(script):
     assert said(ringrun(PYTHON, 2, program)) == ["[0] rank 0 of 2: 3", "[1] rank 1 of 2: 3"]
 
 
-@pytest.mark.quick
+@pytest.mark.adapters
 @pytest.mark.parametrize(
     ("start", "message"),
     [
@@ -100,7 +100,7 @@ subprocess.run([sys.executable, "-c", f"{alone}; print('a child of rank {rank}:'
 """
 
 
-@pytest.mark.quick
+@pytest.mark.adapters
 def test_a_program_that_names_gloo_mpi_or_nothing_runs_over_ring_and_is_told_what_it_named(script):
     options = {"RINGREDUCE_TORCH_BACKEND": "ring", "RINGREDUCE_LOG_LEVEL": "info"}
     finished = ringrun(PYTHON, 2, script(NO_LINE_CHANGED), **options)
@@ -152,7 +152,7 @@ def test_a_rank_that_does_not_call_is_named_with_what_it_did_last(script):
     assert "time.sleep(20)" in finished.stdout, "its stack"
 
 
-@pytest.mark.quick
+@pytest.mark.adapters
 def test_some_of_pytorch_s_own_tests(tmp_path):
     """A collective of each kind, groups, messages, DDP."""
     expected = {f"test_{name}": "passed" for name in SOME.split("|")}

@@ -23,7 +23,7 @@ def lenet(monkeypatch):
     return module
 
 
-@pytest.mark.quick
+@pytest.mark.adapters
 def test_gradients_of_lenet_are_those_of_finite_differences(lenet):
     draw = np.random.default_rng(1)
     parameters, images, labels = lenet.initial(), draw.random((5, 1, 8, 8)), draw.integers(0, 10, 5)

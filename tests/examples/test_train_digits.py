@@ -35,7 +35,7 @@ def train(ringrun, examples, tmp_path_factory):
     return run
 
 
-@pytest.mark.quick
+@pytest.mark.adapters
 @pytest.mark.parametrize("size", parted(SIZES, lambda size: size == 3))
 def test_any_number_of_ranks_trains_the_same_good_model(train, lines, size):
     (_, alone), (stdout, together) = train(1), train(size)
@@ -53,7 +53,7 @@ def test_batch_that_ranks_cannot_share_equally_is_refused(ringrun, examples):
     assert "--batch 65 cannot be shared equally by 2 ranks; pass a multiple of 2" in ended.stderr
 
 
-@pytest.mark.quick
+@pytest.mark.adapters
 @on_a_pool
 @pytest.mark.parametrize("left_out", ["DistributedOptimizer", "broadcast_parameters"])
 def test_script_itself_notices_when_parameters_differ(world, examples, left_out):

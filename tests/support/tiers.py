@@ -1,18 +1,22 @@
-"""What runs always, and what is marked `extended`: `pytest` leaves that out, `pytest -m ""` runs everything.
+"""Three lanes: quick tests, which `pytest` runs, `adapters` and `extended`; `pytest -m ""` runs everything.
 
-Extended tests explore: those that take seeds take new ones every day. A seed stands in the test's name, so the line
-that pytest prints of a failure tells how to see it again: `TEST_SEED=20260722 pytest -m "" -k 20260722004`.
+`adapters` holds what starts jobs of a real MPI, and the suites that need other people's software: frameworks, another
+MPI, Slurm, sshd, a browser. Quick tests and adapters run for every commit.
+
+What draws its data by a seed has the same seeds each time. TEST_SEED=20260722 gives others, and a seed stands in the
+test's name: `TEST_SEED=20260722 pytest -m "" -k 20260722004` repeats what has failed.
 """
 
-import datetime
 import os
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
 
-SEED = int(os.environ.setdefault("TEST_SEED", datetime.date.today().strftime("%Y%m%d")))
-"""Of the day, or what was asked for; in the environment, so that all processes of a run have the same."""
+QUICK = "not extended and not adapters"
+"""What `pytest` selects (pyproject.toml)."""
+SAME_SEED = 1
+SEED = int(os.environ.get("TEST_SEED", SAME_SEED))
 
 extended = pytest.mark.extended
 
@@ -30,13 +34,13 @@ def parted(values: Iterable[Any], quick: Callable[..., bool]) -> list[Any]:
 
 
 def seeds(quick: Iterable[int], explored: int) -> list[Any]:
-    """Seeds that are always the same, and `explored` more that are the day's."""
+    """Seeds that are always the same, and `explored` more that TEST_SEED changes."""
     return [*quick, *(pytest.param(1000 * SEED + number, marks=extended) for number in range(explored))]
 
 
 JOBS = {"tests/cluster": "hosts", "tests/elastic": "hosts", "tests/end_to_end": "jobs", "tests/examples": "pool"}
-"""Folders whose tests start jobs, which takes seconds: they are extended but for those marked `quick`. With the group
-of those that are in no other (xdist_group)."""
+"""Folders whose tests start jobs, which takes seconds: they are extended but for those marked `adapters` or `quick`.
+With the group of those that are in no other (xdist_group)."""
 HALVED = {"tests/launcher": "launcher", "tests/end_to_end": "jobs"}
 """Folders too long for one group: files before test_i are one half."""
 
@@ -44,9 +48,13 @@ HALVED = {"tests/launcher": "launcher", "tests/end_to_end": "jobs"}
 def mark(item: pytest.Item) -> None:
     """Mark a test by its folder, and by the ranks that it asks for."""
     folder, _, file = item.nodeid.partition("::")[0].rpartition("/")
-    if folder in JOBS and not item.get_closest_marker("quick"):
+    has = item.get_closest_marker
+    starts = folder == "tests/launcher" and {"ringrun", "start"} & set(getattr(item, "fixturenames", ()))
+    if folder in JOBS and not has("quick") and not has("adapters"):
         item.add_marker(extended)
-    if folder in JOBS or {"ringrun", "start"} & set(getattr(item, "fixturenames", ())):
+    if starts and not has("quick") and not has("without_mpi"):
+        item.add_marker("adapters")
+    if starts or folder in JOBS:
         item.add_marker("jobs")
     found = None if item.get_closest_marker("xdist_group") else group(item, folder, file)
     if found:
