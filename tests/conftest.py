@@ -26,6 +26,9 @@ WORLD_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 """Where Open MPI and MPICH tell a rank how many there are."""
 MALLOC = {-8: 2, -3: 1 << 20}
 """glibc's M_ARENA_MAX, and M_MMAP_THRESHOLD in bytes: a larger block is the system's again once it is freed."""
+TURN_S = 1e-4
+"""A rank that waits yields the core, which a thread does while it holds the interpreter: with Python's 5 ms a turn,
+ranks that are threads would mostly wait."""
 OF_FRAMEWORKS = {ROOT / "tests" / name for name in ("jax", "keras", "tensorflow")}
 FOR_RANKS = {ROOT / "tests" / "mpi", ROOT / "tests" / "gpu"}
 
@@ -102,6 +105,7 @@ def pytest_configure(config):
     # tests start a thousand Pythons: what these import is compiled once
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     sys.dont_write_bytecode = False
+    sys.setswitchinterval(TURN_S)
     with contextlib.suppress(AttributeError):  # what thousands of threads have freed would stay in an arena of each
         for parameter, value in MALLOC.items():
             ctypes.CDLL(None).mallopt(parameter, value)
@@ -210,12 +214,3 @@ def fresh_log():
 @pytest.fixture
 def log_as_after_init(fresh_log):
     log.configure("warning", False)
-
-
-@pytest.fixture
-def threads_that_take_turns_quickly():
-    """A rank that waits yields the core, which threads have only while they hold the interpreter."""
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(1e-4)
-    yield
-    sys.setswitchinterval(before)

@@ -21,8 +21,6 @@ from tests.support.on_threads import reduced_over_messages, transport
 from tests.support.reference import MATRIX, all_but_few_extended, assert_reduced, data, numpy_dtype, readable
 from tests.support.tiers import parted
 
-pytestmark = pytest.mark.usefixtures("threads_that_take_turns_quickly")
-
 
 def on_one_host(arrays, reduction, piece_bytes, in_place):
     capacity = min(piece_bytes, slots.SLOT_BYTES) // arrays[0].itemsize

@@ -21,8 +21,6 @@ from tests.support.reference import assert_reduced, data
 from tests.support.slots import random_plan, reduced
 from tests.support.tiers import parted
 
-pytestmark = pytest.mark.usefixtures("threads_that_take_turns_quickly")
-
 LAYOUTS = [[0, 0, 1, 1], [0, 0, 0, 1], [0, 1, 1, 2, 2, 2], [0, 1, 0, 1], [1, 0, 0], [0, 0, 0, 1, 1, 1, 2, 2, 2]]
 SLOT_BYTES = 4096
 KNOBS = Settings(fusion_buffer_bytes=1 << 20, fusion_slot_bytes=4096, shared_slot_bytes=SLOT_BYTES)

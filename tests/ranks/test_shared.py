@@ -17,8 +17,6 @@ from tests.support.reference import SIZES, assert_reduced, data, folded
 from tests.support.slots import SLOT_BYTES, SlowRegion, on_a_host, random_plan, reduced, slots_of
 from tests.support.tiers import parted
 
-pytestmark = pytest.mark.usefixtures("threads_that_take_turns_quickly")
-
 
 def reduce(array, region, reduction, capacity=10**9, pieces=1, in_place=True, watch=None):
     """A rank's result; both memories are its own again at once, and it writes nonsense there."""

@@ -20,8 +20,6 @@ from tests.support.reference import SIZES, assert_reduced, data
 from tests.support.slots import SLOT_BYTES, SlowRegion, on_a_host
 from tests.support.tiers import parted
 
-pytestmark = pytest.mark.usefixtures("threads_that_take_turns_quickly")
-
 KINDS = ("reduce_scatter", "allgather", "broadcast", "allreduce")
 
 

@@ -96,7 +96,6 @@ def test_it_can_be_started_and_stopped_again_and_is_whole_at_every_moment(tmp_pa
     assert not any(e["name"] == "CYCLE_START" for e in events)
 
 
-@pytest.mark.usefixtures("threads_that_take_turns_quickly")
 def test_what_rank_0_did_between_start_and_stop_is_there_of_every_rank(tmp_path, monkeypatch):
     """Though rank 0 may have a sum from shared memory before another rank has looked: 1 is late, then 2 looks away."""
     advance = Executor.advance
