@@ -31,7 +31,7 @@ CORE = [
     "ranks/test_shared",
     "ranks/test_ordered",
     "ranks/test_engine",
-    "ranks/test_halving",
+    "ranks/test_messages",
 ]
 COMPILED = "ringreduce/kernels/_native.abi3.so"
 JOB = """

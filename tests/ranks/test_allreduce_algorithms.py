@@ -1,10 +1,9 @@
 """What every all-reduce algorithm gives, over messages and shared memory: sizes, counts, types, operations, factors.
 
-What is an algorithm's own, its messages and its order of sums, is tested in the file of its name.
+What is an algorithm's own, its messages and its order of sums, is tested in test_messages.py, or the file of its name.
 """
 
 import itertools
-from collections import Counter
 
 import numpy as np
 import pytest
@@ -127,15 +126,6 @@ def test_factors_come_before_and_after(reduced_by_all, name):
     for piece_bytes in (40, 1 << 20):
         result = reduced_by_all(arrays, Reduction(Average, TABLE[name], 3, 2.5, 2.0), piece_bytes)[0]
         np.testing.assert_allclose(result.astype(np.float64), expected, rtol=1e-3, atol=1e-6)
-
-
-@pytest.mark.parametrize("module", [ring, halving, direct], ids=["ring", "halving", "direct"])
-def test_long_messages_travel_in_segments(module):
-    """Chunks of 51 and 50 elements, once on each way."""
-    messages = []
-    arrays = [data("float64", 101, rank) for rank in range(2)]
-    reduced_over_messages(module, arrays, Reduction(Sum, TABLE["float64"], 2), 160, messages=messages)
-    assert Counter(each.nbytes for each in messages) == {160: 8, 88: 2, 80: 2}
 
 
 def test_all_ranks_get_the_same_nan(reduced_by_all):
