@@ -51,10 +51,10 @@ def deviceGetPCIBusId(device):
     return f"0000:{0x3B + device:02X}:00.0"
 
 
-def deviceCanAccessPeer(device, peer):
+def deviceCanAccessPeer(device, peerDevice):
     _check_device(device)
-    _check_device(peer)
-    return int(device != peer and not fake.refuse_peers)
+    _check_device(peerDevice)
+    return int(device != peerDevice and not fake.refuse_peers)
 
 
 def getDeviceProperties(device):
