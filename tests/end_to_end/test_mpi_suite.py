@@ -23,7 +23,7 @@ EVERYWHERE = [*QUICK, *itertools.product(["openmpi", "mpich"], [1, 2, 3, 4], [""
 def test_the_suite_passes_on_so_many_ranks(python, ranks, tier):
     finished = ringrun(python, ranks, *PYTEST, "-m", tier, "tests/mpi", timeout_s=400, returncode=0)
     print(finished.stdout)
-    assert re.search(r"^\[0\] \d{3} passed", finished.stdout, re.MULTILINE), finished.stdout
+    assert re.search(r"^\[0\] \d{2,} passed", finished.stdout, re.MULTILINE), finished.stdout
 
 
 def test_the_launchers_jobs_on_mpich(mpich_python):

@@ -1,15 +1,11 @@
 """The algorithms over MPI messages."""
 
-import itertools
-
 import numpy as np
 import pytest
 from mpi4py import MPI
 
 from ringreduce.arrays.dtypes import TABLE
-from ringreduce.collectives import bruck, quantized, ring, tree
-from ringreduce.collectives.partition import chunk_bounds
-from ringreduce.compression import Compression
+from ringreduce.collectives import bruck, ring, tree
 from ringreduce.ops import Average, Reduction, Sum
 from ringreduce.transport import message
 from ringreduce.transport.base import complete
@@ -41,34 +37,6 @@ def test_long_buffers_and_the_same_bits_everywhere(transport, segment_bytes):
     assert_reduced(flat, Average, arrays)
     for other in complete(bruck.allgather(flat[::1000].copy(), transport)):
         np.testing.assert_array_equal(other, flat[::1000])
-
-
-@pytest.mark.parametrize("wire", [Compression.int8, Compression.int4.stochastic], ids=str)
-def test_blocks(transport, wire):
-    for count in (0, 1, 257, 100_003):
-        arrays = everyones(transport, "float32", count)
-        flat, reduction = arrays[transport.rank].copy(), Reduction(Average, TABLE["float32"], transport.size, wire=wire)
-        complete(quantized.allreduce(flat, transport, reduction))
-        np.testing.assert_allclose(flat, np.mean(arrays, axis=0), atol=1.5 / 127 if wire.bits == 8 else 3 / 7)
-        for other in complete(bruck.allgather(flat.view(np.int32), transport)):
-            np.testing.assert_array_equal(other, flat.view(np.int32))
-
-
-def test_scatter_reduce_and_allgather_on_their_own(transport):
-    arrays = everyones(transport, "float64", 1003)
-    flat = arrays[transport.rank].copy()
-    low, high = complete(ring.scatter_reduce(flat, transport, Reduction(Sum, TABLE["float64"], transport.size), 128))
-    assert low == chunk_bounds(1003, transport.size)[(transport.rank + 1) % transport.size]
-    assert_reduced(flat[low:high], Sum, [each[low:high] for each in arrays])
-    complete(ring.allgather(flat, transport, segment_bytes=128))
-    assert_reduced(flat, Sum, arrays)
-
-
-def test_broadcast_from_every_root(transport):
-    for root, count in itertools.product(range(transport.size), (0, 1, 100_000)):
-        flat = data("float64", count, transport.rank)
-        complete(tree.broadcast(flat, transport, root, 64 << 10))
-        np.testing.assert_array_equal(flat, data("float64", count, root))
 
 
 def test_what_is_too_long_for_one_message_goes_in_several(transport, monkeypatch):

@@ -4,10 +4,6 @@
     def test_sum(world, size):
         assert world(size).run(lambda: rr.allreduce(1, op=rr.Sum)) == [size] * size
 
-    @each_rank(on_every_world)
-    def test_sum_too():
-        assert rr.allreduce(1, op=rr.Sum) == rr.size()
-
 A function for a real job travels there: it must not count on what the test changed here (monkeypatch, fixtures), and
 gives back what it found out, rather than changing something outside of itself.
 """
@@ -35,18 +31,6 @@ on_every_world_and_hosts = pytest.mark.parametrize(
 """Also on threads that are ranks of these hosts."""
 on_every_world_with_torch = pytest.mark.parametrize(("world", "size"), _SIZES, indirect=["world"])
 """The environment with MPICH has no torch."""
-
-
-def each_rank(worlds: pytest.MarkDecorator) -> Callable[[Callable[[], None]], Callable[..., None]]:
-    """The test is what each rank of these worlds does."""
-
-    def decorate(test: Callable[[], None]) -> Callable[..., None]:
-        def on_each(world: Callable[[int], Any], size: int) -> None:
-            world(size).run(test)
-
-        return worlds(on_each)
-
-    return decorate
 
 
 on_a_pool = pytest.mark.parametrize("world", ["mpi"], ids=["a pool"], indirect=True)  # an id "mpi" is pytest-mpi's
