@@ -2,7 +2,6 @@
 
 import math
 import random
-import time
 from collections import Counter
 
 import numpy as np
@@ -18,7 +17,7 @@ from ringreduce.settings import Settings
 from ringreduce.testing import run_ranks
 from ringreduce.transport.base import complete
 from tests.support.reference import assert_reduced, data
-from tests.support.slots import random_plan, reduced
+from tests.support.slots import be_slow, dawdle, random_plan, reduced
 from tests.support.tiers import parted
 
 LAYOUTS = [[0, 0, 1, 1], [0, 0, 0, 1], [0, 1, 1, 2, 2, 2], [0, 1, 0, 1], [1, 0, 0], [0, 0, 0, 1, 1, 1, 2, 2, 2]]
@@ -65,33 +64,15 @@ def run_plan(hosts, plan, prepare=lambda: None, **options):
         assert all(each[k].tobytes() == results[0][k].tobytes() for each in results), "the same bits on every rank"
 
 
-def dawdle(draw, share=0.08):
-    if draw.random() < share:
-        time.sleep(draw.choice([0.0005, 0.002, 0.006]))
-
-
-def be_slow(seed):
-    """Now and then this rank sleeps: before it packs or sums, and before it tells that it has."""
-    region, draw = algorithms().region, random.Random(f"{seed} {runtime.current('test').world.rank}")
-    slots, publish = region.slots, region.publish
-
-    def slow_slots(sequence, dtype):
-        dawdle(draw)
-        return slots(sequence, dtype)
-
-    def slow_publish(flag, sequence):
-        dawdle(draw)
-        publish(flag, sequence)
-        dawdle(draw)
-
-    region.slots, region.publish = slow_slots, slow_publish
-
-
 @pytest.mark.parametrize("seed", parted(range(3), lambda seed: seed < 1))
 @pytest.mark.parametrize("hosts", LAYOUTS[:4], ids=str)
 def test_a_rank_that_is_late_never_reads_what_came_later(hosts, seed):
     """Every operation has data of its own, so memory that was overwritten too early gives another result."""
-    run_plan(hosts, random_plan(seed, 30, [0, 1, 5, 40, 300, 3000], halves=[False, True]), lambda: be_slow(seed))
+    run_plan(
+        hosts,
+        random_plan(seed, 30, [0, 1, 5, 40, 300, 3000], halves=[False, True]),
+        lambda: be_slow(algorithms().region, seed),
+    )
 
 
 @pytest.mark.parametrize("hosts", LAYOUTS[:4], ids=str)

@@ -14,10 +14,10 @@ from ringreduce.collectives.partition import bounds_of, by_chunk
 from ringreduce.collectives.shared import COPY, DONE, PACK, REDUCE, Part
 from ringreduce.ops import Average, Reduction, Sum
 from ringreduce.transport.base import complete
-from ringreduce.transport.window import SLOTS, Region
+from ringreduce.transport.window import SLOTS
 from tests.support.on_threads import each_rank_of
 from tests.support.reference import SIZES, assert_reduced, data
-from tests.support.slots import SLOT_BYTES, SlowRegion, on_a_host
+from tests.support.slots import SLOT_BYTES, on_a_host
 from tests.support.tiers import parted
 
 KINDS = ("reduce_scatter", "allgather", "broadcast", "allreduce")
@@ -166,7 +166,7 @@ def test_late_ranks_in_operations_of_all_kinds_that_follow_each_other(size, seed
         region.slot_bytes = 2048
         return [run_one(region, *each, 7 * k) for k, each in enumerate(plan)]
 
-    results = on_a_host(size, program, type("Slow", (SlowRegion,), {"seed": seed}))
+    results = on_a_host(size, program, slow=seed)
     for k, each in enumerate(plan):
         assert_right([result[k] for result in results], *each, 7 * k)
 
@@ -238,7 +238,7 @@ def test_what_a_rank_owns_is_not_packed():
         broadcast(region, "uint8", [900], 1, 0)
         return scattered, gathered, sum(written)
 
-    assert on_a_host(3, program, Region) == [(1200, 300, 0), (1000, 500, 900), (800, 700, 0)]
+    assert on_a_host(3, program) == [(1200, 300, 0), (1000, 500, 900), (800, 700, 0)]
 
 
 @each_rank_of(2)

@@ -15,29 +15,32 @@ SLOT_BYTES = 64 << 10
 LIMIT_S = 40
 
 
-class SlowRegion(Region):
+def be_slow(region, seed):
     """Now and then its rank sleeps: before it packs, sums or copies, and before it tells that it has."""
+    draw, slots, publish = random.Random(f"{seed} {region.rank}"), region.slots, region.publish
 
-    seed = 0
+    def slow_slots(sequence, dtype):
+        dawdle(draw)
+        return slots(sequence, dtype)
 
-    def slots(self, sequence, dtype):
-        self.dawdle()
-        return super().slots(sequence, dtype)
+    def slow_publish(flag, sequence):
+        dawdle(draw)
+        publish(flag, sequence)
+        dawdle(draw)
 
-    def publish(self, flag, sequence):
-        self.dawdle()
-        super().publish(flag, sequence)
-        self.dawdle()
-
-    def dawdle(self):
-        if not hasattr(self, "generator"):
-            self.generator = random.Random(f"{self.seed} {self.rank}")
-        if self.generator.random() < 0.08:
-            time.sleep(self.generator.choice([0.0005, 0.002, 0.006]))
+    region.slots, region.publish = slow_slots, slow_publish
 
 
-def on_a_host(size, program, region_type=Region):
-    """Run program(region) on threads, each a rank of one host; returns what each returned, by rank."""
+def dawdle(draw, share=0.08):
+    if draw.random() < share:
+        time.sleep(draw.choice([0.0005, 0.002, 0.006]))
+
+
+def on_a_host(size, program, slow=None):
+    """Run program(region) on threads, each a rank of one host; returns what each returned, by rank.
+
+    slow: the seed of how they dawdle.
+    """
     failures, results = [], [None] * size
     until_s = time.monotonic() + LIMIT_S
 
@@ -47,7 +50,9 @@ def on_a_host(size, program, region_type=Region):
 
     blocks = [np.zeros(block_bytes(SLOT_BYTES, 2), np.uint8) for _ in range(size)]
     window = Window(blocks, check=check)
-    regions = [region_type(window, 1, SLOT_BYTES, range(size), range(size), rank) for rank in range(size)]
+    regions = [Region(window, 1, SLOT_BYTES, range(size), range(size), rank) for rank in range(size)]
+    for region in regions if slow is not None else ():
+        be_slow(region, slow)
 
     def run(rank):
         try:
