@@ -7,7 +7,7 @@ import pytest
 import ringreduce as rr
 from ringreduce.arrays.dtypes import TABLE
 from tests.gpu.libraries import libraries, same_bits
-from tests.support.reference import COMPLEX, FLOATS, INTEGERS, OPS, data, legal
+from tests.support.reference import COMPLEX, FLOATS, INTEGERS, OPS, Exporter, data, legal
 
 pytestmark = pytest.mark.mpi
 COUNTS = [0, 1, 2, 3, 15, 16, 17, 127, 1001, 65_537]
@@ -141,25 +141,13 @@ def test_compression(path, library):
 
 
 def test_another_librarys_array_by_dlpack(path):
-    """As JAX's are: no CUDA array interface that CuPy would take, and not to be written to."""
-
-    class Foreign:
-        def __init__(self, array):
-            self._array = array
-
-        def __dlpack__(self, **options):
-            return self._array.__dlpack__(**options)
-
-        def __dlpack_device__(self):
-            return self._array.__dlpack_device__()
-
     cupy = libraries()[0]
     values = data("float32", 1001, rr.rank())
     with cupy.on(cupy.stream()):
-        found = rr.allreduce(Foreign(cupy.put(values, late_ms=20)), op=rr.Sum, name="foreign")
+        found = rr.allreduce(Exporter(cupy.put(values, late_ms=20)), op=rr.Sum, name="foreign")
         same_bits(cupy.get(found), rr.allreduce(values, op=rr.Sum, name="on the host"))
         with pytest.raises(rr.UnsupportedArrayError, match="cannot be changed in place"):
-            rr.allreduce_(Foreign(cupy.put(values)), op=rr.Sum, name="foreign")
+            rr.allreduce_(Exporter(cupy.put(values)), op=rr.Sum, name="foreign")
 
 
 def test_an_array_that_is_not_contiguous(path, library):

@@ -5,7 +5,7 @@ import pytest
 
 import ringreduce.jax as hvd
 from tests.support import on_ranks
-from tests.support.on_ranks import pytest_runtest_logreport  # noqa: F401 - a hook
+from tests.support.on_ranks import found, pytest_runtest_logreport  # noqa: F401 - a fixture and a hook
 
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 2)  # programs of one device run on the first

@@ -8,16 +8,9 @@ import pytest
 
 import ringreduce as rr
 import ringreduce.jax as hvd
-from tests.support.on_ranks import findings
 
 RANK, SIZE = hvd.rank(), hvd.size()
 LAST = SIZE - 1
-
-
-@pytest.fixture
-def found():
-    with findings("divergence:2") as found:
-        yield found
 
 
 def first_params():

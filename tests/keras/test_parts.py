@@ -7,15 +7,8 @@ import pytest
 import ringreduce.keras as hvd
 from tests.keras import models
 from tests.keras.models import RANK, SIZE
-from tests.support.on_ranks import findings
 
 LAST = SIZE - 1
-
-
-@pytest.fixture
-def found():
-    with findings("divergence:2") as found:
-        yield found
 
 
 class At(keras.callbacks.Callback):

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 import ringreduce.keras as hvd
-from ringreduce.log import JOB
 from tests.keras import models
 
 optimizers = keras.optimizers
@@ -41,14 +40,6 @@ def goes_on_alike(trained, loaded):
     expected, found = (models.fit_on(each, epochs=1, shuffle=False) for each in (trained, loaded))
     models.equal_on_all_ranks(found)
     models.close(found, expected)
-
-
-@pytest.fixture
-def said(monkeypatch):
-    """What the log warns of."""
-    texts = []
-    monkeypatch.setattr(JOB, "warning", texts.append)
-    return texts
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)

@@ -7,19 +7,10 @@ import pytest
 import ringreduce.keras as hvd
 from ringreduce import runtime
 from ringreduce.keras import together
-from ringreduce.log import JOB
 from tests.keras import models
 from tests.keras.models import RANK, SIZE
 
 LAST = SIZE - 1
-
-
-@pytest.fixture
-def said(monkeypatch):
-    """What the log warns of."""
-    texts = []
-    monkeypatch.setattr(JOB, "warning", texts.append)
-    return texts
 
 
 class Stopping(keras.callbacks.Callback):

@@ -19,7 +19,7 @@ from ringreduce.testing import run_ranks
 from tests.ranks.test_gpu import SLOT_BYTES, ranks, small, values
 from tests.support import fake_torch
 from tests.support.on_threads import each_rank_of
-from tests.support.reference import data
+from tests.support.reference import Exporter, data
 from tests.support.tiers import parted
 
 
@@ -424,22 +424,9 @@ def test_ranks_that_have_joined_take_part_in_nccl(nccl_ranks):
     nccl_ranks(3, program, device_count=3)
 
 
-class Foreign:
-    """As JAX's arrays: DLPack only."""
-
-    def __init__(self, array):
-        self._array = array
-
-    def __dlpack_device__(self):
-        return self._array.__dlpack_device__()
-
-    def __dlpack__(self, **options):
-        return self._array.__dlpack__(**options)
-
-
 @each_rank_of(2, settings=small())
 def test_dlpack_of_another_library(gpu):
-    array = Foreign(gpu.array(values(700, "float32", rr.rank())))
+    array = Exporter(gpu.array(values(700, "float32", rr.rank())))
     with pytest.raises(rr.UnsupportedArrayError, match="cannot be changed in place"):
         rr.allreduce_(array)
     np.testing.assert_array_equal(rr.allreduce(array, op=Sum).get(), total(700, "float32", 2))

@@ -58,9 +58,9 @@ def worlds():
     rr.init()
 
 
-@contextlib.contextmanager
-def findings(check):
-    """found(expected): what this check has said since the last call, on the rank that says it; None: nothing."""
+@pytest.fixture
+def found():
+    """found(expected): what divergence:2 has said since the last call, on the rank that says it; None: nothing."""
     with pytest.MonkeyPatch.context() as patch:
         said = []
         patch.setattr(JOB, "error", said.append)
@@ -73,6 +73,6 @@ def findings(check):
             else:
                 assert any(re.search(expected, text) for text in texts), texts
 
-        rr.check(check)
+        rr.check("divergence:2")
         yield found
         rr.check("")

@@ -34,6 +34,19 @@ def data(dtype, count, rank, seed=0):
     return values.astype(numpy_dtype(dtype))
 
 
+class Exporter:
+    """Of an array: it speaks DLPack only, as a JAX array does, and is not to be written to."""
+
+    def __init__(self, array):
+        self._array = array
+
+    def __dlpack__(self, **options):
+        return self._array.__dlpack__(**options)
+
+    def __dlpack_device__(self):
+        return self._array.__dlpack_device__()
+
+
 def numpy_dtype(name):
     if name == "bfloat16":
         import ml_dtypes

@@ -5,7 +5,7 @@ import tensorflow as tf
 
 import ringreduce.tensorflow as hvd
 from tests.support import on_ranks
-from tests.support.on_ranks import pytest_runtest_logreport  # noqa: F401 - a hook
+from tests.support.on_ranks import found, pytest_runtest_logreport  # noqa: F401 - a fixture and a hook
 
 
 @pytest.hookimpl(trylast=True)

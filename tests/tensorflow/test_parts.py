@@ -7,15 +7,8 @@ import tensorflow as tf
 
 import ringreduce as rr
 import ringreduce.tensorflow as hvd
-from tests.support.on_ranks import findings
 
 RANK, SIZE = hvd.rank(), hvd.size()
-
-
-@pytest.fixture
-def found():
-    with findings("divergence:2") as found:
-        yield found
 
 
 def stepping(run):

@@ -6,7 +6,7 @@ from ringreduce.arrays.buffer import message_bytes
 from ringreduce.arrays.dtypes import TABLE
 from ringreduce.arrays.view import as_buffer, to_write
 from ringreduce.errors import MissingExtraError, UnsupportedArrayError
-from tests.support.reference import data
+from tests.support.reference import Exporter, data
 
 SHAPES = [(), (0,), (7,), (2, 3), (2, 0, 3), (2, 3, 4)]
 
@@ -64,19 +64,6 @@ def test_numbers_are_0d_arrays(value):
     assert (buffer.shape, buffer.flat[0]) == ((), value)
     with pytest.raises(UnsupportedArrayError, match="cannot be changed in place; pass an array"):
         as_buffer(value, writable=True)
-
-
-class Exporter:
-    """Speaks DLPack only, as a JAX array does."""
-
-    def __init__(self, array):
-        self._array = array
-
-    def __dlpack__(self, **kwargs):
-        return self._array.__dlpack__(**kwargs)
-
-    def __dlpack_device__(self):
-        return self._array.__dlpack_device__()
 
 
 def test_dlpack_arrays_are_viewed():
