@@ -10,15 +10,17 @@ import os
 import selectors
 import signal
 import subprocess
+import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import IO
 
 from ..processes import signal_group, start_with_parent
 
 AT_ONCE = 256
-"""Child processes at the same time: with three pipes each they stay below the usual limit of 1024 open files."""
+"""Child processes at the same time: with two pipes each they stay below the usual limit of 1024 open files."""
 
 _CHUNK_BYTES = 1 << 16
 _LOOK_EVERY_S = 0.05
@@ -66,25 +68,28 @@ def run_all(
     progress: called with the outcomes so far after `PROGRESS_AFTER_S`, and then whenever twice as long has passed.
     """
     outcomes = [Outcome() for _ in tasks]
-    waiting = iter(zip(tasks, outcomes, strict=True))
+    waiting = [*zip(tasks, outcomes, strict=True)][::-1]
+    running: list[_Child] = []
     began_s, progress_after_s = time.monotonic(), PROGRESS_AFTER_S
-    with selectors.DefaultSelector() as selector, contextlib.ExitStack() as stack:
-        running: list[_Child] = []
-        stack.callback(_kill, running)
-        while True:
-            with _uninterrupted():
-                running += _started(waiting, at_once - len(running), selector, timeout_s)
-            if not running:
-                return outcomes
-            for key, _ in selector.select(_LOOK_EVERY_S):
-                key.data(key.fileobj)
-            now_s = time.monotonic()
-            for child in [child for child in running if child.is_over(now_s)]:
+    with selectors.DefaultSelector() as selector:
+        try:
+            while waiting or running:
+                with _uninterrupted():
+                    while waiting and len(running) < at_once:
+                        running += _started(*waiting.pop(), selector, timeout_s)
+                for key, _ in selector.select(_LOOK_EVERY_S):
+                    key.data()
+                now_s = time.monotonic()
+                for child in [child for child in running if child.is_over(now_s)]:
+                    child.close()
+                    running.remove(child)
+                if now_s - began_s >= progress_after_s and running:
+                    progress(outcomes, now_s - began_s)
+                    progress_after_s *= 2
+        finally:
+            for child in running:
                 child.close()
-                running.remove(child)
-            if now_s - began_s >= progress_after_s and running:
-                progress(outcomes, now_s - began_s)
-                progress_after_s *= 2
+    return outcomes
 
 
 @contextlib.contextmanager
@@ -97,88 +102,64 @@ def _uninterrupted() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _started(
-    waiting: Iterator[tuple[Task, Outcome]], room: int, selector: selectors.BaseSelector, timeout_s: float
-) -> Iterable[_Child]:
-    """Start as many of those that are waiting as there is room for."""
-    while room > 0 and (pair := next(waiting, None)) is not None:
-        task, outcome = pair
-        try:
-            child = _Child(task, outcome, selector, time.monotonic() + timeout_s)
-        except (OSError, ValueError) as error:  # ValueError: a zero byte
-            outcome.not_run = (error.strerror if isinstance(error, OSError) else str(error)) or repr(error)
-            outcome.code, outcome.is_over = _NOT_RUN, True
-            continue
-        room -= 1
-        yield child
+def _started(task: Task, outcome: Outcome, selector: selectors.BaseSelector, timeout_s: float) -> list[_Child]:
+    """Return the child that runs it; none where it cannot be started."""
+    try:
+        return [_Child(task, outcome, selector, time.monotonic() + timeout_s)]
+    except (OSError, ValueError) as error:  # ValueError: a zero byte
+        outcome.not_run = (error.strerror if isinstance(error, OSError) else str(error)) or repr(error)
+        outcome.code, outcome.is_over = _NOT_RUN, True
+        return []
 
 
 class _Child:
-    """A running process, and its three pipes."""
+    """A running process, and the pipes with what it writes."""
 
     def __init__(self, task: Task, outcome: Outcome, selector: selectors.BaseSelector, deadline_s: float) -> None:
         self._outcome = outcome
         self._selector = selector
         self._deadline_s = deadline_s
-        self._unsent = memoryview(task.stdin)
-        self._process = start_with_parent(
-            task.argv,
-            signal.SIGTERM,
-            env=task.environment,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            start_new_session=True,  # Ctrl-C reaches ringrun alone, and no child asks at the terminal
-        )
-        self._open: set[IO[bytes]] = set()
-        for pipe in (self._process.stdin, self._process.stdout, self._process.stderr):
-            assert pipe is not None
+        with tempfile.TemporaryFile() as stdin:  # not a pipe, which would have to be fed
+            stdin.write(task.stdin)
+            stdin.seek(0)
+            self._process = start_with_parent(
+                task.argv,
+                signal.SIGTERM,
+                env=task.environment,
+                stdin=stdin,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                start_new_session=True,  # Ctrl-C reaches ringrun alone, and no child asks at the terminal
+            )
+        assert self._process.stdout
+        assert self._process.stderr
+        self._pipes = [self._process.stdout, self._process.stderr]
+        for pipe in self._pipes:
             os.set_blocking(pipe.fileno(), False)
-            writes = pipe is self._process.stdin
-            event, handle = (selectors.EVENT_WRITE, self._write) if writes else (selectors.EVENT_READ, self._read)
-            selector.register(pipe, event, handle)
-            self._open.add(pipe)
+            selector.register(pipe, selectors.EVENT_READ, partial(self._read, pipe))
 
     def is_over(self, now_s: float) -> bool:
         """Return whether the process has ended or must end now. Its own children may hold its pipes for ever."""
         return self._process.poll() is not None or now_s >= self._deadline_s
 
     def close(self) -> None:
-        """Note how the process ended, and end it if it has not."""
+        """Note how the process ended; end it and its own children if it has not."""
         self._outcome.code, self._outcome.is_over = self._process.poll(), True
-        self.kill()
-        for pipe in list(self._open):
-            while pipe is not self._process.stdin and self._read(pipe):
+        if self._outcome.code is None:
+            signal_group(self._process.pid, signal.SIGTERM)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(_PATIENCE_S)
+            signal_group(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+        for pipe in self._pipes:
+            while not pipe.closed and self._read(pipe):
                 pass  # what it wrote last
             self._forget(pipe)
 
-    def kill(self) -> None:
-        """End the process and its own children, if it is there."""
-        if self._process.poll() is not None:
-            return
-        signal_group(self._process.pid, signal.SIGTERM)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(_PATIENCE_S)
-        signal_group(self._process.pid, signal.SIGKILL)
-        self._process.wait()
-
     def _forget(self, pipe: IO[bytes]) -> None:
-        if pipe not in self._open:
-            return
-        self._selector.unregister(pipe)
-        self._open.remove(pipe)
-        with contextlib.suppress(OSError):
+        if not pipe.closed:
+            self._selector.unregister(pipe)
             pipe.close()
-
-    def _write(self, pipe: IO[bytes]) -> None:
-        try:
-            self._unsent = self._unsent[os.write(pipe.fileno(), self._unsent[:_CHUNK_BYTES]) :]
-        except BlockingIOError:
-            return
-        except OSError:  # it does not read
-            self._unsent = memoryview(b"")
-        if not self._unsent:
-            self._forget(pipe)
 
     def _read(self, pipe: IO[bytes]) -> bool:
         """Take what is there; return whether there was anything."""
@@ -194,9 +175,3 @@ class _Child:
         else:
             self._outcome.stderr += data
         return bool(data)
-
-
-def _kill(running: Iterable[_Child]) -> None:
-    for child in running:
-        child.kill()
-        child.close()
