@@ -6,6 +6,14 @@ from ..environment import Place
 from ..errors import UsageError
 from .base import Across, Engine, Launcher
 
+STEP = ("--overlap", "--kill-on-bad-exit=0", "--wait=0")
+"""Of each step that ringrun starts: it takes none of the job's slots, and no task ends another."""
+
+
+def on_nodes(names: Sequence[str], count: int) -> list[str]:
+    """Return the flags of a step that has `count` tasks on each of the nodes `names`."""
+    return [f"--nodelist={','.join(names)}", f"--nodes={len(names)}", f"--ntasks-per-node={count}"]
+
 
 class Srun(Engine):
     """srun with one of its PMI plugins. It is not an MPI, and loads no library."""
@@ -27,14 +35,7 @@ class Srun(Engine):
 
         Raises UsageError for unequal numbers of ranks: then srun does not let the MPI know which ranks share a host.
         """
-        flags = [
-            f"--mpi={self._pmi}",
-            "--cpu-bind=quiet,none",
-            "--overcommit",
-            "--overlap",
-            "--kill-on-bad-exit=0",
-            "--wait=0",
-        ]
+        flags = [f"--mpi={self._pmi}", "--cpu-bind=quiet,none", "--overcommit", *STEP]
         if across:
             names, counts = zip(*((host.name, count) for host, count in across.ranks), strict=True)
             if len(set(counts)) > 1:
@@ -43,8 +44,7 @@ class Srun(Engine):
                     f"--launcher srun: srun starts as many ranks on one host as on another, not {counts_text}; "
                     "leave --launcher out, or give all hosts as many slots"
                 )
-            flags += [f"--nodelist={','.join(names)}", f"--nodes={len(names)}", f"--ntasks-per-node={counts[0]}"]
-            flags += ["--export=ALL"]
+            flags += [*on_nodes(names, counts[0]), "--export=ALL"]
         return [launcher.path, *flags, f"--ntasks={size}", *program]
 
     def environment(self, launcher_path: str) -> dict[str, str]:

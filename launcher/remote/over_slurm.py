@@ -6,6 +6,7 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 
+from ..engines.slurm import STEP, on_nodes
 from .base import Answer, Runner
 from .parallel import Outcome, Task
 from .refusals import program_problem, srun_problem
@@ -19,7 +20,10 @@ _OF_A_STEP = ("SLURM_EXACT", "SLURM_EXCLUSIVE", "SLURM_CPU_BIND", "SLURM_NTASKS_
 
 
 class Slurm(Runner):
-    """Runs programs on the nodes of this Slurm job. The step takes none of the job's slots (--overlap)."""
+    """Runs programs on the nodes of this Slurm job: one task on each, whose lines begin with its number.
+
+    The step takes none of the job's slots (--overlap).
+    """
 
     def __init__(self, srun: str, timeout_s: float) -> None:
         super().__init__(timeout_s)
@@ -27,40 +31,26 @@ class Slurm(Runner):
 
     def tasks(self, names: Sequence[str], argv: Sequence[str], variables: Mapping[str, str]) -> list[Task]:
         """See `Runner.tasks`: one srun for all."""
-        command = [*srun_options(self._srun, names), "sh", "-c", _SCRIPT, "ringrun", *argv]
+        flags = [*STEP, *on_nodes(names, 1), "--mpi=none", "--cpu-bind=none", "--input=none", "--label"]
+        command = [self._srun, *flags, f"--ntasks={len(names)}", "sh", "-c", _SCRIPT, "ringrun", *argv]
         inherited = {name: value for name, value in os.environ.items() if name not in _OF_A_STEP}
         return [Task(command, environment={**inherited, **variables})]
 
     def answers(self, names: Sequence[str], program: str, outcomes: Sequence[Outcome]) -> list[Answer]:
-        """See `Runner.answers`."""
-        return answers(names, program, outcomes[0], self._timeout_s)
-
-
-def srun_options(srun: str, names: Sequence[str]) -> list[str]:
-    """Return the argv that starts one task on each of the nodes `names`, its lines behind its number."""
-    count = str(len(names))
-    return [
-        *(srun, f"--nodes={count}", f"--ntasks={count}", "--ntasks-per-node=1", f"--nodelist={','.join(names)}"),
-        *("--overlap", "--mpi=none", "--cpu-bind=none", "--input=none", "--label", "--wait=0", "--kill-on-bad-exit=0"),
-    ]
-
-
-def answers(names: Sequence[str], program: str, outcome: Outcome, timeout_s: float) -> list[Answer]:
-    """Return each node's answer out of what one srun wrote."""
-    out, err = by_task(outcome.stdout), by_task(outcome.stderr)
-    own_words = b"".join(line for line in outcome.stderr.splitlines(keepends=True) if not _LABEL.match(line)).decode(
-        errors="replace"
-    )
-    found = {}
-    for task, (lines, _) in err.items():
-        stderr = lines.decode(errors="replace")
-        if match := _EXIT.search(stderr):
-            stdout, end = out.get(task, (b"", 0))
-            before, code = stderr[: match.start()], int(match[1])
-            arrived_s = outcome.arrived_by(end) if end else 0.0
-            found[match[2]] = (stdout, before, code, arrived_s, program_problem(program, code, before))
-    missing = srun_problem(outcome.code, own_words, outcome.not_run, timeout_s)
-    return [Answer(name, *found[name]) if name in found else Answer(name, problem=missing) for name in names]
+        """See `Runner.answers`: each node's, out of what the one srun wrote."""
+        (outcome,) = outcomes
+        out, err = by_task(outcome.stdout), by_task(outcome.stderr)
+        found = {}
+        for task, (lines, _) in err.items():
+            stderr = lines.decode(errors="replace")
+            if match := _EXIT.search(stderr):
+                stdout, end = out.get(task, (b"", 0))
+                before, code = stderr[: match.start()], int(match[1])
+                arrived_s = outcome.arrived_by(end) if end else 0.0
+                found[match[2]] = (stdout, before, code, arrived_s, program_problem(program, code, before))
+        own = b"".join(line for line in outcome.stderr.splitlines(keepends=True) if not _LABEL.match(line))
+        missing = srun_problem(outcome.code, own.decode(errors="replace"), outcome.not_run, self._timeout_s)
+        return [Answer(name, *found[name]) if name in found else Answer(name, problem=missing) for name in names]
 
 
 def by_task(data: bytes) -> dict[bytes, tuple[bytes, int]]:

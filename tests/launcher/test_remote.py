@@ -19,7 +19,6 @@ from hypothesis import strategies as st
 from ringrun.hosts import Found, Host
 from ringrun.remote import Answer, OverSlurm, OverSsh, Remote, Slurm, Ssh, parallel, reach_of
 from ringrun.remote.base import Runner
-from ringrun.remote.over_slurm import answers
 from ringrun.remote.over_ssh import MAX_BYTES, REMOTE_COMMAND, payload, split_exit
 from ringrun.remote.parallel import Outcome, Task, run_all
 from ringrun.remote.refusals import program_problem, srun_problem, ssh_problem
@@ -460,7 +459,7 @@ def test_an_answer_is_that_of_the_node_it_names_whichever_task_it_is():
         stderr=b"1: warn\n0: ringrun: exit 0 on n2\nsrun: lost n3\nsrun: error: Node failure on n3\nsrun: ended\n"
         b"1: ringrun: exit 3 on n1\n",
     )
-    n1, n2, n3 = answers(["n1", "n2", "n3"], "/bin/x", outcome, 30)
+    n1, n2, n3 = Slurm("srun", 30).answers(["n1", "n2", "n3"], "/bin/x", [outcome])
     assert (n1.host, n1.stdout, n1.stderr, n1.code) == ("n1", b"of n1\n", "warn\n", 3)
     assert (n2.host, n2.stdout, n2.stderr, n2.code) == ("n2", b"of n2\n", "", 0)
     assert n3.code is None
