@@ -94,29 +94,19 @@ class Link:
         Raises: EOFError or OSError when the other end is gone, HostSilentError when its host is; ValueError for what
                 is no message of the other end's: nothing that follows can be understood.
         """
-        try:
-            while (message := self._reader.next()) is None:
-                self._await_arrival()
-                if not (piece := self._socket.recv(self._reader.missing)):  # no more: a descriptor may follow
-                    raise EOFError
-                self._reader.feed(piece)
-            return decode(message)
-        except TimeoutError as error:  # the kernel's own probes found it first
-            raise HostSilentError from error
+        while (message := self._reader.next()) is None:
+            self._await_arrival()
+            self._read(self._reader.missing)  # no more: a descriptor may follow
+        return decode(message)
 
     def arrived(self) -> Iterator[Message | Gone]:
         """Yield the messages that have come, without waiting for more; last of all Gone, if nothing can follow."""
         try:
-            piece = self._socket.recv(_CHUNK_BYTES, socket.MSG_DONTWAIT)
-            if not piece:
-                raise EOFError
-            self._reader.feed(piece)
+            self._read(_CHUNK_BYTES)
             while (message := self._reader.next()) is not None:
                 yield decode(message)
         except BlockingIOError:
             return
-        except TimeoutError:
-            yield Gone(HostSilentError())
         except (EOFError, OSError, ValueError) as error:
             yield Gone(error)
 
@@ -149,6 +139,15 @@ class Link:
         """End the connection; a thread that waits in `receive` sees it."""
         self.end()
         self._socket.close()
+
+    def _read(self, most: int) -> None:
+        try:
+            piece = self._socket.recv(most)
+        except TimeoutError as error:  # the kernel's own probes found it first
+            raise HostSilentError from error
+        if not piece:
+            raise EOFError
+        self._reader.feed(piece)
 
     def _await_arrival(self) -> None:
         while not self.is_local and not self._arrival.poll(LOOK_S * 1000):

@@ -16,9 +16,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from pathlib import Path
-from queue import SimpleQueue
 from typing import Protocol
 
 from ..network import LOST_AFTER_S
@@ -84,9 +82,7 @@ class Listener:
         self._removed = threading.Condition()
         self._poll = select.epoll()
         self._end, self._other_end = os.pipe()
-        self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        self._full: SimpleQueue[int] = SimpleQueue()  # descriptors whose links have something to send
-        for descriptor in (self._end, self._wake, *self._sockets):
+        for descriptor in (self._end, *self._sockets):
             self._poll.register(descriptor, select.EPOLLIN)
         self._pause_until_s = 0.0  # no connection is accepted before
         self._complaint = ""
@@ -146,7 +142,6 @@ class Listener:
     def _stop(self) -> None:
         self._poll.close()
         os.close(self._end)
-        os.close(self._wake)
         for greeting in self._greetings.values():
             greeting.socket.close()
 
@@ -155,34 +150,11 @@ class Listener:
             self._accept(self._sockets[descriptor])
         elif descriptor in self._greetings:
             self._greet(descriptor)
-        elif descriptor == self._wake:
-            self._await_room()
         elif reader := self._readers.get(descriptor):
             if events & select.EPOLLOUT:
-                self._flush(reader)
+                reader.link.flush()
             if events & ~select.EPOLLOUT:
                 self._handle(reader, reader.link.arrived())
-
-    def _when_full(self, descriptor: int) -> None:
-        """Have `descriptor` written to when it takes more; called in any thread."""
-        self._full.put(descriptor)
-        with contextlib.suppress(OSError):  # all is over
-            os.eventfd_write(self._wake, 1)
-
-    def _await_room(self) -> None:
-        os.eventfd_read(self._wake)
-        while not self._full.empty():
-            if (descriptor := self._full.get()) in self._readers:
-                self._watch(descriptor, select.EPOLLIN | select.EPOLLOUT)
-
-    def _flush(self, reader: Reader) -> None:
-        with contextlib.suppress(OSError):  # its end can be read, too
-            if reader.link.flush():
-                self._watch(reader.link.fileno(), select.EPOLLIN)
-
-    def _watch(self, descriptor: int, events: int) -> None:
-        with contextlib.suppress(OSError, ValueError):  # closed meanwhile
-            self._poll.modify(descriptor, events)
 
     def _accept(self, listening: socket.socket) -> None:
         try:
@@ -209,8 +181,7 @@ class Listener:
             if not (nonces := greeting.proceed()):
                 return
             from_agent, to_agent = keys(self.authkey, nonces)
-            when_full = partial(self._when_full, descriptor)
-            link = QueuedLink(greeting.socket, self.address.lost_after_s, to_agent, from_agent, when_full)
+            link = QueuedLink(greeting.socket, self.address.lost_after_s, to_agent, from_agent, self._poll)
         except OSError:  # not one of our agents, or one that died
             self._greetings.pop(descriptor).socket.close()
             return

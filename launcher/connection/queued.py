@@ -8,13 +8,13 @@ still answers. So there is one time limit for all that is sent, and whoever deci
 
 import contextlib
 import os
+import select
 import signal
 import socket
 import struct
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
 
 from .link import Link
 
@@ -30,12 +30,12 @@ class QueuedLink(Link):
     """A Link whose `send` never waits. OSError where the other end is known to be gone."""
 
     def __init__(
-        self, sock: socket.socket, lost_after_s: float, sends: bytes, receives: bytes, when_full: Callable[[], None]
+        self, sock: socket.socket, lost_after_s: float, sends: bytes, receives: bytes, poll: select.epoll
     ) -> None:
-        """when_full: called when `flush` is to be, once the socket takes more. See Link for the rest."""
+        """poll: the listener's, where `sock` is registered; it calls `flush` when that takes more. See Link."""
         sock.setblocking(False)
         super().__init__(sock, lost_after_s, sends, receives)
-        self._when_full = when_full
+        self._poll = poll
         self._unsent: deque[tuple[memoryview, tuple[int, ...]]] = deque()
         self._unsent_bytes = 0
         self._moved_s = 0.0  # when the socket took something last, on the monotonic clock
@@ -58,10 +58,11 @@ class QueuedLink(Link):
             if self.fileno() < 0:
                 raise ConnectionResetError
 
-    def flush(self) -> bool:
-        """Send what the socket takes; return whether nothing is left. Called by the listener."""
-        with self._send_lock:
-            return self._flush()
+    def flush(self) -> None:
+        """Send what the socket takes; called by the listener."""
+        with contextlib.suppress(OSError), self._send_lock:  # its end can be read, too
+            if self._flush():
+                self._watch(select.EPOLLIN)
 
     def is_stuck(self) -> bool:
         """Return whether nothing has been taken for too long."""
@@ -89,7 +90,12 @@ class QueuedLink(Link):
         if len(self._unsent) == 1:  # else it waits for the listener already
             self._moved_s = time.monotonic()
             if not self._flush():
-                self._when_full()
+                self._watch(select.EPOLLIN | select.EPOLLOUT)
+
+    def _watch(self, events: int) -> None:
+        """Called with the lock held: who waits for the socket meanwhile, in another thread, sees it at once."""
+        with contextlib.suppress(OSError, ValueError):  # the listener has ended
+            self._poll.modify(self._socket, events)
 
     def _flush(self) -> bool:
         with contextlib.suppress(BlockingIOError):
