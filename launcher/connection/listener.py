@@ -2,7 +2,8 @@
 
 a connection  ->  _Greeting: does the other end know the key?  ->  a Reader, which handles its messages
 
-What a connection does not take at once is queued (queued.py) and goes out here.
+What a connection does not take at once is queued (queued.py) and goes out here. Where no descriptor is free, or no
+thread can be started, connections wait a while.
 """
 
 import contextlib
@@ -39,7 +40,9 @@ _SILENT_S = 1.0  # when there are so many
 _RESET_AT_CLOSE = struct.pack("ii", 1, 0)
 _PAUSE_S = 0.2
 _BIND_ATTEMPTS = 20
+_BACKLOG = 4096
 Arrived = Iterator[Message | Gone]
+Serve = Callable[[socket.socket], object]
 
 
 class Reader(Protocol):
@@ -71,10 +74,6 @@ class Listener:
         unix = socket.socket(socket.AF_UNIX)
         unix.bind(path)
         beyond = _bound(addresses, port)
-        self._sockets = {each.fileno(): each for each in (unix, *beyond)}
-        for each in self._sockets.values():
-            each.listen(backlog)
-            each.setblocking(False)
         bound = beyond[0].getsockname()[1] if beyond else 0
         self.address = Address(socket.gethostname(), path, bound, tuple(addresses), connect_s, lost_after_s)
         self._greetings: dict[int, _Greeting] = {}  # by descriptor
@@ -82,10 +81,19 @@ class Listener:
         self._removed = threading.Condition()
         self._poll = select.epoll()
         self._end, self._other_end = os.pipe()
-        for descriptor in (self._end, *self._sockets):
-            self._poll.register(descriptor, select.EPOLLIN)
+        self._poll.register(self._end, select.EPOLLIN)
+        self._sockets: dict[int, tuple[socket.socket, Serve | None]] = {}
+        for each in (unix, *beyond):
+            self.listen(each, None, backlog)
         self._pause_until_s = 0.0  # no connection is accepted before
         self._complaint = ""
+
+    def listen(self, sock: socket.socket, serve: Serve | None, backlog: int = _BACKLOG) -> None:
+        """Take connections at this socket, too, from `start` to `close`: `serve` gets each in a thread of its own."""
+        sock.listen(backlog)
+        sock.setblocking(False)
+        self._sockets[sock.fileno()] = sock, serve
+        self._poll.register(sock, select.EPOLLIN)
 
     def start(
         self,
@@ -103,7 +111,7 @@ class Listener:
 
     def close(self, patience_s: float = 0.0) -> None:
         """Take no more connections, and end those that there are, when they have ended or after `patience_s`."""
-        for each in self._sockets.values():
+        for each, _ in self._sockets.values():
             each.close()
         with self._removed:
             self._removed.wait_for(lambda: not self._readers, patience_s)
@@ -147,7 +155,7 @@ class Listener:
 
     def _attend_to(self, descriptor: int, events: int) -> None:
         if descriptor in self._sockets:
-            self._accept(self._sockets[descriptor])
+            self._accept(*self._sockets[descriptor])
         elif descriptor in self._greetings:
             self._greet(descriptor)
         elif reader := self._readers.get(descriptor):
@@ -156,7 +164,7 @@ class Listener:
             if events & ~select.EPOLLOUT:
                 self._handle(reader, reader.link.arrived())
 
-    def _accept(self, listening: socket.socket) -> None:
+    def _accept(self, listening: socket.socket, serve: Serve | None) -> None:
         try:
             sock, address = listening.accept()
         except BlockingIOError:
@@ -167,10 +175,16 @@ class Listener:
                 self._complaint = f"a rank's connection cannot be taken: {error}; trying again"
                 self._complain(self._complaint)
             return
-        sock.setblocking(False)
         try:
+            if serve:
+                threading.Thread(target=serve, args=(sock,), daemon=True).start()
+                return
+            sock.setblocking(False)
             self._greetings[sock.fileno()] = _Greeting(sock, address[:1], self.authkey)
             self._poll.register(sock, select.EPOLLIN)
+        except RuntimeError:  # there are too many threads
+            self._pause_until_s = time.monotonic() + _PAUSE_S
+            sock.close()
         except OSError:  # it has gone again, too
             self._greetings.pop(sock.fileno(), None)
             sock.close()

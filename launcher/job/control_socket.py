@@ -13,9 +13,10 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
-from ..connection.accepting import accept_all, stop
+from ..connection.listener import Listener
 from .events import Events, StacksWanted, TotalsWanted
 
 STACKS, TOTALS = b"stacks\n", b"totals\n"
@@ -41,40 +42,30 @@ class RunningJob:
     socket: str
 
 
-class ControlSocket:
-    """ringrun's own side: describes its job, and answers questions until it is closed."""
+def open_control_socket(directory: str, size: int, command: Sequence[str], events: Events, listener: Listener) -> None:
+    """ringrun's own side: describe its job, and have questions answered, as long as `listener` takes connections."""
+    path = Path(directory)
+    job = RunningJob(os.getpid(), time.monotonic(), size, tuple(command), str(path / _SOCKET))
+    (path / _FILE).write_text(json.dumps(asdict(job)))
+    control = socket.socket(socket.AF_UNIX)
+    control.bind(job.socket)
+    listener.listen(control, partial(_serve, events))
 
-    def __init__(self, directory: str, size: int, command: Sequence[str], events: Events) -> None:
-        self._events = events
-        path = Path(directory)
-        job = RunningJob(os.getpid(), time.monotonic(), size, tuple(command), str(path / _SOCKET))
-        (path / _FILE).write_text(json.dumps(asdict(job)))
-        self._listener = socket.socket(socket.AF_UNIX)
-        self._listener.bind(job.socket)
-        self._listener.listen()
 
-    def start(self) -> None:
-        """Begin to take questions. Called after mpirun was started, since threads and fork do not mix."""
-        accept_all(self._listener, self._serve)
+def _serve(events: Events, connection: socket.socket) -> None:
+    answered = threading.Event()
+    answer: list[str] = []
 
-    def close(self) -> None:
-        """Take no more questions."""
-        stop(self._listener)
+    def deliver(lines: list[str]) -> None:
+        answer.extend(lines)
+        answered.set()
 
-    def _serve(self, connection: socket.socket) -> None:
-        answered = threading.Event()
-        answer: list[str] = []
-
-        def deliver(lines: list[str]) -> None:
-            answer.extend(lines)
-            answered.set()
-
-        with contextlib.suppress(OSError), connection:
-            connection.settimeout(_REQUEST_S)
-            if wanted := _QUESTIONS.get(connection.recv(_LONGEST_QUESTION)):
-                self._events.put(wanted(deliver))
-                answered.wait(ANSWER_S)
-                connection.sendall("".join(f"{line}\n" for line in answer).encode(errors="backslashreplace"))
+    with contextlib.suppress(OSError), connection:
+        connection.settimeout(_REQUEST_S)
+        if wanted := _QUESTIONS.get(connection.recv(_LONGEST_QUESTION)):
+            events.put(wanted(deliver))
+            answered.wait(ANSWER_S)
+            connection.sendall("".join(f"{line}\n" for line in answer).encode(errors="backslashreplace"))
 
 
 def find_jobs() -> list[RunningJob]:

@@ -25,7 +25,7 @@ from ..run_report.collect import Collector
 from ..run_report.metrics import Metrics
 from ..run_report.write import Writer
 from . import plan, restarts
-from .control_socket import ControlSocket
+from .control_socket import open_control_socket
 from .departures import Departures
 from .events import Events
 from .growth import Blacklist, Growth, HostWatch, InUse
@@ -188,7 +188,7 @@ def _start_and_supervise(
             exit_s=EXIT_S if job.grace_s is None else job.grace_s,
         )
         departures = Departures(job.reach.departures, events)
-        control = ControlSocket(directory, job.size, job.command, events)
+        open_control_socket(directory, job.size, job.command, events, listener)
         environment = plan.job_environment(detected, job, os.environ, settings, listener.authkey)
         for name, text in job.reach.files(plan.aliases(job)).items():
             Path(directory, name).write_bytes(os.fsencode(text))
@@ -207,7 +207,6 @@ def _start_and_supervise(
         except OSError as error:
             raise MachineError(f"{argv[0]} cannot be executed: {error.strerror}") from error
         channel.start()
-        control.start()
         metrics.start(lambda text: output.message([text]))
         signals.start()
         launcher.start(output if job.verbose else None)
@@ -221,7 +220,6 @@ def _start_and_supervise(
         finally:
             watch.close()
             departures.close()
-            control.close()
             remove_folders(directory)
 
 

@@ -23,7 +23,6 @@ from queue import SimpleQueue
 from typing import NoReturn
 
 from ..connection import wire
-from ..connection.accepting import accept_all, stop
 from ..connection.link import Gone
 from ..connection.listener import Listener
 from ..connection.queued import QueuedLink
@@ -36,7 +35,6 @@ RSH_SOCKET = "nodes"
 NOT_RUN = 255
 _CHUNK_BYTES = 1 << 16
 _REQUEST_BYTES = 1 << 18
-_BACKLOG = 4096
 _FILES = 1 << 16  # eight for each node, while it starts something
 _RELEASE_S = 8.0  # longer than a node waits for what runs there, see node.py
 ASK = "?\n"
@@ -61,14 +59,13 @@ class Hub:
         self._programs: dict[int, Program] = {}
         self._numbers = itertools.count()
         self._release: wire.Release | None = None  # the job has ended
-        self._callers = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._callers.bind(f"{directory}/{RSH_SOCKET}")
-        self._callers.listen(_BACKLOG)
+        callers = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        callers.bind(f"{directory}/{RSH_SOCKET}")
+        listener.listen(callers, self._serve_call)
 
     def start(self) -> None:
         """Take nodes, and commands for them."""
         self._listener.start(lambda link: _Connection(link, self))
-        accept_all(self._callers, self._serve_call)
 
     def serve(self, lifeline: socket.socket) -> None:
         """Answer ringrun until it says how the job has ended, or is gone; then release all nodes."""
@@ -95,16 +92,10 @@ class Hub:
             if link:
                 with contextlib.suppress(OSError):
                     link.send(self._release)
-        stop(self._callers)
         until_s = time.monotonic() + _LATE_S
         while len(self._came) < count and time.monotonic() < until_s:
             time.sleep(_LOOK_S)
         self._listener.close(_RELEASE_S)
-
-    def close(self) -> None:
-        """Leave what is open to another process, which has it, too."""
-        self._callers.close()
-        self._listener.close()
 
     def admit(self, node: wire.Node, link: QueuedLink) -> str:
         """Take a node; returns why not, if so. One that has come again takes its own place."""
@@ -178,8 +169,7 @@ class Program:
         link = self.inbox.get()
         if not isinstance(link, QueuedLink):
             raise EOFError
-        done, end = os.pipe()
-        feeds = threading.Thread(target=self._feed, args=(link, caller.fileno(), streams[0], done), daemon=True)
+        feeds = threading.Thread(target=self._feed, args=(link, caller.fileno(), streams[0]), daemon=True)
         feeds.start()
         try:
             while not isinstance(message := self.inbox.get(), wire.Ended):
@@ -189,25 +179,22 @@ class Program:
             return message.code & 0xFF
         finally:
             link.end()  # the listener, which reads it, closes it
-            os.close(end)
+            with contextlib.suppress(OSError):  # the caller is gone
+                caller.shutdown(socket.SHUT_RD)
             feeds.join()
-            os.close(done)
 
-    def _feed(self, link: QueuedLink, caller: int, stdin: int, done: int) -> None:
-        """Send what the caller reads, until all is `done`, or it is gone."""
+    def _feed(self, link: QueuedLink, caller: int, stdin: int) -> None:
+        """Send what the caller reads, until it is gone, or nobody listens to it any more."""
         poll = select.poll()
-        for descriptor in (caller, stdin, done):
+        for descriptor in (caller, stdin):
             poll.register(descriptor, select.POLLIN)
-        try:
-            while stdin in (ready := [descriptor for descriptor, _ in poll.poll()]):
+        with contextlib.suppress(OSError):
+            while stdin in (descriptor for descriptor, _ in poll.poll()):
                 link.await_room()
                 link.send(wire.Input(data := os.read(stdin, _CHUNK_BYTES)))
                 if not data:
                     poll.unregister(stdin)
-        except OSError:
-            ready = [caller]
-        if caller in ready:
-            self.inbox.put(Gone(EOFError()))
+        self.inbox.put(Gone(EOFError()))
 
 
 class _Connection:
@@ -257,7 +244,7 @@ def start(listener: Listener, directory: str, own: wire.Node) -> tuple[socket.so
         _run(hub, other_end)
     other_end.close()
     departed.close()
-    hub.close()  # its sockets are the other process's now
+    listener.close()  # its sockets are the other process's now
     return lifeline, departures
 
 

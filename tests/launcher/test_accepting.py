@@ -1,4 +1,4 @@
-"""A thread that takes connections ends with its socket, and with nothing else."""
+"""The listener takes the connections of other sockets, too, until it is closed, whatever fails meanwhile."""
 
 import errno
 import queue
@@ -7,9 +7,9 @@ import threading
 
 import pytest
 
-from ringrun.connection import accepting
-from ringrun.connection.accepting import accept_all, stop
-from ringrun.job.control_socket import STACKS, ControlSocket, RunningJob, ask
+from ringrun.connection import listener as listener_module
+from ringrun.connection.listener import Listener
+from ringrun.job.control_socket import STACKS, RunningJob, ask, open_control_socket
 from tests.support.patience import wait_until
 
 
@@ -24,34 +24,38 @@ class Failing(socket.socket):
         return super().accept()
 
 
-@pytest.fixture(autouse=True)
-def _no_pauses(monkeypatch):
-    monkeypatch.setattr(accepting, "_PAUSE_S", 0.001)
+@pytest.fixture
+def listener(tmp_path, monkeypatch):
+    monkeypatch.setattr(listener_module, "_PAUSE_S", 0.001)
+    before = threading.active_count()
+    made = Listener(str(tmp_path), [], 1)
+    yield made
+    made.close()
+    wait_until(lambda: threading.active_count() == before)
 
 
 @pytest.mark.parametrize("number", [errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS, errno.ECONNABORTED])
-def test_connections_are_taken_after_each_failure(number, tmp_path):
-    taken, path = queue.SimpleQueue(), str(tmp_path / "socket")
+def test_connections_are_taken_after_each_failure(number, listener, tmp_path):
+    taken, path = queue.SimpleQueue(), str(tmp_path / "other")
     listening = Failing(socket.AF_UNIX)
     listening.errors = [number] * 3
     listening.bind(path)
-    listening.listen()
-    before = threading.active_count()
-    accept_all(listening, taken.put)
+    listener.listen(listening, taken.put)
+    listener.start(lambda link: None)
     for _ in range(2):
         with socket.socket(socket.AF_UNIX) as client:
             client.connect(path)
             taken.get(timeout=10).close()
             listening.errors = [number]
-    stop(listening)
-    wait_until(lambda: threading.active_count() == before)
 
 
-def test_a_question_for_which_no_thread_can_be_started_is_closed_and_the_next_one_is_answered(tmp_path, monkeypatch):
+def test_a_question_for_which_no_thread_can_be_started_is_closed_and_the_next_one_is_answered(
+    listener, tmp_path, monkeypatch
+):
     events = queue.SimpleQueue()
-    control = ControlSocket(str(tmp_path), 1, ["true"], events)
+    open_control_socket(str(tmp_path), 1, ["true"], events, listener)
     job = RunningJob(1, 0.0, 1, ("true",), str(tmp_path / "control"))
-    control.start()
+    listener.start(lambda link: None)
     start = threading.Thread.start
 
     def refuse(thread):
@@ -63,4 +67,3 @@ def test_a_question_for_which_no_thread_can_be_started_is_closed_and_the_next_on
         ask(job, STACKS)
     threading.Thread(target=lambda: events.get(timeout=10).deliver(["hello"])).start()
     assert ask(job, STACKS) == "hello\n"
-    control.close()

@@ -128,7 +128,7 @@ def test_only_the_transport_and_one_module_of_gpus_know_mpi():
 LAUNCHER_LAYERS = layers("""
 errors, text, hook, torch_backend < network < arguments, folders, processes, machine, forward <
 hosts, ssh, connection.frames, connection.wire, config, elastic < environment <
-engines, report, output, connection.link < run_report, connection.queued, connection.accepting <
+engines, report, output, connection.link < run_report, connection.queued <
 connection.listener < remote < agent, preflight < job <
 doctor, stacks, build, request, twice, run_function < top < cli < join < __main__
 """)
