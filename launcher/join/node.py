@@ -4,15 +4,16 @@ Each command has a connection of its own, with its input, output and end, as ove
 """
 
 import contextlib
+import math
 import os
 import pwd
+import selectors
 import signal
 import socket
 import subprocess
 import threading
 import time
 from pathlib import Path
-from typing import IO
 
 from .. import processes
 from ..cli import say
@@ -70,7 +71,7 @@ class Lender:
                     try:
                         threading.Thread(target=self._start, args=(message,), daemon=True).start()
                     except RuntimeError as error:  # there are too many
-                        self._refuse(message, error)
+                        self._start(message, error)
         except (OSError, EOFError, ValueError) as error:
             silent = f"it has not answered for {self._lost_after_s:g} s (--lost-after)"
             why = silent if isinstance(error, HostSilentError) else str(error) or "it has ended without a word"
@@ -84,7 +85,7 @@ class Lender:
         where = f"{self._place.head} port {self._place.port}"
         while True:
             try:
-                return self._connect()
+                return connect_to(self._place.head, self._place.port, self._authkey, self._lost_after_s)
             except OSError as error:
                 is_other = isinstance(error, PermissionError)
                 until_s = begin_s + (min(timeout_s, _OTHER_KEY_S) if is_other else timeout_s)
@@ -106,80 +107,64 @@ class Lender:
         link.send(wire.Running(run.number))
         return link
 
-    def _refuse(self, run: wire.Run, error: Exception) -> None:
-        """Tell the head that a command cannot be run."""
-        with contextlib.suppress(OSError), contextlib.closing(self._call_back(run)) as link:
-            _end_with(error, link)
-
-    def _connect(self) -> Link:
-        return connect_to(self._place.head, self._place.port, self._authkey, self._lost_after_s)
-
-    def _start(self, run: wire.Run) -> None:
-        """Run a command for the head, which may lose interest."""
-        with contextlib.suppress(OSError), contextlib.closing(self._call_back(run)) as link:
+    def _start(self, run: wire.Run, refused: Exception | None = None) -> None:
+        """Run a command for the head, or say why it is `refused`; end it when nobody waits for it any more."""
+        child = None
+        with contextlib.suppress(OSError, EOFError, ValueError), contextlib.closing(self._call_back(run)) as link:
             try:
-                child, pumps, feeds = _started(wire.native(run.command), link)
+                if refused:
+                    raise refused
+                child = _started(wire.native(run.command), link)
             except (OSError, RuntimeError) as error:
-                _end_with(error, link)
-                return
-            code = child.wait()
-            for each in pumps:
-                each.join(_LAST_WORDS_S)  # what it has left behind may hold its pipes open
-            link.send(wire.Ended(code if code >= 0 else 128 - code, time.time()))
-            feeds.join()  # the head closes the connection
+                link.send(wire.Output("stderr", f"{socket.gethostname()} cannot run it: {error}\n".encode()))
+                link.send(wire.Ended(_NOT_RUN, time.time()))
+            while isinstance(message := link.receive(), wire.Input):
+                with contextlib.suppress(OSError):  # it does not read
+                    if child and child.stdin and message.data:
+                        child.stdin.write(message.data)
+                    elif child and child.stdin:
+                        child.stdin.close()
+        if child and child.stdin:
+            child.stdin.close()
+            if child.poll() is None:
+                processes.signal_group(child.pid, signal.SIGTERM)
+            child.wait()
 
 
-def _started(command: str, link: Link) -> "tuple[subprocess.Popen[bytes], list[threading.Thread], threading.Thread]":
-    """Start a command; return it, the threads that send what it writes, and the one that gives it its input.
+def _started(command: str, link: Link) -> "subprocess.Popen[bytes]":
+    """Start a command, and a thread that sends what it writes.
 
     Raises: OSError where there is no shell or no room for it, RuntimeError where there are too many threads.
     """
     pipe, argv = subprocess.PIPE, [_shell(), "-c", command]
     child = subprocess.Popen(argv, 0, stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True)
-    assert child.stdout
-    assert child.stderr
-    pumps = [
-        threading.Thread(target=_pump, args=pair, daemon=True)
-        for pair in ((child.stdout, "stdout", link), (child.stderr, "stderr", link))
-    ]
-    feeds = threading.Thread(target=_feed, args=(child, link), daemon=True)
     try:
-        for each in (*pumps, feeds):
-            each.start()
+        threading.Thread(target=_pump, args=(child, link), daemon=True).start()
     except RuntimeError:
         processes.signal_group(child.pid, signal.SIGKILL)
         with child:  # closes its pipes
             raise
-    return child, pumps, feeds
+    return child
 
 
-def _end_with(error: Exception, link: Link) -> None:
-    """Tell the head that a command cannot be run, and wait until it closes the connection."""
-    link.send(wire.Output("stderr", f"{socket.gethostname()} cannot run it: {error}\n".encode()))
-    link.send(wire.Ended(_NOT_RUN, time.time()))
-    with contextlib.suppress(EOFError, ValueError):
-        while link.receive():
-            pass
-
-
-def _pump(stream: IO[bytes], name: wire.StreamName, link: Link) -> None:
-    with contextlib.suppress(OSError), stream:
-        while data := os.read(stream.fileno(), _CHUNK_BYTES):
-            link.send(wire.Output(name, data))
-
-
-def _feed(child: "subprocess.Popen[bytes]", link: Link) -> None:
-    """Give the command its input; end it when the connection does, since nobody waits for it any more."""
-    assert child.stdin
-    with contextlib.suppress(OSError, EOFError, ValueError), child.stdin:
-        while isinstance(message := link.receive(), wire.Input):
-            with contextlib.suppress(OSError):  # it does not read
-                if message.data:
-                    child.stdin.write(message.data)
+def _pump(child: "subprocess.Popen[bytes]", link: Link) -> None:
+    """Send what a command writes, and how it ends; what it has left behind may hold its pipes open."""
+    assert child.stdout
+    assert child.stderr
+    until_s = math.inf
+    with contextlib.suppress(OSError), child.stdout, child.stderr, selectors.DefaultSelector() as selector:
+        selector.register(child.stdout, selectors.EVENT_READ, "stdout")
+        selector.register(child.stderr, selectors.EVENT_READ, "stderr")
+        while selector.get_map() and time.monotonic() < until_s:
+            for key, _ in selector.select(_LAST_WORDS_S):
+                if data := os.read(key.fd, _CHUNK_BYTES):
+                    link.send(wire.Output(key.data, data))
                 else:
-                    child.stdin.close()
-    if child.poll() is None:
-        processes.signal_group(child.pid, signal.SIGTERM)
+                    selector.unregister(key.fileobj)
+            if until_s == math.inf and child.poll() is not None:
+                until_s = time.monotonic() + _LAST_WORDS_S
+        code = child.wait()
+        link.send(wire.Ended(code if code >= 0 else 128 - code, time.time()))
 
 
 def _shell() -> str:

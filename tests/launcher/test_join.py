@@ -290,7 +290,7 @@ def test_a_command_that_cannot_be_started_says_so(nodes, tmp_path, monkeypatch):
     assert ran(tmp_path, ["n1"], "/bin/true")["n1"].what == f"it did not run the command: {why}"
 
 
-@pytest.mark.parametrize("thread", ["_start", "_feed"])
+@pytest.mark.parametrize("thread", ["_start", "_pump"])
 def test_a_node_that_can_start_no_thread_says_so_and_stays(thread, nodes, tmp_path, monkeypatch):
     assert nodes(2).await_all(2, 60.0) == 2
     start = threading.Thread.start
