@@ -27,7 +27,7 @@ class NotReadError(OSError):
 
 
 class QueuedLink(Link):
-    """A Link whose `send` never waits. OSError where the other end is known to be gone."""
+    """A Link whose `send` never waits, and drops what is for an end that is gone: see `Reader`, which hears of that."""
 
     def __init__(
         self, sock: socket.socket, lost_after_s: float, sends: bytes, receives: bytes, poll: select.epoll
@@ -60,9 +60,8 @@ class QueuedLink(Link):
 
     def flush(self) -> None:
         """Send what the socket takes; called by the listener."""
-        with contextlib.suppress(OSError), self._send_lock:  # its end can be read, too
-            if self._flush():
-                self._watch(select.EPOLLIN)
+        with self._send_lock:
+            self._flush()
 
     def is_stuck(self) -> bool:
         """Return whether nothing has been taken for too long."""
@@ -85,30 +84,25 @@ class QueuedLink(Link):
                 os.kill(pid, signal.SIGCONT)
 
     def _put(self, data: bytes, descriptors: tuple[int, ...] = ()) -> None:
+        if self.fileno() < 0:
+            return
         self._unsent.append((memoryview(data), descriptors))
         self._unsent_bytes += len(data)
         if len(self._unsent) == 1:  # else it waits for the listener already
             self._moved_s = time.monotonic()
-            if not self._flush():
-                self._watch(select.EPOLLIN | select.EPOLLOUT)
+            self._flush()
 
-    def _watch(self, events: int) -> None:
-        """Called with the lock held: who waits for the socket meanwhile, in another thread, sees it at once."""
-        with contextlib.suppress(OSError, ValueError):  # the listener has ended
-            self._poll.modify(self._socket, events)
-
-    def _flush(self) -> bool:
-        with contextlib.suppress(BlockingIOError):
+    def _flush(self) -> None:
+        with contextlib.suppress(OSError):  # it takes no more just now, or is gone, which its Reader hears of
             while self._unsent:
-                data, descriptors = self._unsent.popleft()
-                try:
-                    sent = socket.send_fds(self._socket, [data], descriptors)
-                except OSError:
-                    self._unsent.appendleft((data, descriptors))
-                    raise
-                if sent < len(data):
-                    self._unsent.appendleft((data[sent:], ()))
+                data, descriptors = self._unsent[0]
+                sent = socket.send_fds(self._socket, [data], descriptors)
                 self._unsent_bytes -= sent
                 self._moved_s = time.monotonic()
+                if sent < len(data):
+                    self._unsent[0] = (data[sent:], ())
+                else:
+                    self._unsent.popleft()
             self._moved.notify_all()
-        return not self._unsent
+        with contextlib.suppress(OSError, ValueError):  # the listener has ended
+            self._poll.modify(self._socket, select.EPOLLIN | (select.EPOLLOUT if self._unsent else 0))

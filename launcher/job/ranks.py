@@ -80,7 +80,7 @@ class Channel:
 
     def send(self, rank: int, message: wire.Message) -> None:
         """Send `message` to the agent of `rank`, if it is still there."""
-        with contextlib.suppress(OSError, KeyError):
+        with contextlib.suppress(KeyError):
             self._links[rank].send(message)
 
     def cut(self, rank: int, why: str) -> None:
@@ -93,8 +93,7 @@ class Channel:
         """Send `message` to every agent that is there."""
         encoded = wire.encode(message)  # once: it may be long, and there may be thousands
         for link in list(self._links.values()):
-            with contextlib.suppress(OSError):
-                link.send_encoded(encoded)
+            link.send_encoded(encoded)
 
     def set_up(self) -> None:
         """Let all agents, which are there, start their commands."""
@@ -107,8 +106,7 @@ class Channel:
             message = wire.Setup(*what, variables, gives_stdin, open_files, job.commits_folder)
             self.send(rank, message.mapped(wire.portable))
             if gives_stdin and link.is_local and setup.stdin is not None:
-                with contextlib.suppress(OSError):
-                    link.send_descriptor(setup.stdin)
+                link.send_descriptor(setup.stdin)
 
     def _master_address(self) -> str:
         """Return where the other ranks reach rank 0's host."""
@@ -263,8 +261,7 @@ class _RankReader:
         """Let the agent send more, now that so much is printed."""
         self._taken += nbytes
         if self._taken >= wire.TAKEN_BYTES:
-            with contextlib.suppress(OSError):  # it has gone
-                self._link.send(wire.Taken(self._taken))
+            self._link.send(wire.Taken(self._taken))
             self._taken = 0
 
     def _flush(self) -> None:
@@ -302,8 +299,7 @@ class _Stdin:
         while data != b"":
             self._wanted.get()
             data = self._read()
-            with contextlib.suppress(OSError):  # its agent has gone
-                self._link.send(wire.Input(data))
+            self._link.send(wire.Input(data))
 
     def _read(self) -> bytes:
         try:

@@ -90,8 +90,7 @@ class Hub:
         self._release = wire.Release(code, why)
         for _, link in self._nodes.copy().values():
             if link:
-                with contextlib.suppress(OSError):
-                    link.send(self._release)
+                link.send(self._release)
         until_s = time.monotonic() + _LATE_S
         while len(self._came) < count and time.monotonic() < until_s:
             time.sleep(_LOOK_S)
@@ -112,8 +111,7 @@ class Hub:
         self._nodes[node.host] = node, link
         if self._release:  # looked at last: another thread lets go those that it finds
             why = self._release.why or _TOO_LATE * bool(self._release.code)
-            with contextlib.suppress(OSError):
-                link.send(self._release._replace(why=why))
+            link.send(self._release._replace(why=why))
         self._came.add(node.host)
         return ""
 
@@ -221,8 +219,7 @@ class _Connection:
         if not isinstance(message, wire.Node):
             return False
         if why := self._hub.admit(message, self.link):
-            with contextlib.suppress(OSError):
-                self.link.send(wire.Release(2, why))
+            self.link.send(wire.Release(2, why))
             return False
         self._host = message.host
         return True

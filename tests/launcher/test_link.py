@@ -247,8 +247,7 @@ def test_who_sends_much_waits_until_there_is_room(pair):
     theirs.close()
     with pytest.raises(ConnectionResetError):
         theirs.link.await_room()
-    with pytest.raises(OSError, match="Bad file descriptor"):
-        theirs.send(Signal(1))
+    theirs.send(Signal(1))  # nobody gets it, and nobody need mind
 
 
 def test_a_link_that_takes_nothing_for_too_long_is_lost_and_a_slow_one_is_not(pair, monkeypatch):
