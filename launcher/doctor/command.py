@@ -19,6 +19,7 @@ Exit code: 0, also with warnings; 3 with errors; 2 for a wrong command line.
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -26,16 +27,21 @@ from dataclasses import dataclass
 from ..arguments import Parser, add_host_flags, parse_positive, parse_seconds, parse_start_timeout
 from ..errors import MachineError, UsageError
 from ..hosts import Found, Host, named_hosts
+from ..job.plan import run_module
 from ..network import parse_interfaces
 from ..preflight import check_job
 from ..remote import Reach, reach_of
 from ..ssh import parse_ssh
 from ..text import counted
-from .links import Links, findings, read_links
-from .matrix import matrix
-from .start import measure
+from .links import Links, findings, matrix, read_links, rounds
 
 _USAGE = "ringrun doctor [-H LIST | --hostfile FILE] [options]"
+
+
+_PACKAGE = __package__.partition(".")[0]
+_ROUND_S = 15.0
+_GRACE_S = 30.0
+_SHOWN_LINES = 12
 
 
 @dataclass(frozen=True)
@@ -68,10 +74,9 @@ def parse(arguments: Sequence[str]) -> Request:
     timeout_s = parse_start_timeout(options.start_timeout, "--start-timeout", len(found.hosts))
     lost_after_s = parse_seconds(options.lost_after, "--lost-after")
     ssh = parse_ssh(options.ssh_port, options.ssh_identity_file, timeout_s, lost_after_s)
-    flags = ["--start-timeout", f"{timeout_s:g}", "--lost-after", f"{lost_after_s:g}"]
-    flags += [] if ssh.port is None else ["--ssh-port", str(ssh.port)]
-    flags += [] if ssh.identity_file is None else ["--ssh-identity-file", ssh.identity_file]
-    flags += [] if options.network_interfaces is None else ["--network-interfaces", options.network_interfaces]
+    given = vars(options) | {"start_timeout": f"{timeout_s:g}"}
+    names = ("start_timeout", "lost_after", "ssh_port", "ssh_identity_file", "network_interfaces")
+    flags = [part for name in names if given[name] for part in (f"--{name.replace('_', '-')}", given[name])]
     step = _step(options.gradients, options.computing)
     return Request(found, reach_of(found, ssh), parse_interfaces(options.network_interfaces), flags, step)
 
@@ -120,9 +125,39 @@ def _links(request: Request, sound: Sequence[str]) -> tuple[Links | None, str]:
         print("\nThe links are not measured: that takes two hosts without errors.")
         return None, ""
     print(f"ringrun: measuring the links between {len(sound)} hosts …", file=sys.stderr, flush=True)
-    lines, failure = measure(sound, request.flags, request.reach.timeout_s)
+    timeout_s = request.reach.timeout_s + _ROUND_S * len(rounds(len(sound)))
+    lines, failure = measure(job_of(sound, request.flags, timeout_s), timeout_s)
     links = read_links(lines, sound)
     return (links if links.links else None), failure
+
+
+def job_of(hosts: Sequence[str], flags: Sequence[str], timeout_s: float) -> list[str]:
+    """Return the argv of the job that measures, one rank on each host: ringrun itself; `flags` are its own."""
+    slots = ",".join(str(Host(name, 1)) for name in hosts)
+    own = ["-np", str(len(hosts)), "-H", slots, "--timeout", f"{timeout_s:g}", "--no-bind", *flags]
+    worker = [sys.executable, *run_module(f"{_PACKAGE}.doctor.worker")]
+    return [sys.executable, *run_module(_PACKAGE), *own, *worker]
+
+
+def measure(job: Sequence[str], timeout_s: float) -> tuple[list[str], str]:
+    """Run the job to its end; return its ranks' lines, and if it failed, how.
+
+    It is a process of its own, since a job prints on stdout, and here its lines are figures.
+    """
+    with subprocess.Popen(
+        job, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors="replace"
+    ) as process:
+        try:
+            stdout, stderr = process.communicate(timeout=timeout_s + _GRACE_S)
+        finally:
+            process.terminate()  # it ends its ranks
+    if not process.returncode:
+        return stdout.splitlines(), ""
+    # the lines that ringrun's own error begins with; where there is none, the last ones
+    lines = [line for line in stderr.splitlines() if line.strip()]
+    begin = next((at for at, line in enumerate(lines) if line.startswith("ringrun: error:")), -_SHOWN_LINES)
+    failure = "\n".join(lines[begin:][:_SHOWN_LINES])
+    return stdout.splitlines(), failure or f"exit code {process.returncode}"
 
 
 def _ways(gradients_mb: float, computing_s: float, links: Links) -> str:

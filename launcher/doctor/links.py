@@ -1,4 +1,10 @@
-"""The links between hosts: what the worker has measured, which are slow, and what to do about it. Pure."""
+"""The links between hosts: which pairs are measured together, what came of it, what is slow, and all as text. Pure.
+
+Gbit/s     n1     n2     n3
+n1          ·   9.41   1.02*
+n2       9.41      ·   9.38
+n3       1.02*  9.38      ·
+"""
 
 from __future__ import annotations
 
@@ -6,9 +12,11 @@ import json
 import math
 import re
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+
+from ..text import counted
 
 SLOW_SHARE = 0.5
 """A link with less than this part of the typical bandwidth is slow."""
@@ -17,8 +25,31 @@ SLOW_GBIT_S = 0.7
 LATE_TIMES = 4.0
 LATE_US = 500.0
 """A link with more than so many times the typical latency, and more than that, is late."""
-
+WIDTH = 100
+_CELL = 8
+_LONGEST_NAME = 24
 _PREFIX = re.compile(r"\[ *[0-9]+\] ?")
+
+
+def rounds(count: int) -> list[list[tuple[int, int]]]:
+    """Return all pairs of `count` hosts, as rounds in which no host is in two pairs: the circle method.
+
+    One host stays, the others go around it, and who stands opposite is the pair. With an odd number one pauses.
+
+        0 1 2      0 5 1      0 4 5
+        5 4 3      4 3 2      3 2 1      …    6 hosts: 5 rounds of 3 pairs
+
+    >>> rounds(4)
+    [[(0, 3), (1, 2)], [(0, 2), (1, 3)], [(0, 1), (2, 3)]]
+    """
+    circle = list(range(count + count % 2))  # the last is nobody where the number is odd
+    found = []
+    for _ in range(len(circle) - 1):
+        opposite = zip(circle[: len(circle) // 2], reversed(circle), strict=False)
+        pairs = sorted((min(pair), max(pair)) for pair in opposite)
+        found.append([pair for pair in pairs if pair[1] < count])
+        circle.insert(1, circle.pop())
+    return found
 
 
 @dataclass(frozen=True)
@@ -73,15 +104,6 @@ class Links:
         """Whether its latency is far above the others'."""
         return link.latency_us > max(LATE_TIMES * self.typical_latency_us, LATE_US)
 
-    def between(self, one: int, other: int) -> Link:
-        """Return the link between two hosts, without figures if none was begun."""
-        pair = (min(one, other), max(one, other))
-        return self._by_pair.get(pair, Link(*pair))
-
-    @cached_property
-    def _by_pair(self) -> dict[tuple[int, int], Link]:
-        return {(link.one, link.other): link for link in self.links}
-
 
 def _by_host(links: Iterable[Link]) -> dict[int, list[Link]]:
     found: dict[int, list[Link]] = {}
@@ -106,57 +128,96 @@ def read_links(lines: Iterable[str], hosts: Sequence[str]) -> Links:
     return Links(hosts, [found[pair] for pair in sorted(found)])
 
 
+# what to do about a host of which all links are bad, and about a link
+_SLOW_CURES = (
+    "see its network: the negotiated speed (ethtool eth0), cable and switch port, other traffic, CPU load; "
+    "or another network: --network-interfaces",
+    "see what lies between the two: switch ports, uplinks, other traffic; both may use another network: "
+    "--network-interfaces",
+)
+_LATE_CURES = (
+    "see its load (uptime), the power saving of its network card and processor, and its route there: ping",
+    "see the route between the two (ping, traceroute), and whether one of them is busy",
+)
+_UNFINISHED_CURE = (
+    "see that no firewall stops TCP between {} on any port; "
+    "with several networks, name the one that all share: --network-interfaces eth0"
+)
+
+
 def findings(links: Links) -> list[str]:
     """Return a line for each slow, late or unfinished link, those that share a host as one; each with what to do."""
-    hosts = links.hosts
-    lines = []
-    for bad, value, what, cure in (
-        ([link for link in links.measured if links.is_slow(link)], lambda link: link.gbit_s, _slow, _SLOW_CURE),
-        ([link for link in links.measured if links.is_late(link)], lambda link: -link.latency_us, _late, _LATE_CURE),
-        ([link for link in links.links if not link.is_measured], lambda _: 0, _unfinished, _UNFINISHED_CURE),
-    ):
-        reported: set[Link] = set()
-        # where all links are bad, the host whose best link is worst is told first, with all its links
-        for host, of_host in sorted(_by_host(bad).items(), key=lambda each: (max(map(value, each[1])), each[0])):
-            if len(hosts) > 2 and len(of_host) == len(hosts) - 1:  # of two hosts both would share it
-                own = [link for link in of_host if link not in reported]
-                reported.update(own)
-                lines += [f"{hosts[host]}: all its links are {what(links, own)}; {cure['host']}"] if own else []
-        for link in bad:
-            if link not in reported:
-                lines.append(f"{hosts[link.one]} – {hosts[link.other]}: {what(links, [link])}; {cure['link']}")
-    return lines
+    slow = [link for link in links.measured if links.is_slow(link)]
+    late = [link for link in links.measured if links.is_late(link)]
+    unfinished = [link for link in links.links if not link.is_measured]
+    unfinished_cures = [_UNFINISHED_CURE.format(between) for between in ("it and the others", "the two")]
+
+    def is_slow(bad: Sequence[Link]) -> str:
+        return f"slow: {_span([link.gbit_s for link in bad])} Gbit/s (typical here: {links.typical_gbit_s:.3g})"
+
+    def is_late(bad: Sequence[Link]) -> str:
+        return f"late: {_span([link.latency_us for link in bad])} µs (typical here: {links.typical_latency_us:.3g})"
+
+    return [
+        *_told(links.hosts, slow, lambda link: link.gbit_s, is_slow, _SLOW_CURES),
+        *_told(links.hosts, late, lambda link: -link.latency_us, is_late, _LATE_CURES),
+        *_told(links.hosts, unfinished, lambda _: 0.0, lambda _: "begun and not finished", unfinished_cures),
+    ]
 
 
-_SLOW_CURE = {
-    "host": "see its network: the negotiated speed (ethtool eth0), cable and switch port, other traffic, CPU load; "
-    "or another network: --network-interfaces",
-    "link": "see what lies between the two: switch ports, uplinks, other traffic; both may use another network: "
-    "--network-interfaces",
-}
-_LATE_CURE = {
-    "host": "see its load (uptime), the power saving of its network card and processor, and its route there: ping",
-    "link": "see the route between the two (ping, traceroute), and whether one of them is busy",
-}
-_UNFINISHED_CURE = {
-    kind: f"see that no firewall stops TCP between {where} on any port; "
-    "with several networks, name the one that all share: --network-interfaces eth0"
-    for kind, where in (("host", "it and the others"), ("link", "the two"))
-}
-
-
-def _slow(links: Links, bad: Sequence[Link]) -> str:
-    return f"slow: {_span([link.gbit_s for link in bad])} Gbit/s (typical here: {links.typical_gbit_s:.3g})"
-
-
-def _late(links: Links, bad: Sequence[Link]) -> str:
-    return f"late: {_span([link.latency_us for link in bad])} µs (typical here: {links.typical_latency_us:.3g})"
-
-
-def _unfinished(*_: object) -> str:
-    return "begun and not finished"
+def _told(
+    hosts: Sequence[str],
+    bad: Sequence[Link],
+    value: Callable[[Link], float],
+    what: Callable[[Sequence[Link]], str],
+    cures: Sequence[str],
+) -> Iterator[str]:
+    """Tell of each bad link once. Where all are, the host whose best link is worst comes first, with all its links."""
+    left = dict.fromkeys(bad)
+    for host, of_host in sorted(_by_host(bad).items(), key=lambda each: (max(map(value, each[1])), each[0])):
+        own = [link for link in of_host if link in left]
+        if own and len(of_host) == len(hosts) - 1 > 1:  # of two hosts both would share it
+            yield f"{hosts[host]}: all its links are {what(own)}; {cures[0]}"
+            left = {link: None for link in left if link not in own}
+    for link in left:
+        yield f"{hosts[link.one]} – {hosts[link.other]}: {what([link])}; {cures[1]}"
 
 
 def _span(values: Sequence[float]) -> str:
     low, high = f"{min(values):.3g}", f"{max(values):.3g}"
     return low if low == high else f"{low} to {high}"
+
+
+def matrix(links: Links) -> str:
+    """Return both figures of all links, what is slow or late marked with `*`; of many what is typical."""
+    width = max(len("Gbit/s"), *(len(_cut(host, _LONGEST_NAME)) for host in links.hosts))
+    if width + _CELL * len(links.hosts) > WIDTH:
+        if not links.measured:
+            return "no link was measured to its end"
+        typical = f"{_gbit_s(links.typical_gbit_s)} Gbit/s and {_latency_us(links.typical_latency_us)} µs"
+        return f"{counted(len(links.measured), 'link')} measured; typical are {typical}"
+    by_pair = {pair: link for link in links.measured for pair in ((link.one, link.other), (link.other, link.one))}
+    gbit_s = {pair: _gbit_s(link.gbit_s) + " *"[links.is_slow(link)] for pair, link in by_pair.items()}
+    latency_us = {pair: _latency_us(link.latency_us) + " *"[links.is_late(link)] for pair, link in by_pair.items()}
+    lines = []
+    for unit, cells in (("Gbit/s", gbit_s), ("µs", latency_us)):
+        lines += [f"{unit:<{width}}" + "".join(f"{_cut(host, _CELL - 2) + ' ':>{_CELL}}" for host in links.hosts)]
+        for row, host in enumerate(links.hosts):
+            figures = (cells.get((row, at), "- ") if row != at else "· " for at in range(len(links.hosts)))
+            lines += [f"{_cut(host, _LONGEST_NAME):<{width}}" + "".join(f"{figure:>{_CELL}}" for figure in figures)]
+        lines += [""]
+    return "\n".join(line.rstrip() for line in lines[:-1])
+
+
+def _gbit_s(value: float) -> str:
+    return f"{value:.3g}" if value >= 0.001 else "<0.001"
+
+
+def _latency_us(value: float) -> str:
+    return f"{value:.0f}" if value < 999_999 else ">1 s"
+
+
+def _cut(name: str, length: int) -> str:
+    """Return `name` without its domain; its end where it is too long: that is what differs (a number)."""
+    short = name if name[:1].isdigit() else name.partition(".")[0]
+    return short if len(short) <= length else "…" + short[1 - length :]

@@ -10,11 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ringrun.doctor import start
-from ringrun.doctor.command import _ways, parse
-from ringrun.doctor.links import Link, Links, findings, read_links
-from ringrun.doctor.matrix import WIDTH, matrix
-from ringrun.doctor.worker import rounds
+from ringrun.doctor.command import _ways, job_of, measure, parse
+from ringrun.doctor.links import WIDTH, Link, Links, findings, matrix, read_links, rounds
 from ringrun.errors import UsageError
 from ringrun.job.plan import run_module
 
@@ -65,8 +62,7 @@ def test_the_worker_s_lines():
         (0, 2, True),
         (1, 2, True),
     ]
-    assert links.between(2, 0) == Link(0, 2, 9.0, 21.0)
-    assert not links.between(0, 1).is_measured
+    assert links.links[1] == Link(0, 2, 9.0, 21.0)
 
 
 json_values = st.recursive(
@@ -198,24 +194,18 @@ def test_no_matrix_is_wider_than_a_terminal(hosts, gbit_s, latency_us):
 
 
 def test_the_command_of_the_job():
-    argv = start.command(["h1", "fe80::1"], ["--ssh-port", "22"], 60.0)
+    argv = job_of(["h1", "fe80::1"], ["--ssh-port", "22"], 60.0)
     flags = ["-np", "2", "-H", "h1:1,[fe80::1]:1", "--timeout", "60", "--no-bind", "--ssh-port", "22"]
     assert argv[: argv.index("22") + 1] == [sys.executable, *run_module("ringrun"), *flags]
     assert argv[argv.index("22") + 1 :] == [sys.executable, *run_module("ringrun.doctor.worker")]
 
 
 @pytest.mark.parametrize("count", [2, 3])
-def test_the_links_between_ranks_of_one_host(count, monkeypatch):
+def test_the_links_between_ranks_of_one_host(count):
     """Each rank plays a host."""
-    real = start.command
-
-    def on_this_host(hosts, flags, timeout_s):
-        argv = real(hosts, flags, timeout_s)
-        argv[argv.index("-H") + 1] = f"localhost:{count}"
-        return argv
-
-    monkeypatch.setattr(start, "command", on_this_host)
-    lines, failure = start.measure(names(count), [], 30.0)
+    argv = job_of(names(count), [], 60.0)
+    argv[argv.index("-H") + 1] = f"localhost:{count}"
+    lines, failure = measure(argv, 60.0)
     assert failure == ""
     links = read_links(lines, names(count))
     assert len(links.measured) == count * (count - 1) // 2
@@ -225,7 +215,7 @@ def test_the_links_between_ranks_of_one_host(count, monkeypatch):
 
 
 def test_a_job_that_fails_says_how():
-    lines, failure = start.measure(["no-such-host.invalid", "neither.invalid"], ["--start-timeout", "5"], 5.0)
+    lines, failure = measure(job_of(["no-such-host.invalid", "neither.invalid"], ["--start-timeout", "5"], 35.0), 35.0)
     assert lines == []
     assert failure.startswith("ringrun: error: ")
     assert "no-such-host.invalid" in failure
