@@ -3,8 +3,7 @@
 check       asks the hosts of a job, or of a Remote; Preflight: their answers and what is wrong
 probe       runs on each host and prints what it has; sent there as text
 ask         runs it on the hosts (remote/) and reads the answers
-findings    answers → what is wrong, an error or a warning, each with its cure; pure
-table       answers → one table, what is wrong marked; pure
+findings    answers → what is wrong, an error or a warning, each with its cure; and one table, with marks; pure
 """
 
 from .ask import Facts

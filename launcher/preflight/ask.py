@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import json
 import sys
@@ -87,14 +88,7 @@ def ask(
     names: Sequence[str], remote: Remote, question: Question, environ: Mapping[str, str]
 ) -> dict[str, Facts | Problem]:
     """Return the answer of each of the hosts `names`, or why there is none."""
-    request = {
-        "agent_python": question.agent_python,
-        "directory": question.directory,
-        "programs": list(question.programs),
-        "addresses": [list(address) for address in question.addresses],
-        "timeout_s": question.timeout_s,
-    }
-    argv = [question.python, "-c", _BOOT, inspect.getsource(probe), json.dumps(request)]
+    argv = [question.python, "-c", _BOOT, inspect.getsource(probe), json.dumps(dataclasses.asdict(question))]
     variables = {name: environ[name] for name in _FORWARDED if name in environ}
     return {name: read_answer(answer) for name, answer in remote.run(names, argv, variables).items()}
 
@@ -117,19 +111,15 @@ def read_answer(answer: Answer) -> Facts | Problem:
     )
 
 
-def _interface(name: str, is_running: bool, networks: Sequence[str]) -> Interface:
-    return Interface(name, bool(is_running), tuple(str(ip_interface(network)) for network in networks))
-
-
 def _facts(fields: dict[str, Any], arrived_s: float) -> Facts:
     # read there last of all, and so until its line was here: no connection, no start of a Python lies in between
     skew_s = float(fields.pop("clock_s")) - arrived_s
     for name in ("ringreduce", "ringrun", "mpi4py", "numpy", "mpi"):
-        part = fields[name]
-        fields[name] = Version(
-            part.get("version", part.get("location", "")), part.get("error", ""), part.get("digest", "")
-        )
-    (name, identity, interfaces, rdma), connection = fields.pop("machine"), fields.pop("connection")
-    of_machine = tuple(_interface(*each) for each in interfaces), tuple(rdma), connection.get("address", "")
-    not_connected = connection.get("error", "")
-    return Facts(Machine(name, identity, *of_machine), **fields, not_connected=not_connected, clock_skew_s=skew_s)
+        fields[name] = Version(**fields[name])
+    (name, identity, found, rdma), connection = fields.pop("machine"), fields.pop("connection")
+    interfaces = [
+        Interface(name, bool(is_running), tuple(str(ip_interface(network)) for network in networks))
+        for name, is_running, networks in found
+    ]
+    machine = Machine(name, identity, tuple(interfaces), tuple(rdma), connection.get("address", ""))
+    return Facts(machine, **fields, not_connected=connection.get("error", ""), clock_skew_s=skew_s)

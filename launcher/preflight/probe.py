@@ -129,9 +129,9 @@ def _ipv6_networks() -> list[tuple[str, str]]:
 
 
 def _version(module: str) -> dict[str, str]:
-    """Return {"version": …}, or {"error": …} if the module cannot be imported."""
+    """Return {"text": …}, or {"error": …} if the module cannot be imported."""
     try:
-        return {"version": str(importlib.import_module(module).__version__)}
+        return {"text": str(importlib.import_module(module).__version__)}
     except Exception as error:
         return {"error": _first_line(error)}
 
@@ -147,7 +147,7 @@ def _ringreduce() -> dict[str, str]:
             found = re.search('__version__ = "([^"]+)"', file.read())
     except OSError as error:
         return {"error": _first_line(error)}
-    return {"version": found.group(1) if found else "unknown", "location": folder, "digest": _digest(folder)}
+    return {"text": found.group(1) if found else "unknown", "digest": _digest(folder)}
 
 
 def _digest(folder: str) -> str:
@@ -177,13 +177,13 @@ def _agent(python: str) -> dict[str, str]:
         if os.path.samefile(python, sys.executable):
             importlib.import_module("ringrun.agent.agent")
             folder = os.path.dirname(str(sys.modules["ringrun"].__file__))
-            return {"location": folder, "digest": _digest(folder)}
+            return {"text": folder, "digest": _digest(folder)}
         done = subprocess.run([python, "-c", code], capture_output=True, timeout=_AGENT_TIMEOUT_S)
     except Exception as error:
         return {"error": _first_line(error)}
     lines = (done.stderr if done.returncode else done.stdout).decode(errors="replace").strip().splitlines()
     last = lines[-1] if lines else f"exit code {done.returncode}"
-    return {"error": last} if done.returncode else {"location": last, "digest": _digest(last)}
+    return {"error": last} if done.returncode else {"text": last, "digest": _digest(last)}
 
 
 def _mpi() -> dict[str, str]:
@@ -192,7 +192,7 @@ def _mpi() -> dict[str, str]:
         mpi4py = importlib.import_module("mpi4py")
         mpi4py.rc.initialize = False
         library = importlib.import_module("mpi4py.MPI").Get_library_version()
-        return {"version": library.strip("\0\n ").splitlines()[0]}
+        return {"text": library.strip("\0\n ").splitlines()[0]}
     except Exception as error:
         return {"error": _first_line(error)}
 

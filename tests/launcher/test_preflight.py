@@ -25,8 +25,7 @@ from ringrun.machine.topology import read_topology
 from ringrun.network import own_addresses
 from ringrun.preflight import Facts, Preflight, check, probe
 from ringrun.preflight.ask import Question, Version, ask, read_answer
-from ringrun.preflight.findings import find, lines, short_mpi
-from ringrun.preflight.table import table
+from ringrun.preflight.findings import find, lines, short_mpi, table
 from ringrun.remote import Answer, Problem, Remote, Ssh
 from tests.support.jobs import executable
 
@@ -341,8 +340,6 @@ def read(**changes):
     fields = dataclasses.asdict(GOOD) | {"ringrun-probe": 1, "machine": ["ip-10-0-0-1", "", [], []]}
     fields["connection"] = {"error": fields.pop("not_connected")}
     del fields["clock_skew_s"]
-    for name in ("ringreduce", "ringrun", "mpi4py", "numpy", "mpi"):
-        fields[name] = {"version": fields[name]["text"]}
     text = f"Welcome!\n{json.dumps(fields | changes)}\n"
     return read_answer(Answer("n2", text.encode(), "", 0, arrived_s=1000.0))
 
