@@ -129,7 +129,7 @@ class Settings:
     check: str = ""  # what is looked for while the job trains, such as nan,divergence:100; see Checks
     log_level: str = "warning"  # least severe level logged to stderr: trace, debug, info, warning, error or fatal
     log_timestamp: bool = False  # begin log lines with the local time
-    torch_backend: str = ""  # ring: torch.distributed's "gloo" and "mpi" mean it, too; see launcher/torch_backend.py
+    torch_backend: str = ""  # ring: torch.distributed's "gloo" and "mpi" mean it, too; see frameworks/torch_backend.py
     twice: str = ""  # RUN:STEPS:FOLDER, of two runs whose bits are compared; set by ringrun --twice
     restart_count: int = 0  # how often ringrun has restarted this job after a failure; set by ringrun
     elastic: bool = False  # ranks go on without those that fail; set by ringrun --elastic, as are the next two

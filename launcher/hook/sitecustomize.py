@@ -37,7 +37,7 @@ _LIGHTNING = ("lightning", "lightning_fabric", "pytorch_lightning")
 _COMPUTES = (*_LIGHTNING, "transformers.trainer", "accelerate", "torch", "jax", "tensorflow", "numpy")
 """What a rank that computes has imported, front ends first."""
 torch_groups: int | None = None
-"""How many process groups torch has made; None where nobody counts them. launcher/torch_backend.py does."""
+"""How many process groups torch has made; None where nobody counts them: frameworks/torch_backend.py does."""
 torch_started_mpi = False
 """Whether MPI was started for one of them, and not by the program."""
 torch_trained_alone: Callable[[], bool] = bool
@@ -204,7 +204,7 @@ with contextlib.suppress(Exception):  # a Python that nobody knows yet: codes of
 with contextlib.suppress(Exception):  # no stderr, or no room for a file: a rank runs without, too
     _offer_stacks()
 
-sys.modules["_ringrun_hook"] = _this = sys.modules[__name__]  # for launcher/torch_backend.py, and ringreduce
+sys.modules["_ringrun_hook"] = _this = sys.modules[__name__]  # for ringreduce
 if __name__ == "sitecustomize":
     del sys.modules["sitecustomize"]
     try:

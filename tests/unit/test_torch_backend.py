@@ -1,6 +1,7 @@
 """What `ringrun --torch-backend ring` does when torch is imported, and which backends are then meant."""
 
 import importlib
+import subprocess
 import sys
 import threading
 from types import SimpleNamespace
@@ -11,8 +12,8 @@ from torch.distributed import distributed_c10d
 
 from ringreduce import runtime as runtime_of_ranks
 from ringreduce.engine.submitting import Submitting
+from ringreduce.frameworks import torch_backend
 from ringreduce.monitor import launcher_link
-from ringrun import torch_backend
 
 rendezvous = importlib.import_module("torch.distributed.rendezvous")  # torch.distributed has a function of this name
 
@@ -34,6 +35,21 @@ rendezvous = importlib.import_module("torch.distributed.rendezvous")  # torch.di
 )
 def test_what_a_program_names_and_what_is_meant(named, meant):
     assert torch_backend.renamed(named) == meant
+
+
+def test_importing_torch_imports_next_to_nothing_of_ringreduce():
+    program = "import sys, torch; print('ring' in torch.distributed.Backend.backend_list, *sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    is_known, *imported = done.stdout.split()
+    assert is_known == "True"
+    own = {
+        "ringreduce.frameworks",
+        *(f"ringreduce.frameworks.{name}" for name in ("not_there", "registry", "torch_backend")),
+    }
+    assert {name for name in imported if name.partition(".")[0] in ("ringreduce", "ringrun", "mpi4py")} == {
+        *("ringreduce", "ringreduce._version"),
+        *own,
+    }
 
 
 @pytest.mark.parametrize(

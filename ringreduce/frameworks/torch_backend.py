@@ -1,7 +1,8 @@
 """What `import torch` calls, by the entry point in setup.cfg: a job of ringrun needs no import for the backend "ring".
 
 With the setting torch_backend, `ringrun --torch-backend ring`, programs that name "gloo", "mpi" or none use it, too. It
-stands here, and imports nothing else before a group is made, since every program that imports torch pays for it.
+stands here, outside of ringreduce.torch, and imports nothing before a group is made: every program that imports torch
+pays for it.
 ringrun hears of a rank's first group.
 """
 
@@ -15,6 +16,8 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
+
+from ringreduce.frameworks.registry import adapter
 
 HELPER = "_new_process_group_helper"
 """torch's own function, private, through which every process group is made."""
@@ -35,9 +38,7 @@ def register() -> None:
 
 
 def _create(options: Any, backend_options: Any) -> Any:
-    from ringreduce.torch.distributed.group import create
-
-    return create(options, backend_options)
+    return adapter("torch.distributed.group").create(options, backend_options)
 
 
 def rename(name: str) -> None:
@@ -107,7 +108,7 @@ def _say_once() -> None:
 
 
 def _watch_groups(error_file: str) -> None:
-    """Tell ringrun when this process joins others in a group, or has joined none for a minute; see job/joining.py."""
+    """Tell ringrun (job/joining.py) when this process joins others in a group, or has joined none for a minute."""
     from torch.distributed import distributed_c10d
 
     helper: Callable[..., Any] | None = getattr(distributed_c10d, HELPER, None)
