@@ -15,5 +15,5 @@ The manual is `ringrun -h` (the docstring of cli.py). From the user's shell down
     nodes without ssh join/                              each runs ringrun join: a head, and others that it uses
     other commands    doctor/ · stacks · top · twice (--twice) · build (--check-build)
     in a script       run_function                       ringreduce.run(): starts ringrun, and gets the ranks' results
-    everywhere        text · errors · folders
+    everywhere        text · errors · folders · records (of steps)
 """

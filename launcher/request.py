@@ -24,7 +24,7 @@ from .hosts import MAX_SLOTS, Found, named_hosts
 from .job.plan import Job
 from .network import parse_interfaces
 from .remote import Reach, reach_of
-from .run_report.metrics import LOOPBACK, require_prometheus
+from .run_report import LOOPBACK, require_prometheus
 from .ssh import parse_ssh
 
 

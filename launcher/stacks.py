@@ -15,8 +15,7 @@ from pathlib import Path
 
 from .errors import LauncherError, UsageError
 from .job.control_socket import STACKS, RunningJob, ask, find_jobs
-from .report.card import duration
-from .text import columns, counted, shortened
+from .text import columns, counted, duration, shortened
 
 _LONGEST_COMMAND = 60
 

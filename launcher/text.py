@@ -22,6 +22,21 @@ def counted(count: int, noun: str) -> str:
     return f"{count} {noun}{'' if count == 1 else 's'}"
 
 
+def duration(seconds: float) -> str:
+    """Return a time in two units at most: `0.3 s`, `12 s`, `2 min 5 s`, `3 h 20 min`, `2 d 4 h`.
+
+    >>> [duration(s) for s in (0.31, 12.4, 125, 12000, 187200)]
+    ['0.3 s', '12 s', '2 min 5 s', '3 h 20 min', '2 d 4 h']
+    """
+    if seconds < 9.95:
+        return f"{max(0.0, seconds):.1f} s"
+    for large, large_s, small, small_s in (("d", 86400, "h", 3600), ("h", 3600, "min", 60), ("min", 60, "s", 1)):
+        whole = round(seconds / small_s) * small_s
+        if whole >= large_s:
+            return f"{whole // large_s} {large} {whole % large_s // small_s} {small}"
+    return f"{seconds:.0f} s"
+
+
 def listed(names: Sequence[str], most: int = 8) -> str:
     """Return the names; of many the first, and how many there are beside.
 

@@ -19,7 +19,7 @@ from collections.abc import Iterator, Sequence
 
 from .errors import LauncherError
 from .job.control_socket import TOTALS, RunningJob, ask, find_jobs
-from .run_report.live import Totals, row, table
+from .run_report import Totals, row, table
 from .stacks import chosen, describe
 from .stacks import table as jobs_table
 from .text import shortened

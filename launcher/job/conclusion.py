@@ -11,7 +11,7 @@ from ..report import outcome
 from ..report.answers import stacks_report, waiting
 from ..report.card import card
 from ..report.outcome import RankEnd
-from ..run_report.collect import Collector
+from ..run_report import Collector
 from ..text import listed, numbered
 from .mpirun import MpiLauncher
 from .plan import Job

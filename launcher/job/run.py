@@ -21,9 +21,7 @@ from ..network import own_addresses
 from ..output.display import Display, Output
 from ..output.files import OutputFiles
 from ..processes import raise_open_files
-from ..run_report.collect import Collector
-from ..run_report.metrics import Metrics
-from ..run_report.write import Writer
+from ..run_report import Collector, Metrics, Writer
 from . import plan, restarts
 from .control_socket import open_control_socket
 from .departures import Departures

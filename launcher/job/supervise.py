@@ -19,8 +19,7 @@ from ..output.display import Output
 from ..report import outcome
 from ..report.answers import waiting
 from ..report.outcome import RankEnd
-from ..run_report import live
-from ..run_report.collect import Collector
+from ..run_report import Collector, encode
 from ..text import counted, listed, numbered
 from . import events, shutdown
 from .conclusion import WITHOUT_INIT, WITHOUT_LEAVING, Conclusion, Conclusions, Ranks, network_hint, raising
@@ -208,7 +207,7 @@ class Supervisor:
                 self._ask(lambda question: deliver(ranks.stacks(question)))
             case events.TotalsWanted(deliver):
                 self._channel.broadcast(wire.Record(_RECORD_S))
-                deliver(live.encode(self._collector.latest()))
+                deliver(encode(self._collector.latest()))
             case events.Deaf(reason):
                 self._end(shutdown.AFTER_TERMINATE, raising(MachineError(f"ranks can no longer be heard: {reason}")))
             case events.OutputClosed():

@@ -9,4 +9,14 @@ write     writes it, and the page, while the job runs
 command   ringrun report
 live      a table of what ranks do just now, for `ringrun top`
 metrics   the same for Prometheus
+
+The launcher knows the names below, and nothing else of it; of the launcher it knows how messages are worded, how a rank
+has ended, and why a file cannot be written (tests/unit/test_layers.py).
 """
+
+from .collect import Collector
+from .live import Totals, encode, row, table
+from .metrics import LOOPBACK, Metrics, require_prometheus
+from .write import Writer
+
+__all__ = ["LOOPBACK", "Collector", "Metrics", "Totals", "Writer", "encode", "require_prometheus", "row", "table"]

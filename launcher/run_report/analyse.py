@@ -18,26 +18,13 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from operator import itemgetter
 from statistics import median_low
-from typing import NamedTuple
 
+from ..records import Operation
 from .collect import Said
 
 Key = tuple[str, int]
 """An operation's name, and its how-manieth of the step it is."""
 Spans = list[tuple[float, float]]
-
-
-class Operation(NamedTuple):
-    """As a rank has sent it."""
-
-    name: str
-    kind: str
-    nbytes: int
-    submitted_s: float
-    ready_s: float
-    begun_s: float
-    ended_s: float
-    algorithm: str
 
 
 @dataclass(frozen=True)

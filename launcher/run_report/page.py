@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import UsageError
-from ..report.card import duration
+from ..text import duration
 
 TEMPLATE = "report.html.jinja"
 UNITS = {

@@ -12,7 +12,9 @@ import math
 import threading
 import time
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
+
+from ringrun.records import Operation
 
 KEPT = 64  # steps
 MOST = 256  # operations of a step that are kept, waits, and names
@@ -23,19 +25,6 @@ GROWTH = math.log(1.05)  # of a histogram's bins
 MARKED = "mark_step"
 SECONDS = "step_s", "blocked_s", "moving_s", "hidden_s"
 Spans = list[tuple[float, float]]
-
-
-class Operation(NamedTuple):
-    """One that has ended. It was ready when this rank knew that all had submitted it, and begun when its turn came."""
-
-    name: str
-    kind: str
-    nbytes: int
-    submitted_s: float
-    ready_s: float
-    begun_s: float
-    ended_s: float
-    algorithm: str
 
 
 @dataclasses.dataclass

@@ -4,8 +4,9 @@ import pytest
 
 from ringrun.connection.wire import Answer, RankError
 from ringrun.report.answers import NO_ANSWER, waiting
-from ringrun.report.card import WIDTH, card, duration
+from ringrun.report.card import WIDTH, card
 from ringrun.report.outcome import RankEnd
+from ringrun.text import duration
 
 
 def end(rank, code, **facts):

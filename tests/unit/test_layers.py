@@ -126,7 +126,7 @@ def test_only_the_transport_and_one_module_of_gpus_know_mpi():
 
 # the launcher's modules, and folders whose own modules are named only where they stand at different heights
 LAUNCHER_LAYERS = layers("""
-errors, text, hook < network < arguments, folders, processes, machine, forward <
+errors, text, records, hook < network < arguments, folders, processes, machine, forward <
 hosts, ssh, connection.frames, connection.wire, config, elastic < environment <
 engines, report, output, connection.link < run_report, connection.queued <
 connection.listener < remote < agent, preflight < job <
@@ -159,6 +159,17 @@ def test_the_launcher_s_imports_point_downward_too(module, path):
     for imported in launcher_imports(path):
         below, name = place_in_launcher(imported)
         assert below < row or name == own, f"{module} imports {imported}"
+
+
+def test_the_run_report_is_entered_by_one_door_and_knows_little_of_the_launcher():
+    inside, outside = set(), set()
+    for module, path in modules(LAUNCHER):
+        from_within = module.partition(".")[0] == "run_report"
+        for imported in launcher_imports(path):
+            if (imported.partition(".")[0] == "run_report") != from_within:
+                (inside if from_within else outside).add(imported)
+    assert outside == {"run_report"}
+    assert inside == {"errors", "text", "records", "output.files", "report.outcome"}
 
 
 def test_one_picture_shows_every_part_of_the_launcher():

@@ -13,12 +13,13 @@ import pytest
 
 from ringreduce.execution import steps
 from ringreduce.execution.signature import Signature
-from ringreduce.execution.steps import MARKED, MOST, Operation, StepRecorder
+from ringreduce.execution.steps import MARKED, MOST, StepRecorder
 from ringreduce.monitor import sampling
 from ringreduce.monitor.reporting import MOST_BYTES, shortened
 from ringreduce.transport import traffic
 from ringreduce.transport.message import MessageTransport
 from ringreduce.transport.world import World
+from ringrun.records import Operation
 from tests.support.opcodes import opcodes_of
 
 
