@@ -9,28 +9,19 @@ from ringreduce.kernels.quantized import BLOCK, block_bytes
 
 INT8, INT4 = (block_bytes(bits) / (4 * BLOCK) for bits in (8, 4))
 LOCAL_STEPS, STREAMED_STEPS = 8, 20
+_HIDDEN = f"DiLoCo(sync_every={STREAMED_STEPS}, int4)"  # travels while the next steps compute
 
-
-class Way(NamedTuple):
-    """A way to send gradients, or parameters now and then."""
-
-    name: str
-    share: float
-    """Bytes of a step, over those of fp32."""
-    hidden: bool = False
-    """They travel while the next steps compute."""
-
-
-WAYS = (
-    Way("fp32", 1.0),
-    Way("fp16", 0.5),
-    Way("int8", INT8),
-    Way("int4", INT4),
-    Way("PowerSGD(rank=4)", 0.02),  # of matrices of 384 x 1536; of larger ones less
-    Way(f"LocalSGD(sync_every={LOCAL_STEPS})", 1 / LOCAL_STEPS),
-    Way(f"DiLoCo(sync_every={STREAMED_STEPS}, int4)", INT4 / STREAMED_STEPS, hidden=True),
-    Way("nothing sent", 0.0),
-)
+SHARES = {
+    "fp32": 1.0,
+    "fp16": 0.5,
+    "int8": INT8,
+    "int4": INT4,
+    "PowerSGD(rank=4)": 0.02,  # of matrices of 384 x 1536; of larger ones less
+    f"LocalSGD(sync_every={LOCAL_STEPS})": 1 / LOCAL_STEPS,
+    _HIDDEN: INT4 / STREAMED_STEPS,
+    "nothing sent": 0.0,
+}
+"""Ways to send gradients, or parameters now and then: the bytes of a step, over those of fp32."""
 
 
 class Cost(NamedTuple):
@@ -41,24 +32,20 @@ class Cost(NamedTuple):
     step_s: float
 
 
-def sent_bytes(gradient_bytes: float, hosts: int) -> float:
-    """What each host sends, and gets, in an all-reduce of so many bytes over so many hosts; of fp32."""
-    return 2 * gradient_bytes * (hosts - 1) / hosts
-
-
 def costs(gradient_bytes: float, computing_s: float, hosts: int, gbit_s: float) -> list[Cost]:
     """Of each way: a step computes for `computing_s`, then sends over a wire of `gbit_s`; only hidden ways overlap.
 
-    The last row sends nothing: the most that any way can gain. With F FLOP/s, T tokens and a wire of W bytes/s a host,
-    and 6 FLOP a token and parameter, it is 1 + 4/3 (H - 1) / H F / (T W), whatever the size of the model.
+    In an all-reduce of fp32 a host sends, and gets, 2 (H - 1) / H of all bytes. The last row sends nothing: the most
+    that any way can gain. With F FLOP/s, T tokens and a wire of W bytes/s a host, and 6 FLOP a token and parameter, it
+    is 1 + 4/3 (H - 1) / H F / (T W), whatever the size of the model.
     """
-    whole = sent_bytes(gradient_bytes, hosts)
-
-    def step_s(way: Way) -> float:
-        wire_s = 8e-9 * way.share * whole / gbit_s
-        return max(computing_s, wire_s) if way.hidden else computing_s + wire_s
-
-    return [Cost(way.name, way.share * whole, step_s(way)) for way in WAYS]
+    rows = []
+    for name, share in SHARES.items():
+        sent_bytes = share * 2 * gradient_bytes * (hosts - 1) / hosts
+        wire_s = 8e-9 * sent_bytes / gbit_s
+        step_s = max(computing_s, wire_s) if name == _HIDDEN else computing_s + wire_s
+        rows.append(Cost(name, sent_bytes, step_s))
+    return rows
 
 
 def table(rows: Sequence[Cost]) -> str:

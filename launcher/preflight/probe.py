@@ -6,9 +6,8 @@ It prints one line of JSON on stdout, last of all. MPI is loaded, not initialise
 
 from __future__ import annotations
 
-import array
 import contextlib
-import fcntl
+import ctypes
 import glob
 import hashlib
 import importlib
@@ -19,7 +18,6 @@ import re
 import shutil
 import signal
 import socket
-import struct
 import subprocess
 import sys
 import tempfile
@@ -30,8 +28,10 @@ MARK = "ringrun-probe"
 
 _AGENT_TIMEOUT_S = 30
 
-_SIOCGIFCONF, _SIOCGIFFLAGS, _SIOCGIFNETMASK = 0x8912, 0x8913, 0x891B
-_IFREQ_BYTES, _MOST_ADDRESSES = 40, 4096
+_IN_SOCKADDR: dict[int, tuple[int, int]] = {
+    socket.AF_INET: (4, 4),
+    socket.AF_INET6: (8, 16),
+}  # where an address stands, and its bytes
 _IFF_LOOPBACK, _IFF_RUNNING = 0x8, 0x40
 _RDMA_PORTS = "/sys/class/infiniband/*/ports/*"
 
@@ -80,52 +80,43 @@ def _machine() -> list:  # type: ignore[type-arg]
     return [socket.gethostname(), identity, _interfaces(), rdma]
 
 
+class _Address(ctypes.Structure):
+    """An interface's, as the C library lists them: struct ifaddrs."""
+
+
+_Address._fields_ = [
+    ("next", ctypes.POINTER(_Address)),
+    ("name", ctypes.c_char_p),
+    ("flags", ctypes.c_uint),
+    *((name, ctypes.c_void_p) for name in ("address", "netmask", "peer", "data")),
+]
+
+
 def _interfaces() -> list[list]:  # type: ignore[type-arg]
     """Return name, whether it is running, and networks of each interface but the loopback."""
+    libc, first = ctypes.CDLL(None), ctypes.POINTER(_Address)()
     found: dict[str, list] = {}  # type: ignore[type-arg]
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
-        for name, flags in [(name, _flags(sock, name)) for _, name in socket.if_nameindex()]:
-            if not flags & _IFF_LOOPBACK:
-                found[name] = [name, bool(flags & _IFF_RUNNING), []]
-        for name, network in [*_ipv4_networks(sock), *_ipv6_networks()]:
-            if name in found:
-                found[name][2].append(network)
+    if libc.getifaddrs(ctypes.byref(first)) == 0:
+        at = first
+        while at:
+            each, at = at.contents, at.contents.next
+            name = each.name.decode().partition(":")[0]  # eth0:1 is a second address of eth0
+            if not each.flags & _IFF_LOOPBACK:
+                found.setdefault(name, [name, bool(each.flags & _IFF_RUNNING), []])[2].extend(_networks(each))
+        libc.freeifaddrs(first)
     return list(found.values())
 
 
-def _flags(sock: socket.socket, name: str) -> int:
-    try:
-        request = struct.pack("40s", name.encode())
-        return int(struct.unpack_from("H", fcntl.ioctl(sock, _SIOCGIFFLAGS, request), 16)[0])
-    except OSError:  # it has just gone
-        return _IFF_LOOPBACK
-
-
-def _ipv4_networks(sock: socket.socket) -> list[tuple[str, str]]:
-    """Return each address, with its prefix, behind its interface's name."""
-    room = array.array("B", bytes(_IFREQ_BYTES * _MOST_ADDRESSES))
-    request = struct.pack("iP", len(room), room.buffer_info()[0])
-    (used,) = struct.unpack_from("i", fcntl.ioctl(sock, _SIOCGIFCONF, request))
-    found = []
-    for at in range(0, used, _IFREQ_BYTES):
-        entry = bytes(room[at : at + _IFREQ_BYTES])
-        with contextlib.suppress(OSError):  # it has just gone
-            mask = fcntl.ioctl(sock, _SIOCGIFNETMASK, entry)[20:24]
-            bits = bin(int.from_bytes(mask, "big")).count("1")
-            name = entry[:16].split(b"\0")[0].decode().partition(":")[0]  # eth0:1 is a second address of eth0
-            found.append((name, f"{socket.inet_ntoa(entry[20:24])}/{bits}"))
-    return found
-
-
-def _ipv6_networks() -> list[tuple[str, str]]:
-    """Return the same of IPv6, but for link-local addresses."""
-    found = []
-    with contextlib.suppress(OSError), open("/proc/net/if_inet6") as file:
-        for line in file:
-            digits, _, bits, scope, _, name = line.split()
-            if scope == "00":
-                found.append((name, f"{socket.inet_ntop(socket.AF_INET6, bytes.fromhex(digits))}/{int(bits, 16)}"))
-    return found
+def _networks(each: _Address) -> list[str]:
+    """Return the address with its prefix; nothing for one that is neither IPv4 nor IPv6, or is link-local."""
+    family = int.from_bytes(ctypes.string_at(each.address, 2), sys.byteorder) if each.address else 0
+    if family not in _IN_SOCKADDR or not each.netmask:
+        return []
+    offset, nbytes = _IN_SOCKADDR[family]
+    address, mask = (ctypes.string_at(pointer + offset, nbytes) for pointer in (each.address, each.netmask))
+    if family == socket.AF_INET6 and address[0] == 0xFE and address[1] & 0xC0 == 0x80:
+        return []
+    return ["{}/{}".format(socket.inet_ntop(family, address), bin(int.from_bytes(mask, "big")).count("1"))]
 
 
 def _version(module: str) -> dict[str, str]:
