@@ -78,7 +78,7 @@ and a variable, RINGREDUCE_LOG_LEVEL; the first of them counts. horovodrun's fla
 _USAGE = "ringrun [-np N] [options] command [arguments …]"
 
 _SUBCOMMANDS = {
-    "doctor": "doctor",
+    "doctor": "doctor.command",
     "join": "join.command",
     "report": "run_report.command",
     "stacks": "stacks",

@@ -5,7 +5,3 @@ worker      what these ranks run
 links       the worker's lines → what is slow, what to do, and the figures as text; pure
 wire_cost   what a training step would take by each way to send less; pure
 """
-
-from .command import run
-
-__all__ = ["run"]

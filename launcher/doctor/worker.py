@@ -54,7 +54,8 @@ def _measure(pair: tuple[int, int], transport: SubsetTransport, control: Any) ->
     latency_us = _latency_us(transport)
     _reduce_s(transport, FIRST_BYTES)  # the first one connects
     rate = FIRST_BYTES / _reduce_s(transport, FIRST_BYTES)
-    rate = min(rate, control.sendrecv(rate, pair[1 - transport.rank]))
+    other = pair[1 - transport.rank]
+    rate = min(rate, control.sendrecv(rate, other, source=other))
     count_bytes = int(max(FIRST_BYTES, min(MOST_BYTES, rate * ATTEMPT_S)))
     took_s = statistics.median(_reduce_s(transport, count_bytes) for _ in range(ATTEMPTS))
     report(latency_us=latency_us, gbit_s=8e-9 * count_bytes / took_s)
