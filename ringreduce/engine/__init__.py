@@ -9,7 +9,6 @@ inbox             hands submissions to the engine's thread; batching and sleep
 process_sets      adds and removes process sets, and runs their operations and the channels'
 negotiation       announces this rank's submissions, does a leader's and a coordinator's work, runs what is ready
 channels          opens, closes and watches channels, in which nothing is negotiated
-leaving           when an engine that leaves may end
 activity          what this rank does and waits for, in words
 timeline_control  starting and stopping the timeline
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from ringreduce.engine.inbox import Inbox
 from ringreduce.engine.process_sets import ProcessSets
-from ringreduce.execution.ending import Ending
 from ringreduce.execution.signature import ranks_text
+from ringreduce.negotiation.ending import Ending
 from ringreduce.negotiation.protocol import StackRequest
 
 NAMED = 3  # how many operations a text names

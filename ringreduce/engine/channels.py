@@ -13,12 +13,12 @@ from ringreduce.execution.algorithms import Algorithms
 from ringreduce.execution.allreduce import allreduce
 from ringreduce.execution.channel import Channel
 from ringreduce.execution.context import Context, Operation
-from ringreduce.execution.ending import Ending
 from ringreduce.execution.host import Host, Resources
 from ringreduce.execution.opening import before_opening
 from ringreduce.execution.operations import alltoall
 from ringreduce.execution.signature import Signature, calling_line
 from ringreduce.execution.submission import Handle, Submission
+from ringreduce.negotiation.ending import Ending
 from ringreduce.negotiation.process_set import ProcessSetState
 from ringreduce.negotiation.protocol import GLOBAL
 from ringreduce.transport.waiting import WaitsFor

@@ -24,14 +24,12 @@ from ringreduce.collectives import fusion
 from ringreduce.engine.activity import Activity
 from ringreduce.engine.channels import Channels
 from ringreduce.engine.inbox import LONGEST_SLEEP_S, Inbox, may_be_interrupted
-from ringreduce.engine.leaving import Leaving
 from ringreduce.engine.negotiation import Negotiation
 from ringreduce.engine.polling import Polling, Service
 from ringreduce.engine.process_sets import ProcessSets
 from ringreduce.engine.submitting import Submitting
 from ringreduce.engine.timeline_control import TimelineControl
 from ringreduce.execution.context import Context
-from ringreduce.execution.ending import Ending
 from ringreduce.execution.host import Host
 from ringreduce.execution.lane import Lane
 from ringreduce.execution.steps import StepRecorder
@@ -44,6 +42,7 @@ from ringreduce.monitor import launcher_link
 from ringreduce.monitor.recording import Recording
 from ringreduce.monitor.reporting import Reporting, about
 from ringreduce.monitor.stalls import StallWatch
+from ringreduce.negotiation.ending import Ending
 from ringreduce.negotiation.mailbox import Mailbox
 from ringreduce.negotiation.neutral import neutral_submission
 from ringreduce.negotiation.protocol import JOIN, Broken
@@ -79,7 +78,7 @@ class Engine:
         self._inbox = inbox = Inbox(transport, settings, one_host, not host.overlaps)
         timeline = Timeline()
         self.recorder = recorder = StepRecorder()
-        self.ending = ending = Ending(world, inbox.lock)
+        self.ending = ending = Ending(world, mailbox, inbox.lock)
         neutral = functools.partial(neutral_submission, on_gpu=self.gpu.filled)
         self.negotiation = negotiation = Negotiation(world, settings, mailbox, inbox, ending, timeline, neutral)
         self.states = negotiation.states
@@ -92,7 +91,6 @@ class Engine:
         self.submitting = Submitting(world, inbox, ending, self.process_sets, self.gpu.check, recorder)
         self.submit = self.submitting.submit
         self.activity = Activity(inbox, ending, self.process_sets)
-        self._leaving = Leaving(mailbox, ending, self.process_sets)
         self._recording = Recording(mailbox, timeline, negotiation.followed, self.process_sets.has_run)
         doing, running = self.activity.doing, self.process_sets.all
         self._stalls = StallWatch(settings, mailbox, ending, inbox.lock, running, doing, self._stalled)
@@ -156,7 +154,7 @@ class Engine:
 
         def end() -> None:
             self._fail_all(error)
-            self._leaving.given_up = True
+            self.ending.given_up = True
 
         self._inbox.call_soon(end)
 
@@ -182,7 +180,7 @@ class Engine:
         try:
             while True:
                 with self._polling.lock:
-                    if self._leaving.may_end():
+                    if self.ending.may_end(self.process_sets.all()):
                         break
                     waits = None if self._polling.poll() else self._polling.waits_for()
                 if waits is not None or self._inbox.driving.locked():

@@ -13,11 +13,11 @@ from collections.abc import Callable, Sequence
 
 from ringreduce import errors
 from ringreduce.engine.inbox import Inbox
-from ringreduce.execution.ending import Ending
 from ringreduce.execution.signature import Signature
 from ringreduce.execution.submission import Submission
 from ringreduce.execution.timeline import Timeline
 from ringreduce.log import LOGGER, TRACE
+from ringreduce.negotiation.ending import Ending
 from ringreduce.negotiation.mailbox import Mailbox
 from ringreduce.negotiation.negotiator import Message
 from ringreduce.negotiation.process_set import ProcessSetState

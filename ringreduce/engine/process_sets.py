@@ -12,10 +12,10 @@ from ringreduce.engine.inbox import Inbox
 from ringreduce.engine.negotiation import Negotiation
 from ringreduce.errors import InputError
 from ringreduce.execution.context import Context
-from ringreduce.execution.ending import Ending
 from ringreduce.execution.executor import Ended, Executor, Running
 from ringreduce.execution.host import Host, Resources
 from ringreduce.execution.submission import Submission
+from ringreduce.negotiation.ending import Ending
 from ringreduce.negotiation.mailbox import Mailbox
 from ringreduce.negotiation.negotiator import Group, Negotiator
 from ringreduce.negotiation.process_set import ProcessSetState
@@ -187,10 +187,6 @@ class ProcessSets:
         return [each for state in self.states.values() for each in state.pending.values()]
 
     # The service
-
-    def is_busy(self) -> bool:
-        """True while an operation is under way or queued."""
-        return any(each.busy for each in self.all())
 
     def has_run(self, followed: dict[int, int]) -> bool:
         """True when nothing is under way, and another rank's count of schedule entries, by process set, is reached.

@@ -14,10 +14,10 @@ from ringreduce.engine.process_sets import ProcessSets
 from ringreduce.errors import CollectiveError
 from ringreduce.execution import errors_for
 from ringreduce.execution.channel import Channel
-from ringreduce.execution.ending import Ending
 from ringreduce.execution.signature import REFUSED, KnownSignatures, Signature, calling_line
 from ringreduce.execution.steps import StepRecorder
 from ringreduce.execution.submission import Handle, Submission
+from ringreduce.negotiation.ending import Ending
 from ringreduce.negotiation.process_set import ProcessSetState
 from ringreduce.negotiation.protocol import GLOBAL, JOIN
 from ringreduce.transport.world import World

@@ -8,9 +8,9 @@ from collections.abc import Callable, Sequence
 
 from ringreduce import errors
 from ringreduce.engine.inbox import Inbox
-from ringreduce.execution.ending import Ending
 from ringreduce.execution.timeline import Event, TimelineFile
 from ringreduce.monitor.recording import Recording
+from ringreduce.negotiation.ending import Ending
 
 ANSWERS_S = 5.0  # how long rank 0 waits for the others
 

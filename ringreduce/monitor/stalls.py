@@ -19,13 +19,13 @@ from typing import NamedTuple
 
 from ringreduce.errors import StalledError
 from ringreduce.execution.channel import Channel
-from ringreduce.execution.ending import Ending
 from ringreduce.execution.executor import Running
 from ringreduce.execution.signature import PACKAGE, Signature, ranks_text, tensor_text
 from ringreduce.log import LOGGER
 from ringreduce.monitor import launcher_link
 from ringreduce.monitor.side_job import SideJob
 from ringreduce.negotiation.coordinator import Coordinator, Waiting
+from ringreduce.negotiation.ending import Ending
 from ringreduce.negotiation.mailbox import Mailbox
 from ringreduce.negotiation.process_set import ProcessSetState
 from ringreduce.negotiation.protocol import GLOBAL, Failure, StackReply, StackRequest

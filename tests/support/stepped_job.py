@@ -229,7 +229,7 @@ class Rank:
         """One round of the engine's thread."""
         if self.ended:
             return False
-        self.ended = self.engine._leaving.may_end()
+        self.ended = self.engine.ending.may_end(self.engine.process_sets.all())
         moved = self.ended or self.engine._polling.poll()
         for number, state in self.negotiation.states.items():
             negotiator = state.negotiator
