@@ -10,7 +10,6 @@ process_sets      adds and removes process sets, and runs their operations and t
 negotiation       announces this rank's submissions, does a leader's and a coordinator's work, runs what is ready
 channels          opens, closes and watches channels, in which nothing is negotiated
 activity          what this rank does and waits for, in words
-timeline_control  starting and stopping the timeline
 
 Which operations are ready is decided in negotiation/; they are run in execution/.
 

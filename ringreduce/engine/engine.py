@@ -28,7 +28,6 @@ from ringreduce.engine.negotiation import Negotiation
 from ringreduce.engine.polling import Polling, Service
 from ringreduce.engine.process_sets import ProcessSets
 from ringreduce.engine.submitting import Submitting
-from ringreduce.engine.timeline_control import TimelineControl
 from ringreduce.execution.context import Context
 from ringreduce.execution.host import Host
 from ringreduce.execution.lane import Lane
@@ -91,14 +90,13 @@ class Engine:
         self.submitting = Submitting(world, inbox, ending, self.process_sets, self.gpu.check, recorder)
         self.submit = self.submitting.submit
         self.activity = Activity(inbox, ending, self.process_sets)
-        self._recording = Recording(mailbox, timeline, negotiation.followed, self.process_sets.has_run)
+        self._ended, offsets = threading.Event(), clock_offsets_us or [0.0] * world.size
+        followed, has_run = negotiation.followed, self.process_sets.has_run
+        self.timeline = Recording(mailbox, timeline, followed, has_run, inbox.call_soon, ending, self._ended, offsets)
         doing, running = self.activity.doing, self.process_sets.all
         self._stalls = StallWatch(settings, mailbox, ending, inbox.lock, running, doing, self._stalled)
-        self._ended = threading.Event()
-        offsets = clock_offsets_us or [0.0] * world.size
-        self.timeline = TimelineControl(inbox, self._recording, ending, self._ended, offsets)
         mailbox.handlers[Broken] = lambda source, broken: self._fail_all(errors.PeerLostError(broken.message, [source]))
-        others: list[Service] = [self._recording, self.gpu, self._stalls, self.channels]
+        others: list[Service] = [self.timeline, self.gpu, self._stalls, self.channels]
         work: list[Service] = [negotiation, self.process_sets]
         news, others = ([], [mailbox, *others]) if one_host else ([mailbox], others)
         self._polling = Polling(news, work, others, inbox, self._break, self.channels.by_number)
@@ -171,7 +169,7 @@ class Engine:
         if isinstance(self.ending.error, errors.StalledError):  # the others may not know, and would wait
             self._send_broken(self.ending.error)
         self.negotiation.announce()
-        self._recording.finish()
+        self.timeline.finish()
         self.negotiation.announce_leaving()
 
     # The engine's thread
@@ -190,7 +188,7 @@ class Engine:
         finally:
             with contextlib.suppress(Exception), self._polling.lock:  # whatever it is, see above
                 self.transport.in_flight.abandon()
-            self._recording.close()
+            self.timeline.close()
             if self.reporting is not None:
                 self.reporting.close()
             self._ended.set()

@@ -1,4 +1,4 @@
-"""The timeline of a whole job: rank 0 starts and stops it, the other engines send it their events.
+"""The timeline of a whole job: rank 0's threads start and stop it, the other engines send it their events.
 
 A file that cannot be written ends the recording, not the job.
 """
@@ -6,21 +6,25 @@ A file that cannot be written ends the recording, not the job.
 from __future__ import annotations
 
 import socket
+import threading
 import time
 from collections.abc import Callable, Sequence
 
+from ringreduce import errors
 from ringreduce.execution.timeline import PROCESS, SENT_AT_ONCE, Event, Timeline, TimelineFile, now_us
 from ringreduce.log import JOB
 from ringreduce.monitor.side_job import SideJob
+from ringreduce.negotiation.ending import Ending
 from ringreduce.negotiation.mailbox import Mailbox
 from ringreduce.negotiation.protocol import TimelineEvents, TimelineStart, TimelineStop
 from ringreduce.transport.waiting import WaitsFor
 
 SEND_S = 20e-3  # interval between sends: with rank 0's polling interval, events are in the file within 100 ms
+ANSWERS_S = 5.0  # how long rank 0 waits for the others
 
 
 class Recording:
-    """One rank's part of the recording."""
+    """One rank's part of the recording; any thread of rank 0 may call `start` and `stop`."""
 
     def __init__(
         self,
@@ -28,22 +32,65 @@ class Recording:
         timeline: Timeline,
         followed: Callable[[], dict[int, int]],
         has_run: Callable[[dict[int, int]], bool],
+        call_soon: Callable[[Callable[[], object]], object],
+        ending: Ending,
+        ended: threading.Event,
+        clock_offsets_us: Sequence[float],
     ) -> None:
         """followed: by process set, how many entries of its schedule this rank has followed.
 
-        has_run: True when this rank has run what another's `followed` counts.
+        has_run:   True when this rank has run what another's `followed` counts.
+        call_soon: runs a callback where the engine polls.
+        ended:     set when the engine's thread has ended.
+        clock_offsets_us: by rank, as for TimelineFile.
         """
-        self._mailbox = mailbox
-        self._timeline = timeline
+        self._mailbox, self._timeline = mailbox, timeline
         self._followed, self._has_run = followed, has_run
-        self.job = SideJob("the timeline", mailbox.rank)
+        self._call_soon, self._ending, self._ended = call_soon, ending, ended
+        self._clock_offsets_us = clock_offsets_us
+        self._job = SideJob("the timeline", mailbox.rank)
         messages = (TimelineStart, TimelineStop, TimelineEvents)
-        mailbox.handlers |= dict.fromkeys(messages, lambda *args: self.job(lambda: self._receive(*args)))
+        mailbox.handlers |= dict.fromkeys(messages, lambda *args: self._job(lambda: self._receive(*args)))
         self._file: TimelineFile | None = None
         self._missing: set[int] = set()
         self._done: Callable[[], object] = lambda: None
         self._until: dict[int, int] | None = None  # the recording ends when `has_run` is true of this
         self._sent_s = 0.0
+
+    # Called by the user's threads, on rank 0
+
+    def start(self, path: str, mark_cycles: bool, first: Sequence[Event] = ()) -> None:
+        """Start recording; stops an earlier timeline. Returns when all ranks record, or after ANSWERS_S.
+
+        first:  events of this rank from before.
+        Raises: OSError for a bad `path`.
+        """
+        self.stop()
+        file = TimelineFile(path, self._clock_offsets_us, min((each.start_us for each in first), default=None))
+        file.add(0, first)
+        if not self._call_and_wait(lambda done: self._start(file, mark_cycles, done)) and self._has_ended():
+            file.close()
+            error = self._ending.error
+            raise errors.CollectiveError(f"start_timeline: {error or 'the engine has ended'}") from error
+
+    def stop(self) -> None:
+        """Stop recording; returns when all ranks' events are in the file, or after ANSWERS_S."""
+        if not self._call_and_wait(self._stop):
+            self._call_soon(self.close)
+
+    def _call_and_wait(self, callback: Callable[[Callable[[], None]], None]) -> bool:
+        """Run `callback(done)` where the engine polls, and wait until it calls `done`; False if it does not in time."""
+        done, until_s = threading.Event(), time.monotonic() + ANSWERS_S
+        self._call_soon(lambda: self._job(lambda: callback(done.set)))
+        while not done.wait(0.05):
+            if self._has_ended() or time.monotonic() > until_s:
+                return False
+        return True
+
+    def _has_ended(self) -> bool:
+        return self._ended.is_set() or self._job.failed
+
+    # Called by the thread that polls
 
     def waits_for(self) -> WaitsFor:
         """Control messages, while events may come or go."""
@@ -57,26 +104,26 @@ class Recording:
         """
         if self._until is not None and self._has_run(self._until):
             self.finish()
-        return self.job(self._flush)
+        return self._job(self._flush)
 
     def finish(self) -> None:
         """Stop recording on this rank, and send the last events."""
         self._until = None
         self._timeline.stop()
-        self.job(lambda: self._send(answers=True))
+        self._job(lambda: self._send(answers=True))
 
     def close(self) -> None:
         """Stop recording; on rank 0 write the remaining events, and close the file."""
-        self.job(self._close)
+        self._job(self._close)
 
-    def start(self, file: TimelineFile, mark_cycles: bool, done: Callable[[], None]) -> None:
-        """On rank 0, after the previous recording was stopped: record to `file`, and call `done` when all ranks do."""
+    def _start(self, file: TimelineFile, mark_cycles: bool, done: Callable[[], None]) -> None:
+        """After the previous recording was stopped: record to `file`, and call `done` when all ranks do."""
         self._file = file
         self._begin(mark_cycles)
         self._ask(TimelineStart(mark_cycles), done)
 
-    def stop(self, done: Callable[[], None]) -> None:
-        """On rank 0: request the last events, and call `done` when all are in the file."""
+    def _stop(self, done: Callable[[], None]) -> None:
+        """Request the last events, and call `done` when all are in the file."""
         if self._file is None:
             done()
             return
