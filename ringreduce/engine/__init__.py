@@ -9,7 +9,7 @@ inbox             hands submissions to the engine's thread; batching and sleep
 process_sets      adds and removes process sets, and runs their operations and the channels'
 negotiation       announces this rank's submissions, does a leader's and a coordinator's work, runs what is ready
 channels          opens, closes and watches channels, in which nothing is negotiated
-activity          what this rank does and waits for, in words
+stalls            which ranks are missing, and what they do instead; what this rank waits for, in words
 
 Which operations are ready is decided in negotiation/; they are run in execution/.
 
@@ -21,7 +21,7 @@ Threads and locks. Each takes those of its row from left to right, and waits for
     a user's that waits          held           held          briefly    polls for a moment; the engine's thread sleeps
     a user's in a lane                          held                     one short operation of an idle channel
     the engine's                                held          briefly    polls: callbacks, negotiation, operations
-    any, for a report                                         briefly    looks: activity, sets, the launcher's questions
+    any, for a report                                         briefly    looks: stalls, sets, the launcher's questions
 
 Who may touch what is one rule: see `Polling`.
 """

@@ -21,12 +21,12 @@ from collections.abc import Callable, Sequence
 
 from ringreduce import errors
 from ringreduce.collectives import fusion
-from ringreduce.engine.activity import Activity
 from ringreduce.engine.channels import Channels
 from ringreduce.engine.inbox import LONGEST_SLEEP_S, Inbox, may_be_interrupted
 from ringreduce.engine.negotiation import Negotiation
 from ringreduce.engine.polling import Polling, Service
 from ringreduce.engine.process_sets import ProcessSets
+from ringreduce.engine.stalls import StallWatch
 from ringreduce.engine.submitting import Submitting
 from ringreduce.execution.context import Context
 from ringreduce.execution.host import Host
@@ -40,7 +40,6 @@ from ringreduce.log import LOGGER
 from ringreduce.monitor import launcher_link
 from ringreduce.monitor.recording import Recording
 from ringreduce.monitor.reporting import Reporting, about
-from ringreduce.monitor.stalls import StallWatch
 from ringreduce.negotiation.ending import Ending
 from ringreduce.negotiation.mailbox import Mailbox
 from ringreduce.negotiation.neutral import neutral_submission
@@ -55,7 +54,7 @@ BROKEN_SEND_S = 1.0  # how long an engine that failed tries to notify the others
 
 
 class Engine:
-    """One rank's engine. Any thread may call `submit`, `leave`, and the methods of `timeline` and `activity`."""
+    """One rank's engine. Any thread may call `submit`, `leave`, and what `timeline` and `stalls` say."""
 
     def __init__(
         self,
@@ -89,14 +88,12 @@ class Engine:
         self.process_sets = ProcessSets(world, host, inbox, mailbox, negotiation, ending, self.channels, make)
         self.submitting = Submitting(world, inbox, ending, self.process_sets, self.gpu.check, recorder)
         self.submit = self.submitting.submit
-        self.activity = Activity(inbox, ending, self.process_sets)
         self._ended, offsets = threading.Event(), clock_offsets_us or [0.0] * world.size
         followed, has_run = negotiation.followed, self.process_sets.has_run
         self.timeline = Recording(mailbox, timeline, followed, has_run, inbox.call_soon, ending, self._ended, offsets)
-        doing, running = self.activity.doing, self.process_sets.all
-        self._stalls = StallWatch(settings, mailbox, ending, inbox.lock, running, doing, self._stalled)
+        self.stalls = StallWatch(settings, mailbox, inbox, ending, self.process_sets, self._stalled)
         mailbox.handlers[Broken] = lambda source, broken: self._fail_all(errors.PeerLostError(broken.message, [source]))
-        others: list[Service] = [self.timeline, self.gpu, self._stalls, self.channels]
+        others: list[Service] = [self.timeline, self.gpu, self.stalls, self.channels]
         work: list[Service] = [negotiation, self.process_sets]
         news, others = ([], [mailbox, *others]) if one_host else ([mailbox], others)
         self._polling = Polling(news, work, others, inbox, self._break, self.channels.by_number)

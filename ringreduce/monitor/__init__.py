@@ -1,6 +1,6 @@
 """What watches a job.
 
-stalls         which ranks are missing, and what they do instead
+stall_report   which operations wait, and what ranks do instead, in words
 recording      the timeline of a whole job, over all engines
 reporting      sends to the launcher what steps wait for; sampling: its script's lines, processor time, memory
 side_job       what may fail without the job, such as a recording

@@ -19,7 +19,7 @@ from ringreduce.arrays import device_selection
 from ringreduce.engine.engine import Engine
 from ringreduce.errors import CollectiveError, NotInitializedError, StalledError
 from ringreduce.execution.host import Host
-from ringreduce.monitor import launcher_link, stalls
+from ringreduce.monitor import launcher_link, stall_report
 from ringreduce.monitor.launcher_link import StatusServer
 from ringreduce.settings import Checks, Settings
 from ringreduce.transport.message import MessageTransport
@@ -68,7 +68,7 @@ class Runtime:
         self._has_warned = False  # that ranks hang in shutdown()
         self.enter(setup)
         self._status_server = status_server or StatusServer(settings.error_file, str)
-        self._status_server.waiting_for = lambda: self.engine.activity.waiting_for()
+        self._status_server.waiting_for = lambda: self.engine.stalls.waiting_for()
         self._status_server.record = lambda for_s: self.engine.report(for_s)
 
     def enter(self, setup: Setup) -> None:
@@ -155,7 +155,7 @@ class Runtime:
         text = f"rank {self.world.rank} has waited in shutdown() for {waited_s:.0f} s; {stopped}"
         if not self._has_warned:
             self._has_warned = True
-            stalls.warn(self.settings, text)
+            stall_report.warn(self.settings, text)
         if is_over:
             raise StalledError(text)
 

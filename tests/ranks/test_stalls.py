@@ -11,10 +11,11 @@ import pytest
 
 import ringreduce as rr
 from ringreduce import runtime
+from ringreduce.engine import stalls
 from ringreduce.engine.engine import Engine
 from ringreduce.execution.signature import Signature
-from ringreduce.monitor import stalls
-from ringreduce.monitor.stalls import headline
+from ringreduce.monitor import stall_report
+from ringreduce.monitor.stall_report import headline
 from ringreduce.negotiation.coordinator import Waiting
 from ringreduce.settings import Settings
 from ringreduce.testing import run_ranks
@@ -57,7 +58,7 @@ def test_the_report_names_tensor_ranks_lines_and_what_the_missing_rank_does(caps
 
 def test_many_tensors_are_one_report_and_what_waits_elsewhere_is_told(monkeypatch):
     reports = []
-    monkeypatch.setattr(stalls.LOGGER, "warning", reports.append)
+    monkeypatch.setattr(stall_report.LOGGER, "warning", reports.append)
 
     def program():
         handles = [rr.allreduce_async(np.ones(2), name=f"t{k}.{rr.rank()}") for k in range(5)]
@@ -186,7 +187,7 @@ def test_of_operations_of_many_groups_of_ranks_the_first_are_told():
 def test_numbers_in_order():
     numbers = 1, 2, 3, 4, 11, 12, 13, 21, 101, 111, 122
     expected = "1st 2nd 3rd 4th 11th 12th 13th 21st 101st 111th 122nd"
-    assert " ".join(map(stalls.ordinal, numbers)) == expected
+    assert " ".join(map(stall_report.ordinal, numbers)) == expected
 
 
 @pytest.mark.parametrize("name", ["w", "ordered"])
@@ -202,13 +203,13 @@ def test_what_a_rank_waits_for_is_told_with_its_line(name):
         engine, told = runtime.current("a test").engine, []
         chosen = {"process_set": rr.ordered()} if name == "ordered" else {"name": name}
         first = rr.allreduce_async(np.ones(3), name="first")
-        assert engine.activity.waiting_for() == ""
+        assert engine.stalls.waiting_for() == ""
         if rr.rank() == 1:
             assert asked.wait(20)
         else:
-            threading.Thread(target=ask, args=(engine.activity, told)).start()
+            threading.Thread(target=ask, args=(engine.stalls, told)).start()
         assert rr.allreduce(np.ones(2), op=rr.Sum, **chosen)[0] == 2
-        assert engine.activity.waiting_for() == ""
+        assert engine.stalls.waiting_for() == ""
         return [*told, rr.synchronize(first)[0]]
 
     (told, first), (other,) = run_ranks(2, program)

@@ -376,7 +376,7 @@ def test_nobody_waits_for_an_engine_that_has_failed(tmp_path, words, fresh_log, 
 def test_a_side_job_that_fails_is_told_of_once_and_ends(capsys):
     def program():
         engine = runtime.current("a test").engine
-        engine._stalls._check = engine.timeline._flush = fails
+        engine.stalls._check = engine.timeline._flush = fails
         return [rr.allreduce(np.ones(2), name="w", op=rr.Sum)[0] for _ in range(3)]
 
     assert run_ranks(2, program) == [[2.0] * 3] * 2

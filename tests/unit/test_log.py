@@ -152,7 +152,7 @@ OF_ONE_RANK = {
     "runtime/lifecycle.py",
     "monitor/excepthook.py",
     "monitor/launcher_link.py",
-    "monitor/stalls.py",
+    "monitor/stall_report.py",
 }
 
 

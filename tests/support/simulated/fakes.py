@@ -80,7 +80,7 @@ class Engine:
         self.gpu = SimpleNamespace(queued=tuple, close=lambda: None, free=lambda **_: None, default_index=0)
         self.process_sets = SimpleNamespace(numbered=list)
         self.submitting = SimpleNamespace(watch=None)
-        self.activity = SimpleNamespace(waiting_for=str)
+        self.stalls = SimpleNamespace(waiting_for=str)
 
     def give_up(self, error: Exception) -> None:
         self.ending.error = self.ending.error or error

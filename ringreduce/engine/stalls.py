@@ -10,20 +10,19 @@ Source: Horovod's stall inspector, which names the ranks.
 from __future__ import annotations
 
 import math
-import sys
 import threading
 import time
-import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from ringreduce.engine.inbox import Inbox
+from ringreduce.engine.process_sets import ProcessSets
 from ringreduce.errors import StalledError
 from ringreduce.execution.channel import Channel
 from ringreduce.execution.executor import Running
-from ringreduce.execution.signature import PACKAGE, Signature, ranks_text, tensor_text
-from ringreduce.log import LOGGER
-from ringreduce.monitor import launcher_link
+from ringreduce.execution.signature import Signature, ranks_text
 from ringreduce.monitor.side_job import SideJob
+from ringreduce.monitor.stall_report import NAMED, SILENT, headline, named, report, stack_of, warn
 from ringreduce.negotiation.coordinator import Coordinator, Waiting
 from ringreduce.negotiation.ending import Ending
 from ringreduce.negotiation.mailbox import Mailbox
@@ -33,11 +32,9 @@ from ringreduce.settings import Settings
 from ringreduce.transport.waiting import WaitsFor
 
 REPLY_S = 3.0  # how long to wait for a reply
-NAMED = 3  # how many tensors and lines a report names; of others it states the number
 QUERIED = 8  # how many of the missing ranks are queried
 POLLS = 20  # checks per `stall_check_s`
 RECENT = 0.1  # of `stall_check_s`: what has waited for less is not in a report of what has waited for longer
-SILENT = "it is stopped, or in C code that holds the GIL"
 
 
 class Inquiry(NamedTuple):
@@ -58,22 +55,17 @@ class StallWatch:
         self,
         settings: Settings,
         mailbox: Mailbox,
+        inbox: Inbox,
         ending: Ending,
-        lock: threading.Lock,
-        running: Callable[[], Sequence[Running]],
-        doing: Callable[[StackRequest], str],
+        process_sets: ProcessSets,
         give_up: Callable[[StalledError, Sequence[int]], None],
     ) -> None:
-        """lock: the inbox's;  running: all process sets and channels of this rank.
-
-        doing:   replies for this rank, which has its stack reported of the thread that calls this.
-
-        give_up: called after `stall_abort_s` with the ranks that this one waits for; in an elastic job again and again,
-            since there only those end.
+        """give_up: called after `stall_abort_s` with the ranks that this one waits for; in an elastic job again and
+        again, since there only those end.
         """
-        self._settings, self._mailbox, self._lock = settings, mailbox, lock
-        self._ending, self._running, self._doing, self._give_up = ending, running, doing, give_up
-        self._init_thread = threading.get_ident()
+        self._settings, self._mailbox, self._inbox = settings, mailbox, inbox
+        self._ending, self._process_sets, self._give_up = ending, process_sets, give_up
+        self._init_thread = threading.get_ident()  # whose stack is reported
         self._job = SideJob("the stall watch", mailbox.rank)
         messages = (StackRequest, StackReply)
         mailbox.handlers |= dict.fromkeys(messages, lambda *args: self._job(lambda: self._receive(*args)))
@@ -106,7 +98,7 @@ class StallWatch:
             self._check_operation(each, now - each.stuck().moved_s)
             if each.busy
             else isinstance(each, ProcessSetState) and self._check_set(each, now)
-            for each in self._running()
+            for each in self._process_sets.all()
         ]
         self._attentive = any(stalled) or self._inquiry is not None
 
@@ -142,7 +134,7 @@ class StallWatch:
             if waiting:
                 self._check_waiting(state, state.coordinator, waiting, now)
             return bool(waiting) or self._check_leaving(state, now)
-        with self._lock:  # the user's threads add to it; joins may wait for as long as the others train
+        with self._inbox.lock:  # the user's threads add to it; joins may wait for as long as the others train
             oldest = next((each for key, each in state.pending.items() if key != "join.join"), None)
         leaving_s = self._ending.leaving_s if state.number == GLOBAL else math.inf
         waited_s = now - (oldest.submitted_s if oldest else leaving_s)
@@ -167,7 +159,7 @@ class StallWatch:
         """Check an operation under way: when it does not move, some rank is stopped, or its engine cannot run."""
         if stalled_s < self._check_s or (isinstance(state, Channel) and state.patient):
             return False
-        with self._lock:
+        with self._inbox.lock:
             first = next(iter(state.running.values()), None)
         what = "an operation" if first is None else f"{first.signature.text} ({first.line})"
         text = (
@@ -265,94 +257,41 @@ class StallWatch:
     def _reply(self, request: StackRequest) -> StackReply:
         return StackReply(request.number, self._doing(request), stack_of(self._init_thread))
 
+    # What this rank does, in words
 
-def warn(settings: Settings, text: str, full: str = "") -> None:
-    """Report `text` to ringrun, which adds the stacks of all ranks; without ringrun log the full text."""
-    if not launcher_link.report(settings.error_file, stalled=text):
-        LOGGER.warning(f"stalled: {full or text}")
+    def _doing(self, request: StackRequest) -> str:
+        """This rank's last submission, what it waits for, and whether a stalled name waits in another process set."""
+        with self._inbox.lock:
+            text = self._inbox.last_submission_text()
+            waiting = self._process_sets.pending()
+            refusals = [
+                f"{name!r}: {self._inbox.refusals[name]}" for name in request.names if name in self._inbox.refusals
+            ]
+        if waiting:
+            text += f", and waits for {named([each.signature.text for each in waiting])}"
+        text += "".join(f"; of {each}" for each in refusals)
+        for each in waiting:
+            (kind, name, *_), number = each.signature, each.process_set
+            if name in request.names and (number, kind) != (request.process_set, request.kind):
+                text += f"; it submitted {each.signature.text} ({each.line}) to process set {number}"
+                text += f" ({ranks_text(self._process_sets.members[number])})"
+                return f"{text}: all ranks must pass the same operation and the same process set"
+        return text
 
+    def waiting_for(self) -> str:
+        """What threads of this rank wait for, as `allreduce 'layer3.w' (train.py:41)`; empty for nothing.
 
-def stack_of(thread: int) -> str:
-    """The Python stack of a thread, down to the line that called this package."""
-    frame = sys._current_frames().get(thread)
-    if frame is None:
-        return "its main thread has ended\n"
-    frames = list(traceback.extract_stack(frame))
-    while len(frames) > 1 and frames[-1].filename.startswith(PACKAGE):
-        frames.pop()
-    return "".join(traceback.format_list(frames))
-
-
-def headline(waiting: Sequence[Waiting], now: float) -> str:
-    """Who is behind, as far as it is known; which tensors wait, for how long, who has submitted them, and who has not.
-
-    Tensors that the same ranks have submitted in the same lines are one sentence.
-    """
-    groups: dict[tuple[object, ...], list[Waiting]] = {}
-    for each in waiting:
-        groups.setdefault((each.signature.kind, *each.submitted.items(), *each.missing), []).append(each)
-    lines = [_sentence(each, now) for each in list(groups.values())[:NAMED]]
-    others = sum(map(len, list(groups.values())[NAMED:]))
-    lines += [f"and {others} more, of other ranks or lines"] if others else []
-    lines[-1] += f". All ranks must submit {'them' if waiting[1:] else 'it'}"
-    if behind := _behind(waiting):
-        lines.insert(0 if len(groups) > 1 else 1, behind)
-    return "\n".join(lines)
-
-
-def _sentence(waiting: Sequence[Waiting], now: float) -> str:
-    """Of tensors that wait for the same ranks."""
-    first = waiting[0]
-    shapes = ", ".join(map(tensor_text, first.signature.tensors[:NAMED]))
-    text = first.signature.text + (f" ({shapes})" if shapes else "")
-    if len(waiting) > 1:
-        names = ", ".join(each.signature.text.removeprefix(f"{first.signature.kind} ") for each in waiting[1:NAMED])
-        more = len(waiting) - NAMED
-        text += f", and {names}" + (f" and {more} more" if more > 0 else "")
-    by_line: dict[str, list[int]] = {}
-    for rank, line in sorted(first.submitted.items()):
-        by_line.setdefault(line, []).append(rank)
-    submitted = [f"{ranks_text(ranks)} ({line})" for line, ranks in list(by_line.items())[:NAMED]]
-    others = f" and in {len(by_line) - NAMED} more lines" if len(by_line) > NAMED else ""
-    return (
-        f"{text}: waiting for {now - first.since_s:.0f} s; submitted by {', '.join(submitted)}{others}; "
-        f"missing: {ranks_text(first.missing)}"
-    )
-
-
-def _behind(waiting: Sequence[Waiting]) -> str:
-    """How many steps ranks have taken, where that is known: all had reduced a tensor that waits equally often."""
-    newest = max(waiting, key=lambda each: each.step)
-    same = [
-        each
-        for each in waiting
-        if (each.signature.unnumbered, each.missing) == (newest.signature.unnumbered, newest.missing)
-    ]
-    newest = min(same, key=lambda each: each.step)  # of unnamed tensors several may wait
-    if newest.step < 1:
-        return ""
-    own, late, number = list(newest.submitted), newest.missing, newest.step
-    text = (
-        f"{ranks_text(late)} took {number} step{'s' * (number > 1)}, {ranks_text(own)} {'are' if own[1:] else 'is'} in "
-        f"{'their' if own[1:] else 'its'} {ordinal(number + 1)} ({newest.signature.text})"
-    )
-    elsewhere = any(rank in each.submitted for each in waiting for rank in late)
-    return text + (": do all ranks have equally many batches?" if elsewhere else "")
-
-
-def ordinal(number: int) -> str:
-    """Such as 1st, 12th, 22nd."""
-    teen = 10 <= number % 100 < 20
-    return f"{number}{'th' if teen else {1: 'st', 2: 'nd', 3: 'rd'}.get(number % 10, 'th')}"
-
-
-def report(text: str, queried: Sequence[int], replies: Mapping[int, StackReply], *, stacks: bool = True) -> str:
-    """The headline, and each rank's reply, with or without its stack."""
-    parts = [text]
-    for rank in queried:
-        reply = replies.get(rank)
-        if reply is None:
-            parts.append(f"rank {rank} does not answer: {SILENT}")
-        else:
-            parts.append(f"rank {rank} {reply.doing}" + (f"; it is here:\n{reply.stack.rstrip()}" if stacks else ""))
-    return "\n".join(parts)
+        Any thread may call it.
+        """
+        with self._inbox.lock:
+            running = [each for on in self._process_sets.all() for each in list(on.running.values())]
+            lines = {id(each): each.line for each in self._process_sets.pending() + running}
+            handles = self._inbox.waited_for()
+        texts = [
+            f"{each.signature.text} ({lines[id(each)]})"
+            for each in handles
+            if id(each) in lines  # not one that has just been completed
+        ]
+        if self._ending.leaving and not texts:
+            return f"waits in shutdown() for the others ({self._ending.leaving})"
+        return named(texts, ",")
