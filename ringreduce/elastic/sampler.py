@@ -95,3 +95,5 @@ class ElasticSampler(DistributedSampler):
         """Divide what is left among the ranks that there are now."""
         self._divide()
         self._first = self.processed_num
+
+    elastic_begin = reset

@@ -12,13 +12,9 @@ from ringreduce.api.process_sets import global_process_set
 from ringreduce.api.world import rank
 from ringreduce.elastic.commit import Commit, PutBack, Restoration
 from ringreduce.elastic.kept import Kept, KeptFile
-from ringreduce.elastic.sampler import ElasticSampler
 from ringreduce.errors import HostsUpdatedInterrupt, InputError
 from ringreduce.log import JOB
 from ringreduce.negotiation.protocol import GLOBAL
-from ringreduce.numpy.optimizer import WrappingOptimizer
-from ringreduce.optim.local.steps import HasLocalSteps
-from ringreduce.optim.powersgd import PowerSGD
 from ringreduce.runtime import current, is_initialized
 from ringreduce.runtime.submit import prepared
 
@@ -153,7 +149,7 @@ class ObjectState(State):
         self._committed, self._spare = Commit(), Commit()
         self._own, self._spare_own = Commit(), Commit()  # of the local attributes
         self._committed.take(self._tree(), number=0)
-        self._own.take(self._own_tree(), number=0)
+        self._own.take(self._tree(own=True), number=0)
         self._number = next(self._numbers)  # of the states of this process: the same after a restart
         self._kept: Kept | None = None
 
@@ -173,15 +169,15 @@ class ObjectState(State):
 
     def restore(self) -> None:
         """Give all attributes their committed values."""
-        of_codecs = self._of_codecs("shared") | self._of_codecs("residuals")
+        parts = self._parts(own=False) | self._parts(own=True)
         for commit in (self._committed, self._own):
             put_back = Restoration().put_back
             for name, saved in commit.tree().items():
-                if name in of_codecs:
-                    put_back(of_codecs[name], saved)
+                if name in parts:
+                    put_back(parts[name], saved)
                 else:
                     setattr(self, name, self._put_back(getattr(self, name, None), saved, put_back))
-        self._begin_from_anchors()
+        self._ask("elastic_begin")
 
     def resume(self) -> None:
         """Take the newest commit that is kept on this host, if there is one."""
@@ -223,7 +219,7 @@ class ObjectState(State):
         broadcast_(prepared("broadcast", arrays, GLOBAL, room), root, arrays)
         if not is_root:
             self._spare.finish(number, pickled)
-            self._spare_own.take(self._own_tree(), number)
+            self._spare_own.take(self._tree(own=True), number)
             self._use_spare()
         if not is_root or self.is_sharded:  # parts that all ranks have from one are whole until the next step, on all
             self.restore()
@@ -231,19 +227,7 @@ class ObjectState(State):
 
     def reset(self) -> None:
         """Divide what is left of datasets among the ranks that there are; all begin with a whole step."""
-        for name in self._names:
-            value = getattr(self, name)
-            if isinstance(value, ElasticSampler):
-                value.reset()
-            elif isinstance(value, WrappingOptimizer):
-                value.begin_step()
-        self._begin_from_anchors()
-
-    def _begin_from_anchors(self) -> None:
-        """Optimizers with local steps go on from what all ranks have alike."""
-        for name in self._names:
-            if isinstance(value := getattr(self, name), HasLocalSteps):
-                value.begin_from_anchors()
+        self._ask("elastic_begin")
 
     def _root(self) -> int:
         """The rank whose state all are to have."""
@@ -259,7 +243,7 @@ class ObjectState(State):
     def _commit(self, refers: bool = False) -> None:
         self._spare.file = self._next_file()
         self._spare.take(self._tree(), self.commits + 1, refers and self._spare.file is None)
-        self._spare_own.take(self._own_tree(), self.commits + 1, refers)
+        self._spare_own.take(self._tree(own=True), self.commits + 1, refers)
         self._use_spare()
 
     def _next_file(self) -> KeptFile | None:
@@ -274,18 +258,24 @@ class ObjectState(State):
         self._committed, self._spare = self._spare, self._committed
         self._own, self._spare_own = self._spare_own, self._own
 
-    def _tree(self) -> dict[str, Any]:
-        taken = {name: self._taken(getattr(self, name)) for name in self._names if name not in self._local}
-        return taken | self._of_codecs("shared")
+    def _tree(self, own: bool = False) -> dict[str, Any]:
+        """What is committed: of what all ranks have alike, or of what is each rank's own."""
+        names = [name for name in self._names if (name in self._local) == own]
+        return {name: self._taken(getattr(self, name)) for name in names} | self._parts(own)
 
-    def _own_tree(self) -> dict[str, Any]:
-        return {name: self._taken(getattr(self, name)) for name in self._local} | self._of_codecs("residuals")
+    def _parts(self, own: bool) -> dict[str, Any]:
+        found = self._ask("elastic_parts", own).items()
+        return {f"{name}.{key}": part for name, parts in found for key, part in parts.items()}
 
-    def _of_codecs(self, part: str) -> dict[str, Any]:
-        """The dicts that a PowerSGD of an optimizer has, what is `shared` or each rank's `residuals`."""
-        exchanges = {name: getattr(getattr(self, name, None), "_exchange", None) for name in self._names}
-        codecs = {name: getattr(each, "compression", None) for name, each in exchanges.items()}
-        return {f"{name}.{part}": getattr(each, part) for name, each in codecs.items() if isinstance(each, PowerSGD)}
+    def _ask(self, method: str, *args: Any) -> dict[str, Any]:
+        """What the attributes return that have such a method.
+
+        elastic_parts(own): what is committed beside its state_dict(): dicts by name, restored in place, of what all
+            ranks have alike, or of what is each rank's own.
+        elastic_begin(): the ranks have changed, or the state was restored: begin anew.
+        """
+        found = {name: getattr(getattr(self, name, None), method, None) for name in self._names}
+        return {name: call(*args) for name, call in found.items() if callable(call)}
 
     def _taken(self, value: Any) -> Any:
         """What is saved of an attribute."""
@@ -301,7 +291,7 @@ class ObjectState(State):
 
 def _live_state(value: Any) -> Any:
     """What an object's state is restored into: of an optimizer without a state_dict, whose arrays others hold, too."""
-    return value.state_dict() if isinstance(value, WrappingOptimizer) and not value.has_state_dict else None
+    return None if getattr(value, "has_state_dict", True) else value.state_dict()
 
 
 def _has_state_dict(value: Any) -> bool:

@@ -58,7 +58,7 @@ class JaxState(ObjectState):
         self._watch()
 
     def _watch(self) -> None:
-        leaves = jax.tree.leaves((self._tree(), self._own_tree()))
+        leaves = jax.tree.leaves((self._tree(), self._tree(own=True)))
         self._watched = [each for each in leaves if isinstance(each, jax.Array)]
 
 

@@ -58,9 +58,9 @@ class KerasState(ObjectState):
         self._follow()
         super().restore()
 
-    def _tree(self) -> dict[str, Any]:
+    def _tree(self, own: bool = False) -> dict[str, Any]:
         self._follow()
-        return super()._tree()
+        return super()._tree(own)
 
     def _follow(self) -> None:
         """Where the model has been compiled anew its optimizer is another one."""

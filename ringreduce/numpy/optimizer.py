@@ -208,16 +208,12 @@ class WrappingOptimizer:
         """What becomes of a call of such a method, or of the wrapped callable."""
         raise NotImplementedError
 
-    def begin_step(self) -> None:
-        """The ranks have changed, or the state: begin with a whole step."""
-
     def state_dict(self) -> Any:
         """The wrapped optimizer's, or where it has none its attributes: an elastic state commits them."""
         return self._optimizer.state_dict() if has_state_dict(self._optimizer) else dict(self._attributes)
 
     def load_state_dict(self, state_dict: Any) -> Any:
-        """Go back to what `state_dict` returned, which is where a step begins."""
-        self.begin_step()
+        """Go back to what `state_dict` returned."""
         if has_state_dict(self._optimizer):
             return self._optimizer.load_state_dict(state_dict)
         self._attributes.clear()
@@ -292,9 +288,18 @@ class ReducingOptimizer(WrappingOptimizer):
         copied, accumulation, exchange.compression = copy.deepcopy(own, memo)
         return type(self)(copied, exchange, self._gradients, accumulation)
 
-    def begin_step(self) -> None:
+    def elastic_begin(self) -> None:
         """Forget the gradients that were summed since the last step."""
         self._accumulation.reset()
+
+    def elastic_parts(self, own: bool) -> dict[str, Any]:
+        """See `Exchange.elastic_parts`."""
+        return self._exchange.elastic_parts(own)
+
+    def load_state_dict(self, state_dict: Any) -> Any:
+        """Go back to what `state_dict` returned, which is where a step begins."""
+        self.elastic_begin()
+        return super().load_state_dict(state_dict)
 
     def _method(self, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
         return functools.partial(self._apply_gradients if name == "apply_gradients" else self._call, method)

@@ -96,6 +96,10 @@ class Exchange:
         """The ranks that take part; 1: there is nothing to do, as on a rank that is not in the process set."""
         return (self.process_set.size() or 1) if self.process_set.included() else 1
 
+    def elastic_parts(self, own: bool) -> dict[str, Any]:
+        """See `PowerSGD.elastic_parts`; others keep nothing."""
+        return self.compression.elastic_parts(own) if isinstance(self.compression, PowerSGD) else {}
+
     def check_world(self) -> None:
         """Raise InputError where the current world cannot do this; another init() may have changed its size."""
         number_of(self.process_set, "DistributedOptimizer")

@@ -129,6 +129,10 @@ class PowerSGD:
         }
         self._is_complete = strict and bool(self.shared)
 
+    def elastic_parts(self, own: bool) -> dict[str, Any]:
+        """What an elastic state commits: what all ranks have alike, or what is each rank's own."""
+        return {"residuals": self.residuals} if own else {"shared": self.shared}
+
     def forget(self, names: Iterable[str]) -> None:
         """Have no state of these gradients: there are none of these names any more, or they are other ones."""
         for name in names:

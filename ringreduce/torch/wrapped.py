@@ -14,7 +14,7 @@ import torch
 from ringreduce import runtime
 from ringreduce.api.world import size
 from ringreduce.errors import InputError
-from ringreduce.optim.exchange import Exchange, check_passes
+from ringreduce.optim.exchange import check_passes
 from ringreduce.torch.groups import in_order_of
 
 METHODS = ("step", "zero_grad", "add_param_group", "load_state_dict", "state_dict")
@@ -37,11 +37,10 @@ class WrappedMixin(Wrapped):
     param_groups: list[dict[str, Any]]
     _reducer: Any
 
-    @property
-    def _exchange(self) -> Exchange:
-        """As of an optimizer of no framework."""
-        exchange: Exchange = self._reducer.exchange
-        return exchange
+    def elastic_parts(self, own: bool) -> dict[str, Any]:
+        """See `Exchange.elastic_parts`."""
+        parts: dict[str, Any] = self._reducer.exchange.elastic_parts(own)
+        return parts
 
     @property
     def _parameter_names(self) -> dict[Any, str]:

@@ -306,3 +306,5 @@ class HasLocalSteps:
     def begin_from_anchors(self) -> None:
         """The ranks have changed: give up what is on its way, and what this rank has learned since the last average."""
         self._local.begin_from_anchors()
+
+    elastic_begin = begin_from_anchors
