@@ -11,7 +11,6 @@
 
     train(state)
 
-libraries     the arrays of each library, as bytes in a commit's memory and back
 kept          files in memory, from which a job goes on that was started again
 commit        one copy of a state
 state         State, ObjectState: what is committed, restored and shared

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ringreduce.arrays.libraries import LIBRARIES, library_of
 from ringreduce.elastic.kept import Found, KeptFile
-from ringreduce.elastic.libraries import LIBRARIES, library_of
 from ringreduce.log import JOB
 from ringreduce.transport.pickling import Pickler
 

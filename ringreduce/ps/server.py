@@ -11,10 +11,10 @@ from typing import Any, NamedTuple, get_args
 
 import numpy as np
 
+from ringreduce.arrays.libraries import to_numpy
 from ringreduce.compression import AnyCompressor, Compression
 from ringreduce.errors import CollectiveError, InputError
 from ringreduce.ps import messages
-from ringreduce.ps.arrays import to_numpy
 from ringreduce.ps.consistency import Consistency, Gradients, Sync
 from ringreduce.ps.layout import Key
 from ringreduce.ps.roles import Mode, begin, regrouped, retried

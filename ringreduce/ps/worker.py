@@ -9,6 +9,7 @@ import numpy as np
 
 from ringreduce import runtime
 from ringreduce.arrays import trees
+from ringreduce.arrays.libraries import as_kind, to_numpy
 from ringreduce.arrays.memory import Memory, in_common
 from ringreduce.arrays.torch_tensor import is_torch
 from ringreduce.compression import AnyCompressor, Compression, wire_of
@@ -16,7 +17,6 @@ from ringreduce.errors import InputError
 from ringreduce.execution.submission import Handle
 from ringreduce.log import JOB
 from ringreduce.ps import messages
-from ringreduce.ps.arrays import as_kind, to_numpy
 from ringreduce.ps.layout import Key, joined
 from ringreduce.ps.roles import begin, regrouped, retried
 

@@ -11,8 +11,8 @@ import pytest
 
 import ringreduce as rr
 import ringreduce.jax as hvd
+from ringreduce.arrays.libraries import as_kind, to_numpy
 from ringreduce.jax import host, primitive
-from ringreduce.ps import arrays
 from tests.support import names
 from tests.support.reference import REDUCES
 
@@ -432,9 +432,9 @@ def test_a_jax_without_what_is_relied_on_is_refused(monkeypatch):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_parameter_servers_arrays_come_back_as_jaxs(dtype):
     original = jax.device_put(jnp.arange(3.0, dtype=dtype), jax.devices()[1])
-    values = arrays.to_numpy(original)
+    values = to_numpy(original)
     assert values.dtype == np.float32
-    back = arrays.as_kind(original, values)
+    back = as_kind(original, values)
     assert (back.dtype, back.sharding, back.tolist()) == (original.dtype, original.sharding, [0, 1, 2])
 
 

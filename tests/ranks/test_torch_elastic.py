@@ -11,8 +11,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import ringreduce.torch as hvd
 from ringreduce import runtime
+from ringreduce.arrays.libraries import LIBRARIES
 from ringreduce.elastic.commit import Restoration
-from ringreduce.elastic.libraries import LIBRARIES
 from ringreduce.testing import run_ranks
 from tests.support.on_threads import each_rank_of
 

@@ -1,4 +1,4 @@
-"""How a commit keeps the arrays of each library: as bytes in host memory. No library is imported here."""
+"""What is done with the arrays of each library in its own way: one table. No library is imported here."""
 
 from __future__ import annotations
 
@@ -9,9 +9,29 @@ from typing import Any
 
 import numpy as np
 
+from ringreduce.arrays.gpu_buffer import uploaded
+from ringreduce.errors import UnsupportedArrayError
+
 
 class Library:
-    """NumPy's arrays; the base of the others."""
+    """NumPy's arrays, and those that it can view; the base of the others."""
+
+    def to_numpy(self, array: Any) -> Any:
+        """The elements on the host, in the array's own memory where that is possible.
+
+        Of bfloat16, with which NumPy cannot compute, as float32.
+        """
+        if isinstance(array, np.ma.MaskedArray):
+            raise UnsupportedArrayError("a masked array would lose its mask; pass array.filled(value)")
+        array = np.asarray(array)
+        return array.astype(np.float32) if array.dtype.name == "bfloat16" else array
+
+    def as_kind(self, original: Any, values: Any) -> Any:
+        """What `to_numpy` made of an array like the original, as one of its library and type, on its device."""
+        dtype = getattr(original, "dtype", None)
+        return values.astype(dtype, copy=False) if str(dtype) == "bfloat16" else values
+
+    # In the memory of an elastic state's commit
 
     def fits(self, array: Any) -> bool:
         """True when its elements can be kept as bytes; others are pickled."""
@@ -43,6 +63,13 @@ class Library:
 
 
 class _Torch(Library):
+    def to_numpy(self, array: Any) -> Any:
+        array = array.detach().cpu()
+        return (array.float() if array.dtype is sys.modules["torch"].bfloat16 else array).numpy()
+
+    def as_kind(self, original: Any, values: Any) -> Any:
+        return sys.modules["torch"].as_tensor(values, dtype=original.dtype, device=original.device)
+
     def fits(self, array: Any) -> bool:
         strided = sys.modules["torch"].strided
         return array.layout is strided and not array.is_quantized and array.device.type != "meta"
@@ -72,6 +99,12 @@ class _Torch(Library):
 
 
 class _CuPy(Library):
+    def to_numpy(self, array: Any) -> Any:
+        return super().to_numpy(array.get())
+
+    def as_kind(self, original: Any, values: Any) -> Any:
+        return uploaded(values, original.device.id)
+
     def array(self, room: Any) -> Any:
         return sys.modules["cupy"].asarray(room)
 
@@ -87,6 +120,10 @@ class _CuPy(Library):
 
 class _Jax(Library):
     """Its arrays cannot be changed, so a restored variable holds a new one."""
+
+    def as_kind(self, original: Any, values: Any) -> Any:
+        sharding = original.sharding if original.committed else None
+        return sys.modules["jax"].device_put(values.astype(original.dtype), sharding)
 
     def fits(self, array: Any) -> bool:
         return bool(array.is_fully_addressable) and isinstance(array.dtype, np.dtype)
@@ -113,6 +150,14 @@ def _library_of(kind: type) -> str:
 
 library_of: Callable[[type], str] = functools.cache(_library_of)
 """The key in LIBRARIES of a type of arrays; empty for other types."""
+
+
+def _by_library(method: str) -> Callable[..., Any]:
+    return lambda array, *more: getattr(LIBRARIES[library_of(type(array)) or "numpy"], method)(array, *more)
+
+
+to_numpy, as_kind = map(_by_library, ("to_numpy", "as_kind"))
+"""The methods of any array's library; what is of none counts as NumPy's."""
 
 
 def _alike(live: Any, saved: Any) -> bool:
