@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
-
 from ringreduce import runtime
 from ringreduce.checks.nan import Nan
 from ringreduce.checks.resum import Resum
 from ringreduce.checks.twice import Twice
-from ringreduce.execution.submission import Submission
 from ringreduce.runtime.submit import submit_and_wait
 from ringreduce.settings import Checks
 
@@ -36,24 +32,5 @@ def check(text: str) -> None:
 def start(current: runtime.Runtime) -> None:
     """Begin with the checks of a rank, or with others."""
     current.watch = Nan(current, current.checks.nan) if current.checks.nan else None
-    others = [current.watch, current.checks.sdc and Resum(current), current.settings.twice and Twice(current)]
-    watches = [each for each in others if each]
-    current.watches = Watches(watches) if len(watches) > 1 else next(iter(watches), None)
-    current.engine.submitting.watch = current.watches
-
-
-class Watches:
-    """Several as one; see `engine.submitting.Watch`."""
-
-    def __init__(self, watches: Sequence[Any]) -> None:
-        self._watches = watches
-
-    def look(self, *arguments: Any) -> list[Any]:
-        """What each has seen."""
-        return [each.look(*arguments) for each in self._watches]
-
-    def begin(self, made: Submission, seen: Sequence[Any], of_step: bool) -> None:
-        """Let those know that have seen something."""
-        for each, its in zip(self._watches, seen, strict=True):
-            if its is not None:
-                each.begin(made, its, of_step)
+    found = [current.watch, current.checks.sdc and Resum(current), current.settings.twice and Twice(current)]
+    current.watches = current.engine.submitting.watches = [each for each in found if each]

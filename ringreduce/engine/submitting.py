@@ -61,7 +61,7 @@ class Submitting:
         """check_gpu: raises InputError for arrays on another GPU than this rank's."""
         self.count = 0  # of all submissions
         self.owed = 0  # elements that a rank which trains is yet to share with others
-        self.watch: Watch | None = None
+        self.watches: Sequence[Watch] = ()
         self._world, self._inbox, self._ending, self._check_gpu = world, inbox, ending, check_gpu
         self._process_sets, self._states, self._channels = process_sets, process_sets.states, process_sets.channels
         self._wait, self._poll = inbox.wait, inbox.on_poll
@@ -111,7 +111,7 @@ class Submitting:
         since_s = recorder.passed_s.pop(threading.get_ident(), None) if recorder else None
         line = calling_line(3) if line is None else line
         tensors = inputs if signed is None else signed
-        seen = None if self.watch is None else self.watch.look(name, names, details, inputs)
+        seen = [(each, each.look(name, names, details, inputs)) for each in self.watches] if self.watches else ()
         on_gpu = (*inputs, *outputs) if any_on_gpu(inputs, outputs) else ()
         with self._inbox.lock:
             state = self._states.get(process_set) or self._channel(kind, process_set)
@@ -134,8 +134,9 @@ class Submitting:
                 made.step = before
             elif of_step or (before and before % taken == 0):  # so often in each step
                 made.step = taken
-            if seen is not None and self.watch is not None:
-                self.watch.begin(made, seen, of_step)
+            for watch, its in seen:
+                if its is not None:
+                    watch.begin(made, its, of_step)
             self._hand_over(state, made)
         self._inbox.announce_soon(waits)
         return made

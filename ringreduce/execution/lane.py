@@ -41,7 +41,7 @@ class Lane:
 
     polling:  the lock of the thread that may run operations; on_error: called with what has interrupted one.
     is_unsafe: see inbox.may_be_interrupted.
-    submitting: while it has a `watch`, or counts what is `owed`, nothing is run here.
+    submitting: while it has `watches`, or counts what is `owed`, nothing is run here.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class Lane:
             return False
         try:
             begun = channel.signed is not None or channel.crossing is not None
-            watched = self._submitting.watch or self._submitting.owed > 0
+            watched = self._submitting.watches or self._submitting.owed > 0
             if begun or self._executor.busy or channel.closed or self._timeline.recording or watched:
                 return False
             run, signatures, region, slots, in_python, _, what = known

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 from ringreduce.arrays import device_selection
 from ringreduce.engine.engine import Engine
+from ringreduce.engine.submitting import Watch
 from ringreduce.errors import CollectiveError, NotInitializedError, StalledError
 from ringreduce.execution.host import Host
 from ringreduce.monitor import launcher_link, stall_report
@@ -64,7 +65,7 @@ class Runtime:
         self.gpu, self.settings = gpu, settings
         self.checks = Checks.parse(settings.check)  # `check` replaces them, on all ranks
         self.watch: Any = None  # checks.nan.Nan, where the check for NaN is on
-        self.watches: Any = None  # every check that looks at submissions, as engine.submitting.Watch
+        self.watches: Sequence[Watch] = ()  # every check that looks at submissions
         self._has_warned = False  # that ranks hang in shutdown()
         self.enter(setup)
         self._status_server = status_server or StatusServer(settings.error_file, str)
@@ -76,7 +77,7 @@ class Runtime:
         self.world, self.transport, host, offsets_us, sets = setup
         self.clock_ahead_s = offsets_us[self.world.rank] / 1e6 if offsets_us else 0.0  # of rank 0's
         self.engine = Engine(self.world, self.transport, self.settings, host, offsets_us, sets)
-        self.engine.submitting.watch = self.watches
+        self.engine.submitting.watches = self.watches
         self.engine.gpu.default_index = self.gpu.index or 0
 
     def membership_changed(self) -> bool:
