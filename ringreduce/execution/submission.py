@@ -8,7 +8,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from ringreduce.arrays.buffer import Buffer
 from ringreduce.arrays.dtypes import ElementType
@@ -17,6 +17,14 @@ from ringreduce.execution.signature import Signature
 from ringreduce.execution.steps import StepRecorder
 from ringreduce.ops import ReduceOp, Reduction
 
+if TYPE_CHECKING:
+    import typing_extensions
+
+    Result = typing_extensions.TypeVar("Result", default=Any)
+else:
+    Result = TypeVar("Result")
+Made = TypeVar("Made")
+
 _MAKING_GATES = threading.Lock()
 
 
@@ -24,7 +32,7 @@ def _nothing(*_: Any) -> None:
     return None
 
 
-class Handle:
+class Handle(Generic[Result]):
     """An asynchronous operation. `poll(handle)` is True when it is done, `synchronize(handle)` returns its result."""
 
     signature: Signature
@@ -37,6 +45,12 @@ class Handle:
     _gate: threading.Lock | None = None  # held until the end, if a thread waits: most handles are done before
     _on_wait: Callable[[Handle, float], None] = staticmethod(_nothing)
     _on_poll: Callable[[], object] = staticmethod(_nothing)
+    _makers: tuple[Callable[[Any], Any], ...] = ()
+
+    def mapped(self, make: Callable[[Result], Made]) -> Handle[Made]:
+        """This handle; from now on its result is what `make`, in the thread that waits, makes of the one it had."""
+        self._makers = *self._makers, make
+        return self  # type: ignore[return-value]
 
     def done(self) -> bool:
         """True when `wait` would return or raise at once."""
@@ -48,14 +62,19 @@ class Handle:
             self._on_poll()
         return self.ended
 
-    def wait(self, timeout_s: float = -1) -> Any:
+    def wait(self, timeout_s: float = -1) -> Result:
         """Wait for the operation, and return its result; raises its error, or StalledError after a timeout >= 0."""
         if not self.ended_within(timeout_s):
             where = f"{self.rank}, {self.signature.text} ({self.line})"
             raise StalledError(f"{where}: Timed out after {timeout_s:g} s; other ranks may not have called it")
         if self._error is not None:
             raise _copied(self._error)
-        return self._result()
+        result: Result = self._result()
+        for make in self._makers:
+            result = make(result)
+        return result
+
+    __call__ = wait  # Horovod's sparse_allreduce_async returns a function
 
     def ended_within(self, timeout_s: float) -> bool:
         """Wait for its end; False when that has not come after a timeout >= 0."""
@@ -69,7 +88,7 @@ class Handle:
         return self._error is not None
 
     def _result(self) -> Any:
-        """The caller's result, in the thread that waits."""
+        """The operation's result, in the thread that waits."""
         raise NotImplementedError
 
     def block(self, timeout_s: float = -1) -> None:
@@ -86,6 +105,18 @@ class Handle:
 
     def __repr__(self) -> str:
         return f"<Handle of {self.signature.text}, {'done' if self.ended else 'pending'}>"
+
+
+class Ended(Handle[Result]):
+    """Of what is over before anybody could wait: `result` is there."""
+
+    ended = True
+
+    def __init__(self, result: Result) -> None:
+        self._value = result
+
+    def _result(self) -> Result:
+        return self._value
 
 
 def _copied(error: BaseException) -> BaseException:

@@ -151,8 +151,8 @@ class ShardedArrays:
         if self._shared is not None:
             self._shared.barrier().wait()
         else:
-            for wait in [shards.gather([self._params[name] for name in names]) for names, shards in self._shards]:
-                wait()
+            for begun in [shards.gather([self._params[name] for name in names]) for names, shards in self._shards]:
+                begun.wait()
         runtime.stepped(id(self))
         return result
 
@@ -178,7 +178,7 @@ class ShardedArrays:
         begun = [
             (names, shards.reduce(_of_one_type([whole[name] for name in names]))) for names, shards in self._shards
         ]
-        pieces = [pair for names, wait in begun for pair in zip(names, wait(), strict=True)]
+        pieces = [pair for names, handle in begun for pair in zip(names, handle.wait(), strict=True)]
         return {name: piece.astype(whole[name].dtype, copy=False) for name, piece in pieces}
 
     def _alike(self) -> dict[str, Any]:
@@ -230,7 +230,7 @@ class ShardedArrays:
                 for name, piece in zip(names, shards.own([each.reshape(-1) for each in full]), strict=False):
                     piece[...] = arrays.get(name, 0)
                 if full:
-                    shards.gather(full, f".{what}")()
+                    shards.gather(full, f".{what}").wait()
                 whole |= {what + name: each for name, each in zip(names, full, strict=False)}
         return trees.map_leaves(state, lambda leaf, own: whole.get(leaf, own))
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import Any
 
 from ringreduce.errors import InputError, MismatchError
-from ringreduce.execution.submission import Handle
-from ringreduce.optim.exchange import Begun, Exchange, Finish
+from ringreduce.execution.submission import Ended, Handle
+from ringreduce.optim.exchange import Exchange
 
 UNKNOWN, DENSE = 0, 1
 """Layouts of a gradient; DENSE + n is sparse, with n indices an element."""
@@ -57,7 +56,7 @@ class Gradient:
     def attach(self, array: Any) -> None:
         """Let what this rank sends stand for the gradient until that has arrived."""
 
-    def begin_sparse(self, exchange: Exchange, array: Any) -> Finish:
+    def begin_sparse(self, exchange: Exchange, array: Any) -> Handle[list[Any]]:
         """Begin to reduce a sparse one."""
         raise NotImplementedError
 
@@ -110,7 +109,7 @@ class GradientBucket:
         self.members = members
         self.splits = splits  # False: one gradient, or a group of the user's, which stays together
         self.begun = False  # in this step
-        self.parts: list[tuple[Sequence[Gradient], Begun]] = []  # in flight: the dense ones, and each sparse one
+        self.parts: list[tuple[Sequence[Gradient], Handle]] = []  # in flight: the dense ones, and each sparse one
         self.missing = 0  # backward passes that have not been reported yet
 
     @property
@@ -133,15 +132,15 @@ class GradientBucket:
         self.begun, members = True, self.trained
         loaded = [each.load() for each in members]
         dense: list[tuple[Gradient, Any]] = []
-        parts: list[tuple[Sequence[Gradient], Begun]] = []
+        parts: list[tuple[Sequence[Gradient], Handle]] = []
         for gradient, (layout, array) in zip(members, loaded, strict=True):
             gradient.attach(array)
             if layout == DENSE:
                 dense.append((gradient, array))
             elif layout == UNKNOWN:  # no rank has one
-                parts.append(([gradient], Begun(functools.partial(list, [array]))))
+                parts.append(([gradient], Ended([array])))
             else:
-                parts.append(([gradient], Begun(gradient.begin_sparse(exchange, array))))
+                parts.append(([gradient], gradient.begin_sparse(exchange, array)))
         if dense:
             gradients, arrays = zip(*dense, strict=True)
             parts.append((gradients, self._begin_dense(exchange, gradients, arrays, line)))
@@ -149,7 +148,7 @@ class GradientBucket:
 
     def _begin_dense(
         self, exchange: Exchange, gradients: Sequence[Gradient], arrays: Sequence[Any], line: str
-    ) -> Begun:
+    ) -> Handle[list[Any]]:
         names = [each.name for each in gradients] if len(self.members) > 1 else None
         of_backward = line if any(each.seen for each in gradients) else None
         try:
@@ -167,15 +166,15 @@ class GradientBucket:
         """Of what it waits for first: where ranks agree on layouts, those are looked at before the gradients."""
         layouts = [each.layout_handle for members, _ in self.parts for each in members]
         found = [each for each in layouts if each is not None]
-        return found or [begun.handle for _, begun in self.parts if begun.handle is not None]
+        return found or [handle for _, handle in self.parts]
 
     def finish(self) -> None:
         """Wait, and put the reduced gradients into their places."""
         parts, self.parts = self.parts, []
-        for members, begun in parts:
+        for members, handle in parts:
             for member in members:
                 member.check_layout()
-            for member, reduced in zip(members, begun.finish(), strict=True):
+            for member, reduced in zip(members, handle.wait(), strict=True):
                 member.arrive(reduced)
                 member.seen = 0
 

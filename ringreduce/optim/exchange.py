@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -12,11 +12,11 @@ from ringreduce import runtime
 from ringreduce.api.process_sets import ProcessSet, global_process_set, number_of
 from ringreduce.api.reduce import allreduce_async, grouped_allreduce, submit
 from ringreduce.arrays.buffer import Buffer
-from ringreduce.arrays.view import as_buffers, nothing, to_write
+from ringreduce.arrays.view import as_buffers, to_write
 from ringreduce.compression import AnyCompressor, Compression, check_compression
 from ringreduce.errors import InputError
 from ringreduce.execution.signature import calling_line
-from ringreduce.execution.submission import Handle
+from ringreduce.execution.submission import Ended, Handle
 from ringreduce.ops import Adasum, Average, Max, ReduceOp, Sum
 from ringreduce.optim.powersgd import PowerSGD
 from ringreduce.runtime.arguments import Details, arguments_of
@@ -24,15 +24,6 @@ from ringreduce.runtime.submit import like, refused, which_op
 
 CHANGE, CLEARED = "change of param_groups", "clearing of gradients in place of a step"
 """What `Exchange.say` is called for."""
-
-Finish = Callable[[], list[Any]]  # waits, and returns the reduced arrays
-
-
-class Begun(NamedTuple):
-    """Arrays that are being reduced.  handle: of what they wait for first; None: they need not be waited for."""
-
-    finish: Finish
-    handle: Handle | None = None
 
 
 def check_passes(passes: int) -> int:
@@ -119,8 +110,8 @@ class Exchange:
         with self._naming(name, names):
             buffers = [_copied(each) for each in as_buffers(arrays)]
             factors = self.size > 1 and arrays
-            wait = self._begin_factors(self.compression, name, buffers, names, None)[0] if factors else nothing
-        wait()
+            begun = self._begin_factors(self.compression, name, buffers, names, None) if factors else Ended(None)
+        begun.wait()
         return [like(each, buffer) for each, buffer in zip(arrays, buffers, strict=True)]
 
     def begin(
@@ -130,27 +121,26 @@ class Exchange:
         names: Sequence[str] | None = None,
         line: str | None = None,
         of_step: bool = False,
-    ) -> Begun:
+    ) -> Handle[list[Any]]:
         """Begin to reduce arrays, in their own memory where they are not compressed.
 
         names: of the members of a group, which is reduced all or nothing. line: the user's, where the caller knows it.
         of_step: as of the engine's submit().
         """
         if self.size == 1:
-            return Begun(lambda: list(arrays))
+            return Ended(list(arrays))
         if isinstance(self.compression, PowerSGD):
             with self._naming(name, names or [name]):
                 buffers, written = to_write(arrays)
-                wait, first = self._begin_factors(self.compression, name, buffers, names or [name], line, of_step)
-            return Begun(lambda: wait() or written() or list(arrays), first)
+                factors = self._begin_factors(self.compression, name, buffers, names or [name], line, of_step)
+            return factors.mapped(lambda _: written() or list(arrays))
         pairs = [self.compression.compress(each) for each in arrays]
-        handle = self._submit([array for array, _ in pairs], name, names, line, of_step)
+        decompress = self.compression.decompress
 
-        def finish() -> list[Any]:
-            reduced = zip(handle.wait(), pairs, strict=True)
-            return [self.compression.decompress(each, context) for each, (_, context) in reduced]
+        def decompressed(reduced: list[Any]) -> list[Any]:
+            return [decompress(each, context) for each, (_, context) in zip(reduced, pairs, strict=True)]
 
-        return Begun(finish, handle)
+        return self._submit([array for array, _ in pairs], name, names, line, of_step).mapped(decompressed)
 
     @contextlib.contextmanager
     def _naming(self, name: str | None, names: Sequence[str]) -> Iterator[None]:
@@ -174,7 +164,7 @@ class Exchange:
         names: Sequence[str],
         line: str | None,
         of_step: bool = False,
-    ) -> tuple[Callable[[], None], Handle]:
+    ) -> Handle[None]:
         """As PowerSGD.begin."""
         options: dict[str, Any] = {
             "details": self._details,

@@ -153,8 +153,8 @@ class PowerSGD:
         names: Sequence[str],
         buffers: Sequence[Buffer],
         divisor: int,
-    ) -> tuple[Callable[[], None], Handle]:
-        """Begin to reduce buffers in place; returns what waits for the end, and the first all-reduce.
+    ) -> Handle[None]:
+        """Begin to reduce buffers in place; the handle is done when the first all-reduce is, and waits for both.
 
         submit: begins an all-reduce of a name (or None), the tensors' names, their buffers, and what is called then.
         name, names: of the group and of its members.  divisor: makes the mean over ranks of what is reduced.
@@ -177,10 +177,7 @@ class PowerSGD:
                 except Exception as exc:  # which the caller's thread raises
                     second.append(exc)
 
-        handle = submit(name, names, list(first.values()), then if matrices else None)
-
-        def finish() -> None:
-            handle.wait()
+        def finish(_: Any) -> None:
             for begun in second:
                 if isinstance(begun, Exception):
                     raise begun
@@ -189,7 +186,7 @@ class PowerSGD:
                 q = matrices[each].finish(divisor) if each in matrices else self.shared[each].q
                 self.shared[each] = self.shared[each]._replace(steps=self.shared[each].steps + 1, q=q)
 
-        return finish, handle
+        return submit(name, names, list(first.values()), then if matrices else None).mapped(finish)
 
     def _is_factored(self, name: str, buffer: Buffer) -> bool:
         """True for a gradient that is, from some step on; raises InputError for one that cannot be."""

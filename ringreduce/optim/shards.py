@@ -19,8 +19,9 @@ from ringreduce.collectives.partition import bounds_of, cut_together
 from ringreduce.compression import Compression
 from ringreduce.errors import InputError
 from ringreduce.execution.signature import calling_line
+from ringreduce.execution.submission import Ended, Handle
 from ringreduce.ops import Adasum, ReduceOp
-from ringreduce.optim.exchange import Exchange, Finish
+from ringreduce.optim.exchange import Exchange
 from ringreduce.runtime.arguments import arguments_of
 from ringreduce.runtime.submit import refused
 
@@ -70,13 +71,13 @@ class Shards:
 
     def reduce(
         self, arrays: Sequence[Any], frozen: tuple[str, ...] = (), line: str | None = None, of_step: bool = False
-    ) -> Finish:
+    ) -> Handle[list[Any]]:
         """Begin to reduce arrays; the result is this rank's pieces, in memory that is used again the next time.
 
         frozen: those that no rank may train.  line, of_step: as of the engine's submit().
         """
         if self.size == 1:
-            return lambda: [each.reshape(-1) for each in arrays]
+            return Ended([each.reshape(-1) for each in arrays])
         pairs = [self.exchange.compression.compress(each) for each in arrays]
         try:
             inputs = as_buffers([array for array, _ in pairs])
@@ -89,15 +90,14 @@ class Shards:
         whole = self._reduced.array()
         arguments = arguments_of("allreduce", None, self.exchange.op, *self.exchange.scales)
         details = (*arguments.details, ("frozen", frozen))
-        wait = self._submit("reduce_shards", "", inputs, [self._reduced], line, details, arguments.check, of_step)
 
-        def finish() -> list[Any]:
-            wait()
+        def pieces(_: Any) -> list[Any]:
             parts = [whole[low:high] for low, high in itertools.pairwise(bounds_of(counts))]
             both = zip(parts, pairs, strict=True)
             return [self.exchange.compression.decompress(part, context) for part, (_, context) in both]
 
-        return finish
+        own = [self._reduced]
+        return self._submit("reduce_shards", "", inputs, own, line, details, arguments.check, of_step).mapped(pieces)
 
     def _check_types(self, inputs: Sequence[Buffer]) -> None:
         for name, each in zip(self.names, inputs, strict=True):
@@ -107,10 +107,10 @@ class Shards:
                     f"{inputs[0].element.name}; expected one type, that of their parameters"
                 )
 
-    def gather(self, arrays: Sequence[Any], what: str = "") -> Callable[[], object]:
+    def gather(self, arrays: Sequence[Any], what: str = "") -> Handle:
         """Begin to give every rank's pieces of arrays to all, in place.  what: tells apart those at the same time."""
         if self.size == 1:
-            return lambda: None
+            return Ended(None)
         try:
             buffers = as_buffers(arrays, writable=True)
         except InputError as exc:
@@ -127,10 +127,10 @@ class Shards:
         details: tuple[tuple[str, Any], ...] = (),
         check: Callable[[Buffer], object] = lambda _: None,
         of_step: bool = False,
-    ) -> Callable[[], object]:
+    ) -> Handle:
         number = number_of(self.exchange.process_set, "ShardedOptimizer")
         try:
-            handle = runtime.current("ShardedOptimizer").engine.submit(
+            return runtime.current("ShardedOptimizer").engine.submit(
                 kind,
                 self.name + what,
                 number,
@@ -144,7 +144,6 @@ class Shards:
             )
         except InputError as exc:
             raise self._named(exc) from exc.__cause__
-        return handle.wait
 
     def _named(self, error: InputError) -> InputError:
         number = self.exchange.process_set.process_set_id

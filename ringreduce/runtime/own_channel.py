@@ -16,7 +16,7 @@ from ringreduce.compression import Quantized
 from ringreduce.errors import CollectiveError, InputError
 from ringreduce.execution.into_outputs import INTO_OUTPUTS
 from ringreduce.execution.signature import calling_line
-from ringreduce.execution.submission import Handle
+from ringreduce.execution.submission import Ended, Handle
 from ringreduce.ops import ReduceOp, Reduction
 from ringreduce.runtime.arguments import Details, check_encoded, details_of
 
@@ -218,19 +218,11 @@ class OwnChannel:
         return [mine if rank == root else nothing for rank in range(self.size)], of_root
 
 
-class _Ended(Handle):
-    """Of what the lane has done."""
-
-    ended = True
-
-    def _result(self) -> None:
-        return None
-
-
 def _ended(options: Mapping[str, Any]) -> Handle:
+    """Of what the lane has done."""
     if then := options.get("then"):
         then(None)
-    return _Ended()
+    return Ended(None)
 
 
 def _check_count(what: str, count: int, expected: int) -> None:

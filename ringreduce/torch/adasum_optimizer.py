@@ -14,8 +14,8 @@ import torch
 
 from ringreduce import runtime
 from ringreduce.errors import BackwardError, MismatchError
+from ringreduce.execution.submission import Handle
 from ringreduce.optim.buckets import GradientBucket
-from ringreduce.optim.exchange import Finish
 from ringreduce.optim.reducer import noting
 from ringreduce.torch.gradient import Gradient, TorchReducer
 from ringreduce.torch.hooks import too_often
@@ -47,12 +47,12 @@ class DeltaReducer(TorchReducer):
     def _go_along(self, bucket: GradientBucket) -> None:
         """See `optim.reducer`."""
         others = [each for each in self._gradients.values() if each.trains and each.bucket is not bucket]
-        for finish in [self._begin_delta(each, torch.zeros_like(each.parameter)) for each in others]:
+        for handle in [self._begin_delta(each, torch.zeros_like(each.parameter)) for each in others]:
             with contextlib.suppress(MismatchError):
-                finish()
+                handle.wait()
 
-    def _begin_delta(self, gradient: Gradient, delta: torch.Tensor) -> Finish:
-        return self.exchange.begin(gradient.name, [delta.detach()]).finish
+    def _begin_delta(self, gradient: Gradient, delta: torch.Tensor) -> Handle[list[Any]]:
+        return self.exchange.begin(gradient.name, [delta.detach()])
 
     @property
     def no_overlap(self) -> str:
@@ -72,9 +72,9 @@ class DeltaReducer(TorchReducer):
         """Add the Adasum of all ranks' changes to where each parameter started; raises the first error, of all."""
         under_way = [(each.parameter, start, self._begin_delta(each, each.parameter - start)) for each, start in starts]
         errors: list[Exception] = []
-        for parameter, start, finish in under_way:
+        for parameter, start, handle in under_way:
             with noting(errors):
-                (delta,) = finish()
+                (delta,) = handle.wait()
                 parameter.copy_(start + delta)
         self.clear()
         if errors:

@@ -11,9 +11,10 @@ import torch
 from ringreduce.checks.divergence import Part
 from ringreduce.compression import wire_of
 from ringreduce.errors import InputError, MismatchError
+from ringreduce.execution.submission import Ended, Handle
 from ringreduce.optim import buckets
 from ringreduce.optim.buckets import DENSE, UNKNOWN
-from ringreduce.optim.exchange import CHANGE, Exchange, Finish
+from ringreduce.optim.exchange import CHANGE, Exchange
 from ringreduce.optim.reducer import Reducer
 from ringreduce.torch.groups import Change, Groups
 from ringreduce.torch.hooks import GradientHooks
@@ -131,18 +132,18 @@ class Gradient(buckets.Gradient):
     def _zeros(self) -> torch.Tensor:
         return torch.zeros_like(self.parameter.detach(), memory_format=torch.contiguous_format)
 
-    def begin_sparse(self, exchange: Exchange, array: torch.Tensor) -> Finish:
+    def begin_sparse(self, exchange: Exchange, array: torch.Tensor) -> Handle[list[Any]]:
         """Begin to reduce a sparse gradient: every rank gets the rows of all, coalesced."""
         gradient = array.detach().coalesce()
         if exchange.size == 1:
-            return lambda: [gradient]
+            return Ended([gradient])
         if (wire := wire_of(exchange.compression)) is not None:
             raise InputError(
                 f"gradient {self.name!r}: sparse, with compression={wire}; expected a dense one: pass "
                 "sparse_as_dense=True, or another compression"
             )
-        wait = sparse_allreduce_async(gradient, self.name, exchange.op, exchange.process_set)
-        return lambda: [wait().coalesce()]
+        handle = sparse_allreduce_async(gradient, self.name, exchange.op, exchange.process_set)
+        return handle.mapped(lambda reduced: [reduced.coalesce()])
 
     def arrive(self, reduced: torch.Tensor) -> None:
         """Put the reduced gradient into .grad, a dense one in the memory that this rank's had, if it was dense."""

@@ -343,7 +343,7 @@ class ShardedMixin(WrappedMixin):
         """The state of whole parameters; raises InputError on all ranks unless all have the same keys."""
         whole = {shard: dict(values) for shard, values in state.items()}
         self._check_keys(whole)
-        waits = []
+        handles = []
         for bucket in self._reducer.buckets:
             members = [(each, state.get(each, {})) for each in bucket.members]
             keys = {
@@ -356,9 +356,9 @@ class ShardedMixin(WrappedMixin):
                     if _is_cut(key, values.get(key)):
                         piece.copy_(values[key])
                         whole[each][key] = array
-                waits.append(bucket.shards.gather([flat(each) for each in full], f".{key}"))
-        for wait in waits:
-            wait()
+                handles.append(bucket.shards.gather([flat(each) for each in full], f".{key}"))
+        for handle in handles:
+            handle.wait()
         return whole
 
     def _check_keys(self, state: Mapping[Shard, dict[str, Any]]) -> None:

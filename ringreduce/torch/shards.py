@@ -19,8 +19,9 @@ import torch
 from ringreduce.api.objects import allgather_object
 from ringreduce.arrays.memory import Memory
 from ringreduce.errors import BackwardError, CollectiveError, InputError, MismatchError
+from ringreduce.execution.submission import Handle
 from ringreduce.optim.buckets import DENSE, GradientBucket, fill
-from ringreduce.optim.exchange import Begun, Exchange
+from ringreduce.optim.exchange import Exchange
 from ringreduce.optim.shards import Shards, check_apart
 from ringreduce.optim.shared_parameters import OPTION, SharedParameters
 from ringreduce.torch.gradient import Gradient
@@ -187,7 +188,7 @@ class ShardBucket(GradientBucket):
 
     members: Sequence[Shard]
     shards: Shards
-    gathered: Callable[[], object] | None = None  # waits for all ranks' pieces, if they are on their way
+    gathered: Handle | None = None  # of all ranks' pieces, if they are on their way
 
     def divide(self, exchange: Exchange) -> None:
         """Have this rank's pieces."""
@@ -210,13 +211,13 @@ class ShardBucket(GradientBucket):
                 member.attach(array)
         frozen = tuple(each.name for each in self.members if each not in trained)
         flats = [each if each.is_contiguous() else flat(each) for each in arrays]
-        self.parts = [(self.members, Begun(self.shards.reduce(flats, frozen, line, of_step=True)))]
+        self.parts = [(self.members, self.shards.reduce(flats, frozen, line, of_step=True))]
 
     def finish(self) -> None:
         """Wait for this rank's pieces."""
         parts, self.parts = self.parts, []
-        for _, begun in parts:
-            for member, reduced in zip(self.members, begun.finish(), strict=True):
+        for _, handle in parts:
+            for member, reduced in zip(self.members, handle.wait(), strict=True):
                 member.arrive(reduced)
                 member.seen = 0
 
@@ -224,7 +225,7 @@ class ShardBucket(GradientBucket):
         """Wait for the other ranks' pieces of the parameters."""
         gathered, self.gathered = self.gathered, None
         if gathered is not None:
-            gathered()
+            gathered.wait()
 
 
 class ShardReducer(GradientReducer):
@@ -318,9 +319,9 @@ class ShardReducer(GradientReducer):
             super()._go_along(bucket)
         elif self.shared is None:
             others = [each for each in self.buckets if each.begun and each is not bucket]
-            for wait in [each.shards.gather([flat(one.parameter).clone() for one in each.members]) for each in others]:
+            for begun in [each.shards.gather([flat(one.parameter).clone() for one in each.members]) for each in others]:
                 with contextlib.suppress(MismatchError):
-                    wait()
+                    begun.wait()
 
     def refusal(self, change: Change) -> str:
         """See its base."""
@@ -400,7 +401,7 @@ class ShardReducer(GradientReducer):
 
     def gather(self, stepped: Sequence[ShardBucket], waits: bool) -> None:
         """Begin to get the other ranks' pieces of the parameters.  waits: the caller does at once."""
-        written = None if self.shared is None else self.shared.barrier(waits).wait
+        written = None if self.shared is None else self.shared.barrier(waits)
         for bucket in stepped:
             bucket.gathered = written or bucket.shards.gather([flat(each.parameter) for each in bucket.members])
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from typing import Any
 
 import torch
 
 from ringreduce.api.gather import gather_with
 from ringreduce.api.process_sets import ProcessSet, global_process_set
 from ringreduce.errors import InputError
+from ringreduce.execution.submission import Handle
 from ringreduce.ops import Average, ReduceOp, Sum
 from ringreduce.optim.buckets import DENSE
 from ringreduce.runtime.submit import which_op
@@ -16,13 +17,14 @@ from ringreduce.runtime.submit import which_op
 
 def sparse_allreduce_async(
     tensor: torch.Tensor, name: str | None, op: ReduceOp | None, process_set: ProcessSet = global_process_set
-) -> Callable[[], torch.Tensor]:
+) -> Handle[torch.Tensor]:
     """Begin to reduce a sparse tensor: the indices and values of all ranks are gathered.
 
     Shape:   sparse COO, coalesced or not, of equal shape on all ranks; how many values each has may differ.
     op:      Average (the default) divides the values by the number of ranks; Sum.
-    Returns: a function that waits, and returns a sparse COO tensor, the same on every rank; indices that several ranks
-             have are in it several times, `coalesce()` adds them up.
+    Returns: a handle, which may be called as Horovod's, in place of `synchronize(handle)`. Its result is a sparse COO
+             tensor, the same on every rank; indices that several ranks have are in it several times, `coalesce()` adds
+             them up.
     Cost:    two allgathers, as one group.
     Raises:  InputError (a ValueError) for a dense tensor, other ops, and an Average of integers; and as `allgather`.
     Source:  Horovod's sparse_allreduce_async.
@@ -37,15 +39,14 @@ def sparse_allreduce_async(
     shape = tensor.shape
     # the rows of what is gathered are its entries
     rows = tensor.detach()._indices().t().contiguous(), tensor.detach()._values().contiguous()
-    handle = gather_with(rows, name, process_set, (("shape", tuple(shape)),))
 
-    def wait() -> torch.Tensor:
-        indices, values = handle.wait()
+    def reduced(gathered: list[Any]) -> torch.Tensor:
+        indices, values = gathered
         if reduction is Average:
             values = values / (process_set.size() or 1)
         return torch.sparse_coo_tensor(indices.t(), values, shape, device=values.device, check_invariants=True)
 
-    return wait
+    return gather_with(rows, name, process_set, (("shape", tuple(shape)),)).mapped(reduced)
 
 
 def empty_sparse(parameter: torch.Tensor, sparse_dim: int) -> torch.Tensor:

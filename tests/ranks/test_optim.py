@@ -93,9 +93,9 @@ def test_gradients_that_come_one_by_one_share_buckets(monkeypatch, passes):
 def test_gradients_that_come_at_once():
     exchange = Exchange(compression=rr.Compression.fp16, gradient_predivide_factor=4.0)
     mine = [np.full(3, rr.rank() + 1.0), np.full((2, 2), 2.0 * rr.rank())]
-    finish = exchange.begin("later", [each.copy() for each in mine], ["v", "w"]).finish
+    handle = exchange.begin("later", [each.copy() for each in mine], ["v", "w"])
     reduced = exchange.reduce(mine, names=["v", "w"])
-    for one, other, expected in zip(reduced, finish(), (1.5, 1.0), strict=True):
+    for one, other, expected in zip(reduced, handle.wait(), (1.5, 1.0), strict=True):
         assert one.dtype == other.dtype == np.float64
         assert np.all(one == expected)
         assert np.all(other == expected)
@@ -107,5 +107,5 @@ def test_a_rank_that_takes_no_part_keeps_its_gradients():
     others = rr.add_process_set([0, 2])
     mine = [np.array([rr.rank() + 1.0])]
     (reduced,) = Exchange(process_set=others).reduce(mine)
-    (begun,) = Exchange(process_set=others).begin("w", mine).finish()
+    (begun,) = Exchange(process_set=others).begin("w", mine).wait()
     assert (float(reduced[0]), float(begun[0])) == (2.0, 2.0)

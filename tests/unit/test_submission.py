@@ -7,7 +7,7 @@ import pytest
 
 from ringreduce.errors import CollectiveError, StalledError
 from ringreduce.execution.signature import Signature
-from ringreduce.execution.submission import Submission
+from ringreduce.execution.submission import Ended, Submission
 
 
 def submission(then=None):
@@ -29,6 +29,14 @@ def test_all_threads_that_wait_get_the_result():
         thread.join(10)
     assert results == [7, 7, 7]
     assert handle.wait() == 7
+
+
+def test_a_mapped_handle_is_the_same_one_with_another_result():
+    handle = submission()
+    assert handle.mapped(lambda found: found + 1).mapped(str) is handle
+    handle.complete()
+    assert (handle.wait(), handle()) == ("8", "8")
+    assert Ended([7]).mapped(sum).wait() == 7
 
 
 def test_what_ends_while_a_thread_is_about_to_wait_is_not_missed(monkeypatch):

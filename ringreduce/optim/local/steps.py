@@ -15,9 +15,10 @@ from ringreduce import runtime
 from ringreduce.api.process_sets import global_process_set
 from ringreduce.checks import divergence
 from ringreduce.errors import CollectiveError, InputError, MismatchError
+from ringreduce.execution.submission import Ended, Handle
 from ringreduce.log import JOB
 from ringreduce.monitor import excepthook
-from ringreduce.optim.exchange import CHANGE, Exchange, Finish
+from ringreduce.optim.exchange import CHANGE, Exchange
 from ringreduce.optim.local.options import Options, Outer, fragments_of, mean
 from ringreduce.runtime.submit import submit_and_wait
 
@@ -46,7 +47,7 @@ class Sent(NamedTuple):
 
     names: Sequence[str]
     values: list[Any]  # of its parameters, when it was sent
-    finish: Finish  # waits, and returns the pseudo-gradients, averaged
+    handle: Handle[list[Any]]  # its result: the pseudo-gradients, averaged
     outer: Outer
     due: int  # the step after which it is applied
 
@@ -137,7 +138,7 @@ class LocalSteps:
     def _average(self, parameters: Parameters) -> None:
         if parameters:
             values, names = [self._arrays.read(each) for each in parameters.values()], list(parameters)
-            means = self._plain.begin(f"{self._name_of(names[0])}, new", values, names).finish()
+            means = self._plain.begin(f"{self._name_of(names[0])}, new", values, names).wait()
             for parameter, value in zip(parameters.values(), means, strict=True):
                 self._arrays.write(parameter, value)
 
@@ -152,11 +153,11 @@ class LocalSteps:
         """Wait for what is on its way, of which these are not applied."""
         if self._sent is None:
             return
-        sent, gradients = self._sent, self._sent.finish()
+        sent, gradients = self._sent, self._sent.handle.wait()
         staying = [number for number, name in enumerate(sent.names) if name not in gone]
         names, values, kept = ([each[number] for number in staying] for each in (sent.names, sent.values, gradients))
-        self._sent = sent._replace(names=names, values=values, finish=lambda: kept)
-        _unfinished[id(self)] = self._sent.finish
+        self._sent = sent._replace(names=names, values=values, handle=Ended(kept))
+        _unfinished[id(self)] = self._sent.handle
 
     def _agree(self, state: dict[str, Any]) -> None:
         checksum = 0
@@ -194,13 +195,13 @@ class LocalSteps:
         values = [self._arrays.read(found[name]) for name in names]
         self._sent = Sent(names, values, self._begin("", self._exchange, names, values), outer, due)
         _settle_at_exit()
-        _unfinished[id(self)] = self._sent.finish
+        _unfinished[id(self)] = self._sent.handle
 
-    def _begin(self, what: str, exchange: Exchange, names: Sequence[str], values: Sequence[Any]) -> Finish:
+    def _begin(self, what: str, exchange: Exchange, names: Sequence[str], values: Sequence[Any]) -> Handle[list[Any]]:
         """Begin to average how far the values are from the anchors; what: tells it from others with these names."""
         anchors = self._state()["anchors"]
         gradients = [anchors[name] - value for name, value in zip(names, values, strict=True)]
-        return exchange.begin(self._name_of(names[0], what), gradients, names).finish
+        return exchange.begin(self._name_of(names[0], what), gradients, names)
 
     def _name_of(self, first: str, what: str = "") -> str:
         """Of an average, by which ranks match it."""
@@ -214,7 +215,7 @@ class LocalSteps:
         del _unfinished[id(self)]
         state, found, arrays = self._state(), self.parameters(), self._arrays
         new = {}  # all are read before one is written: two may have the same memory
-        for name, value, gradient in zip(sent.names, sent.values, sent.finish(), strict=True):
+        for name, value, gradient in zip(sent.names, sent.values, sent.handle.wait(), strict=True):
             anchor, of_outer = self._stepped(sent.outer, name, gradient)
             state["anchors"][name] = anchor
             if of_outer is not None:
@@ -265,7 +266,7 @@ class LocalSteps:
         self.begin()
         found, names = self.parameters(), [name for each in self._fragments for name in each]
         own = [self._arrays.read(found[name]) for name in names]
-        anchors, gradients = self._state()["anchors"], self._begin(" averaged", self._plain, names, own)()
+        anchors, gradients = self._state()["anchors"], self._begin(" averaged", self._plain, names, own).wait()
         for name, gradient in zip(names, gradients, strict=True):
             self._arrays.write(found[name], anchors[name] - gradient)
         try:
@@ -275,8 +276,8 @@ class LocalSteps:
                 self._arrays.write(found[name], value)
 
 
-_unfinished: dict[int, Finish] = {}
-"""What waits for each fragment that is on its way."""
+_unfinished: dict[int, Handle] = {}
+"""Of each fragment that is on its way."""
 
 
 @functools.cache
@@ -286,9 +287,9 @@ def _settle_at_exit() -> None:
 
 
 def _settle() -> None:
-    for finish in () if excepthook.exit_code() else _unfinished.values():
+    for handle in () if excepthook.exit_code() else _unfinished.values():
         with contextlib.suppress(CollectiveError):
-            finish()
+            handle.wait()
 
 
 class HasLocalSteps:
