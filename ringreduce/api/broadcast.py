@@ -30,13 +30,12 @@ def broadcast(
             PeerLostError.
     Source: Horovod's broadcast.
     """
-    result: Array = _broadcast_one(tensor, root_rank, name, process_set, in_place=False, waits=True).wait()
-    return result
+    return _broadcast_one(tensor, root_rank, name, process_set, in_place=False, waits=True).wait()
 
 
 def broadcast_async(
-    tensor: Any, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
-) -> Handle:
+    tensor: Array, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> Handle[Array]:
     """Begin a `broadcast`; `synchronize(handle)` returns its result."""
     return _broadcast_one(tensor, root_rank, name, process_set, in_place=False, waits=False)
 
@@ -45,18 +44,17 @@ def broadcast_(
     tensor: Array, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Array:
     """Overwrite `tensor` with the root's, and return it; otherwise as `broadcast`."""
-    result: Array = _broadcast_one(tensor, root_rank, name, process_set, in_place=True, waits=True).wait()
-    return result
+    return _broadcast_one(tensor, root_rank, name, process_set, in_place=True, waits=True).wait()
 
 
 def broadcast_async_(
-    tensor: Any,
+    tensor: Array,
     root_rank: int,
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
     *,
     waits: bool = False,
-) -> Handle:
+) -> Handle[Array]:
     """Begin a `broadcast_`; `tensor` must not be used until `synchronize(handle)` returns it.
 
     waits: the caller does so at once.
@@ -65,8 +63,8 @@ def broadcast_async_(
 
 
 def _broadcast_one(
-    tensor: Any, root_rank: int, name: str | None, process_set: ProcessSet, in_place: bool, waits: bool
-) -> Handle:
+    tensor: Array, root_rank: int, name: str | None, process_set: ProcessSet, in_place: bool, waits: bool
+) -> Handle[Array]:
     def finish(submission: Submission) -> Any:
         if not in_place:
             return like(tensor, target)

@@ -10,7 +10,7 @@ from ringreduce import runtime
 from ringreduce.api.objects import broadcast_object
 from ringreduce.api.process_sets import ProcessSet, global_process_set, number_of
 from ringreduce.errors import InputError
-from ringreduce.execution.submission import Handle
+from ringreduce.execution.submission import Handle, Result
 from ringreduce.execution.timeline import BY_HAND
 from ringreduce.negotiation.protocol import JOIN
 from ringreduce.runtime import lifecycle
@@ -72,7 +72,7 @@ def poll(handle: Handle) -> bool:
     return handle.poll()
 
 
-def synchronize(handle: Handle) -> Any:
+def synchronize(handle: Handle[Result]) -> Result:
     """Wait for an operation that an `_async` function submitted, and return its result.
 
     Raises: MismatchError, PeerLostError and other CollectiveErrors: what went wrong with it.

@@ -18,7 +18,7 @@ from ringreduce.arrays.view import as_buffer, as_buffers
 from ringreduce.errors import InputError
 from ringreduce.execution.submission import Handle, Submission
 from ringreduce.runtime.arguments import Details
-from ringreduce.runtime.submit import Array, like, refused
+from ringreduce.runtime.submit import Array, like, only, refused
 
 __all__ = ["allgather", "allgather_async", "alltoall", "alltoall_async", "grouped_allgather"]
 __all__ += ["grouped_allgather_async"]
@@ -37,50 +37,44 @@ def allgather(tensor: Array, name: str | None = None, process_set: ProcessSet = 
 
 
 def allgather_async(
-    tensor: Any, name: str | None = None, process_set: ProcessSet = global_process_set, *, waits: bool = False
-) -> Handle:
+    tensor: Array, name: str | None = None, process_set: ProcessSet = global_process_set, *, waits: bool = False
+) -> Handle[Array]:
     """Begin an `allgather`; `synchronize(handle)` returns its result.
 
     waits: the caller does so at once.
     """
-    return _allgather([tensor], name, process_set, lambda results: results[0], waits)
+    return _allgather([tensor], name, process_set, waits).mapped(only)
 
 
 def grouped_allgather(
     tensors: Sequence[Array], name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> list[Array]:
     """Gather many tensors, all or none of them; otherwise as `allgather`."""
-    result: list[Array] = _allgather(tensors, name, process_set, list, waits=True).wait()
-    return result
+    return _allgather(tensors, name, process_set, waits=True).wait()
 
 
 def grouped_allgather_async(
-    tensors: Sequence[Any], name: str | None = None, process_set: ProcessSet = global_process_set
-) -> Handle:
+    tensors: Sequence[Array], name: str | None = None, process_set: ProcessSet = global_process_set
+) -> Handle[list[Array]]:
     """Begin a `grouped_allgather`; `synchronize(handle)` returns the list of results."""
     return gather_with(tensors, name, process_set)
 
 
 def gather_with(
-    tensors: Sequence[Any], name: str | None, process_set: ProcessSet = global_process_set, details: Details = ()
-) -> Handle:
+    tensors: Sequence[Array], name: str | None, process_set: ProcessSet = global_process_set, details: Details = ()
+) -> Handle[list[Array]]:
     """As `grouped_allgather_async`.  details: further arguments that must be equal on all ranks."""
-    return _allgather(tensors, name, process_set, list, False, details)
+    return _allgather(tensors, name, process_set, False, details)
 
 
 def _allgather(
-    tensors: Sequence[Any],
-    name: str | None,
-    process_set: ProcessSet,
-    result: Any,
-    waits: bool,
-    details: Details = (),
-) -> Handle:
+    tensors: Sequence[Array], name: str | None, process_set: ProcessSet, waits: bool, details: Details = ()
+) -> Handle[list[Array]]:
     current, number = runtime.current("allgather"), number_of(process_set, "allgather")
     tensors = list(tensors)
 
-    def finish(submission: Submission) -> Any:
-        return result([like(tensor, output) for tensor, output in zip(tensors, submission.outputs, strict=True)])
+    def finish(submission: Submission) -> list[Any]:
+        return [like(tensor, output) for tensor, output in zip(tensors, submission.outputs, strict=True)]
 
     options: dict[str, Any] = {"details": details, "by_rows": True, "finish": finish, "waits": waits}
     try:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from ringreduce import runtime
@@ -59,7 +59,7 @@ def allreduce(
 
 
 def allreduce_async(
-    tensor: Any,
+    tensor: Array,
     average: bool | None = None,
     name: str | None = None,
     op: ReduceOp | None = None,
@@ -68,14 +68,14 @@ def allreduce_async(
     process_set: ProcessSet = global_process_set,
     *,
     waits: bool = False,
-) -> Handle:
+) -> Handle[Array]:
     """Begin an `allreduce`; `synchronize(handle)` returns its result. `tensor` must not change until then.
 
     waits: the caller does so at once.
     """
     reduction = arguments_of("allreduce", average, op, prescale_factor, postscale_factor)
     arrays, names, whole = taken_apart(tensor)
-    return submit(arrays, name, names, reduction, process_set, whole, waits=waits)
+    return submit(arrays, name, names, reduction, process_set, waits=waits).mapped(whole)
 
 
 def allreduce_(
@@ -95,7 +95,7 @@ def allreduce_(
 
 
 def allreduce_async_(
-    tensor: Any,
+    tensor: Array,
     average: bool | None = None,
     name: str | None = None,
     op: ReduceOp | None = None,
@@ -104,7 +104,7 @@ def allreduce_async_(
     process_set: ProcessSet = global_process_set,
     *,
     waits: bool = False,
-) -> Handle:
+) -> Handle[Array]:
     """Begin an `allreduce_`; `tensor` must not be used until `synchronize(handle)` returns it.
 
     waits: the caller does so at once.
@@ -113,7 +113,7 @@ def allreduce_async_(
     arrays, names, whole = taken_apart(tensor)
     if names is not None:
         whole = lambda _: tensor  # noqa: E731 - the caller's tree itself; one array needs no closure
-    return submit(arrays, name, names, reduction, process_set, whole, in_place=True, waits=waits)
+    return submit(arrays, name, names, reduction, process_set, in_place=True, waits=waits).mapped(whole)
 
 
 def grouped_allreduce(
@@ -138,7 +138,7 @@ def grouped_allreduce(
 
 
 def grouped_allreduce_async(
-    tensors: Sequence[Any],
+    tensors: Sequence[Array],
     average: bool | None = None,
     name: str | None = None,
     op: ReduceOp | None = None,
@@ -147,7 +147,7 @@ def grouped_allreduce_async(
     process_set: ProcessSet = global_process_set,
     *,
     names: Sequence[str] | None = None,
-) -> Handle:
+) -> Handle[list[Array]]:
     """Begin a `grouped_allreduce`; `synchronize(handle)` returns the list of results."""
     reduction = arguments_of("allreduce", average, op, prescale_factor, postscale_factor)
     return submit(tensors, name, names, reduction, process_set)
@@ -166,12 +166,11 @@ def grouped_allreduce_(
 ) -> list[Array]:
     """Reduce many tensors in place, all or none of them, and return them; otherwise as `grouped_allreduce`."""
     reduction = arguments_of("allreduce", average, op, prescale_factor, postscale_factor)
-    result: list[Array] = submit(tensors, name, names, reduction, process_set, in_place=True, waits=True).wait()
-    return result
+    return submit(tensors, name, names, reduction, process_set, in_place=True, waits=True).wait()
 
 
 def grouped_allreduce_async_(
-    tensors: Sequence[Any],
+    tensors: Sequence[Array],
     average: bool | None = None,
     name: str | None = None,
     op: ReduceOp | None = None,
@@ -180,7 +179,7 @@ def grouped_allreduce_async_(
     process_set: ProcessSet = global_process_set,
     *,
     names: Sequence[str] | None = None,
-) -> Handle:
+) -> Handle[list[Array]]:
     """Begin a `grouped_allreduce_`; `synchronize(handle)` returns the list of tensors."""
     reduction = arguments_of("allreduce", average, op, prescale_factor, postscale_factor)
     return submit(tensors, name, names, reduction, process_set, in_place=True)
@@ -207,7 +206,7 @@ def reducescatter(
 
 
 def reducescatter_async(
-    tensor: Any,
+    tensor: Array,
     name: str | None = None,
     op: ReduceOp = Average,
     process_set: ProcessSet = global_process_set,
@@ -215,13 +214,13 @@ def reducescatter_async(
     postscale_factor: float = 1.0,
     *,
     waits: bool = False,
-) -> Handle:
+) -> Handle[Array]:
     """Begin a `reducescatter`; `synchronize(handle)` returns its result.
 
     waits: the caller does so at once.
     """
     reduction = arguments_of("reducescatter", None, op, prescale_factor, postscale_factor)
-    return submit([tensor], name, None, reduction, process_set, only, waits=waits)
+    return submit([tensor], name, None, reduction, process_set, waits=waits).mapped(only)
 
 
 def grouped_reducescatter(
@@ -239,13 +238,13 @@ def grouped_reducescatter(
 
 
 def grouped_reducescatter_async(
-    tensors: Sequence[Any],
+    tensors: Sequence[Array],
     name: str | None = None,
     op: ReduceOp = Average,
     process_set: ProcessSet = global_process_set,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
-) -> Handle:
+) -> Handle[list[Array]]:
     """Begin a `grouped_reducescatter`; `synchronize(handle)` returns the list of results."""
     reduction = arguments_of("reducescatter", None, op, prescale_factor, postscale_factor)
     return submit(tensors, name, None, reduction, process_set)
@@ -266,19 +265,18 @@ def _compressed(
 
 
 def submit(
-    tensors: Sequence[Any],
+    tensors: Sequence[Array],
     name: str | None,
     names: Sequence[str] | None,
     arguments: Arguments,
     process_set: ProcessSet,
-    whole: Callable[[Sequence[Any]], Any] = list,
     *,
     in_place: bool = False,
     waits: bool = False,
     line: str | None = None,
     of_step: bool = False,
-) -> Handle:
-    """Submit the tensors; the handle returns what `whole` makes of the reduced arrays.
+) -> Handle[list[Array]]:
+    """Submit the tensors; the handle returns the reduced ones.
 
     line: the line of the user's script, where the caller knows it.  of_step: as of the engine's submit().
     """
@@ -302,7 +300,7 @@ def submit(
             inputs=inputs,
             outputs=[each.empty(each.shape) for each in inputs] if has_outputs else inputs,
             finish=_finish,
-            payload=(tensors, written, whole),
+            payload=(tensors, written),
             waits=waits,
             line=line or calling_line(3),
             of_step=of_step,
@@ -311,10 +309,10 @@ def submit(
         raise refused(function, exc, number, name, names, len(tensors)) from exc.__cause__
 
 
-def _finish(submission: Submission) -> Any:
+def _finish(submission: Submission) -> list[Any]:
     """The caller's results.  payload: the tensors that were passed, and what `to_write` returned for those in place."""
-    tensors, written, whole = submission.payload
+    tensors, written = submission.payload
     if written is None:
-        return whole([like(tensor, output) for tensor, output in zip(tensors, submission.outputs, strict=True)])
+        return [like(tensor, output) for tensor, output in zip(tensors, submission.outputs, strict=True)]
     written()
-    return whole(tensors)
+    return list(tensors)
