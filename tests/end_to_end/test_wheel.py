@@ -86,7 +86,7 @@ def test_the_wheel_has_both_packages_and_no_tests(clone):
     there |= {f"ringrun/{each.relative_to(clone / 'launcher')}" for each in (clone / "launcher").rglob("*.*")}
     there = there - {"ringreduce/kernels/native.c"} | {COMPILED}
     assert {each for each in files if ".dist-info/" not in each and not each.endswith("/")} == there
-    assert {"ringreduce/py.typed", "ringrun/py.typed", "ringreduce/gpu/kernels.cu"} <= files
+    assert {"ringreduce/py.typed", "ringreduce/__init__.pyi", "ringrun/py.typed", "ringreduce/gpu/kernels.cu"} <= files
     assert f"{name}.dist-info/licenses/LICENSE" in files
 
 

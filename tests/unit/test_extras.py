@@ -48,5 +48,5 @@ def test_what_is_no_python_is_installed_too():
     config.read(ROOT / "setup.cfg")
     for package, folder in FOLDERS.items():
         declared = config["options.package_data"][package].replace(",", " ").split()
-        there = {path for path in folder.rglob("*.*") if path.suffix in (".typed", ".cu", ".jinja")}
+        there = {path for path in folder.rglob("*.*") if path.suffix in (".typed", ".pyi", ".cu", ".jinja")}
         assert there == {path for pattern in declared for path in folder.glob(pattern)}

@@ -1,3 +1,5 @@
+import ast
+import collections
 import importlib
 import subprocess
 import sys
@@ -85,11 +87,17 @@ def test_an_import_loads_what_is_used_and_no_framework(used, loads):
 
 
 def test_the_public_names_are_those_of_their_modules():
-    for name, names in rr._API.items():
-        module = importlib.import_module(f"ringreduce.{name}")
-        assert {getattr(rr, each) for each in names.split()} == {getattr(module, each) for each in names.split()}
-        if hasattr(module, "__all__") and name != "sweeps":
-            assert set(names.split()) == set(module.__all__)
+    names_of = collections.defaultdict(set)
+    for name in rr.__all__:
+        names_of[rr._module_of[name]].add(name)
+    for name, names in names_of.items():
+        module = importlib.import_module(name)
+        assert all(getattr(rr, each) is getattr(module, each) for each in names)
+        if hasattr(module, "__all__") and module.__name__ != "ringreduce.sweeps":
+            assert names == set(module.__all__)
+    stub = ast.parse(Path(rr.__file__).with_suffix(".pyi").read_text())
+    told = {each.asname: node.module for node in stub.body for each in node.names}
+    assert told == rr._module_of, "as a type checker reads it"
     assert set(rr.__all__) < set(dir(rr))
     files = {path.stem for path in Path(rr.__file__).parent.iterdir()}
     assert not files & set(rr.__all__), "importing a module puts it in the place of what has its name"
