@@ -12,7 +12,6 @@ from ringreduce import runtime
 from ringreduce.compression import AnyCompressor, Compression
 from ringreduce.errors import InputError
 from ringreduce.jax.ops import allreduce
-from ringreduce.jax.optimizer import refuse_conditions, refuse_skips
 from ringreduce.jax.parts import compare_trees
 from ringreduce.optim.exchange import Exchange
 from ringreduce.optim.local.options import Options, Outer, fragments_of, mean
@@ -49,7 +48,7 @@ def diloco(
 
     `ringreduce.jax.allreduce(params)` is the mean of all ranks' parameters, to evaluate and save. In an elastic job the
     training function begins with params = opt_state.anchors, so that all ranks begin alike. What skips
-    steps belongs inside: diloco(optax.apply_if_finite(optimizer, 5), sync_every=8).
+    steps belongs inside, as of a `DistributedOptimizer`: diloco(optax.apply_if_finite(optimizer, 5), sync_every=8).
 
     Cost:   in a step after which a fragment is averaged one `allreduce` of it, as a group.
     Raises: InputError (a ValueError) for wrong arguments; TypeError for what is no gradient transformation;
@@ -75,13 +74,11 @@ def wrapped(optimizer: Any, parameters: Any, options: Options) -> Any:
         raise InputError(f"{options.function}: delay={options.delay}, but a program of XLA waits for its all-reduces")
 
     def init(params: Any) -> LocalState:
-        refuse_skips(options.function)
         anchors = jax.tree.map(_wide, params)
         outer = [_zeros(options.outer or mean, each) for each in jax.tree.leaves(anchors)]
         return LocalState(inner.init(params), jnp.zeros((), jnp.int32), anchors, outer)
 
     def update(gradients: Any, state: LocalState, params: Any = None, **extra: Any) -> tuple[Any, LocalState]:
-        refuse_conditions(options.function, {})
         if params is None:
             raise InputError(f"{options.function}: update without params; pass them: update(gradients, state, params)")
         if not agreed and not runtime.current(options.function).is_elastic:  # a spare would be alone here

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import functools
-import sys
-from collections.abc import Callable, Iterator
-from types import CodeType, FrameType
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -15,11 +13,10 @@ import numpy as np
 from ringreduce.api.objects import broadcast_object
 from ringreduce.api.process_sets import ProcessSet, global_process_set
 from ringreduce.compression import AnyCompressor, Compression
-from ringreduce.errors import InputError
 from ringreduce.frameworks.collective import ending_step
 from ringreduce.jax.ops import allreduce, broadcast
 from ringreduce.jax.parts import compare_trees
-from ringreduce.jax.steering import names_of_steering, steering
+from ringreduce.jax.steering import steering
 from ringreduce.ops import Adasum, Average, ReduceOp
 from ringreduce.optim.exchange import Exchange, check_passes
 
@@ -58,8 +55,11 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     process_set: the ranks that take part; on the others the optimizer works as before.
     name: of the operation, for error messages and the timeline; by default the line that calls update.
 
-    Wrap what skips steps by the gradients' values, too, so that it sees the reduced ones:
-    DistributedOptimizer(optax.apply_if_finite(optimizer, 5)). Around it, each rank would decide for itself.
+    What decides by numbers belongs inside, where it sees those of all ranks:
+    DistributedOptimizer(optax.apply_if_finite(optimizer, 5)). Around it, each rank decides by its own: nothing can see
+    that, ranks that skip a step alone meet the others' later ones, and training goes wrong, or waits for ever. So do
+    not put this into apply_if_finite, a MultiSteps with a should_skip_update_fn, or conditionally_transform or
+    conditionally_mask with forward_extra_args=True, nor into a chain whose update() gets a loss.
 
     update(gradients, state, params, value=loss): numbers such as the loss, and functions such as value_fn, by which
     an optimizer steers, become the mean over the ranks; so all ranks do the same. Not with Adasum. With op=Sum there
@@ -67,9 +67,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
 
     Cost:   one `allreduce` of all gradients, as a group, a step; one more of the numbers, and at each call of such a
             function.
-    Raises: InputError (a ValueError) for wrong arguments; in init() inside apply_if_finite or a MultiSteps that skips;
-            in update() inside conditionally_transform or _mask with forward_extra_args=True, or inside a chain that
-            passes on what steers. TypeError for what is no gradient transformation.
+    Raises: InputError (a ValueError) for wrong arguments; TypeError for what is no gradient transformation.
     Source: Horovod's DistributedOptimizer; optax.MultiSteps.
     """
     if not (callable(getattr(optimizer, "init", None)) and callable(getattr(optimizer, "update", None))):
@@ -98,7 +96,6 @@ def _reducing(optimizer: Any, exchange: Exchange, name: str | None, passes: int)
         return inner.update(reduced, state, params, **extra)  # type: ignore[no-any-return]
 
     def update(gradients: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
-        refuse_conditions("DistributedOptimizer", extra)
         if passes == 1:
             return step(gradients, state, params, extra)
         total = jax.tree.map(_plus, state.gradients, gradients)
@@ -119,7 +116,6 @@ def _reducing(optimizer: Any, exchange: Exchange, name: str | None, passes: int)
         return last() if is_last else another()
 
     def init(params: Any) -> Any:
-        refuse_skips("DistributedOptimizer")
         if passes == 1:
             return inner.init(params)
         return Accumulated(inner.init(params), jax.tree.map(_empty_sum, params), jnp.zeros((), jnp.int32))
@@ -149,68 +145,6 @@ def _zeros(update: Any) -> Any:
 def _is_nothing(gradient: Any) -> bool:
     """What JAX has for the gradient of whole numbers."""
     return bool(getattr(gradient, "dtype", None) == jax.dtypes.float0)
-
-
-def refuse_skips(function: str) -> None:
-    """Raise InputError where what is around init() skips a step that other ranks may take: these would wait."""
-    import optax
-
-    skipping = _codes(optax.apply_if_finite.__code__)
-    for frame in _callers():
-        outer, name = frame.f_locals.get("self"), "apply_if_finite"
-        if isinstance(outer, optax.MultiSteps):
-            name = "MultiSteps with a should_skip_update_fn"
-            by_default = _codes(optax.MultiSteps.__init__.__code__)
-            skips = getattr(getattr(outer, "_should_skip_update_fn", None), "__code__", None) not in by_default
-        else:
-            skips = frame.f_code in skipping
-        if skips:
-            raise InputError(
-                f"{function} inside optax's {name}: each rank would skip steps by its own gradients, and the "
-                f"others wait for it; put it outside: {function}(apply_if_finite(optimizer, 5))"
-            )
-
-
-def refuse_conditions(function: str, extra: dict[str, Any]) -> None:
-    """As `refuse_skips`, around update(): only there a condition can be seen to depend on more than the step.
-
-    extra: arguments of update() that the transformations beside this one in a chain get as this rank has them.
-    """
-    conditional, steers = _conditional(), names_of_steering(extra)
-    for frame in _callers():
-        name = conditional.get(frame.f_code)
-        if name and frame.f_locals.get("forward_extra_args"):
-            raise InputError(
-                f"{function} inside optax's {name} with forward_extra_args=True: each rank would skip steps "
-                "by its own arguments, and the others wait for it; put it outside, and reduce those arguments: "
-                f"{function}({name}(optimizer, …)).update(…, value=hvd.allreduce(loss))"
-            )
-        if name == "chain" and steers:
-            raise InputError(
-                f"{function} inside optax's chain, whose update() gets {steers[0]}: each rank would steer the others "
-                f"of the chain by its own; put it outside: {function}(optax.chain(…))"
-            )
-
-
-@functools.cache
-def _conditional() -> dict[CodeType, str]:
-    import optax
-
-    functions = optax.conditionally_transform, optax.conditionally_mask, optax.chain, optax.named_chain
-    names = [*(each.__name__ for each in functions[:3]), "chain"]
-    return {code: name for function, name in zip(functions, names, strict=True) for code in _codes(function.__code__)}
-
-
-def _callers() -> Iterator[FrameType]:
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
-
-
-def _codes(code: CodeType) -> set[CodeType]:
-    """A function's code, and that of the functions inside."""
-    return {code}.union(*(_codes(each) for each in code.co_consts if isinstance(each, CodeType)))
 
 
 def value_and_grad(

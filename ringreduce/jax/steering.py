@@ -30,7 +30,7 @@ from ringreduce.optim.exchange import Exchange
 GRADIENTS = "grad"
 
 
-def names_of_steering(extra: dict[str, Any]) -> list[str]:
+def _names_of(extra: dict[str, Any]) -> list[str]:
     """Those of the arguments that are made alike."""
     functions = {name for name, value in extra.items() if _is_function(name, value)}
     taken = {each for name in functions for each in _arguments(extra[name])} - {"value", GRADIENTS}
@@ -43,7 +43,7 @@ def steering(extra: dict[str, Any], gradients: Any, reduced: Any, exchange: Exch
 
     Raises: InputError for functions and gradients with an op that is not the mean, which these would not fit.
     """
-    names = names_of_steering(extra) if exchange.process_set.included() else []
+    names = _names_of(extra) if exchange.process_set.included() else []
     numbers = {name: extra[name] for name in names if _is_number(extra[name])}
     functions = {name: extra[name] for name in names if _is_function(name, extra[name])}
     if exchange.op is not Average and len(numbers) < len(names):

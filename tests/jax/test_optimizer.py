@@ -341,8 +341,8 @@ def test_the_random_keys_of_a_module_are_the_roots_unless_only_parameters_are_br
 
 
 @pytest.mark.parametrize("skipping", ["apply_if_finite", "MultiSteps"])
-def test_what_skips_steps_is_wrapped_and_does_not_wrap(skipping):
-    """One rank's gradient is NaN: all skip that step, or none could know."""
+def test_what_skips_steps_is_wrapped(skipping):
+    """One rank's gradient is NaN: all skip that step."""
 
     def around(optimizer):
         if skipping == "MultiSteps":
@@ -350,9 +350,6 @@ def test_what_skips_steps_is_wrapped_and_does_not_wrap(skipping):
         return optax.apply_if_finite(optimizer, 5)
 
     params = {"w": jnp.ones(3)}
-    with pytest.raises(rr.InputError, match=rf"inside optax's {skipping}.*put it outside: DistributedOptimizer\(apply"):
-        around(optax.chain(optax.clip(1.0), hvd.DistributedOptimizer(optax.sgd(1.0)))).init(params)
-    optax.MultiSteps(hvd.DistributedOptimizer(optax.sgd(1.0)), 2).init(params)  # in step on all ranks
     optimizer = hvd.DistributedOptimizer(around(optax.sgd(1.0)))
     state = optimizer.init(params)
     for gradient, expected in ((jnp.nan if RANK == 0 else 1.0, 0.0), (1.0 + RANK, -1 - (SIZE - 1) / 2)):
@@ -362,17 +359,10 @@ def test_what_skips_steps_is_wrapped_and_does_not_wrap(skipping):
 
 @pytest.mark.parametrize("conditional", [optax.conditionally_transform, optax.conditionally_mask])
 def test_what_skips_steps_by_the_step_alone_may_be_around_it(conditional):
-    """Else it is refused: the loss, by which it might skip one, differs between ranks."""
-    for forwards in (False, True):
-        condition = lambda step, value=0.0: value < 1 + step  # noqa: E731
-        optimizer = conditional(hvd.DistributedOptimizer(optax.sgd(1.0)), condition, forward_extra_args=forwards)
-        arguments = {"w": jnp.full(3, float(RANK))}, optimizer.init({"w": jnp.ones(3)})
-        if not forwards:
-            updates, _ = jax.jit(optimizer.update)(*arguments, value=float(RANK))
-            np.testing.assert_allclose(updates["w"], -(SIZE - 1) / 2)
-            continue
-        with pytest.raises(rr.InputError, match=rf"{conditional.__name__} with .*=True: each rank .* put it outside"):
-            jax.jit(optimizer.update)(*arguments, value=float(RANK))
+    optimizer = conditional(hvd.DistributedOptimizer(optax.sgd(1.0)), lambda step: step < 1)
+    arguments = {"w": jnp.full(3, float(RANK))}, optimizer.init({"w": jnp.ones(3)})
+    updates, _ = jax.jit(optimizer.update)(*arguments, value=float(RANK))
+    np.testing.assert_allclose(updates["w"], -(SIZE - 1) / 2)
 
 
 def test_parameters_may_be_donated(jit):
