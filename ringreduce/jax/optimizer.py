@@ -45,14 +45,11 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
 
     Returns an optax.GradientTransformationExtraArgs: chain it, jit its update, or give it to flax's optimizers.
 
-    compression: `Compression.fp16` or `.bf16` send gradients in 16 bits, `.int8` or `.int4` in fewer between
-        hosts.
     backward_passes_per_step: gradients of this many updates are summed, not averaged, before they are reduced; for
         their mean divide the loss. Until then updates are zeros. Its state is the optimizer's and such a sum, which has
         32 bits or more.
     op: Average, Sum, or Adasum: every rank computes updates from its own gradients, and the updates are reduced.
-    gradient_predivide_factor: f: Average divides by f before the sum and by size / f after it.
-    process_set: the ranks that take part; on the others the optimizer works as before.
+    compression, gradient_predivide_factor, process_set: see `ringreduce.DistributedOptimizer`.
     name: of the operation, for error messages and the timeline; by default the line that calls update.
 
     What decides by numbers belongs inside, where it sees those of all ranks:

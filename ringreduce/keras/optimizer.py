@@ -54,15 +54,12 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     optimizer: a keras.optimizers.Optimizer; of a LossScaleOptimizer the inner one reduces. With mixed_float16,
         `model.compile` may wrap the result in one.
     name: of the operation, for error messages and the timeline; by default made of the variables' number and size.
-    compression: `Compression.fp16` or `.bf16` send gradients in 16 bits, `.int8` or `.int4` in fewer between
-        hosts.
     sparse_as_dense: with TensorFlow, gradients that are IndexedSlices are made dense; else their rows are gathered.
-    gradient_predivide_factor: f: Average divides by f before the sum and by size / f after it.
     op: Average, Sum or Adasum, of the gradients.
     backward_passes_per_step: gradients of so many passes are summed before they are reduced, or averaged with
         average_aggregated_gradients: it sets the optimizer's own gradient_accumulation_steps, which averages, and whose
         accumulated gradients are reduced once a step, too.
-    process_set: the ranks that take part; on the others the optimizer works as before.
+    compression, gradient_predivide_factor, process_set: see `ringreduce.DistributedOptimizer`.
     device_dense, device_sparse, num_groups, groups: Horovod's, without effect: all gradients of a step are one group,
         and are reduced where they are.
 

@@ -77,7 +77,8 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     process_set: the ranks that take part; on the others the optimizer works as before.
     gradients: the argument that holds them, by index (from 0) or name; needed if there are several and none is named
         grads or gradients.
-    named_parameters, num_groups, groups, sparse_as_dense, wait_in_backward, name: as of those adapters that have them.
+    name: of the operation, for error messages and the timeline; of adapters that have it.
+    named_parameters, num_groups, groups, sparse_as_dense, wait_in_backward: as of those adapters that have them.
 
     The gradients are any nesting of dicts, lists, tuples and arrays, equal in form and shapes on all ranks; None stays
     None. The caller's arrays are not changed: the optimizer gets new ones. All other attributes, and further arguments

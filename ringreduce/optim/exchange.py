@@ -38,7 +38,7 @@ class Exchange:
 
     op:     Average, Sum or Adasum; with any_op others, too.
     factors: the adapter calls `begin` or `reduce`, which PowerSGD needs.
-    gradient_predivide_factor: f: Average divides by f before the sum and by size / f after it.
+    compression, gradient_predivide_factor: see `ringreduce.DistributedOptimizer`.
     Raises: InputError (a ValueError) for wrong options. The world is not looked at; see `check_world`.
     """
 

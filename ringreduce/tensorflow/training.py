@@ -34,12 +34,10 @@ def DistributedGradientTape(  # noqa: N802 - Horovod's name
 ) -> Any:
     """Make a tf.GradientTape reduce over all ranks what its `gradient()` returns; returns the tape.
 
-    compression: `Compression.fp16` or `.bf16` send gradients in 16 bits, `.int8` or `.int4` in fewer between
-        hosts.
     sparse_as_dense: gradients that are IndexedSlices are made dense; otherwise all ranks' rows are gathered.
     op: Average, Sum or Adasum.
-    gradient_predivide_factor: f: Average divides by f before the sum and by size / f after it.
-    process_set: the ranks that take part; the others get their own gradients.
+    compression, gradient_predivide_factor, process_set: see `ringreduce.DistributedOptimizer`; on ranks
+        outside of the set gradients stay their own.
     name: of the operation, for error messages and the timeline.
 
     Cost:   one `allreduce` of all gradients, as a group, a call.

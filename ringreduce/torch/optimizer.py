@@ -57,19 +57,16 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
 
     named_parameters: model.named_parameters(); gradients are matched by these names, so they must be equal on all
         ranks, and differ from those of another optimizer that is used at the same time. Numbered by default.
-    compression: `Compression.fp16` or `.bf16` send gradients in 16 bits, `.int8` or `.int4` in fewer between
-        hosts; or your own `Compressor`; or a `PowerSGD`.
     backward_passes_per_step: gradients of this many backward passes are summed, not averaged, before they are reduced;
         for their mean divide the loss. step() after fewer passes reduces what there is.
     op: Average, Sum, or Adasum: every rank steps by its own gradients, and the changes of the parameters are reduced
         (a power of two of ranks; the gradients that you see are the rank's own; groups have no effect).
-    gradient_predivide_factor: f: Average divides by f before the sum and by size / f after it.
     num_groups: Horovod's older name for a number of groups.
     groups: gradients that are reduced together, all or nothing: a number of equal groups, or lists of parameters (the
         others are on their own), alike on all ranks.
     sparse_as_dense: reduce sparse gradients (torch.nn.Embedding(sparse=True)) as dense ones; by default all ranks' rows
         are gathered. Either way .grad is sparse and coalesced afterwards.
-    process_set: the ranks that take part; on the others the optimizer works as before.
+    compression, gradient_predivide_factor, process_set: see `ringreduce.DistributedOptimizer`.
     wait_in_backward: for C++ code that reads .grad: backward() waits for all ranks, which call it equally often.
 
     Between backward() and step() `.grad` stands for the reduced gradient: the first access (clip_grad_norm_, print)

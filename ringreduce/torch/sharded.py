@@ -54,8 +54,7 @@ def ShardedOptimizer(  # noqa: N802 - beside DistributedOptimizer
     compression: `Compression.fp16` or `.bf16` send gradients in 16 bits; parameters travel as they are.
     overlap: modules, such as a model's blocks. step() does not wait for their parameters: a module's next forward does,
         or its state_dict(). Read them elsewhere only after `optimizer.wait_for_parameters()`.
-    shared_parameters: of ranks on one host: move the parameters into memory that all ranks share, with the first rank's
-        values; all ranks make the optimizer at once. What changes parameters between steps, one rank does for all.
+    shared_parameters: see `ringreduce.ShardedOptimizer`; the parameters themselves are moved.
     named_parameters, backward_passes_per_step, op, gradient_predivide_factor, process_set: see DistributedOptimizer.
 
     From the end of backward() on there are no whole gradients: reading .grad raises InputError, and after step() it is
