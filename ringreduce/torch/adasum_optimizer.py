@@ -7,16 +7,15 @@ parameters, not to the gradients, so that what an optimizer such as Adam makes o
 from __future__ import annotations
 
 import contextlib
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from ringreduce import runtime
-from ringreduce.errors import BackwardError, MismatchError
-from ringreduce.execution.submission import Handle
+from ringreduce.errors import BackwardError
 from ringreduce.optim.buckets import GradientBucket
-from ringreduce.optim.reducer import noting
 from ringreduce.torch.gradient import Gradient, TorchReducer
 from ringreduce.torch.hooks import too_often
 from ringreduce.torch.wrapped import UnscalingMixin, WrappedMixin, passed_on
@@ -45,14 +44,7 @@ class DeltaReducer(TorchReducer):
     abandon = clear
 
     def _go_along(self, bucket: GradientBucket) -> None:
-        """See `optim.reducer`."""
-        others = [each for each in self._gradients.values() if each.trains and each.bucket is not bucket]
-        for handle in [self._begin_delta(each, torch.zeros_like(each.parameter)) for each in others]:
-            with contextlib.suppress(MismatchError):
-                handle.wait()
-
-    def _begin_delta(self, gradient: Gradient, delta: torch.Tensor) -> Handle[list[Any]]:
-        return self.exchange.begin(gradient.name, [delta.detach()])
+        """See `optim.reducer`: all that a step sends is one group, so there is nothing beside it."""
 
     @property
     def no_overlap(self) -> str:
@@ -60,25 +52,24 @@ class DeltaReducer(TorchReducer):
         return "op=Adasum reduces what a step changed"
 
     def starts(self) -> list[tuple[Gradient, torch.Tensor]]:
-        """The trained parameters, and a copy of each; none where there is nobody to reduce with."""
+        """The trained parameters, by name, and a copy of each; none where there is nobody to reduce with."""
         self._look_at_the_world()
         if self.follow():
             self.regroup()
         trained = [each for each in self._gradients.values() if each.parameter.requires_grad]
+        trained.sort(key=operator.attrgetter("name"))  # ranks may have them in another order
         return [(each, each.parameter.detach().clone()) for each in trained] if self.exchange.size > 1 else []
 
     @torch.no_grad()
     def reduce(self, starts: Sequence[tuple[Gradient, torch.Tensor]]) -> None:
-        """Add the Adasum of all ranks' changes to where each parameter started; raises the first error, of all."""
-        under_way = [(each.parameter, start, self._begin_delta(each, each.parameter - start)) for each, start in starts]
-        errors: list[Exception] = []
-        for parameter, start, handle in under_way:
-            with noting(errors):
-                (delta,) = handle.wait()
-                parameter.copy_(start + delta)
-        self.clear()
-        if errors:
-            raise errors[0]
+        """Add the Adasum of all ranks' changes, which are a group, to where each parameter started."""
+        changes, names = [each.parameter - start for each, start in starts], [each.name for each, _ in starts]
+        try:
+            reduced = self.exchange.begin(self._next_bucket().name, changes, names).wait() if starts else ()
+            for (gradient, start), change in zip(starts, reduced, strict=True):
+                gradient.parameter.copy_(start + change)
+        finally:
+            self.clear()
         if self._comparison is not None:
             self._comparison.in_order()
         runtime.stepped(id(self))
@@ -94,7 +85,7 @@ class AdasumMixin(UnscalingMixin, WrappedMixin):
 
         Where GradScaler finds gradients of this rank that are not finite, this rank's change is none.
 
-        Cost:   a copy of the parameters; as `allreduce` with op=Adasum of each.
+        Cost:   a copy of the parameters; as `grouped_allreduce` with op=Adasum.
         Raises: MismatchError, PeerLostError.
         """
         starts, loss = self._reducer.starts(), None
