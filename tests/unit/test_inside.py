@@ -30,6 +30,17 @@ def test_what_a_page_names_is_in_the_code(page):
         assert set(filter(None, name.split("."))) <= definitions(found(file)), f"{file} has no {name}"
 
 
+def test_what_is_to_be_changed_to_add_something_is_there():
+    named = re.findall(r"`([\w/]+\.\w+|[\w/]+/)`", PAGES["adding.md"])
+    assert len(named) > 30
+    texts = []
+    for file in named:
+        assert found(file).exists(), file
+        texts += [found(file).read_text()] if found(file).is_file() else []
+    for name in re.findall(r"`(_?[A-Za-z]+_[A-Za-z_]+|[A-Z]{4,}|[A-Z][a-z]+)`", PAGES["adding.md"]):
+        assert any(re.search(rf"\b{name}\b", text) for text in texts), name
+
+
 @pytest.mark.parametrize(("package", "heading"), [(ringreduce, "ringreduce"), (ringrun, "the launcher")])
 def test_every_folder_is_described_and_drawn(package, heading):
     described = PAGES["architecture.md"].partition(f"## The folders of {heading}\n")[2].partition("\n## ")[0]
