@@ -40,7 +40,7 @@ def test_a_citation_is_of_this_version_and_license():
 
 
 def test_every_python_is_tested_and_has_a_wheel():
-    assert JOBS["adapters"]["strategy"]["matrix"]["python"] == PYTHONS
+    assert JOBS["pythons"]["strategy"]["matrix"]["python"] == PYTHONS
     built = re.findall(r'"(cp\d+)-manylinux_x86_64"', (ROOT / "pyproject.toml").read_text())
     assert built == ["cp310", "cp311"], "from 3.11 on one wheel serves all: setup.py"
 
