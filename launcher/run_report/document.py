@@ -189,6 +189,8 @@ def _rank_row(number: int, rank: Rank, own: Shares | None, hosts: Mapping[int, s
         "pid": rank.about.get("pid") or (end.pid if end else 0),
         "device": end.device if end else "",
         "steps": totals.get("step") or 0,
+        "steps_s": totals.get("step_s") or 0.0,
+        "examples": totals.get("examples"),
         "step_ms": _rounded(own.step_s, 1e3),
         **{f"{part}_ms": _rounded(getattr(own, f"{part}_s"), 1e3) for part in _PARTS},
         "core_wait_ms": _rounded(rank.each_step_s("core_wait_s"), 1e3),

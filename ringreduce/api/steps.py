@@ -15,7 +15,8 @@ def mark_step(examples: int | None = None) -> None:
     only this function does. The report of a stall says how many there were; there is no other effect unless steps are
     recorded: see `stats`.
 
-    examples: how many this rank has trained on in this step.
+    examples: how many this rank has trained on in this step; without it they are counted where a data loader of torch,
+              Keras's fit() or a tf.data.Dataset gives them.
     """
     runtime.current("mark_step").engine.recorder.stepped(MARKED, examples)
 
@@ -30,7 +31,7 @@ def stats() -> dict[str, Any]:
     moving_s        with an operation under way that all ranks had submitted
     hidden_s        of moving_s, while this rank computed
     operations      how many ended; bytes: of their arrays
-    examples_per_s  of this rank, where `mark_step` was told; else None
+    examples_per_s  of this rank, where `mark_step` was told, or a data loader's batches are counted; else None
     no_overlap      why gradients are not reduced during backward; empty: they are, where that is faster
 
     Steps are recorded from init() on with RINGREDUCE_REPORT=1, as under `ringrun --report`; else from the first call of

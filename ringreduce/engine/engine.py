@@ -37,7 +37,7 @@ from ringreduce.execution.timeline import Timeline
 from ringreduce.gpu.backend import CudaBackend
 from ringreduce.gpu.stream import Gpu
 from ringreduce.log import LOGGER
-from ringreduce.monitor import launcher_link
+from ringreduce.monitor import launcher_link, loaders
 from ringreduce.monitor.recording import Recording
 from ringreduce.monitor.reporting import Reporting, about
 from ringreduce.negotiation.ending import Ending
@@ -120,6 +120,7 @@ class Engine:
         """
         if not self.recorder.recording:
             self.transport.traffic = Traffic()
+            loaders.watch(self.recorder)
         self.recorder.start(always)
 
     def report(self, for_s: float) -> None:

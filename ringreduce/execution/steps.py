@@ -11,6 +11,7 @@ import dataclasses
 import math
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -57,6 +58,8 @@ class StepRecorder:
         self._lock = threading.RLock()  # a signal handler of the script may call a collective
         self._who: object = None
         self._others: set[object] = set()  # which have stepped since
+        self._loader: Callable[[], object] = lambda: None  # a reference to the one that gave the last batch
+        self._loaded: int | None = 0  # how many examples it has given in this step
         self._when_recording: list[Callable[[], object]] = []
         self._begin(0)
 
@@ -114,6 +117,15 @@ class StepRecorder:
 
     # Called while recording only
 
+    def loaded(self, loader: object, examples: int | None) -> None:
+        """A data loader has given a batch; only the last one's count, since others before it, as for tests, are over.
+
+        examples: how many, None if that is not known.
+        """
+        if self._loader() is not loader:
+            self._loader, self._loaded = weakref.ref(loader), 0
+        self._loaded = None if self._loaded is None or examples is None else self._loaded + examples
+
     def ended(self, it: Any) -> None:
         """A submission has ended."""
         begun_s, nbytes = it.begun_s or it.submitted_s, sum([each.nbytes for each in it.inputs or it.outputs])
@@ -160,14 +172,15 @@ class StepRecorder:
         step.moving_s, step.blocked_s = length(moving), length(blocked)
         step.hidden_s = length(united(moving + blocked)) - step.blocked_s
         self._begin(step.number + 1)
-        step.to_s, step.examples = self._step.from_s, examples
+        step.to_s, step.examples = self._step.from_s, examples or self._loaded or None
+        self._loaded = 0
         step.step_s = step.to_s - step.from_s
         self.steps.append(step)
         if step.number:
             for name in SECONDS:
                 self._sums[name] += getattr(step, name)
             self._histogram[math.floor(math.log(max(step.step_s, 1e-9)) / GROWTH)] += 1
-            self._examples += examples or 0
+            self._examples += step.examples or 0
 
     def totals(self) -> dict[str, Any]:
         """Sums over all steps but the first one; before its end of operations only."""

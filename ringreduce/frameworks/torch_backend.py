@@ -35,6 +35,8 @@ def register() -> None:
             rename(name)
         if (error_file := os.environ.get("RINGREDUCE_ERROR_FILE")) and os.environ.get("WORLD_SIZE") != "1":
             _watch_groups(error_file)
+        elif error_file and os.environ.get("RINGREDUCE_REPORT") == "1":
+            _record_steps()
 
 
 def _create(options: Any, backend_options: Any) -> Any:
@@ -167,6 +169,26 @@ def _watch_optimizers(hook: Any) -> None:
     training = _Training()
     hook.torch_trained_alone = training.is_alone
     register_optimizer_step_post_hook(training.stepped)
+
+
+def _record_steps() -> None:
+    """Have the steps of a rank that is alone recorded, though its program may never call ringreduce.
+
+    A front end makes no group for one rank, and a program of one process has none.
+    """
+    from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+    def before_step(*_: Any) -> None:
+        hook.remove()
+        import ringreduce
+
+        if not ringreduce.is_initialized():
+            from ringreduce.torch.distributed.group import watch_optimizers
+
+            ringreduce.init()
+            watch_optimizers()
+
+    hook = register_optimizer_step_pre_hook(before_step)
 
 
 class _Training:

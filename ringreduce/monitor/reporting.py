@@ -26,7 +26,7 @@ from ringreduce._version import __version__
 from ringreduce.execution.algorithms import Algorithms
 from ringreduce.execution.host import Host
 from ringreduce.execution.steps import MOST, Step, StepRecorder
-from ringreduce.monitor import launcher_link
+from ringreduce.monitor import launcher_link, loaders
 from ringreduce.monitor.sampling import Sampler, memory
 from ringreduce.monitor.side_job import SideJob
 from ringreduce.settings import PER_RANK, Settings
@@ -104,6 +104,7 @@ class Reporting:
         self._sampler.look()
         if now_s >= self._next_s:
             self._next_s = now_s + TOTALS_S
+            loaders.watch(recorder)  # of what has been imported since
             self._send_totals()
         if now_s >= self._steps_s:
             self._due = self._not_sent()  # these alone, or ranks with short steps would send different ones

@@ -87,7 +87,7 @@ class RingProcessGroup(Operations, dist.ProcessGroup):
         self.wire = wire
         self.channel = OwnChannel(members, f"group {group_id}", timeout_s, ANEW)
         self._others: dict[str, Any] = {}  # by type of device
-        self.channel.engine.recorder.when_recording(_watch_optimizers)
+        self.channel.engine.recorder.when_recording(watch_optimizers)
 
     def barrier(self, opts: Any = None) -> Work:
         """Done when all ranks have begun it."""
@@ -151,7 +151,7 @@ class RingProcessGroup(Operations, dist.ProcessGroup):
 
 
 @functools.cache
-def _watch_optimizers() -> None:
+def watch_optimizers() -> None:
     """Let an optimizer's step end a step of training, unless another step calls it; one of ours says so itself."""
 
     def stepped(optimizer: torch.optim.Optimizer, *_: Any) -> None:

@@ -1,0 +1,99 @@
+"""Counts the examples that data loaders give a rank, while its steps are recorded: nobody has to call mark_step().
+
+The iterators of torch's DataLoader, of a tf.data.Dataset that is read eagerly, and of Keras's fit() are watched where
+these modules are imported; nothing is imported here. A batch whose length is not certain is not counted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from ringreduce.execution.steps import StepRecorder
+
+_recorders: weakref.WeakSet[StepRecorder] = weakref.WeakSet()
+_watched: set[Any] = set()
+
+
+def watch(recorder: StepRecorder) -> None:
+    """Tell `recorder` of each batch that its thread takes, from iterators of modules that are imported by now."""
+    _recorders.add(recorder)
+    for (module, name, method), wrap in _ITERATORS.items():
+        kind = getattr(sys.modules.get(module), name, None)
+        if kind not in _watched and hasattr(kind, method):
+            _watched.add(kind)
+            setattr(kind, method, wrap(getattr(kind, method)))
+
+
+def _tell(owner: object, examples: int | None) -> None:
+    for recorder in list(_recorders):
+        if recorder.recording and recorder.thread == threading.get_ident():
+            with contextlib.suppress(TypeError):  # what cannot be referred to weakly
+                recorder.loaded(owner, examples)
+
+
+def _counted(own: Callable[[Any], Any], examples: Callable[[Any, Any], int | None]) -> Callable[[Any], Any]:
+    """The method that returns the next batch; examples: how many are in it, by the iterator and the batch."""
+
+    @functools.wraps(own)
+    def __next__(iterator: Any) -> Any:  # noqa: N807 - the sampler knows a loader by this name
+        batch = own(iterator)
+        _tell(iterator, examples(iterator, batch))
+        return batch
+
+    return __next__
+
+
+def _of_keras(own: Callable[[Any], Iterator[Any]]) -> Callable[[Any], Iterator[Any]]:
+    """The method that says before each call of a compiled step which steps it is; the batches pass Python by."""
+
+    @functools.wraps(own)
+    def enumerate_iterator(epoch: Any) -> Iterator[Any]:
+        for each in own(epoch):
+            with contextlib.suppress(AttributeError, TypeError):
+                _tell(epoch, epoch.data_adapter.batch_size * epoch.steps_per_execution)
+            yield each
+
+    return enumerate_iterator
+
+
+def in_batch(batch: Any) -> int | None:
+    """The length that all parts of a batch have in common; None if they differ, or there is none.
+
+    >>> in_batch({"text": ["a", "b"], "label": [0, 1]}), in_batch([[1, 2, 3], 7]), in_batch("ab")
+    (2, None, None)
+    """
+    parts = batch.values() if isinstance(batch, dict) else batch if isinstance(batch, tuple | list) else [batch]
+    lengths = {_length(each) for each in parts}
+    return lengths.pop() if len(lengths) == 1 else None
+
+
+def _length(part: Any) -> int | None:
+    if isinstance(part, tuple | list):
+        return len(part)
+    shape = getattr(part, "shape", None)
+    with contextlib.suppress(IndexError, TypeError, ValueError):
+        return None if shape is None else int(shape[0])
+    return None
+
+
+def _in_torchs(iterator: Any, batch: Any) -> int | None:
+    """None where the data set itself makes batches: their first dimension may be anything."""
+    most = getattr(iterator._index_sampler, "batch_size", None) if iterator._auto_collation else None
+    found = in_batch(batch) if iterator._auto_collation else None
+    return most if found is None or (most and found > most) else found
+
+
+_ITERATORS: dict[tuple[str, str, str], Callable[[Any], Any]] = {
+    ("torch.utils.data.dataloader", "_BaseDataLoaderIter", "__next__"): lambda own: _counted(own, _in_torchs),
+    ("tensorflow.python.data.ops.iterator_ops", "OwnedIterator", "__next__"): lambda own: _counted(
+        own, lambda _, batch: in_batch(batch)
+    ),
+    ("keras.src.trainers.epoch_iterator", "EpochIterator", "_enumerate_iterator"): _of_keras,
+}
+"""Module, class and method, private ones too: where a release renames one, its batches are not counted."""

@@ -1,0 +1,141 @@
+"""Examples are counted where data loaders give them: to the thread that trains, by the last one, if it is certain."""
+
+import sys
+import threading
+import types
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+from ringreduce.execution.steps import StepRecorder
+from ringreduce.monitor import loaders
+
+
+@pytest.fixture
+def recorder():
+    made = StepRecorder()
+    made.start()
+    loaders.watch(made)
+    made.stepped("optimizer")
+    return made
+
+
+def examples(recorder):
+    recorder.stepped("optimizer")
+    return recorder.steps[-1].examples
+
+
+def numbers(count):
+    return TensorDataset(torch.arange(count), torch.zeros(count, 3))
+
+
+def test_the_batches_of_a_step_are_summed(recorder):
+    batches = iter(DataLoader(numbers(50), 20))
+    next(batches)
+    assert examples(recorder) == 20
+    assert examples(recorder) is None, "a step without a batch"
+    next(batches), next(batches)
+    assert examples(recorder) == 20 + 10, "the last one is smaller"
+    assert recorder.totals()["examples"] == 50
+
+
+def test_what_the_script_says_counts_more(recorder):
+    next(iter(DataLoader(numbers(50), 20)))
+    recorder.stepped("mark_step", 7)
+    assert recorder.steps[-1].examples == 7
+
+
+def test_the_loader_of_a_test_before_the_step_does_not_count(recorder):
+    for _ in range(3):
+        for _ in DataLoader(numbers(90), 30):
+            pass
+        next(iter(DataLoader(numbers(50), 20)))
+        assert examples(recorder) == 20
+
+
+def test_batches_of_other_threads_do_not_count(recorder):
+    other = threading.Thread(target=lambda: next(iter(DataLoader(numbers(50), 20))))
+    other.start()
+    other.join()
+    assert examples(recorder) is None
+
+
+def as_lists(items):
+    return [[each[0] for each in items], torch.zeros(3, 8)]
+
+
+class Batches(IterableDataset):
+    def __iter__(self):
+        yield from [torch.zeros(28, 28)] * 3
+
+
+@pytest.mark.parametrize(
+    ("loader", "count"),
+    [
+        (DataLoader(numbers(50), 20, collate_fn=as_lists), 20),
+        (DataLoader(numbers(50), batch_sampler=[[1, 2, 3], [4]]), 3),
+        (DataLoader(Batches(), batch_size=None), None),
+        (DataLoader(numbers(50), batch_sampler=[[1, 2, 3]], collate_fn=lambda items: {"a": len(items)}), None),
+    ],
+    ids=["parts differ: the size that was asked for", "batch_sampler", "the data set makes batches", "no length"],
+)
+def test_batches_of_many_kinds(recorder, loader, count):
+    next(iter(loader))
+    assert examples(recorder) == count
+
+
+def test_a_batch_whose_length_is_not_known_leaves_the_step_without(recorder):
+    loader = iter(DataLoader(Batches(), batch_size=None))
+    next(loader)
+    next(loader)
+    assert examples(recorder) is None
+
+
+def test_in_batch():
+    arrays = np.zeros((4, 2)), np.zeros(4)
+    assert loaders.in_batch(arrays) == 4
+    assert loaders.in_batch(dict(enumerate(arrays))) == 4
+    assert loaders.in_batch(arrays[0]) == 4
+    assert loaders.in_batch((arrays[0], np.zeros(()))) is None, "an example with its label"
+    assert loaders.in_batch((arrays[0], np.zeros(3))) is None
+    assert loaders.in_batch(()) is None
+
+
+class EpochIterator:
+    """As Keras's: compiled code takes the batches."""
+
+    def __init__(self, batch_size):
+        self.data_adapter = types.SimpleNamespace(batch_size=batch_size)
+        self.steps_per_execution = 2
+
+    def _enumerate_iterator(self):
+        yield from ["first", "second"]
+
+
+def test_keras_says_which_steps_come(recorder, monkeypatch):
+    module = types.SimpleNamespace(EpochIterator=EpochIterator)
+    monkeypatch.setitem(sys.modules, "keras.src.trainers.epoch_iterator", module)
+    own = EpochIterator._enumerate_iterator
+    for _ in range(2):
+        loaders.watch(recorder)  # again does nothing
+    epoch = EpochIterator(16)
+    assert list(epoch._enumerate_iterator()) == ["first", "second"]
+    assert examples(recorder) == 64
+    assert list(EpochIterator(None)._enumerate_iterator()) == ["first", "second"]
+    assert examples(recorder) is None
+    EpochIterator._enumerate_iterator = own
+
+
+def test_nothing_is_counted_where_nothing_is_recorded():
+    recorder = StepRecorder()
+    loaders.watch(recorder)
+    next(iter(DataLoader(numbers(50), 20)))
+    recorder.start()
+    assert examples(recorder) is None
+
+
+def test_an_iterator_that_cannot_be_referred_to_is_not_counted(recorder):
+    loaders._tell((), 3)
+    assert examples(recorder) is None
