@@ -35,7 +35,7 @@ from ..environment import Place, Settings, error_file, rank_environment
 from ..errors import MachineError
 from ..folders import make_private_folder
 from ..machine.cpus import usable_cpus
-from ..machine.placement import Share, describe, place, threads_of
+from ..machine.placement import Share, crowd, describe, place, threads_of
 from ..machine.topology import Topology, read_topology
 from ..text import counted, format_spans
 from . import kept_commits
@@ -65,6 +65,7 @@ class Agent:
         self._directory = settings.directory if link.is_local else make_private_folder()
         self._rank_socket = RankSocket(error_file(self._directory, place.rank), self._pass_on)
         self._join_watch = JoinWatch()
+        self._crowd = ""  # to be said once the rank joins others: the host has too few cores for its ranks
         self._dumper = StackDumper(self._directory, place.rank, self._rank_socket, self._send)
         self._oom = OomWatch()
         self._shm_cleanup = ShmCleanup(self._directory, place.rank)
@@ -160,6 +161,7 @@ class Agent:
         if self._place.local_rank == 0:
             for text in _notes(shares, self._place, self._settings, len(topology.gpus)):
                 self._send(wire.Note(text))
+            self._crowd = crowd(topology, self._place.local_size, socket.gethostname(), _noun(self._place))
         return shares[self._place.local_rank]
 
     def _stdin(self, setup: wire.Setup) -> int:
@@ -226,7 +228,11 @@ class Agent:
 
     def _pass_on(self, report: wire.Report) -> None:
         """Send what the rank says; its first process may not know that another one has joined other ranks."""
-        self._join_watch.is_known |= isinstance(report, wire.InInit | wire.Initialized | wire.Grouped)
+        joins = isinstance(report, wire.InInit | wire.Initialized | wire.Grouped)
+        self._join_watch.is_known |= joins
+        if joins and self._crowd:
+            self._send(wire.Note(self._crowd))
+            self._crowd = ""
         if not (isinstance(report, wire.Alone) and self._join_watch.may_have_joined and not report.in_vain):
             self._send(report)
 
@@ -375,7 +381,7 @@ def _notes(shares: Sequence[Share], where: Place, settings: Settings, gpus: int)
     masks = settings.mask_gpus and has_gpus
     if settings.mask_gpus and not has_gpus:
         yield f"ringrun: --mask-gpus: {host} has no NVIDIA GPU that its ranks may use"
-    noun = "rank" if where.size == where.local_size else "local rank"
+    noun = _noun(where)
     shown = (settings.bind or masks) and (settings.verbose or has_gpus)
     line = describe(shares, host, bound=settings.bind, noun=noun) if shown else f"ringrun: {host}"
     if (idle := gpus - len(shares)) > 0:
@@ -383,6 +389,11 @@ def _notes(shares: Sequence[Share], where: Place, settings: Settings, gpus: int)
         yield f"{line}; {idle} of {counted(gpus, 'GPU')} idle: {cure}"
     elif shown:
         yield line
+
+
+def _noun(where: Place) -> str:
+    """Return what the ranks of this host are called, whose numbers are those of ranks where there is no other host."""
+    return "rank" if where.size == where.local_size else "local rank"
 
 
 def _code(result: "os.waitid_result | None") -> int:

@@ -49,6 +49,15 @@ def threads_of(share: Share, topology: Topology, local_size: int, *, bound: bool
     return limited(len(share.cores) if bound else cpus // local_size, topology.quota / local_size)
 
 
+def crowd(topology: Topology, local_size: int, host: str, noun: str = "rank") -> str:
+    """Return a line where `local_size` ranks that compute on cores are more than have their time; else nothing."""
+    cores = limited(len(topology.cores), topology.quota)
+    if topology.gpus or local_size <= cores:
+        return ""
+    who = f"{counted(local_size, noun)} on {host} share {counted(cores, 'core')}"
+    return f"ringrun: {who}, which rarely pays; ringrun scaling measures how many ranks do"
+
+
 def place(topology: Topology, local_size: int) -> list[Share]:
     """Return the share of each of `local_size` ranks, by local rank.
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from ringrun.agent import agent
 from ringrun.connection.wire import Address, Setup
 from ringrun.environment import Place, Settings
-from ringrun.machine.placement import automatic_size, describe, place
+from ringrun.machine.placement import automatic_size, crowd, describe, place
 from ringrun.machine.topology import Core, Gpu, Topology, read_topology
 from ringrun.text import format_spans
 from tests.support.fake_machines import FakeGpu, make_machine, two_sockets
@@ -31,6 +31,15 @@ def gpu_names(shares):
 
 def one_node(cores):
     return Topology(tuple(Core((cpu,), 0) for cpu in range(cores)))
+
+
+def test_more_ranks_than_cores_are_said_to_rarely_pay():
+    line = "ringrun: 5 ranks on n1 share 4 cores, which rarely pays; ringrun scaling measures how many ranks do"
+    assert [crowd(one_node(4), ranks, "n1") for ranks in (4, 5)] == ["", line]
+    assert "2 local ranks on n1 share 1 core, " in crowd(one_node(4)._replace(quota=1.5), 2, "n1", "local rank")
+    assert crowd(one_node(4)._replace(gpus=(Gpu("0"),)), 5, "n1") == "", "they compute on the GPU"
+    two_threads_each = Topology(tuple(Core((cpu, cpu + 2)) for cpu in range(2)))
+    assert "3 ranks on n1 share 2 cores" in crowd(two_threads_each, 3, "n1")
 
 
 @pytest.mark.parametrize(
@@ -245,6 +254,15 @@ def test_threads_are_counted_by_physical_cores(ringrun, script, gpu_machine, tmp
     assert seen(ringrun("-np", 1, *script(SHOW), "OMP_NUM_THREADS", env=gpu_machine).stdout) == {0: (usable, "1")}
     done = ringrun("-np", 1, "--no-bind", *script(SHOW), "OMP_NUM_THREADS", env=gpu_machine)
     assert seen(done.stdout) == {0: (usable, str(len(usable)))}
+
+
+def test_ranks_that_join_on_too_few_cores_hear_that_this_rarely_pays(ringrun, script, gpu_machine, tmp_path):
+    make_machine(tmp_path / "machine", [sorted(os.sched_getaffinity(0))])  # one core
+    told = "share 1 core, which rarely pays"
+    of_ringreduce = script("import ringreduce as rr; rr.init()")
+    hidden = gpu_machine | {"CUDA_VISIBLE_DEVICES": ""}
+    assert ringrun("-np", 2, *of_ringreduce, env=hidden, returncode=0).stderr.count(told) == 1
+    assert told not in ringrun("-np", 2, "true", env=hidden, returncode=0).stderr, "they need no core for long"
 
 
 @pytest.mark.without_mpi
