@@ -1,0 +1,255 @@
+"""ringrun scaling: is my script faster with more ranks, and if not, why?
+
+    ringrun scaling python train.py --epochs 3           with 1, 2, 4, … ranks, up to one for each core or GPU
+    ringrun scaling -np 1,2,8 -H h1:4,h2:4 python train.py
+
+It runs the script, unchanged, with each number of ranks in turn, three times over, measures some seconds of training
+each time, ends the run, and prints a table: steps and examples a second, speed-up, and what limits it. Then it says how
+many ranks pay, and what would pay more. The first steps of each run are left out.
+
+The script runs many times, in this folder, and is ended by SIGTERM: let it write to a place where nothing is lost, and
+not go on from a checkpoint. Its output is not shown; where a run fails, the reason is.
+
+A step ends when an optimizer of ringreduce steps, or any torch optimizer over the backend "ring", or on one rank alone.
+Examples are counted where they come from a DataLoader of torch, from Keras's fit() or from a tf.data.Dataset in a loop;
+elsewhere call rr.mark_step(examples=N) after each step, with what this rank has trained on.
+
+Exit code: 0 with a table; 1 where nothing could be measured; 2 for a wrong command line; 130 after Ctrl-C.
+
+All other flags are ringrun's, as are variables and files that it reads:
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from .. import cli
+from ..arguments import Parser, parse_rank_count, parse_seconds, whole
+from ..cli import say
+from ..config import resolve as config
+from ..errors import LauncherError, UsageError
+from ..folders import private_folder
+from ..hosts import place_ranks
+from ..job.plan import find_command
+from ..machine.placement import automatic_size
+from ..machine.topology import read_topology
+from ..output.files import refusal
+from ..request import checked
+from ..text import counted, listed
+from .analyse import Answer, analyse, rows, table
+from .measure import Bounds, Run, measure
+
+_USAGE = "ringrun scaling [-np N,N,…] [options] command [arguments …]"
+_OWN = {
+    "--seconds": ("S", "10", "how long each run is measured, after its first steps (10)"),
+    "--steps": ("N", None, "measure no more than N steps of each run"),
+    "--rounds": ("N", "3", "how often each number of ranks is run (3)"),
+    "--wait": ("S", "120", "how long a run may take until its first steps are over (120)"),
+    "--json": ("FILE", None, "write all figures there"),
+    "--html": ("FILE", None, "write them there as a page"),
+}
+"""Our own flags: what stands for the value, the default, and the help."""
+
+_NOT_HERE = ("report", "twice", "elastic", "restarts", "timeout", "dry_run", "ranks", "metrics_port")
+_MOST = 1_000_000
+_MOST_FILES = 5000
+_LONGEST = 60  # characters of a file's name
+VERSION = 1
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is to be run."""
+
+    sizes: Sequence[int]
+    rounds: int
+    bounds: Bounds
+    flags: Sequence[str]
+    """Those of ringrun."""
+    command: Sequence[str]
+    folder: str
+    """Where ranks start."""
+
+    def order(self) -> Iterator[tuple[int, int]]:
+        """Yield the round and the number of ranks of each run; every other round backwards, as a machine may drift."""
+        for number in range(self.rounds):
+            for size in self.sizes if number % 2 == 0 else reversed(self.sizes):
+                yield number, size
+
+
+def _parser() -> Parser:
+    parser = cli.parser("ringrun scaling", _USAGE, __doc__ or "")
+    add = parser.group("What is measured", "-np takes several numbers here, as in -np 1,2,4.")
+    for name, (metavar, default, text) in _OWN.items():
+        add(name, metavar=metavar, default=default, help=text)
+    parser.add_command()
+    return parser
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Do what `ringrun scaling` is asked for; returns the exit code. LauncherError where that cannot be done."""
+    resolved = config.resolve(_parser(), arguments, os.environ)
+    return cli.run_resolved(resolved, lambda: _run(resolved, passed_on(arguments, resolved.options.command)))
+
+
+def passed_on(arguments: Sequence[str], command: Sequence[str]) -> list[str]:
+    """Return the flags of a command line that each run's ringrun gets; ours, which all have a value, are left out."""
+    kept, words = [], iter(arguments[: len(arguments) - len(command)])
+    for word in words:
+        if word.partition("=")[0] not in {*_OWN, "-np", "--num-proc"}:
+            kept.append(word)
+        elif "=" not in word:
+            next(words, None)
+    return kept[:-1] if kept[-1:] == ["--"] else kept
+
+
+def sizes(text: str, flag: str, most: int) -> list[int]:
+    """Return the numbers of ranks in `text`; for auto 1, 2, 4 and so on, and `most`; UsageError for what is none.
+
+    >>> sizes("auto", "-np", 6), sizes("4,1", "-np", 2), sizes("auto", "-np", 1)
+    ([1, 2, 4, 6], [1, 4], [1, 2])
+    """
+    if text == "auto":
+        return sorted({2**power for power in range(most.bit_length())} | {2, most})
+    found = sorted({parse_rank_count(each.strip(), flag) or 0 for each in text.split(",")})
+    if 0 in found or len(found) < 2:
+        raise UsageError(f"{flag} {text}: expected several numbers of ranks to compare, as in {flag} 1,2,4")
+    return found
+
+
+def plan(resolved: config.Config, flags: Sequence[str]) -> Plan:
+    """Return what is to be run, checked; UsageError for what cannot be."""
+    options, flag = resolved.options, resolved.flag
+    for name in _NOT_HERE:
+        if resolved.sources.get(name, "default") != "default":
+            raise UsageError(f"{flag(name)}: ringrun scaling runs jobs without it; leave it out")
+    text, options.np = options.np, "auto"
+    request = checked(resolved)
+    find_command(request.job.command)
+    steps = options.steps and whole(options.steps, flag("steps"), 1, _MOST)
+    wait_s = parse_seconds(options.wait, flag("wait"))
+    return Plan(
+        sizes(text, flag("np"), place_ranks(request.found, None)[0]),
+        whole(options.rounds, flag("rounds"), 1, _MOST),
+        Bounds(parse_seconds(options.seconds, flag("seconds")), steps, wait_s),
+        flags,
+        options.command,
+        request.job.folder or os.getcwd(),
+    )
+
+
+def _run(resolved: config.Config, flags: Sequence[str]) -> int:
+    todo, options = plan(resolved, flags), resolved.options
+    for name in ("json", "html"):
+        _require_writable(getattr(options, name), resolved.flag(name))
+    for number in (signal.SIGTERM, signal.SIGHUP):  # so that the run of the moment is ended, too
+        signal.signal(number, lambda number, _: sys.exit(128 + number))
+    ranks = ", ".join(map(str, todo.sizes))
+    say(f"ringrun: {todo.rounds * len(todo.sizes)} runs, with {ranks} ranks in turn, are measured one after the other")
+    rounds: list[dict[int, Run]] = [{} for _ in range(todo.rounds)]
+    before, code = _files(todo.folder), 0
+    try:
+        _measure_all(todo, rounds)
+    except KeyboardInterrupt:
+        code = 130
+        say("ringrun: interrupted; what is known so far:")
+    answer = analyse(rounds, automatic_size(read_topology(os.environ)))
+    written = sorted(name for name, state in _files(todo.folder).items() if before.get(name) != state)
+    notes = [*answer.notes, *([_written(written)] if written else [])]
+    if answer.measured:
+        print("\n".join(table(answer)))
+    advice = ["What would pay more:", *(f"  {text}" for text in answer.advice)] if answer.advice else []
+    print("\n".join([answer.sentence, *notes, *advice]), flush=True)
+    document = as_json(answer, notes, todo.command)
+    if options.json:
+        _write(options.json, "--json", json.dumps(document, indent=1) + "\n")
+    if options.html:
+        from .page import render
+
+        _write(options.html, "--html", render(document))
+    return code or int(not answer.measured)
+
+
+def _measure_all(todo: Plan, rounds: Sequence[dict[int, Run]]) -> None:
+    """Fill in the rounds; a number of ranks that fails in its first run is left out afterwards."""
+    failed: set[int] = set()
+    total = todo.rounds * len(todo.sizes)
+    for count, (number, size) in enumerate(todo.order(), 1):
+        if size in failed:
+            continue
+        with private_folder() as folder:
+            found = measure(size, todo.flags, todo.command, folder, todo.bounds)
+        rounds[number][size] = found
+        if found.problem and not number:
+            failed.add(size)
+        figures = found.problem or f"{found.steps_s:.3g} steps/s, of {found.steps} steps"
+        say(f"ringrun: run {count} of {total}, {counted(size, 'rank')}: {figures}")
+
+
+def as_json(answer: Answer, notes: Sequence[str], command: Sequence[str]) -> dict[str, Any]:
+    """Return what --json writes."""
+    found = [
+        asdict(each) | {"runs": [_json_of(run) for run in each.runs], "shown": shown}
+        for each, shown in zip(answer.sizes, rows(answer), strict=True)
+    ]
+    texts = {"sentence": answer.sentence, "notes": list(notes), "advice": list(answer.advice)}
+    return {
+        "version": VERSION,
+        "command": list(command),
+        "held": answer.held,
+        "best": answer.best,
+        **texts,
+        "sizes": found,
+    }
+
+
+def _json_of(run: Run) -> dict[str, Any]:
+    return {**asdict(run), "computing_ms": run.computing_ms, "examples_s": run.examples_s}
+
+
+def _files(folder: str) -> Mapping[str, tuple[int, int]]:
+    """Return the state of the files below `folder`, of the first _MOST_FILES; hidden ones are nobody's results."""
+    found: dict[str, tuple[int, int]] = {}
+    for path, folders, names in os.walk(folder):
+        folders[:] = [name for name in folders if not name.startswith((".", "__pycache__"))]
+        for name in names:
+            try:
+                state = os.stat(os.path.join(path, name))
+            except OSError:
+                continue
+            found[os.path.relpath(os.path.join(path, name), folder)] = state.st_size, state.st_mtime_ns
+        if len(found) > _MOST_FILES:
+            break
+    return found
+
+
+def _written(names: Sequence[str]) -> str:
+    shown = listed([name[-_LONGEST:] for name in names], 4)
+    return (
+        f"files have changed here: {shown}; where the script writes them, each run has done so anew, and one that goes "
+        "on from a checkpoint does other work than the run before"
+    )
+
+
+def _require_writable(path: str | None, flag: str) -> None:
+    """Raise UsageError now, and not after some minutes, where `path` cannot be written."""
+    if path is not None:
+        try:
+            with open(path, "ab"):
+                pass
+        except OSError as error:
+            raise refusal(flag, path, error) from error
+
+
+def _write(path: str, flag: str, text: str) -> None:
+    try:
+        Path(path).write_bytes(text.encode("utf-8", "backslashreplace"))
+    except OSError as error:
+        raise LauncherError(f"{flag} {path}: {error.strerror or error}") from error

@@ -1,0 +1,246 @@
+"""Measures one run of a script: a ringrun of its own, which is ended once enough steps were seen.
+
+A rank counts its own steps, by its own clock (ringreduce/execution/steps.py). What it has counted when the first steps
+were over is taken off what it has counted in the end. A script that ends by itself before that is measured as a whole,
+but for its first step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..job.control_socket import TOTALS, RunningJob, ask, find_jobs
+from ..job.plan import run_module
+from ..processes import start_with_parent
+from ..run_report.live import STEP_ENDS
+from ..run_report.write import DATA
+
+FIRST_STEPS, FIRST_S = 10, 5.0
+"""So many steps are left out, or those of so many seconds, but _LEAST_FIRST: they compile, and announce tensors."""
+LEAST_STEPS = 5
+"""Fewer steps are no measurement."""
+_LEAST_FIRST = 2
+_LONGER = 6  # times the seconds that were asked for: where steps are so long that there are less than LEAST_STEPS
+_LOOK_S = 0.2
+_END_S = 30.0
+_LOADER = " (data loader)"
+_OUTPUT = "output"
+_OF_RINGRUN, _ALONE = "ringrun: ", "have not joined each other"
+
+Totals = Mapping[str, Any]
+Answer = Mapping[int, Totals]
+"""What each rank has counted since its first step, by rank."""
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """How long one run is measured, after its first steps."""
+
+    seconds: float = 10.0
+    steps: int | None = None
+    wait_s: float = 120.0
+    """How long it may take until the first steps are over."""
+
+    def are_first_over(self, now: Answer) -> bool:
+        """Return whether all ranks have done the steps that are left out."""
+        return all(
+            each["step"] >= FIRST_STEPS or (each["step"] >= _LEAST_FIRST and each["step_s"] >= FIRST_S)
+            for each in now.values()
+        )
+
+    def is_enough(self, before: Answer, now: Answer) -> bool:
+        """Return whether the steps between two answers are enough."""
+        steps: int = min(each["step"] - before[rank]["step"] for rank, each in now.items())
+        seconds: float = min(each["step_s"] - before[rank]["step_s"] for rank, each in now.items())
+        is_long = seconds >= self.seconds and (steps >= LEAST_STEPS or seconds >= _LONGER * self.seconds)
+        return is_long or (self.steps is not None and steps >= self.steps)
+
+
+@dataclass(frozen=True)
+class Run:
+    """What one run has given; times are of a step, in ms, on average over the ranks."""
+
+    size: int
+    steps: int = 0
+    steps_s: float = 0.0
+    """Steps a second."""
+    examples: float | None = None
+    """Of one rank and step; None where nobody has counted them."""
+    step_ms: float = 0.0
+    exposed_ms: float = 0.0
+    waiting_ms: float = 0.0
+    core_ms: float = 0.0
+    """Another thread had the core: of the rank that waited least."""
+    loading_ms: float = 0.0
+    late: str = ""
+    """Who keeps the others waiting most, and why."""
+    advice: tuple[tuple[str, float], ...] = ()
+    """The run report's: a text, and how many ms of a step it saves."""
+    hosts: int = 1
+    problem: str = ""
+    """Why there are no figures."""
+    ended: bool = False
+    """The script has ended by itself."""
+
+    @property
+    def computing_ms(self) -> float:
+        """The rest of a step."""
+        return max(0.0, self.step_ms - self.exposed_ms - self.waiting_ms)
+
+    @property
+    def examples_s(self) -> float | None:
+        """Examples a second, of all ranks."""
+        return None if self.examples is None else self.examples * self.size * self.steps_s
+
+
+def measure(size: int, flags: Sequence[str], command: Sequence[str], folder: str, bounds: Bounds) -> Run:
+    """Run `command` with `size` ranks, by a ringrun with `flags`, until it is measured; `folder` is for files."""
+    own = ["-np", str(size), "--report", folder]
+    argv = [sys.executable, *run_module(__package__.partition(".")[0]), *own, *flags, *command]
+    with open(Path(folder, _OUTPUT), "wb") as output:
+        process = start_with_parent(
+            argv,
+            signal.SIGTERM,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,  # Ctrl-C reaches this process alone
+        )
+        try:
+            before, now, has_ended = _watch(process, size, bounds)
+        finally:
+            _end(process)
+    said = Path(folder, _OUTPUT).read_text(errors="replace").splitlines()
+    return run_of(size, _read(Path(folder, DATA)), before, now, said, process.returncode if has_ended else None)
+
+
+def _watch(process: subprocess.Popen[bytes], size: int, bounds: Bounds) -> tuple[Answer, Answer, bool]:
+    """Return what ranks had counted after the first steps, and last, and whether the job has ended by itself."""
+    before: Answer = {}
+    now: Answer = {}
+    until_s = time.monotonic() + bounds.wait_s
+    job = None
+    while process.poll() is None:
+        time.sleep(_LOOK_S)
+        job = job or next((each for each in find_jobs() if each.pid == process.pid), None)
+        answer = _answer(job) if job else None
+        if answer is None:
+            job = None
+        elif len(answer) == size:
+            now = answer
+            if not before and bounds.are_first_over(now):
+                before, until_s = now, time.monotonic() + 2 * _LONGER * bounds.seconds
+            if before and bounds.is_enough(before, now):
+                return before, now, False
+        if time.monotonic() > until_s:
+            return before, now, False
+    return before, now, True
+
+
+def _answer(job: RunningJob) -> Answer | None:
+    try:
+        return {said["rank"]: said for said in map(json.loads, ask(job, TOTALS).splitlines())}
+    except (OSError, ValueError):  # it ends just now
+        return None
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """End the job, which leaves nothing behind, unless it takes too long for that."""
+    if process.poll() is None:
+        process.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(_END_S)
+            return
+        process.kill()
+    process.wait()
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        report: dict[str, Any] = json.loads(path.read_text())
+    except (OSError, ValueError):  # the job was not even started
+        return {}
+    return report
+
+
+def run_of(
+    size: int, report: Mapping[str, Any], before: Answer, now: Answer, said: Sequence[str], code: int | None
+) -> Run:
+    """Return what a run has given; `said`: what it has printed, and `code` its exit code, if it has ended by itself."""
+    if code:
+        return Run(size, problem=f"failed: {_why(report, said, code)}", ended=True)
+    rows = {row["rank"]: row for row in report.get("ranks") or ()}
+    last = {rank: _later(row, now.get(rank) or {}) for rank, row in rows.items()}
+    grown = [_grown(before.get(rank) or {}, each) for rank, each in last.items() if each.get("step_s")]
+    steps = min((each["step"] for each in grown), default=0) if len(grown) == size else 0
+    if steps < LEAST_STEPS:
+        return Run(
+            size, int(steps), problem=_too_few(int(steps), said, has_ended=code is not None), ended=code is not None
+        )
+    known = all(each["examples"] for each in grown)
+    step_s = _mean([each["step_s"] / each["step"] for each in grown])
+    parts, late = report["step"], [each for each in report["stragglers"] if each["kind"] != "slow link"]
+    of_parts = sum(parts[f"{name}_ms"] for name in ("computing", "exposed", "waiting")) or 1.0
+    to_mean = 1e3 * step_s / of_parts  # the report's are of its last steps
+    return Run(
+        size,
+        int(steps),
+        1 / step_s,
+        _mean([each["examples"] / each["step"] for each in grown]) if known else None,
+        1e3 * step_s,
+        parts["exposed_ms"] * to_mean,
+        parts["waiting_ms"] * to_mean,
+        min(1e3 * each["core_wait_s"] / each["step"] for each in grown),
+        _mean([1e3 * each["loading"] * each["step_s"] / each["step"] for each in grown]),
+        f"{late[0]['who']} ({late[0]['text']})" if late else "",
+        tuple((each["text"], each["saves_ms"]) for each in report["advice"]),
+        len(report["job"]["hosts"]),
+        ended=code is not None,
+    )
+
+
+def _later(row: Mapping[str, Any], now: Totals) -> Totals:
+    """Return what a rank has counted at its end, as the report has it, with what only its answer has."""
+    core_s = 1e-3 * row["core_wait_ms"] * row["steps"]
+    report = {"step": row["steps"], "step_s": row["steps_s"], "examples": row["examples"], "core_wait_s": core_s}
+    return {**now, **report, **{name: now[name] for name in ("core_wait_s",) if name in now}}
+
+
+def _grown(before: Totals, now: Totals) -> dict[str, float]:
+    """Return what has come since `before`; `loading`: the share of the time in which a data loader was at work."""
+    found = {name: (now.get(name) or 0) - (before.get(name) or 0) for name in ("step", "step_s", "examples")}
+    found["core_wait_s"] = max(0.0, (now.get("core_wait_s") or 0) - (before.get("core_wait_s") or 0))
+    seen = {line: count - before.get("lines", {}).get(line, 0) for line, count in now.get("lines", {}).items()}
+    loading = sum(count for line, count in seen.items() if line.endswith(_LOADER))
+    return found | {"loading": loading / max(1, sum(seen.values()))}
+
+
+def _mean(numbers: Sequence[float]) -> float:
+    return sum(numbers) / len(numbers)
+
+
+def _why(report: Mapping[str, Any], said: Sequence[str], code: int) -> str:
+    """Return in a line how a run has failed: its first rank's exception, else ringrun's own error."""
+    for failure in (report.get("failures") or ())[:1]:
+        return f"rank {failure['rank']} {failure['text']}"
+    errors = [line for line in said if line.startswith(f"{_OF_RINGRUN}error: ")]
+    return (errors or [*said[-1:], f"exit code {code}"])[0].removeprefix(f"{_OF_RINGRUN}error: ")
+
+
+def _too_few(steps: int, said: Sequence[str], *, has_ended: bool) -> str:
+    """Return why a run is no measurement; what ringrun has said of ranks that never joined explains it."""
+    if steps:
+        ended = "the script ended after" if has_ended else "it was ended after"
+        return f"only {steps} steps could be measured, {ended} these; let it train longer, or allow more: --wait"
+    when = "before the script ended" if has_ended else "in the time of --wait"
+    alone = [line.removeprefix(_OF_RINGRUN) for line in said if _ALONE in line]
+    return "; ".join([f"no step was counted {when}: {STEP_ENDS}", *alone[:1]])

@@ -1,0 +1,415 @@
+"""`ringrun scaling`: what made-up runs say; small real jobs, of which nothing is asked that a busy machine changes."""
+
+import json
+import re
+import signal
+
+import pytest
+
+from ringrun.errors import UsageError
+from ringrun.scaling import command
+from ringrun.scaling.analyse import GLOBAL, OTHER, PER_RANK, UNKNOWN, analyse, figure, rows, table
+from ringrun.scaling.measure import Bounds, Run, run_of
+from ringrun.scaling.page import render
+from tests.support.patience import patient, wait_until
+
+FEWER = "fewer cores or less memory bandwidth for each rank than with 1 rank"
+
+
+def a_run(size, step_ms=100.0, examples=32.0, **more):
+    return Run(size, 50, 1e3 / step_ms, examples, step_ms, **more)
+
+
+def answer(*runs, rounds=1, cores=8):
+    return analyse([{each.size: each for each in runs}] * rounds, cores)
+
+
+def test_equal_batches_of_each_rank_are_compared_by_examples():
+    found = answer(a_run(1), a_run(2, 125.0))
+    assert table(found) == [
+        "RANKS  STEPS/S  EXAMPLES/S  SPEED-UP  EFFICIENCY  LIMITED BY",
+        "    1  10       320         1         100 %       computing",
+        f"    2  8        512         1.6       80 %        {FEWER}: 25 of 125 ms",
+    ]
+    assert (found.held, found.best) == (PER_RANK, 2)
+    assert found.sentence == (
+        f"2 ranks pay: 1.6 times as fast as 1 rank, 80 % efficiency; limited by {FEWER} (25 of a step's 125 ms)"
+    )
+    assert found.notes == ["held equal: the batch of each rank, 32 examples; the global batch grows with the ranks"]
+
+
+def test_a_global_batch_is_divided_and_so_should_be_the_time_of_a_step():
+    found = answer(a_run(1), a_run(2, 55.0, 16.0), a_run(4, 30.0, 8.0))
+    assert (found.held, found.best) == (GLOBAL, 4)
+    assert [row["speed_up"] for row in rows(found)] == ["1", "1.82", "3.33"]
+    assert [each.limit for each in found.sizes] == ["computing"] * 2 + [found.sizes[2].limit]
+    assert found.sizes[2].limit_ms == pytest.approx(5.0)
+    assert "held equal: the global batch, 32 examples; with 4 ranks each has 8" in found.notes
+
+
+def test_what_is_held_equal_is_not_guessed():
+    found = answer(a_run(1, examples=None), a_run(2, 110.0, None))
+    assert (found.held, found.best) == (UNKNOWN, 0)
+    assert rows(found)[1]["speed_up"] == "0.909 or 1.82"
+    assert rows(found)[1]["efficiency"] == "–"
+    assert "1.82 times as fast if each rank has a batch of its own" in found.sentence
+    assert "rr.mark_step(examples=…) in the script tells it" in found.notes[0]
+    assert answer(a_run(1), a_run(2, examples=None)).held == UNKNOWN
+    other = answer(a_run(1), a_run(2, examples=25.0))
+    assert other.held == OTHER
+    assert "not held equal: examples of each rank and step: 32 with 1 rank, 25 with 2 ranks" in other.notes[0]
+
+
+@pytest.mark.parametrize(
+    ("more", "limit"),
+    [
+        ({"core_ms": 30.0, "exposed_ms": 20.0}, "a core for each rank: 30 of 100 ms"),
+        ({"loading_ms": 60.0}, "data loader: 60 of 100 ms"),
+        ({"exposed_ms": 12.0}, "all-reduce: 12 of 100 ms"),
+        ({"waiting_ms": 20.0, "late": "rank 1 (it computes longer)"}, "rank 1 (it computes longer): 20 of 100 ms"),
+        ({"waiting_ms": 20.0}, "waiting for other ranks: 20 of 100 ms"),
+        ({"exposed_ms": 9.0}, "computing"),
+    ],
+)
+def test_the_limit_is_what_takes_most_of_a_step(more, limit):
+    assert answer(a_run(1), a_run(2, **more)).sizes[1].limited_by == limit
+
+
+def test_one_rank_that_waits_for_a_core_is_not_one_of_too_many():
+    found = answer(a_run(1, core_ms=40.0), a_run(2))
+    assert found.sizes[0].limit == "a free core"
+    assert "busy with other things: even 1 rank waits 40 of a step's 100 ms for a core" in found.notes[1]
+
+
+def test_ratios_are_those_of_one_round():
+    """The machine is half as fast in the second round; ranges of figures are wide, that of the ratio is not."""
+    found = analyse([{1: a_run(1, 100.0), 2: a_run(2, 125.0)}, {1: a_run(1, 200.0), 2: a_run(2, 250.0)}], 8)
+    assert rows(found)[1] | {"limit": ""} == {
+        "ranks": "2",
+        "steps_s": "6 (4–8)",
+        "examples_s": "384 (256–512)",
+        "speed_up": "1.6",
+        "efficiency": "80 %",
+        "limit": "",
+    }
+    varied = analyse([{1: a_run(1), 2: a_run(2, 125.0)}, {1: a_run(1), 2: a_run(2, 100.0)}], 8)
+    assert rows(varied)[1]["speed_up"] == "1.8 (1.6–2)"
+
+
+def test_more_ranks_that_gain_nothing_in_some_round_do_not_pay():
+    rounds = [{1: a_run(1), 2: a_run(2, 120.0), 4: a_run(4, each)} for each in (200.0, 235.0)]
+    found = analyse(rounds, 8)
+    assert found.best == 2
+    assert re.fullmatch(
+        r"2 ranks pay: 1.67 times .*; 4 are 1.85 \(1.7–2\) times as fast, limited by .*", found.sentence
+    )
+    alone = answer(a_run(1), a_run(2, 200.0, exposed_ms=100.0))
+    assert alone.best == 1
+    assert alone.sentence == (
+        "more ranks do not pay: 2 ranks are 1 times as fast as 1 rank, limited by all-reduce (100 of a step's 200 ms)"
+    )
+
+
+def test_a_number_of_ranks_without_figures_is_said_and_the_rest_compared():
+    found = answer(a_run(1), Run(2, problem="failed: rank 1 exit code 1"), a_run(4))
+    assert rows(found)[1]["limit"] == "see below"
+    assert found.best == 4
+    assert "2 ranks: failed: rank 1 exit code 1" in found.notes
+    without_one = answer(Run(1, problem="failed: x"), a_run(2), a_run(4, 100.0))
+    assert rows(without_one)[2]["efficiency"] == "100 %", "compared with the fewest that ran"
+    assert "times as fast as 2 ranks" in without_one.sentence
+    assert answer(a_run(1), Run(2, problem="failed: x")).sentence.startswith("only 1 rank could be measured")
+    nothing = answer(Run(1, problem="no step was counted"), Run(2, problem="failed: x"))
+    assert nothing.sentence == "nothing could be measured: no step was counted"
+    assert nothing.measured == []
+    assert analyse([{}], 8).sentence == "nothing was measured"
+
+
+def test_a_run_that_fails_in_one_round_is_said_and_the_others_count():
+    rounds = [{1: a_run(1), 2: a_run(2)}, {1: a_run(1), 2: Run(2, problem="failed: x")}]
+    found = analyse(rounds, 8)
+    assert "2 ranks: 1 of 2 runs: failed: x" in found.notes
+    assert rows(found)[1]["speed_up"] == "2"
+
+
+@pytest.mark.parametrize(
+    ("run", "advice"),
+    [
+        (
+            {"core_ms": 40.0},
+            ["fewer ranks than cores, of which there are 1 here: with 2 ranks each waits for a core 40"],
+        ),
+        (
+            {"exposed_ms": 50.0},
+            [
+                "local steps (LocalSGD), all-reduced every 8: with 2 ranks up to 43.8 of a step's 100 ms",
+                "a batch twice as big for each rank: with 2 ranks the all-reduce would take 33 % of a step, not 50 %",
+            ],
+        ),
+        (
+            {"exposed_ms": 50.0, "hosts": 2},
+            ["local steps", "compression=int4, an eighth of the bytes", "a batch twice"],
+        ),
+        ({"loading_ms": 40.0}, ["more workers for the data loader, or a faster disk: with 2 ranks 40 of a step's 100"]),
+        (
+            {"advice": (("rank 1: give it less to do", 20.0), ("all ranks wait for a CPU core: …", 30.0))},
+            ["rank 1: give it less to do: with 2 ranks about 20 of a step's 100 ms"],
+        ),
+        ({}, []),
+    ],
+    ids=["core", "all-reduce", "hosts", "loader", "report", "nothing"],
+)
+def test_what_would_pay_more_stands_with_its_figure(run, advice):
+    found = answer(a_run(1), a_run(2, **run), cores=1).advice
+    assert [text[: len(begin)] for text, begin in zip(found, advice, strict=True)] == advice
+
+
+def test_figures_have_three_digits_or_all_before_the_point():
+    assert [figure(each) for each in (12846.2, 99.94, 1.837)] == ["12,846", "99.9", "1.84"]
+
+
+def totals(step, **more):
+    return {"step": step, "step_s": 0.1 * step, "examples": 32 * step, "core_wait_s": 0.01 * step, "lines": {}} | more
+
+
+def a_report(*steps, **more):
+    row = {"core_wait_ms": 10.0, "end": ""}
+    parts = {"computing_ms": 40.0, "exposed_ms": 5.0, "waiting_ms": 5.0}
+    return {
+        "ranks": [
+            row | {"rank": rank, "steps": each, "steps_s": 0.1 * each, "examples": 32 * each}
+            for rank, each in enumerate(steps)
+        ],
+        "step": parts,
+        "stragglers": [],
+        "advice": [],
+        "job": {"hosts": {"a": len(steps)}},
+    } | more
+
+
+def test_the_first_steps_are_taken_off_by_each_ranks_own_clock():
+    slow_first = totals(10, step_s=30.0)
+    now = {rank: totals(30, step_s=32.0) for rank in (0, 1)}
+    report = a_report(30, 30)
+    for row in report["ranks"]:
+        row["steps_s"] = 32.0
+    run = run_of(2, report, {0: slow_first, 1: slow_first}, now, (), None)
+    assert (run.steps, run.steps_s, run.examples, run.problem) == (20, 10.0, 32.0, "")
+    assert (run.step_ms, run.computing_ms) == (100.0, pytest.approx(80.0)), "parts are scaled to the mean step"
+    assert run.core_ms == pytest.approx(10.0)
+    assert run.examples_s == pytest.approx(640.0)
+
+
+def test_a_script_that_ends_by_itself_is_measured_as_a_whole():
+    run = run_of(1, a_report(40), {}, {}, ["done"], 0)
+    assert (run.steps, run.ended, run.problem) == (40, True, "")
+    assert any("ended by itself" in note for note in answer(run, a_run(2)).notes)
+
+
+def test_the_share_of_the_data_loader_is_that_of_the_samples_since_the_first_steps():
+    before = {0: totals(10, lines={"train.py:3 (data loader)": 50, "train.py:5": 50})}
+    now = {0: totals(30, lines={"train.py:3 (data loader)": 80, "train.py:5": 60})}
+    assert run_of(1, a_report(30), before, now, (), None).loading_ms == pytest.approx(75.0)
+
+
+def test_who_is_late_is_named_and_no_link():
+    late = [
+        {"who": "link from a to b", "kind": "slow link", "text": "it carries half"},
+        {"who": "rank 1", "kind": "core shared", "text": "another process runs on its core"},
+    ]
+    run = run_of(2, a_report(30, 30, stragglers=late), {}, {}, (), None)
+    assert run.late == "rank 1 (another process runs on its core)"
+
+
+@pytest.mark.parametrize(
+    ("report", "said", "code", "problem"),
+    [
+        (a_report(3), ["x"], 0, "only 3 steps could be measured, the script ended after these"),
+        (a_report(3), (), None, "only 3 steps could be measured, it was ended after these"),
+        (a_report(30, 0), (), None, "no step was counted in the time of --wait: a step ends when"),
+        ({}, ["ringrun: the 2 ranks have not joined each other: y"], 0, "rr.mark_step(); the 2 ranks have not joined"),
+        (
+            a_report(1, failures=[{"rank": 1, "text": "exit code 1: ValueError: 7"}]),
+            [],
+            1,
+            "failed: rank 1 exit code 1: V",
+        ),
+        ({}, ["ringrun: error: no mpirun"], 3, "failed: no mpirun"),
+        ({}, ["boom"], 1, "failed: boom"),
+        ({}, [], 9, "failed: exit code 9"),
+    ],
+)
+def test_a_run_without_figures_says_why(report, said, code, problem):
+    run = run_of(2 if len(report.get("ranks", ())) > 1 else 1, report, {}, {}, said, code)
+    assert problem in run.problem
+
+
+def test_when_the_first_steps_are_over_and_when_it_is_enough():
+    bounds = Bounds(10.0, 100)
+    assert [bounds.are_first_over({0: totals(20), 1: totals(each)}) for each in (9, 10)] == [False, True]
+    assert [bounds.are_first_over({0: totals(each, step_s=6.0)}) for each in (1, 2)] == [False, True], "long steps"
+    before = {0: totals(10)}
+    assert not bounds.is_enough(before, {0: totals(109, step_s=10.0)})
+    assert bounds.is_enough(before, {0: totals(110, step_s=10.0)}), "steps"
+    assert bounds.is_enough(before, {0: totals(20, step_s=11.0)}), "seconds"
+    assert not bounds.is_enough(before, {0: totals(12, step_s=40.0)}), "too few"
+    assert bounds.is_enough(before, {0: totals(12, step_s=61.0)}), "for too long"
+
+
+def test_flags_of_ringrun_go_on_to_each_run_and_ours_do_not():
+    words = [
+        "-np",
+        "1,2",
+        "-H",
+        "a:2",
+        "--seconds=3",
+        "--json",
+        "f",
+        "--no-bind",
+        "--",
+        "python",
+        "x.py",
+        "--steps",
+        "3",
+    ]
+    assert command.passed_on(words, words[-4:]) == ["-H", "a:2", "--no-bind"]
+
+
+def test_which_numbers_of_ranks():
+    assert command.sizes("auto", "-np", 6) == [1, 2, 4, 6]
+    assert command.sizes("auto", "-np", 1) == [1, 2]
+    assert command.sizes("4, 1", "-np", 2) == [1, 4]
+
+
+def test_every_other_round_goes_backwards():
+    plan = command.Plan([1, 2], 3, Bounds(), (), (), "")
+    assert list(plan.order()) == [(0, 1), (0, 2), (1, 2), (1, 1), (2, 1), (2, 2)]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["-np", "2", "python", "x"], "-np 2: expected several numbers of ranks to compare, as in -np 1,2,4"),
+        (["-np", "1,x", "python", "x"], "-np: expected auto or a whole number from 1 to 999999, got 'x'"),
+        (["-np", "1,2"], "no command to run"),
+        (["--report", "r", "python", "x"], "--report: ringrun scaling runs jobs without it; leave it out"),
+        (["--restarts", "2", "python", "x"], "--restarts: ringrun scaling runs jobs without it"),
+        (["--seconds", "0", "python", "x"], "--seconds: expected a number of seconds above 0"),
+        (["--rounds", "0", "python", "x"], "--rounds: expected a whole number from 1"),
+        (["--steps", "0", "python", "x"], "--steps: expected a whole number from 1"),
+        (["--html", "/nowhere/x.html", "python", "x"], "--html /nowhere/x.html: "),
+        (["nonesuch"], "command not found: 'nonesuch'"),
+        (["--secnods", "3", "python", "x"], "there is no flag --secnods; did you mean --seconds?"),
+    ],
+)
+def test_wrong_command_lines(arguments, message):
+    with pytest.raises(UsageError, match=re.escape(message)):
+        command.run(arguments)
+
+
+def test_the_page_and_the_data_show_the_same():
+    found = answer(a_run(1), a_run(2, 125.0, exposed_ms=30.0), Run(4, problem="failed: <b>"), rounds=2)
+    document = command.as_json(found, found.notes, ["python", "train.py", "a b"])
+    assert json.loads(json.dumps(document))["sizes"][1]["speed_up"] == {"middle": 1.6, "low": 1.6, "high": 1.6}
+    assert document["sizes"][1]["runs"][0]["computing_ms"] == 95.0
+    page = render(document)
+    assert "python train.py &#x27;a b&#x27;" in page
+    assert "failed: &lt;b&gt;" in page
+    assert "<td class=number>1.6</td>" in page
+    assert page.count("<circle") == 2
+    assert "http" not in page, "it asks the network for nothing"
+    assert "<svg" not in render(command.as_json(answer(a_run(1)), (), ["x"])), "one number of ranks is no curve"
+
+
+TRAIN = """
+    import sys, time
+    import numpy as np
+    import ringreduce as rr
+
+    rr.init()
+    for step in range(int(sys.argv[1])):
+        {more}
+        rr.allreduce(np.ones(100, np.float32), name="gradient")
+        rr.mark_step({examples})
+"""
+
+
+def scaling(ringrun, *arguments, **options):
+    return ringrun("scaling", "-np", "1,2", "--rounds", 1, "--seconds", 0.2, *arguments, **options)
+
+
+def test_a_script_is_measured_with_each_number_of_ranks(ringrun, script, tmp_path):
+    command_line = script(TRAIN.format(more="time.sleep(0.005)", examples="examples=64 // rr.size()"))
+    done = scaling(ringrun, "--json", "s.json", "--html", "s.html", *command_line, 1_000_000, returncode=0)
+    document = json.loads((tmp_path / "s.json").read_text())
+    assert document["held"] == "global batch"
+    assert [each["size"] for each in document["sizes"]] == [1, 2]
+    for each in document["sizes"]:
+        (run,) = each["runs"]
+        assert (run["examples"], run["ended"]) == (64 / each["size"], False)
+        assert run["step_ms"] >= 5.0
+        assert run["examples_s"] == pytest.approx(64e3 / run["step_ms"])
+    assert done.stdout.startswith("RANKS  STEPS/S")
+    assert document["sentence"] in done.stdout
+    assert "held equal: the global batch, 64 examples; with 2 ranks each has 32" in done.stdout
+    assert "run 2 of 2, 2 ranks: " in done.stderr
+    assert "script.py 1000000</title>" in (tmp_path / "s.html").read_text()
+
+
+def test_a_number_of_ranks_that_fails_and_files_that_are_written_are_said(ringrun, script):
+    more = "open('model.pt', 'w').close(); 1 // (step < 5 or rr.size() == 1)"
+    command_line = script(TRAIN.format(more=more, examples=""))
+    done = scaling(ringrun, "--rounds", 2, "--seconds", 60, *command_line, 400, returncode=0)
+    assert re.search(r"^2 ranks: failed: rank [01] .*ZeroDivisionError", done.stdout, re.MULTILINE)
+    assert "only 1 rank could be measured: there is nothing to compare" in done.stdout
+    assert "files have changed here: model.pt; where the script writes them" in done.stdout
+    assert "the script ended by itself before --seconds were over" in done.stdout
+    assert done.stderr.count("2 ranks: failed") == 1, "it is not tried again"
+
+
+def test_a_script_whose_steps_nobody_counts(ringrun, script):
+    command_line = script("print('hello')")
+    done = scaling(ringrun, *command_line, returncode=1)
+    assert "no step was counted before the script ended: a step ends when" in done.stdout
+    assert "RANKS" not in done.stdout
+
+
+def test_too_few_steps(ringrun, script):
+    command_line = script(TRAIN.format(more="", examples=""))
+    done = scaling(ringrun, *command_line, 4, returncode=1)
+    assert "only 3 steps could be measured, the script ended after these; let it train longer" in done.stdout
+
+
+def test_ctrl_c_prints_what_is_known_and_leaves_nothing(start, script, tmp_path, wait_until_gone):
+    command_line = script(TRAIN.format(more="open(f'of{rr.size()}', 'w').close(); time.sleep(0.005)", examples=""))
+    running = start("scaling", "-np", "1,2", "--rounds", 1, "--seconds", 0.2, *command_line, 1_000_000)
+    wait_until((tmp_path / "of2").exists, 50)
+    running.send_signal(signal.SIGINT)
+    stdout, stderr = running.communicate(timeout=patient(30))
+    assert running.returncode == 130
+    assert "interrupted; what is known so far:" in stderr
+    assert "only 1 rank could be measured" in stdout
+    wait_until_gone()
+
+
+def test_one_rank_of_torch_that_knows_nothing_of_ringreduce(ringrun, script, tmp_path):
+    """As a front end's is, which makes no group for one rank; its DataLoader's batches are counted."""
+    command_line = script("""
+        import torch
+        from torch.utils.data import DataLoader, TensorDataset
+
+        model = torch.nn.Linear(4, 1)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        for epoch in range(30):
+            for (inputs,) in DataLoader(TensorDataset(torch.ones(60, 4)), 20):
+                optimizer.zero_grad()
+                model(inputs).sum().backward()
+                optimizer.step()
+            with torch.no_grad():
+                for (inputs,) in DataLoader(TensorDataset(torch.ones(60, 4)), 30):
+                    model(inputs)
+    """)
+    ringrun("-np", 1, "--report", "run", *command_line, returncode=0, env={"OMP_NUM_THREADS": "1"})
+    report = json.loads((tmp_path / "run/report.json").read_text())
+    assert report["step"]["count"] == 89, "all but the first"
+    assert report["ranks"][0]["examples"] == 20 * 89, "of the test, which is over, none"
