@@ -12,7 +12,7 @@ import json
 import math
 import re
 import statistics
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -80,20 +80,15 @@ class Links:
         return [link for link in self.links if link.is_measured]
 
     @cached_property
-    def measured_of(self) -> dict[int, list[Link]]:
-        """The measured links of each host that has any."""
-        return _by_host(self.measured)
-
-    @cached_property
     def typical_gbit_s(self) -> float:
         """What most hosts can do: the median of each one's best link, which one bad host of three does not spoil."""
-        best = [max(link.gbit_s for link in own) for own in self.measured_of.values()]
+        best = [max(link.gbit_s for link in own) for own in _by_host(self.measured).values()]
         return statistics.median_high(best or [math.nan])
 
     @cached_property
     def typical_latency_us(self) -> float:
         """The same."""
-        best = [min(link.latency_us for link in own) for own in self.measured_of.values()]
+        best = [min(link.latency_us for link in own) for own in _by_host(self.measured).values()]
         return statistics.median_low(best or [math.nan])
 
     def is_slow(self, link: Link) -> bool:
@@ -147,40 +142,35 @@ _UNFINISHED_CURE = (
 
 def findings(links: Links) -> list[str]:
     """Return a line for each slow, late or unfinished link, those that share a host as one; each with what to do."""
-    slow = [link for link in links.measured if links.is_slow(link)]
-    late = [link for link in links.measured if links.is_late(link)]
-    unfinished = [link for link in links.links if not link.is_measured]
+    slow = {link: link.gbit_s for link in links.measured if links.is_slow(link)}
+    late = {link: link.latency_us for link in links.measured if links.is_late(link)}
+    unfinished = {link: 0.0 for link in links.links if not link.is_measured}
     unfinished_cures = [_UNFINISHED_CURE.format(between) for between in ("it and the others", "the two")]
-
-    def is_slow(bad: Sequence[Link]) -> str:
-        return f"slow: {_span([link.gbit_s for link in bad])} Gbit/s (typical here: {links.typical_gbit_s:.3g})"
-
-    def is_late(bad: Sequence[Link]) -> str:
-        return f"late: {_span([link.latency_us for link in bad])} µs (typical here: {links.typical_latency_us:.3g})"
-
+    gbit_s = f"slow: {{}} Gbit/s (typical here: {links.typical_gbit_s:.3g})"
+    latency_us = f"late: {{}} µs (typical here: {links.typical_latency_us:.3g})"
     return [
-        *_told(links.hosts, slow, lambda link: link.gbit_s, is_slow, _SLOW_CURES),
-        *_told(links.hosts, late, lambda link: -link.latency_us, is_late, _LATE_CURES),
-        *_told(links.hosts, unfinished, lambda _: 0.0, lambda _: "begun and not finished", unfinished_cures),
+        *_told(links.hosts, slow, gbit_s, _SLOW_CURES),
+        *_told(links.hosts, late, latency_us, _LATE_CURES, more_is_worse=True),
+        *_told(links.hosts, unfinished, "begun and not finished", unfinished_cures),
     ]
 
 
 def _told(
-    hosts: Sequence[str],
-    bad: Sequence[Link],
-    value: Callable[[Link], float],
-    what: Callable[[Sequence[Link]], str],
-    cures: Sequence[str],
+    hosts: Sequence[str], bad: Mapping[Link, float], what: str, cures: Sequence[str], more_is_worse: bool = False
 ) -> Iterator[str]:
     """Tell of each bad link once. Where all are, the host whose best link is worst comes first, with all its links."""
-    left = dict.fromkeys(bad)
-    for host, of_host in sorted(_by_host(bad).items(), key=lambda each: (max(map(value, each[1])), each[0])):
-        own = [link for link in of_host if link in left]
-        if own and len(of_host) == len(hosts) - 1 > 1:  # of two hosts both would share it
-            yield f"{hosts[host]}: all its links are {what(own)}; {cures[0]}"
-            left = {link: None for link in left if link not in own}
-    for link in left:
-        yield f"{hosts[link.one]} – {hosts[link.other]}: {what([link])}; {cures[1]}"
+
+    def best(host: int) -> float:
+        values = [bad[link] for link in of_hosts[host]]
+        return -min(values) if more_is_worse else max(values)
+
+    left, of_hosts = dict(bad), _by_host(bad)
+    for host in sorted(of_hosts, key=lambda host: (best(host), host)):
+        own = [link for link in of_hosts[host] if link in left]
+        if own and len(of_hosts[host]) == len(hosts) - 1 > 1:  # of two hosts both would share it
+            yield f"{hosts[host]}: all its links are {what.format(_span([left.pop(link) for link in own]))}; {cures[0]}"
+    for link, value in left.items():
+        yield f"{hosts[link.one]} – {hosts[link.other]}: {what.format(_span([value]))}; {cures[1]}"
 
 
 def _span(values: Sequence[float]) -> str:
