@@ -15,8 +15,20 @@ has ended, and why a file cannot be written (tests/unit/test_layers.py).
 """
 
 from .collect import Collector
-from .live import Totals, encode, row, table
+from .live import STEP_ENDS, Totals, encode, row, table
 from .metrics import LOOPBACK, Metrics, require_prometheus
-from .write import Writer
+from .write import DATA, Writer
 
-__all__ = ["LOOPBACK", "Collector", "Metrics", "Totals", "Writer", "encode", "require_prometheus", "row", "table"]
+__all__ = [
+    "DATA",
+    "LOOPBACK",
+    "STEP_ENDS",
+    "Collector",
+    "Metrics",
+    "Totals",
+    "Writer",
+    "encode",
+    "require_prometheus",
+    "row",
+    "table",
+]

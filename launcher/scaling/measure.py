@@ -21,8 +21,7 @@ from typing import Any
 from ..job.control_socket import TOTALS, RunningJob, ask, find_jobs
 from ..job.plan import run_module
 from ..processes import start_with_parent
-from ..run_report.live import STEP_ENDS
-from ..run_report.write import DATA
+from ..run_report import DATA, STEP_ENDS
 
 FIRST_STEPS, FIRST_S = 10, 5.0
 """So many steps are left out, or those of so many seconds, but _LEAST_FIRST: they compile, and announce tensors."""

@@ -183,10 +183,8 @@ def _record_steps() -> None:
         import ringreduce
 
         if not ringreduce.is_initialized():
-            from ringreduce.torch.distributed.group import watch_optimizers
-
             ringreduce.init()
-            watch_optimizers()
+            adapter("torch.distributed.group").watch_optimizers()
 
     hook = register_optimizer_step_pre_hook(before_step)
 
