@@ -11,7 +11,7 @@ from ringreduce.arrays import trees
 from ringreduce.arrays.buffer import Buffer
 from ringreduce.arrays.view import as_buffers, to_write
 from ringreduce.errors import InputError
-from ringreduce.execution.submission import Handle, Submission
+from ringreduce.execution.submission import Handle
 from ringreduce.runtime.submit import Array, like, prepared, refused, whole
 
 __all__ = ["broadcast", "broadcast_", "broadcast_async", "broadcast_async_", "broadcast_parameters"]
@@ -65,21 +65,16 @@ def broadcast_async_(
 def _broadcast_one(
     tensor: Array, root_rank: int, name: str | None, process_set: ProcessSet, in_place: bool, waits: bool
 ) -> Handle[Array]:
-    def finish(submission: Submission) -> Any:
-        if not in_place:
-            return like(tensor, target)
-        written()
-        return tensor
-
     number = number_of(process_set, "broadcast")
     try:
         if in_place:
-            (source,), written = to_write([tensor])
-            target = source
-        else:
-            (source,) = as_buffers([tensor])
-            target = source.empty(source.shape)
-        return submit_broadcast([source], [target], root_rank, name, None, process_set, finish, waits)
+            targets, written = to_write([tensor])
+            handle = submit_broadcast(targets, targets, root_rank, name, None, process_set, waits)
+            return handle.mapped(lambda _: written() or tensor)
+        (source,) = as_buffers([tensor])
+        target = source.empty(source.shape)
+        handle = submit_broadcast([source], [target], root_rank, name, None, process_set, waits)
+        return handle.mapped(lambda _: like(tensor, target))
     except InputError as exc:
         raise refused("broadcast", exc, number, name) from exc.__cause__
 
@@ -91,7 +86,6 @@ def submit_broadcast(
     name: str | None,
     names: Sequence[str] | None,
     process_set: ProcessSet,
-    finish: Any,
     waits: bool,
 ) -> Handle:
     """Submit a broadcast of one tensor, or of a group with `names`."""
@@ -103,7 +97,6 @@ def submit_broadcast(
         names=None if names is None else tuple(names),
         inputs=inputs,
         outputs=outputs,
-        finish=finish,
         waits=waits,
     )
 
@@ -120,7 +113,8 @@ def broadcast_parameters(params: Any, root_rank: int = 0, process_set: ProcessSe
     """
     number = number_of(process_set, "broadcast_parameters")
     names, outputs, written = prepared("broadcast_parameters", None, number, lambda: _outputs(params))
-    submit_broadcast(outputs, outputs, root_rank, None, names, process_set, lambda _: written(), waits=True).wait()
+    submit_broadcast(outputs, outputs, root_rank, None, names, process_set, waits=True).wait()
+    written()
 
 
 def _outputs(params: Any) -> tuple[list[str], list[Buffer], Callable[[], Any]]:

@@ -187,12 +187,8 @@ class Ordered(ProcessSet):
     def recv_async(self, tensor: Any, source: int, tag: int = 0) -> Handle:
         """Begin a `recv`; `tensor` must not be used until the handle is done."""
         (target,), written = to_write([tensor])
-
-        def finish(_: Submission) -> Any:
-            written()
-            return tensor
-
-        return self._submit("recv", source, (tag,), signed=[target], outputs=[target], finish=finish)
+        handle = self._submit("recv", source, (tag,), signed=[target], outputs=[target])
+        return handle.mapped(lambda _: written() or tensor)
 
     def send_object(self, obj: Any, destination: int, tag: int = 0) -> None:
         """Send any Python object, pickled. See `recv_object`."""

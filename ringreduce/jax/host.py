@@ -140,7 +140,7 @@ def _allreduce(it: HostCollective, arrays: Arrays, name: str | None, results: An
 def _broadcast(it: HostCollective, arrays: Arrays, name: str | None, results: Any) -> Arrays:
     inputs, outputs = [as_buffer(each) for each in arrays], [as_buffer(each, writable=True) for each in results]
     names = it.names or [f"{it.place}.{number}" for number in range(len(arrays))]
-    submit_broadcast(inputs, outputs, it.root_rank, name, names, it.process_set, lambda _: None, waits=True).wait()
+    submit_broadcast(inputs, outputs, it.root_rank, name, names, it.process_set, waits=True).wait()
     return results  # type: ignore[no-any-return]
 
 

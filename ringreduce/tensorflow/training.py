@@ -84,7 +84,7 @@ def broadcast_variables(variables: Iterable[Any], root_rank: int, process_set: P
         outputs = [np.empty_like(each) for each in arrays]
         names = [f"{number}" for number in range(len(arrays))]
         buffers = [as_buffer(each) for each in arrays], [as_buffer(each, writable=True) for each in outputs]
-        submit_broadcast(*buffers, root_rank, None, names, process_set, lambda _: None, waits=True).wait()
+        submit_broadcast(*buffers, root_rank, None, names, process_set, waits=True).wait()
         return outputs
 
     inputs = [tf.convert_to_tensor(each) for each in variables]

@@ -63,7 +63,7 @@ def broadcast_optimizer_state(
     room = lambda: sent if is_root else [mark.room(own.parameters) for mark in marks]  # noqa: E731
     moved = prepared("broadcast", NAME, number_of(process_set, "broadcast"), room)
     buffers = [as_buffer(each) for each in moved]
-    submit_broadcast(buffers, buffers, root_rank, NAME, names, process_set, lambda _: None, waits=True).wait()
+    submit_broadcast(buffers, buffers, root_rank, NAME, names, process_set, waits=True).wait()
     if is_root and not getattr(optimizer, "is_sharded", False):
         follow(optimizer)
         return

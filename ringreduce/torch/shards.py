@@ -213,14 +213,6 @@ class ShardBucket(GradientBucket):
         flats = [each if each.is_contiguous() else flat(each) for each in arrays]
         self.parts = [(self.members, self.shards.reduce(flats, frozen, line, of_step=True))]
 
-    def finish(self) -> None:
-        """Wait for this rank's pieces."""
-        parts, self.parts = self.parts, []
-        for _, handle in parts:
-            for member, reduced in zip(self.members, handle.wait(), strict=True):
-                member.arrive(reduced)
-                member.seen = 0
-
     def wait(self) -> None:
         """Wait for the other ranks' pieces of the parameters."""
         gathered, self.gathered = self.gathered, None
