@@ -6,7 +6,7 @@ gpu_buffer    GPU memory of CuPy, ordered by streams
 torch_tensor  torch's tensors, on the CPU and on a GPU
 dlpack        arrays of other libraries, such as JAX
 view          as_buffer: the buffer of any of these
-libraries     what is done with the arrays of each library in its own way: to NumPy and back, in a commit's memory
+libraries     what is done with the arrays of each library in its own way: one table
 memory        where arrays lie, and which have memory in common
 trees         nested dicts, lists and tuples of arrays, by name
 scan          whether an array has NaN or infinity

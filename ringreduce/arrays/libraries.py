@@ -31,6 +31,19 @@ class Library:
         dtype = getattr(original, "dtype", None)
         return values.astype(dtype, copy=False) if str(dtype) == "bfloat16" else values
 
+    def trains(self, parameter: Any) -> bool:
+        """True when a parameter may change."""
+        return True
+
+    def read(self, parameter: Any) -> Any:
+        """A copy of its values, with 32 bits or more."""
+        array = np.asarray(parameter)
+        return array.astype(np.result_type(array.dtype, np.float32))
+
+    def write(self, parameter: Any, values: Any) -> None:
+        """Give it values as `read` has them, rounded to its type, in its own memory."""
+        parameter[...] = values
+
     # In the memory of an elastic state's commit
 
     def fits(self, array: Any) -> bool:
@@ -70,6 +83,17 @@ class _Torch(Library):
     def as_kind(self, original: Any, values: Any) -> Any:
         return sys.modules["torch"].as_tensor(values, dtype=original.dtype, device=original.device)
 
+    def trains(self, parameter: Any) -> bool:
+        return bool(parameter.requires_grad)
+
+    def read(self, parameter: Any) -> Any:
+        torch = sys.modules["torch"]
+        return parameter.detach().to(torch.promote_types(parameter.dtype, torch.float32), copy=True)
+
+    def write(self, parameter: Any, values: Any) -> None:
+        with sys.modules["torch"].no_grad():
+            parameter.copy_(values)
+
     def fits(self, array: Any) -> bool:
         strided = sys.modules["torch"].strided
         return array.layout is strided and not array.is_quantized and array.device.type != "meta"
@@ -104,6 +128,9 @@ class _CuPy(Library):
 
     def as_kind(self, original: Any, values: Any) -> Any:
         return uploaded(values, original.device.id)
+
+    def read(self, parameter: Any) -> Any:
+        return parameter.astype(np.result_type(parameter.dtype, np.float32))
 
     def array(self, room: Any) -> Any:
         return sys.modules["cupy"].asarray(room)
@@ -156,7 +183,7 @@ def _by_library(method: str) -> Callable[..., Any]:
     return lambda array, *more: getattr(LIBRARIES[library_of(type(array)) or "numpy"], method)(array, *more)
 
 
-to_numpy, as_kind = map(_by_library, ("to_numpy", "as_kind"))
+to_numpy, as_kind, trains, read, write = map(_by_library, ("to_numpy", "as_kind", "trains", "read", "write"))
 """The methods of any array's library; what is of none counts as NumPy's."""
 
 

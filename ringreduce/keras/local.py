@@ -20,7 +20,7 @@ class _LocalStepsCallback(TakesAllRanks, HasLocalSteps, keras.callbacks.Callback
     def __init__(self, options: Options) -> None:
         super().__init__()
         self._state: dict[str, Any] = {}
-        self._local = LocalSteps(options, _Arrays(), self._variables, lambda: self._state)
+        self._local = LocalSteps(options, self._variables, lambda: self._state)
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Remember where all ranks begin."""
@@ -91,32 +91,18 @@ class DiLoCoCallback(_LocalStepsCallback):
 
 
 class _Flat:
-    """A variable as a row of numbers: of a single one, too, arithmetic makes an array then."""
+    """A variable as a row of numbers, by copies on the host: of a single one, too, arithmetic makes an array then."""
 
     def __init__(self, variable: Any) -> None:
         self.variable = variable
         self.shape = (int(np.prod(variable.shape)),)
 
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
+        return np.asarray(keras.ops.convert_to_numpy(self.variable), dtype).reshape(-1)
 
-class _Arrays:
-    """Of Keras' variables, by copies on the host."""
-
-    def trains(self, parameter: _Flat) -> bool:
-        """True: only trainable variables are passed."""
-        return True
-
-    def read(self, parameter: _Flat) -> Any:
-        """A copy with 32 bits or more."""
-        array = np.asarray(keras.ops.convert_to_numpy(parameter.variable)).reshape(-1)
-        return array.astype(np.result_type(array.dtype, np.float32))
-
-    def write(self, parameter: _Flat, values: Any) -> None:
-        """A copy, as JAX keeps such memory for its own."""
-        parameter.variable.assign(np.array(values).reshape(parameter.variable.shape))
-
-    def to_numpy(self, values: Any) -> Any:
-        """Return the values, which are NumPy arrays already."""
-        return values
+    def __setitem__(self, _: Any, values: Any) -> None:
+        """Assign a copy, as JAX keeps such memory for its own."""
+        self.variable.assign(np.array(values).reshape(self.variable.shape))
 
 
 def wrapped(optimizer: Any, parameters: Any, options: Options) -> NoReturn:

@@ -6,8 +6,6 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
-
 from ringreduce import runtime
 from ringreduce.arrays import trees
 from ringreduce.compression import AnyCompressor, Compression
@@ -101,7 +99,7 @@ class LocalOptimizer(HasLocalSteps, WrappingOptimizer):
         self._optimizer, self._parameters, self._options = optimizer, parameters, options
         self._state: dict[str, Any] = {}
         found = _named(parameters, options.function)
-        self._local = LocalSteps(options, _Arrays(), lambda: found, lambda: self._state)
+        self._local = LocalSteps(options, lambda: found, lambda: self._state)
         tree = parameters if isinstance(parameters, dict | list | tuple) else {"": parameters}
         self._in_place = InPlace(options.function, optimizer, dict(trees.named_leaves(tree)))
         runtime.current(options.function)
@@ -132,26 +130,6 @@ class LocalOptimizer(HasLocalSteps, WrappingOptimizer):
 
     def __repr__(self) -> str:
         return f"{self._options.function}({self._optimizer!r}, sync_every={self._options.sync_every})"
-
-
-class _Arrays:
-    """Of NumPy and CuPy; the arrays are changed in place."""
-
-    def trains(self, parameter: Any) -> bool:
-        """True: NumPy knows no frozen arrays."""
-        return True
-
-    def read(self, parameter: Any) -> Any:
-        """A copy with 32 bits or more."""
-        return parameter.astype(np.result_type(parameter.dtype, np.float32))
-
-    def write(self, parameter: Any, values: Any) -> None:
-        """In its own memory."""
-        parameter[...] = values
-
-    def to_numpy(self, values: Any) -> Any:
-        """Copy the values of a CuPy array to the host."""
-        return values.get() if hasattr(values, "get") else values
 
 
 def _named(parameters: Any, function: str) -> Parameters:

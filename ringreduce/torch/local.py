@@ -49,7 +49,7 @@ def wrapped(optimizer: Any, named_parameters: Any, options: Options) -> Any:
             if parameter.is_floating_point() or parameter.is_complex()
         }
 
-    made._local = LocalSteps(options, _Arrays(), parameters, lambda: made.state.setdefault(STATE, {}))
+    made._local = LocalSteps(options, parameters, lambda: made.state.setdefault(STATE, {}))
     return made
 
 
@@ -85,24 +85,3 @@ def _beside(parameter: Any, value: Any) -> Any:
     if parameter is None:
         return value
     return trees.map_leaves(value, lambda _, leaf: leaf.to(parameter.device) if torch.is_tensor(leaf) else leaf)
-
-
-class _Arrays:
-    """Of torch; on their devices."""
-
-    def trains(self, parameter: Any) -> bool:
-        """Frozen ones do not."""
-        return bool(parameter.requires_grad)
-
-    def read(self, parameter: Any) -> Any:
-        """A copy with 32 bits or more."""
-        return parameter.detach().to(torch.promote_types(parameter.dtype, torch.float32), copy=True)
-
-    @torch.no_grad()
-    def write(self, parameter: Any, values: Any) -> None:
-        """In its own memory."""
-        parameter.copy_(values)
-
-    def to_numpy(self, values: Any) -> Any:
-        """Copy the values to the host."""
-        return values.cpu().numpy()

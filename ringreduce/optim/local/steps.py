@@ -9,10 +9,11 @@ import itertools
 import operator
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from ringreduce import runtime
 from ringreduce.api.process_sets import global_process_set
+from ringreduce.arrays import libraries
 from ringreduce.checks import divergence
 from ringreduce.errors import CollectiveError, InputError, MismatchError
 from ringreduce.execution.submission import Ended, Handle
@@ -24,22 +25,6 @@ from ringreduce.runtime.submit import submit_and_wait
 
 Parameters = dict[str, Any]
 _SHAPE = operator.attrgetter("shape")
-
-
-class Arrays(Protocol):
-    """What is done with the parameters of a framework."""
-
-    def trains(self, parameter: Any) -> bool:
-        """True when it may change; one that does not never travels."""
-
-    def read(self, parameter: Any) -> Any:
-        """A copy of its values, with 32 bits or more."""
-
-    def write(self, parameter: Any, values: Any) -> None:
-        """Give it values of `read`'s kind, rounded to its type."""
-
-    def to_numpy(self, values: Any) -> Any:
-        """Values of `read`'s kind as a NumPy array."""
 
 
 class Sent(NamedTuple):
@@ -65,13 +50,12 @@ class LocalSteps:
     def __init__(
         self,
         options: Options,
-        arrays: Arrays,
         parameters: Callable[[], Parameters],
         state: Callable[[], dict[str, Any]],
     ) -> None:
         self.options = options
         self.parameters = parameters
-        self._arrays, self._state = arrays, state
+        self._state = state
         self._exchange = Exchange(compression=options.compression)
         self._plain = Exchange()
         self._fragments: list[list[str]] = []
@@ -85,7 +69,7 @@ class LocalSteps:
 
         Raises: MismatchError on all ranks where one has other options, steps or parameters.
         """
-        state, arrays = self._state(), self._arrays
+        state = self._state()
         if not state:
             state.update(steps=0, anchors={}, outer={})
         anchors, found = state["anchors"], self.parameters()
@@ -94,8 +78,8 @@ class LocalSteps:
             self._shapes = list(map(_SHAPE, found.values()))
         self._known = found
         # by name: ranks may have them in another order
-        trained = {name: found[name] for name in sorted(found) if name in anchors or arrays.trains(found[name])}
-        anchors.update({name: arrays.read(each) for name, each in trained.items() if name not in anchors})
+        trained = {name: found[name] for name in sorted(found) if name in anchors or libraries.trains(found[name])}
+        anchors.update({name: libraries.read(each) for name, each in trained.items() if name not in anchors})
         if len(trained) != sum(map(len, self._fragments)):
             sizes = [anchors[name].nbytes for name in trained]
             numbers = fragments_of(sizes, self.options.fragments, self.options.function)
@@ -115,7 +99,7 @@ class LocalSteps:
 
         Raises: MismatchError on all ranks unless the same have come and gone.
         """
-        state, arrays, anchors = self._state(), self._arrays, self._state()["anchors"]
+        state, anchors = self._state(), self._state()["anchors"]
         older = self._known | anchors if self._known else found
         gone = [name for name, each in anchors.items() if name not in found or found[name].shape != each.shape]
         new = [name for name in found if name in gone or name not in older]
@@ -130,17 +114,17 @@ class LocalSteps:
         for name in gone:
             del anchors[name]
             state["outer"].pop(name, None)
-        averaged = {name: found[name] for name in new if arrays.trains(found[name])}
+        averaged = {name: found[name] for name in new if libraries.trains(found[name])}
         averaged |= {name: self._known[name] for name in gone if name in self._known and name not in found}
         self._average(dict(sorted(averaged.items())))
         self._fragments = []
 
     def _average(self, parameters: Parameters) -> None:
         if parameters:
-            values, names = [self._arrays.read(each) for each in parameters.values()], list(parameters)
+            values, names = [libraries.read(each) for each in parameters.values()], list(parameters)
             means = self._plain.begin(f"{self._name_of(names[0])}, new", values, names).wait()
             for parameter, value in zip(parameters.values(), means, strict=True):
-                self._arrays.write(parameter, value)
+                libraries.write(parameter, value)
 
     def _next_fragment(self, steps: int) -> int:
         """The one that is sent next, also in the warm-up, where all are."""
@@ -162,7 +146,7 @@ class LocalSteps:
     def _agree(self, state: dict[str, Any]) -> None:
         checksum = 0
         for _, anchor in sorted(state["anchors"].items()):
-            checksum = zlib.crc32(self._arrays.to_numpy(anchor).tobytes(), checksum)
+            checksum = zlib.crc32(libraries.to_numpy(anchor).tobytes(), checksum)
         details = *self.options.details(), ("steps", state["steps"]), ("the parameters' checksum", f"{checksum:08x}")
         try:
             submit_and_wait("barrier", "options of local steps", details=details)
@@ -192,7 +176,7 @@ class LocalSteps:
 
     def _send(self, names: Sequence[str], outer: Outer, due: int) -> None:
         found = self.parameters()
-        values = [self._arrays.read(found[name]) for name in names]
+        values = [libraries.read(found[name]) for name in names]
         self._sent = Sent(names, values, self._begin("", self._exchange, names, values), outer, due)
         _settle_at_exit()
         _unfinished[id(self)] = self._sent.handle
@@ -213,16 +197,16 @@ class LocalSteps:
             return
         sent, self._sent = self._sent, None
         del _unfinished[id(self)]
-        state, found, arrays = self._state(), self.parameters(), self._arrays
+        state, found = self._state(), self.parameters()
         new = {}  # all are read before one is written: two may have the same memory
         for name, value, gradient in zip(sent.names, sent.values, sent.handle.wait(), strict=True):
             anchor, of_outer = self._stepped(sent.outer, name, gradient)
             state["anchors"][name] = anchor
             if of_outer is not None:
                 state["outer"][name] = of_outer
-            new[name] = anchor + (arrays.read(found[name]) - value)
+            new[name] = anchor + (libraries.read(found[name]) - value)
         for name, values in new.items():
-            arrays.write(found[name], values)
+            libraries.write(found[name], values)
         divergence.compare(
             self,
             global_process_set,
@@ -255,7 +239,7 @@ class LocalSteps:
                 has = f"has {list(found[name].shape)}" if name in found else "is not a parameter here"
                 what = f"{self.options.function}: a state of another model"
                 raise InputError(f"{what}: {name!r} is {list(anchor.shape)} in it, and {has}")
-            self._arrays.write(found[name], anchor)
+            libraries.write(found[name], anchor)
 
     @contextlib.contextmanager
     def averaged(self) -> Iterator[None]:
@@ -265,15 +249,15 @@ class LocalSteps:
         """
         self.begin()
         found, names = self.parameters(), [name for each in self._fragments for name in each]
-        own = [self._arrays.read(found[name]) for name in names]
+        own = [libraries.read(found[name]) for name in names]
         anchors, gradients = self._state()["anchors"], self._begin(" averaged", self._plain, names, own).wait()
         for name, gradient in zip(names, gradients, strict=True):
-            self._arrays.write(found[name], anchors[name] - gradient)
+            libraries.write(found[name], anchors[name] - gradient)
         try:
             yield
         finally:
             for name, value in zip(names, own, strict=True):
-                self._arrays.write(found[name], value)
+                libraries.write(found[name], value)
 
 
 _unfinished: dict[int, Handle] = {}
