@@ -89,17 +89,13 @@ def by_srun(detected: Detected) -> Detected:
             "leave --launcher out, and mpirun starts the ranks"
         )
     engine = Srun(pmi)
-    version = engine.launcher_version(_version_text(path, engine)[0]) or ()
+    version = engine.launcher_version(_said(path, "--version", engine.environment(path))[0]) or ()
     return Detected(engine, detected.library, Launcher(path, version))
 
 
 def srun_plugins(path: str) -> list[str]:
     """Return the PMIs that the srun at `path` has plugins for."""
-    try:
-        done = subprocess.run([path, "--mpi=list"], capture_output=True, text=True, timeout=_VERSION_TIMEOUT_S)
-    except (OSError, subprocess.TimeoutExpired):
-        return []
-    return re.findall(r"^\s*(\w+)\s*$", done.stdout + done.stderr, re.MULTILINE)  # 22.05 writes to stderr
+    return re.findall(r"^\s*(\w+)\s*$", _said(path, "--mpi=list", {})[0], re.MULTILINE)
 
 
 def probe_library(python: str) -> Library:
@@ -144,7 +140,7 @@ def find_launcher(engine: Engine, library: Library) -> Launcher:
     others: list[tuple[str, str]] = []  # paths, and what they print
     broken: list[tuple[str, str]] = []
     for path in _candidates(engine, library.prefix):
-        text, works = _version_text(path, engine)
+        text, works = _said(path, "--version", engine.environment(path))
         version = engine.launcher_version(text)
         if version is None:
             (others if works else broken).append((path, text))
@@ -173,13 +169,12 @@ def _candidates(engine: Engine, prefix: str) -> Iterator[str]:
                 yield path
 
 
-def _version_text(path: str, engine: Engine) -> tuple[str, bool]:
-    """Return what `path --version` prints, or why it prints nothing, and whether it ended with 0."""
-    environment = engine.environment(path) | os.environ
+def _said(path: str, flag: str, variables: Mapping[str, str]) -> tuple[str, bool]:
+    """Return what `path flag` prints, or why it prints nothing, and whether it ended with 0."""
     try:
         done = subprocess.run(
-            [path, "--version"],
-            env=environment,
+            [path, flag],
+            env={**variables, **os.environ},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
