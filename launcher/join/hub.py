@@ -56,7 +56,8 @@ class Hub:
         self._listener = listener
         # there is no link to the head itself
         self._nodes: dict[str, tuple[wire.Node, QueuedLink | None]] = {own.host: (own, None)}
-        self._programs: dict[int, Program] = {}
+        self.programs: dict[int, Program] = {}
+        """Those that nodes have been asked to run, and somebody still waits for."""
         self._numbers = itertools.count()
         self._release: wire.Release | None = None  # the job has ended
         callers = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -121,20 +122,16 @@ class Hub:
             del self._nodes[host]
             with contextlib.suppress(OSError):  # ringrun has ended
                 self._departures.send(host.encode(), socket.MSG_DONTWAIT)
-            for program in list(self._programs.values()):
+            for program in list(self.programs.values()):
                 if program.host == host:
                     program.inbox.put(Gone(EOFError()))
-
-    def program(self, number: int) -> Program | None:
-        """Return a program that a node has been asked to run, if somebody still waits for it."""
-        return self._programs.get(number)
 
     def _serve_call(self, caller: socket.socket) -> None:
         """Have a command run for a caller, to which its three streams belong, and say how it has ended."""
         request, streams, _, _ = socket.recv_fds(caller, _REQUEST_BYTES, 3)
         host, _, command = os.fsdecode(request).partition("\0")
         number, code = next(self._numbers), NOT_RUN
-        self._programs[number] = program = Program(host)
+        self.programs[number] = program = Program(host)
         try:
             _, link = self._nodes.get(host, (None, None))
             if link:
@@ -147,7 +144,7 @@ class Hub:
         except RuntimeError as error:  # there are too many threads
             os.write(streams[2], f"the head cannot run anything on {host}: {error}\n".encode())
         finally:
-            del self._programs[number]
+            del self.programs[number]
             for descriptor in streams:
                 os.close(descriptor)
             with contextlib.suppress(OSError), caller:
@@ -212,7 +209,7 @@ class _Connection:
         if self._host:  # nothing but its end is to come
             self._hub.left(self._host, self.link)
             return False
-        if isinstance(message, wire.Running) and (program := self._hub.program(message.number)):
+        if isinstance(message, wire.Running) and (program := self._hub.programs.get(message.number)):
             self._program = program
             program.inbox.put(self.link)
             return True
