@@ -1,15 +1,13 @@
-"""Tutorials as readers use them: the program copied by the site's button, saved, and started by the page's command."""
+"""Tutorials as readers use them: the site's button copies the program, as test_docs.py runs it, and says its name."""
 
-import os
 import re
 import sys
 from importlib.metadata import requires
-from pathlib import Path
 
 import pytest
 
 from tests.end_to_end.conftest import run
-from tests.support import environments, jobs
+from tests.support import environments
 from tests.support.browser import CHROMIUM, Browser
 from tests.support.pages import TUTORIALS, tutorial
 
@@ -36,15 +34,10 @@ def browser(tmp_path_factory):
 
 
 @pytest.mark.parametrize("page", ["README.md", *TUTORIALS])
-def test_a_program_that_was_copied_prints_what_the_page_shows(site, browser, tmp_path, packages, page):
+def test_the_button_copies_the_program_and_the_page_says_where_to_save_it(site, browser, page):
     browser.open(site / {"README.md": "index.html"}.get(page, page.replace(".md", ".html")))
     block = "[...document.querySelectorAll('.highlight')].find(each => each.querySelector('.filename'))"
     browser.click(f"{block}.querySelector('[data-md-type=copy]')")
-    copied, name = browser.clipboard(), browser.value(f"{block}.querySelector('.filename').textContent")
-    program, command, output = tutorial(page)
-    assert copied == program.text.rstrip("\n")
-    (tmp_path / name).write_text(copied)
-    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    variables = jobs.environment(PATH=path, **packages(page))
-    done = jobs.run(["bash", "-ec", command], timeout_s=300, cwd=tmp_path, env=variables, returncode=0)
-    assert done.stdout == output  # frameworks log to stderr, which no page shows
+    program, command, _ = tutorial(page)
+    assert browser.clipboard() == program.text.rstrip("\n")
+    assert browser.value(f"{block}.querySelector('.filename').textContent") in command

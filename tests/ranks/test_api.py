@@ -27,20 +27,6 @@ def test_numbers_give_numbers():
     assert isinstance(largest, np.float32)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.bool])
-@each_rank_of(2)
-def test_torch_tensors_give_torch_tensors(dtype):
-    tensor = torch.arange(6).reshape(2, 3).to(dtype)
-    reduced = rr.allreduce(tensor, op=rr.Max)
-    gathered = rr.allgather(tensor)
-    copied = rr.broadcast(torch.full((3,), rr.rank()).to(dtype), 1)
-    rr.broadcast_(tensor, 0)
-    assert (reduced.dtype, gathered.dtype, copied.dtype) == (dtype,) * 3
-    assert torch.equal(reduced, torch.arange(6).reshape(2, 3).to(dtype))
-    assert torch.equal(gathered, torch.arange(6).reshape(2, 3).repeat(2, 1).to(dtype))
-    assert torch.equal(copied, torch.ones(3).to(dtype))
-
-
 Pair = collections.namedtuple("Pair", "loss count")
 
 
