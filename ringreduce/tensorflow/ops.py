@@ -210,11 +210,10 @@ def _run(it: Collective, arrays: list[Any]) -> list[Any]:
         case "broadcast":
             return [broadcasts.broadcast(arrays[0], it.root_rank, it.name, it.process_set)]
     rows, *splits = arrays
-    if splits:
-        return list(gather.alltoall(rows, splits[0], it.name, it.process_set))
     size = it.process_set.size() or 1
-    received = np.full(size, len(rows) // size if rows.ndim else 0, np.int32)
-    return [gather.alltoall(rows, None, it.name, it.process_set), received]
+    if not splits and rows.ndim and len(rows) % size == 0:  # so that it tells how many rows came from each
+        splits = [np.full(size, len(rows) // size, np.int32)]
+    return list(gather.alltoall(rows, splits[0] if splits else None, it.name, it.process_set))
 
 
 def _of_other_rows(tensor: Any) -> tf.TensorSpec:
