@@ -1,5 +1,6 @@
 """The collectives on JAX's arrays: eagerly and inside jit, their gradients and batches."""
 
+import functools
 import re
 
 import jax
@@ -13,7 +14,7 @@ import ringreduce as rr
 import ringreduce.jax as hvd
 from ringreduce.arrays.libraries import as_kind, to_numpy
 from ringreduce.jax import host, primitive
-from tests.support import names
+from tests.support import names, operations
 from tests.support.reference import REDUCES
 
 RANK, SIZE = hvd.rank(), hvd.size()
@@ -38,10 +39,18 @@ def test_allreduce(run, op, reduce):
     close(run(lambda x: hvd.allreduce(x, op=op))(own(2, 3)), reduce(parts, axis=0))
 
 
-def test_scales_and_horovods_average(run):
-    total = sum(own(3, rank=rank) for rank in RANKS)
-    close(run(lambda x: hvd.allreduce(x, op=hvd.Sum, prescale_factor=0.5, postscale_factor=4.0))(own(3)), 2 * total)
-    close(run(lambda x: hvd.allreduce(x, average=False))(own(3)), total)
+@pytest.mark.quick
+@pytest.mark.parametrize("name", operations.OPERATIONS)
+def test_results_and_gradients(run, name):
+    case, call = operations.case(name, RANK, SIZE), functools.partial(operations.OPERATIONS[name].call, hvd)
+    close(run(call)(jnp.float32(case.x)), case.result)
+    close(run(jax.grad(lambda x: (case.weights * call(x)).sum()))(jnp.float32(case.x)), case.gradient)
+
+
+@pytest.mark.parametrize("name", operations.UNEVEN)
+def test_as_many_rows_as_a_rank_likes_outside_jit(name):
+    case = operations.case(name, RANK, SIZE)
+    close(operations.UNEVEN[name].call(hvd, jnp.float32(case.x)), case.result)
 
 
 @pytest.mark.parametrize("name", ["bool", "int8", "uint16", "int32", "float16", "bfloat16", "float32", "complex64"])
@@ -104,29 +113,6 @@ def test_broadcast(run):
     assert result["b"] == root
 
 
-@pytest.mark.quick
-def test_allgather(run):
-    close(run(hvd.allgather)(own(2, 3)), np.concatenate([own(2, 3, rank=rank) for rank in RANKS]))
-
-
-def test_allgather_of_as_many_rows_as_a_rank_likes_outside_jit():
-    close(hvd.allgather(own(RANK, 2)), np.concatenate([own(rank, 2, rank=rank) for rank in RANKS]))
-
-
-@pytest.mark.quick
-def test_reducescatter(run):
-    rows = 2 * SIZE + 1
-    result = run(lambda x: hvd.reducescatter(x, op=hvd.Sum))(own(rows, 2))
-    total = sum(own(rows, 2, rank=rank) for rank in RANKS)
-    close(result, np.array_split(total, SIZE)[RANK])
-
-
-@pytest.mark.quick
-def test_alltoall(run):
-    parts = [own(2 * SIZE, 3, rank=rank)[2 * RANK : 2 * RANK + 2] for rank in RANKS]
-    close(run(hvd.alltoall)(own(2 * SIZE, 3)), np.concatenate(parts))
-
-
 @pytest.mark.parametrize("kind", ["threefry2x32", "rbg"])
 @pytest.mark.quick
 def test_random_keys(run, kind):
@@ -145,10 +131,8 @@ def test_random_keys(run, kind):
 
 
 def test_alltoall_with_splits():
-    rows, received = hvd.alltoall(own(SIZE * (RANK + 1), 2), [RANK + 1] * SIZE)
+    _, received = hvd.alltoall(own(SIZE * (RANK + 1), 2), [RANK + 1] * SIZE)
     assert received.tolist() == [rank + 1 for rank in RANKS]
-    expected = [own(SIZE * (rank + 1), 2, rank=rank)[RANK * (rank + 1) :][: rank + 1] for rank in RANKS]
-    close(rows, np.concatenate(expected))
     with pytest.raises(rr.InputError, match=r"alltoall: splits inside jax.jit, grad or vmap, where the number"):
         jax.jit(lambda x: hvd.alltoall(x, [1] * SIZE))(own(SIZE))
 
@@ -183,15 +167,6 @@ def test_a_process_set(run, size):
     assert hvd.remove_process_set(some)
 
 
-@pytest.mark.quick
-def test_gradient_of_allreduce(run):
-    weights = jnp.float32([1.0, 2.0, 3.0]) * (1 + RANK)
-    average = run(jax.grad(lambda x: (weights * hvd.allreduce(x)).sum()))(own(3))
-    close(average, np.float32([1, 2, 3]) * (1 + RANKS).mean())
-    total = run(jax.grad(lambda x: (weights * hvd.allreduce(x, op=hvd.Sum)).sum()))(own(3))
-    close(total, np.float32([1, 2, 3]) * (1 + RANKS).sum())
-
-
 def test_gradient_of_a_tree_with_whole_numbers(run):
     def loss(x):
         reduced = hvd.allreduce({"x": x, "count": jnp.int32([1, 2])}, op=hvd.Sum)
@@ -205,25 +180,6 @@ def test_an_op_without_a_gradient_says_so(run):
         run(jax.grad(lambda x: hvd.allreduce(x, op=hvd.Max).sum()))(own(2))
     stopped = run(jax.grad(lambda x: (x * hvd.allreduce(jax.lax.stop_gradient(x), op=hvd.Max)).sum()))(own(2))
     close(stopped, own(2, rank=SIZE - 1))
-
-
-def test_gradients_of_the_others(run):
-    """Of a loss averaged over the ranks, as Horovod's."""
-    weights = own(2 * SIZE, rank=RANK)
-    mean = own(2 * SIZE, rank=RANKS.mean())
-    gathered = run(jax.grad(lambda x: (weights * hvd.allgather(x)).sum()))(own(2))
-    close(gathered, mean[2 * RANK : 2 * RANK + 2])
-    root = SIZE - 1
-    copied = run(jax.grad(lambda x: (weights * hvd.broadcast(x, root)).sum()))(own(2 * SIZE))
-    close(copied, mean if root == RANK else np.zeros(2 * SIZE))
-    sent = run(jax.grad(lambda x: (weights * hvd.alltoall(x)).sum()))(own(2 * SIZE))
-    close(sent, np.concatenate([own(2 * SIZE, rank=rank)[2 * RANK : 2 * RANK + 2] for rank in RANKS]))
-    rows = 2 * SIZE + 1
-    parts = [np.float32([10 * rank + 1, 10 * rank + 2, 10 * rank + 3]) for rank in RANKS]
-    mine = len(np.array_split(np.zeros(rows), SIZE)[RANK])
-    scattered = run(jax.grad(lambda x: (parts[RANK][:mine] * hvd.reducescatter(x, op=hvd.Sum)).sum()))(own(rows))
-    lengths = [len(each) for each in np.array_split(np.zeros(rows), SIZE)]
-    close(scattered, SIZE * np.concatenate([part[:length] for part, length in zip(parts, lengths, strict=True)]))
 
 
 def test_second_derivative(run):

@@ -7,6 +7,7 @@ import torch
 import ringreduce.torch as hvd
 from ringreduce.settings import Settings
 from ringreduce.testing import run_ranks
+from tests.support import operations
 from tests.support.on_threads import each_rank_of, known
 from tests.support.reference import (
     FEW_TYPES,
@@ -136,77 +137,27 @@ def test_16_bit_sums_are_rounded_once(dtype, large):
     torch.testing.assert_close(hvd.allreduce(mine, op=hvd.Average) * 5, expected)
 
 
-# Gradients. Of the sum of all ranks' losses, in one process; Horovod's are these times a factor.
-
-SPLITS = [[1, 0, 2], [0, 1, 1], [2, 2, 0]]
-ROWS = [3, 2, 5]
+# Gradients
 
 
-def of_all(tensors):
-    return sum(tensors)
-
-
-def gathered_in_alltoall(tensors, rank):
-    """The parts for `rank`, by SPLITS, of all ranks' rows."""
-    starts = [sum(splits[:rank]) for splits in SPLITS]
-    return torch.cat([tensor[s : s + n[rank]] for tensor, s, n in zip(tensors, starts, SPLITS, strict=True)])
+@pytest.mark.parametrize("name", operations.ALL)
+@each_rank_of(3, settings=SMALL)
+def test_results_and_gradients(name):
+    x, result, weights, gradient = map(torch.from_numpy, operations.case(name, hvd.rank(), 3))
+    found = operations.ALL[name].call(hvd, x.requires_grad_())
+    (found * weights).sum().backward()
+    torch.testing.assert_close(found, result, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(x.grad, gradient, rtol=1e-12, atol=1e-12)
 
 
 def equal_parts(tensors, rank):
     return torch.cat([tensor.chunk(3)[rank] for tensor in tensors])
 
 
-SCALES = {"prescale_factor": 1.5, "postscale_factor": 0.25}
-COLLECTIVES = {
-    # name: (what a rank calls, what it gives by all ranks' tensors, the factor, the rows of each rank)
-    "allreduce": (lambda x: hvd.allreduce(x), lambda xs, r: of_all(xs) / 3, 1, [4] * 3),
-    "allreduce by average": (lambda x: hvd.allreduce(x, False), lambda xs, r: of_all(xs), 1, [4] * 3),
-    "allreduce sum": (
-        lambda x: hvd.allreduce(x, op=hvd.Sum, name="s", **SCALES),
-        lambda xs, r: of_all(xs) * 0.375,
-        1,
-        [4] * 3,
-    ),
-    "allgather": (lambda x: hvd.allgather(x, "g"), lambda xs, r: torch.cat(xs), 1 / 3, ROWS),
-    "broadcast": (lambda x: hvd.broadcast(x, 1), lambda xs, r: xs[1], 1 / 3, [4] * 3),
-    "alltoall": (lambda x: hvd.alltoall(x), equal_parts, 1, [6] * 3),
-    "alltoall, unequal rows": (lambda x: hvd.alltoall(x, name="a"), equal_parts, 1, [3, 6, 0]),
-    "alltoall with splits": (lambda x: hvd.alltoall(x, SPLITS[hvd.rank()])[0], gathered_in_alltoall, 1, [3, 2, 4]),
-    "reducescatter": (
-        lambda x: hvd.reducescatter(x, "r"),
-        lambda xs, r: torch.tensor_split(of_all(xs) / 3, 3)[r],
-        3,
-        [7] * 3,
-    ),
-    "reducescatter sum": (
-        lambda x: hvd.reducescatter(x, op=hvd.Sum, **SCALES),
-        lambda xs, r: torch.tensor_split(of_all(xs) * 0.375, 3)[r],
-        3,
-        [7] * 3,
-    ),
-}
-
-
 def loss_of(result, rank):
     """Not linear, and every rank's and element's own."""
     weights = torch.from_numpy(data("float64", result.numel(), rank, 99)).reshape(result.shape).to(result.dtype)
     return (result * result * weights + result * weights.flip(0)).sum()
-
-
-@pytest.mark.parametrize("name", COLLECTIVES)
-@each_rank_of(3, settings=SMALL)
-def test_gradients_are_those_of_one_process(name):
-    call, model, factor, rows = COLLECTIVES[name]
-    rank, inputs = hvd.rank(), [tensor_of("float64", (rows[each], 2), each).requires_grad_() for each in range(3)]
-    expected = [model(inputs, each) for each in range(3)]
-    loss = sum(loss_of(each, number) for number, each in enumerate(expected))
-    gradient = torch.autograd.grad(loss, inputs, materialize_grads=True)[rank]
-    mine = inputs[rank].detach().requires_grad_()
-    result = call(mine)
-    loss_of(result, rank).backward()
-    torch.testing.assert_close(result, expected[rank], rtol=1e-12, atol=1e-12)
-    torch.testing.assert_close(mine.grad, factor * gradient, rtol=1e-12, atol=1e-12)
-    assert gradient.abs().sum() > 0.01 or (name == "broadcast" and rank != 1) or not rows[rank]
 
 
 GROUPED = {
@@ -291,19 +242,12 @@ def test_gradients_in_a_process_set():
     assert gradients == ([] if hvd.rank() == 1 else expected)
 
 
-ALONE = {
-    "alltoall with splits": lambda x: hvd.alltoall(x, [5])[0],
-    "broadcast": lambda x: hvd.broadcast(x, 0),
-}
-
-
-@pytest.mark.parametrize("name", COLLECTIVES)
+@pytest.mark.parametrize("name", operations.ALL)
 @each_rank_of(1)
 def test_gradcheck_alone(name):
-    x = tensor_of("float64", (5, 2), 0).requires_grad_()
-    call = ALONE.get(name, COLLECTIVES[name][0])
-    assert torch.autograd.gradcheck(lambda x: call(x * x), [x])
-    assert torch.autograd.gradgradcheck(lambda x: call(x * x * x), [x])
+    x, call = torch.ones(operations.ALL[name].rows(0, 1), 2, dtype=torch.float64), operations.ALL[name].call
+    assert not x.numel() or torch.autograd.gradcheck(lambda x: call(hvd, x * x), [x.requires_grad_()])
+    assert not x.numel() or torch.autograd.gradgradcheck(lambda x: call(hvd, x * x * x), [x])
 
 
 @each_rank_of(3)

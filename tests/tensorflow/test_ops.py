@@ -8,7 +8,7 @@ import tensorflow as tf
 
 import ringreduce as rr
 import ringreduce.tensorflow as hvd
-from tests.support import names
+from tests.support import names, operations
 from tests.support.reference import REDUCES
 
 RANK, SIZE = hvd.rank(), hvd.size()
@@ -33,10 +33,7 @@ def test_allreduce(run, op, reduce):
     close(run(lambda x: hvd.allreduce(x, op=op))(own(2, 3)), reduce(parts, axis=0))
 
 
-def test_scales_averages_and_compression(run):
-    total = sum(own(3, rank=rank) for rank in RANKS)
-    close(run(lambda x: hvd.allreduce(x, op=hvd.Sum, prescale_factor=0.5, postscale_factor=4.0))(own(3)), 2 * total)
-    close(run(lambda x: hvd.allreduce(x, average=False))(own(3)), total)
+def test_compression(run):
     third = run(lambda x: hvd.allreduce(x, compression=hvd.Compression.fp16))(tf.constant([1 / 3]))
     assert third.dtype == tf.float32
     assert third[0] == np.float16(1 / 3)
@@ -69,18 +66,6 @@ def test_groups_of_several_types(run):
     assert b[0] == RANKS.sum()
 
 
-@pytest.mark.quick
-def test_rows(run):
-    close(run(hvd.allgather)(own(RANK + 1, 2)), np.concatenate([own(rank + 1, 2, rank=rank) for rank in RANKS]))
-    rows, received = run(lambda x: hvd.alltoall(x, tf.ones(SIZE, tf.int32)))(own(SIZE))
-    close(rows, RANK + 100.0 * RANKS)
-    np.testing.assert_array_equal(received, np.ones(SIZE))
-    close(run(lambda x: hvd.alltoall(x))(own(SIZE)), RANK + 100.0 * RANKS)
-    scattered = run(lambda x: hvd.reducescatter(x, op=hvd.Sum))(own(SIZE, 2))
-    close(scattered, sum(own(SIZE, 2, rank=rank) for rank in RANKS)[RANK : RANK + 1])
-    close(run(lambda x: hvd.broadcast(x, SIZE - 1))(own(2)), own(2, rank=SIZE - 1))
-
-
 def gradient(function):
     """Of the sum of the results, times another factor on every rank."""
 
@@ -93,22 +78,33 @@ def gradient(function):
     return of
 
 
-@pytest.mark.parametrize(
-    ("function", "rows", "expected"),
-    [
-        (hvd.allreduce, 3, [MEAN] * 3),
-        (lambda x: hvd.allreduce(x, op=hvd.Sum), 3, [MEAN * SIZE] * 3),
-        (lambda x: hvd.grouped_allreduce([x, tf.constant([1])])[0], 2, [MEAN] * 2),
-        (hvd.allgather, RANK + 1, [MEAN] * (RANK + 1)),
-        (lambda x: hvd.broadcast(x, SIZE - 1), 2, [MEAN * (RANK == SIZE - 1)] * 2),
-        (hvd.alltoall, SIZE, RANKS + 1),
-        (lambda x: hvd.alltoall(x, [1] * SIZE)[0], SIZE, RANKS + 1),
-        (hvd.reducescatter, SIZE, RANKS + 1),
-        (lambda x: hvd.reducescatter(x, op=hvd.Sum), SIZE, SIZE * (RANKS + 1)),
-    ],
-)
-def test_gradients(run, function, rows, expected):
-    close(run(gradient(function))(own(rows)), expected)
+@pytest.mark.quick
+@pytest.mark.parametrize("name", operations.ALL)
+def test_results_and_gradients(run, name):
+    x, result, weights, of_x = operations.case(name, RANK, SIZE)
+
+    @run
+    def both(x):
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            found = operations.ALL[name].call(hvd, x)
+            total = tf.reduce_sum(found * tf.constant(weights, tf.float32))
+        return found, tape.gradient(total, x)
+
+    found, gradient = both(tf.constant(x, tf.float32))
+    close(found, result)
+    close(gradient, of_x)
+
+
+@pytest.mark.quick
+def test_splits_of_a_tensor_and_what_came(run):
+    _, received = run(lambda x: hvd.alltoall(x, tf.ones(SIZE, tf.int32)))(own(SIZE))
+    np.testing.assert_array_equal(received, np.ones(SIZE))
+
+
+def test_gradient_in_a_group(run):
+    function = lambda x: hvd.grouped_allreduce([x, tf.constant([1])])[0]  # noqa: E731
+    close(run(gradient(function))(own(2)), [MEAN] * 2)
 
 
 @pytest.mark.quick
