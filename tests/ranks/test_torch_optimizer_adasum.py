@@ -9,22 +9,9 @@ import torch
 import ringreduce.torch as hvd
 from ringreduce.ops import Adasum
 from ringreduce.testing import run_ranks
+from tests.support import matrix
 from tests.support.on_threads import each_rank_of, known
 from tests.support.training import batch, loss_of, make_model, parameters, same_on_all, trained, wrap, wrapped
-
-
-def adasum(a, b):
-    """Maleki et al., "Scaling distributed training with adaptive summation", 2021, equation 3."""
-    dot = (a * b).sum()
-    return (1 - dot / (2 * (a * a).sum())) * a + (1 - dot / (2 * (b * b).sum())) * b
-
-
-def combined(deltas):
-    while len(deltas) > 1:
-        half = len(deltas) // 2
-        pairs = [(deltas[2 * k], deltas[2 * k + 1]) for k in range(half)]
-        deltas = [adasum(a, b) for a, b in pairs]
-    return deltas[0]
 
 
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adam])
@@ -45,7 +32,7 @@ def test_the_changes_of_a_step_are_reduced(size, kind):
             loss_of(models[rank], batch(step)[rank::size]).backward()
             optimizers[rank].step()
         for start, *ranks in zip(starts, *(model.parameters() for model in models), strict=True):
-            stepped = start + combined([each.detach() - start for each in ranks])
+            stepped = start + torch.from_numpy(matrix.adasum([(each.detach() - start).numpy() for each in ranks]))
             for each in ranks:
                 each.data = stepped.clone()
     torch.testing.assert_close(same_on_all(run_ranks(size, program)), parameters(models[0]), rtol=1e-9, atol=1e-10)
