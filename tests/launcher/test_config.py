@@ -15,6 +15,7 @@ from ringrun.config import horovod
 from ringrun.config import resolve as config
 from ringrun.errors import UsageError
 from ringrun.machine.topology import Gpu, Topology
+from tests.support.loops import in_a_loop
 from tests.support.tiers import parted
 
 needs_yaml = pytest.mark.skipif(importlib.util.find_spec("yaml") is None, reason="no PyYAML")
@@ -79,7 +80,7 @@ def of_file(file, text):
     return parsed("--config-file", file(text))
 
 
-@pytest.mark.parametrize("field", FIELDS, ids=lambda field: field.name)
+@in_a_loop("field", FIELDS)
 def test_every_setting_has_its_flag(field):
     name = field.name.replace("_", "-")
     flag = f"--no-{name}" if field.default is True else f"--{name}"
@@ -89,8 +90,8 @@ def test_every_setting_has_its_flag(field):
     assert getattr(Settings.from_environment(variables), field.name) != field.default
 
 
-@pytest.mark.parametrize("dash", "-_")
-@pytest.mark.parametrize("field", FIELDS, ids=lambda field: field.name)
+@in_a_loop("dash", "-_")
+@in_a_loop("field", FIELDS)
 @needs_yaml
 def test_every_setting_has_its_key(field, dash, file):
     value = OTHER.get(field.name) or str(not field.default).lower()
@@ -171,7 +172,7 @@ def test_horovods_switches_of_the_log(flag, text):
 IGNORED = horovod.IGNORED_VALUES | horovod.IGNORED_SWITCHES
 
 
-@pytest.mark.parametrize("flag", IGNORED, ids="--{}".format)  # pytest-mpi skips what is called mpi
+@in_a_loop("flag", IGNORED)
 def test_a_flag_without_meaning_says_so(flag):
     resolved = parsed(f"--{flag}", *["3"] * (flag in horovod.IGNORED_VALUES))
     assert resolved.variables == {}
@@ -195,7 +196,7 @@ HOROVODRUN = """
 """All flags of Horovod 0.28.1's launcher (runner/launch.py) but --max-np and --host-discovery-script."""
 
 
-@pytest.mark.parametrize("flag", HOROVODRUN.split(), ids=lambda flag: flag.replace("mpi", "MPI"))
+@in_a_loop("flag", HOROVODRUN.split())
 def test_every_flag_of_horovodrun_is_taken(flag, file):
     hosts = file("localhost slots=2")
     words = flag.replace("FILE", hosts).split("=", 0 if flag.startswith("--") else 1)
@@ -323,7 +324,7 @@ def test_a_wrong_variable_beside_a_flag_is_told_too(monkeypatch):
     assert said == "RINGREDUCE_STALL_ABORT_S='soon': expected a number of seconds of 0 or more, such as 0.0"
 
 
-@pytest.mark.parametrize(
+@in_a_loop(
     ("text", "message"),
     [
         ("a\n---\nb", "job.yaml:2: not YAML: but found another document"),

@@ -9,6 +9,7 @@ from ringreduce.collectives import adasum
 from ringreduce.testing import run_ranks
 from ringreduce.transport.base import complete
 from tests.support import matrix
+from tests.support.loops import in_a_loop
 from tests.support.on_threads import each_rank_of, transport
 from tests.support.reference import data
 
@@ -41,9 +42,9 @@ def test_adasum_adds_what_is_orthogonal_averages_what_is_equal_and_knows_zero():
     assert adasum.combine(np.array([1j]), np.array([1.0 + 0j])).tolist() == [1 + 1j], "orthogonal as vectors"
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float64", "complex64"])
-@pytest.mark.parametrize("far", [0, 2, 20])
-@pytest.mark.parametrize("exponent", [-300, -150, -38, -20, 0, 18, 37, 150, 300])
+@in_a_loop("dtype", ["float32", "float64", "complex64"])
+@in_a_loop("far", [0, 2, 20])
+@in_a_loop("exponent", [-300, -150, -38, -20, 0, 18, 37, 150, 300])
 def test_adasum_of_tiny_and_huge_vectors(dtype, exponent, far):
     """Nothing vanishes or overflows: parallel vectors are averaged, orthogonal ones added, at any scale."""
     info = np.finfo(dtype)

@@ -6,6 +6,7 @@ from ringreduce.arrays.buffer import message_bytes
 from ringreduce.arrays.dtypes import TABLE
 from ringreduce.arrays.view import as_buffer, to_write
 from ringreduce.errors import MissingExtraError, UnsupportedArrayError
+from tests.support.loops import in_a_loop
 from tests.support.reference import Exporter, data
 
 SHAPES = [(), (0,), (7,), (2, 3), (2, 0, 3), (2, 3, 4)]
@@ -22,9 +23,9 @@ def torch_tensor(name, shape):
     return torch.from_numpy(array)
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("name", TABLE)
-@pytest.mark.parametrize("make", [numpy_array, torch_tensor])
+@in_a_loop("shape", SHAPES)
+@in_a_loop("name", TABLE)
+@in_a_loop("make", [numpy_array, torch_tensor])
 def test_a_buffer_is_a_flat_view_of_the_same_memory(make, name, shape):
     array = make(name, shape)
     buffer = as_buffer(array, writable=True)
@@ -35,8 +36,8 @@ def test_a_buffer_is_a_flat_view_of_the_same_memory(make, name, shape):
     assert not array.any()
 
 
-@pytest.mark.parametrize("name", TABLE)
-@pytest.mark.parametrize("make", [numpy_array, torch_tensor])
+@in_a_loop("name", TABLE)
+@in_a_loop("make", [numpy_array, torch_tensor])
 def test_an_array_is_rebuilt_with_its_kind_type_and_elements(make, name):
     array = make(name, (2, 3))
     source = as_buffer(array)

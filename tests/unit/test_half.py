@@ -10,6 +10,7 @@ from ringreduce.arrays.dtypes import TABLE
 from ringreduce.compression import Compression
 from ringreduce.kernels import half
 from ringreduce.ops import Average, Reduction, Sum
+from tests.support.loops import in_a_loop
 from tests.support.reference import assert_same_bits
 
 NAMES = ("float16", "bfloat16")
@@ -88,8 +89,8 @@ def test_arrays_of_any_layout_are_compressed_and_come_back(name, compression, wi
         assert back.flags.f_contiguous == layout.flags.f_contiguous
 
 
-@pytest.mark.parametrize("bits", [0x7F800001, 0x7FBFFFFF, 0x7FFFFFFF, 0xFFFFFFFF, 0x7FC00000, 0xFF800001])
-@pytest.mark.parametrize("name", NAMES)
+@in_a_loop("bits", [0x7F800001, 0x7FBFFFFF, 0x7FFFFFFF, 0xFFFFFFFF, 0x7FC00000, 0xFF800001])
+@in_a_loop("name", NAMES)
 def test_no_nan_becomes_a_number(name, bits):
     out = np.zeros(3, STORAGE[name])
     half.narrow(name, np.full(3, bits, np.uint32).view(np.float32), out)

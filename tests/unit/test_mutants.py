@@ -12,13 +12,13 @@ from tests.mutants import MUTANTS, ROOT, mutated, of_day
 FOLDERS = {"ringreduce": Path(ringreduce.__file__).parent, "launcher": Path(ringrun.__file__).parent}
 
 
-@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda each: each.why)
-def test_the_line_that_a_mutant_breaks_is_there(mutant):
-    folder, _, rest = mutant.file.partition("/")
-    path = FOLDERS.get(folder, ROOT / folder) / rest
-    if path.suffix == ".c" and not path.exists():
-        pytest.skip("ringreduce was installed from a wheel, which has no C source")
-    assert mutated(path.read_text(), mutant) != path.read_text()
+def test_the_line_that_each_mutant_breaks_is_there():
+    for mutant in MUTANTS:
+        folder, _, rest = mutant.file.partition("/")
+        path = FOLDERS.get(folder, ROOT / folder) / rest
+        if path.suffix == ".c" and not path.exists():
+            continue  # ringreduce was installed from a wheel, which has no C source
+        assert mutated(path.read_text(), mutant) != path.read_text(), mutant.why
 
 
 @pytest.mark.parametrize("parts", [1, 5, 7])

@@ -9,6 +9,7 @@ from ringreduce import ops
 from ringreduce.arrays.dtypes import TABLE
 from ringreduce.errors import InputError
 from ringreduce.ops import Average, Max, Min, Product, ReduceOp, Reduction, Sum, divide
+from tests.support.loops import in_a_loop
 from tests.support.reference import MATRIX, assert_same_bits, folded, numpy_dtype
 
 pytestmark = pytest.mark.usefixtures("either_kernels")
@@ -23,8 +24,8 @@ def test_integers_are_divided_exactly_and_truncated_toward_zero(values, divisor)
     assert flat.tolist() == [abs(value) // divisor * (1 if value >= 0 else -1) for value in values]
 
 
-@pytest.mark.parametrize("name", ["int64", "uint64"])
-@pytest.mark.parametrize("size", [1, 2, 3, 7, 64, 1000])
+@in_a_loop("name", ["int64", "uint64"])
+@in_a_loop("size", [1, 2, 3, 7, 64, 1000])
 def test_means_of_64_bit_integers_are_exact_where_their_sums_need_more_bits(name, size):
     """In one look at all, in partial results of some, and added one by one."""
     count, limits = 50, np.iinfo(name)
@@ -79,8 +80,8 @@ def test_complex_has_no_order(op):
         Reduction(op, TABLE["complex64"], 2).check()
 
 
-@pytest.mark.parametrize("name", ["float16", "bfloat16", "float32", "float64", "int64", "complex64", "bool"])
-@pytest.mark.parametrize("op", [Sum, Product])
+@in_a_loop("name", ["float16", "bfloat16", "float32", "float64", "int64", "complex64", "bool"])
+@in_a_loop("op", [Sum, Product])
 def test_16_bit_floats_are_reduced_in_float32_elsewhere_and_others_in_the_callers_memory(name, op):
     flat = np.zeros(4, TABLE[name].storage)
     partial = Reduction(op, TABLE[name], 2).start(flat)
@@ -115,7 +116,7 @@ def expected(name, op, parts, *scales):
     return folded(op, [values(name, part) for part in parts], *scales).view(parts[0].dtype)
 
 
-@pytest.mark.parametrize(("name", "op"), MATRIX, ids=str)
+@in_a_loop(("name", "op"), MATRIX)
 def test_parts_are_reduced_in_rank_order_and_rounded_once(name, op):
     for size, count in itertools.product([1, 2, 3, 4], [0, 1, 1000, 2 * BLOCK + 7]):
         print(f"{size} parts of {count} elements")
@@ -131,7 +132,7 @@ def test_parts_are_reduced_in_rank_order_and_rounded_once(name, op):
 BITWISE = [(n, op) for n in TABLE for op in ReduceOp if op.value.startswith("Bitwise") and TABLE[n].kind in "biu"]
 
 
-@pytest.mark.parametrize(("name", "op"), MATRIX + BITWISE, ids=str)
+@in_a_loop(("name", "op"), MATRIX + BITWISE)
 def test_the_neutral_element_changes_nothing(name, op):
     (part,) = raw_parts(name, 1, 100)
     neutral, found = np.empty_like(part), np.empty_like(part)
@@ -143,9 +144,9 @@ def test_the_neutral_element_changes_nothing(name, op):
         np.testing.assert_array_equal(*[values(name, each).astype(TABLE[name].sum_type) for each in (found, part)])
 
 
-@pytest.mark.parametrize("position", [0, 1, 2, 3])
-@pytest.mark.parametrize("name", ["float32", "float16", "bfloat16", "int8", "complex64"])
-@pytest.mark.parametrize("op", [Sum, Average])
+@in_a_loop("position", [0, 1, 2, 3])
+@in_a_loop("name", ["float32", "float16", "bfloat16", "int8", "complex64"])
+@in_a_loop("op", [Sum, Average])
 def test_the_result_may_replace_any_of_the_parts(name, op, position):
     parts = raw_parts(name, 4, 2 * BLOCK + 7, seed=1)
     reference = expected(name, op, [part.copy() for part in parts])
@@ -153,9 +154,9 @@ def test_the_result_may_replace_any_of_the_parts(name, op, position):
     assert_same_bits(parts[position], reference, name)
 
 
-@pytest.mark.parametrize("scales", [(0.5, 1.0), (1.0, 3.0), (0.3, 0.7)])
-@pytest.mark.parametrize("name", ["float32", "float64", "float16", "bfloat16", "int32", "int64", "complex64"])
-@pytest.mark.parametrize("op", [Sum, Average])
+@in_a_loop("scales", [(0.5, 1.0), (1.0, 3.0), (0.3, 0.7)])
+@in_a_loop("name", ["float32", "float64", "float16", "bfloat16", "int32", "int64", "complex64"])
+@in_a_loop("op", [Sum, Average])
 def test_parts_are_scaled_each_and_as_a_whole(name, op, scales):
     parts = [part // 8 for part in raw_parts(name, 3, BLOCK + 5)] if name[0] == "i" else raw_parts(name, 3, BLOCK + 5)
     before = [part.copy() for part in parts]
@@ -166,7 +167,7 @@ def test_parts_are_scaled_each_and_as_a_whole(name, op, scales):
         np.testing.assert_array_equal(part, original)
 
 
-@pytest.mark.parametrize(("name", "op"), MATRIX, ids=str)
+@in_a_loop(("name", "op"), MATRIX)
 def test_two_parts_reduced_at_once_have_the_bits_of_the_ring(name, op):
     mine, theirs = raw_parts(name, 2, 999, seed=2)
     reduction = Reduction(op, TABLE[name], 2)
@@ -179,13 +180,12 @@ def test_two_parts_reduced_at_once_have_the_bits_of_the_ring(name, op):
     assert_same_bits(at_once, step_by_step, name)
 
 
-@pytest.mark.parametrize("name", ["float32", "float16", "bfloat16", "int32", "int64"])
-@pytest.mark.parametrize(
+@in_a_loop("name", ["float32", "float16", "bfloat16", "int32", "int64"])
+@in_a_loop(
     ("op", "scales"),
     [(Sum, (1.0, 1.0)), (Average, (2.0, 0.5)), (Max, (2.0, 1.0)), (Product, (1.0, 0.25))],
-    ids=str,
 )
-@pytest.mark.parametrize("travels", [False, True])
+@in_a_loop("travels", [False, True])
 def test_a_part_of_the_ranks_is_not_divided_and_rounded_only_where_it_travels(name, op, scales, travels):
     element = TABLE[name]
     values = np.arange(500, dtype=element.sum_type) % (3 if op is Product else 19)  # whose results need few bits
@@ -203,8 +203,8 @@ def test_a_part_of_the_ranks_is_not_divided_and_rounded_only_where_it_travels(na
     assert_same_bits(sums[0] if whole.in_place else out, expected)
 
 
-@pytest.mark.parametrize(("name", "op"), [case for case in MATRIX if not case[0].startswith("complex")], ids=str)
-@pytest.mark.parametrize("size", [2, 3])
+@in_a_loop(("name", "op"), [case for case in MATRIX if not case[0].startswith("complex")])
+@in_a_loop("size", [2, 3])
 def test_a_result_in_two_places_has_the_same_bits(name, op, size):
     for position, count in itertools.product([None, *range(size)], [0, 1, 1000, 2 * BLOCK + 7]):
         print(f"{count} elements, in place of part {position}")

@@ -10,6 +10,7 @@ from ringreduce.collectives.partition import (
     scatter_reduce_steps,
     segments,
 )
+from tests.support.loops import in_a_loop
 
 SIZES = range(1, 10)
 
@@ -25,8 +26,8 @@ def test_chunks_cover_everything_and_differ_by_at_most_one_element(size):
         assert lengths == sorted(lengths, reverse=True), "the longer chunks come first, as in reducescatter"
 
 
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("alignment", [1, 4, 16])
+@in_a_loop("size", SIZES)
+@in_a_loop("alignment", [1, 4, 16])
 def test_equal_chunks_are_as_short_as_they_can_be(size, alignment):
     for length in (0, 1, alignment, size * alignment - 1, size * alignment, size * alignment + 1, 1000, 100003):
         chunk = equal_chunk(length, size, alignment)

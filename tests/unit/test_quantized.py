@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from ringreduce.kernels import quantized
 from ringreduce.kernels.quantized import BLOCK, block_bytes, decode, encode, reduce
+from tests.support.loops import in_a_loop
 
 pytestmark = pytest.mark.usefixtures("either_kernels")
 LARGEST = {8: np.float32(127), 4: np.float32(7)}
@@ -143,9 +144,9 @@ def test_many_blocks_are_as_few(bits, key, count):
     assert out.tobytes() == encoded(bits, whole, key).tobytes()
 
 
-@pytest.mark.parametrize("bits", [8, 4])
-@pytest.mark.parametrize("largest", [0.0, 1e-45, TINY, 127 * TINY, 1e-3, 1.0, 1e30, HUGE])
-@pytest.mark.parametrize("key", [None, 7])
+@in_a_loop("bits", [8, 4])
+@in_a_loop("largest", [0.0, 1e-45, TINY, 127 * TINY, 1e-3, 1.0, 1e30, HUGE])
+@in_a_loop("key", [None, 7])
 def test_an_element_is_wrong_by_half_a_scale_at_most(bits, largest, key):
     source = (np.linspace(-1, 1, BLOCK) * largest).astype(np.float32)
     target = np.empty_like(source)

@@ -11,6 +11,7 @@ from torch.utils.data.distributed import DistributedSampler as TorchSampler
 import ringreduce.torch as hvd
 from ringreduce.api.sampler import DistributedSampler
 from ringreduce.testing import run_ranks
+from tests.support.loops import in_a_loop
 
 SIZES = range(1, 10)
 
@@ -31,7 +32,7 @@ def samplers(size, count, **options):
     return [DistributedSampler(count, size, rank, **options) for rank in range(size)]
 
 
-@pytest.mark.parametrize(("size", "count", "shuffle", "drop_last"), CASES)
+@in_a_loop(("size", "count", "shuffle", "drop_last"), CASES)
 def test_every_item_goes_to_some_rank_and_all_ranks_get_equally_many(size, count, shuffle, drop_last):
     ranks = samplers(size, count, shuffle=shuffle, drop_last=drop_last, seed=3)
     for epoch in range(3):
@@ -50,8 +51,8 @@ def test_every_item_goes_to_some_rank_and_all_ranks_get_equally_many(size, count
             assert times.max() <= -(-share * size // count), "given twice no sooner than all were given once"
 
 
-@pytest.mark.parametrize("drop_last", [False, True])
-@pytest.mark.parametrize("size", SIZES)
+@in_a_loop("drop_last", [False, True])
+@in_a_loop("size", SIZES)
 def test_in_the_order_of_the_dataset_it_gives_what_torchs_gives(size, drop_last):
     for count in counts(size):
         for rank in range(size):

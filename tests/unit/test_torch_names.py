@@ -4,10 +4,9 @@ import inspect
 import subprocess
 import sys
 
-import pytest
-
 import ringreduce.torch as hvd
 from tests.support import names
+from tests.support.loops import in_a_loop
 from tests.support.patience import patient
 
 # all that horovod.torch exports but elastic, with the names of its arguments
@@ -48,7 +47,7 @@ FUNCTIONS = {name: arguments for names, arguments in ARGUMENTS.items() for name 
 OTHERS = "Average Sum Adasum Min Max Product HorovodInternalError Compression global_process_set"
 
 
-@pytest.mark.parametrize(("name", "arguments"), FUNCTIONS.items())
+@in_a_loop(("name", "arguments"), FUNCTIONS.items())
 def test_the_arguments_are_horovods(name, arguments):
     parameters = inspect.signature(getattr(hvd, name)).parameters.values()
     positional = [each.name for each in parameters if each.kind is each.POSITIONAL_OR_KEYWORD]

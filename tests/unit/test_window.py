@@ -18,6 +18,7 @@ from ringreduce.transport.base import complete
 from ringreduce.transport.threads import ThreadNetwork
 from ringreduce.transport.window import PACKED, SLOTS, SUMMED, Region, Signatures, Window, block_bytes
 from ringreduce.transport.world import World
+from tests.support.loops import in_a_loop
 
 SLOT_BYTES = 192
 REGIONS = 3
@@ -275,8 +276,8 @@ def test_a_rank_that_signs_its_next_operation_leaves_the_hash_of_this_one_readab
         assert first.read(number) == [number, 100 + number]
 
 
-@pytest.mark.parametrize("name", TABLE)
-@pytest.mark.parametrize("count", [1, 100, 5001, 65536])
+@in_a_loop("name", TABLE)
+@in_a_loop("count", [1, 100, 5001, 65536])
 def test_reading_copies_all_bits_of_all_types(name, count):
     dtype = TABLE[name].storage
     source = np.random.default_rng(count).integers(0, 256, count * dtype.itemsize, np.uint8).view(dtype)
