@@ -111,7 +111,8 @@ def test_stacks_after_a_loss_are_those_of_the_ranks_that_are_left(start, python,
     job.wait(patient(20))
 
 
-@pytest.mark.parametrize("when", ["1@0", pytest.param("1@left", marks=pytest.mark.extended)])  # it waits for 30 s
+@pytest.mark.adapters  # it waits for 30 s
+@pytest.mark.parametrize("when", ["1@0", pytest.param("1@left", marks=pytest.mark.extended)])
 def test_a_rank_that_is_stopped_when_others_have_left_goes_on(ringrun, python, monkeypatch, when):
     monkeypatch.setenv("RINGREDUCE_STALL_ABORT_S", "1")
     done = ringrun("--elastic", "-np", 2, python, RANK, 0, f"{when}=kill-STOP", returncode=0)

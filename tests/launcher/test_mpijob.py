@@ -74,6 +74,7 @@ def test_shared_memory_is_larger_than_a_container_has():
     assert {"name": shm, "emptyDir": {"medium": "Memory"}} in PODS["Worker"]["volumes"]
 
 
+@pytest.mark.adapters
 @pytest.mark.skipif(bool(loopback_sshd.why_not()), reason=loopback_sshd.why_not())
 def test_its_sshd_needs_no_rights():
     """As in the pod: user 1000, no capability, none to gain; the key is root's, and everybody may read it."""

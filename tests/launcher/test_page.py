@@ -151,6 +151,7 @@ def test_a_figure_as_people_read_it(value, kind, shown):
     assert quantity(value, kind) == shown
 
 
+@pytest.mark.adapters
 @pytest.mark.parametrize("name", tiers.parted(REPORTS, lambda name: name == "16-ranks-failed"))
 def test_a_browser_shows_it_without_a_complaint(name, tmp_path):
     if CHROMIUM is None:

@@ -64,10 +64,12 @@ def mark(item: pytest.Item) -> None:
 def group(item: pytest.Item, folder: str, file: str) -> str | None:
     """The tests that one worker runs, one after the other.
 
-    A pool of real ranks is made once; jobs share the cores, and their ends are timed.
+    A pool of real ranks is made once; jobs of a real MPI share the cores, and their ends are timed.
     """
     if getattr(item, "callspec", None) and item.callspec.params.get("world") in ("mpi", "mpich"):
         return "pool"
+    if folder == "tests/launcher" and not item.get_closest_marker("adapters"):
+        return None
     if folder in HALVED:
         return f"{HALVED[folder]}-{1 if file < 'test_i' else 2}"
     return (JOBS | {"tests/gpu": "hosts"}).get(folder)

@@ -1,3 +1,4 @@
+import functools
 import itertools
 
 import numpy as np
@@ -91,6 +92,11 @@ def test_16_bit_floats_are_reduced_in_float32_elsewhere_and_others_in_the_caller
 
 def raw_parts(name, size, count, seed=0):
     """Elements that differ by rank and index, large ones, subnormals, infinities and NaN among the floats."""
+    return [each.copy() for each in drawn(name, size, count, seed)]
+
+
+@functools.cache  # which takes longer than what is tested with them
+def drawn(name, size, count, seed):
     random = np.random.default_rng([seed, size, count])
     kind, storage = TABLE[name].kind, TABLE[name].storage
     if kind == "b":
