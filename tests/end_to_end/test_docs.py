@@ -74,7 +74,7 @@ def test_the_tutorials_are_sessions():
 
 @pytest.mark.quick
 def test_ci_runs_the_command_that_the_readme_gives():
-    lines = (ROOT / ".ci" / "run").read_text().splitlines()
+    lines = [line.strip() for line in (ROOT / ".ci" / "run").read_text().splitlines()]
     assert [line for line in lines if line in TEST_COMMAND.split(" && ")] == TEST_COMMAND.split(" && ")
     assert TEST_COMMAND in (ROOT / "CONTRIBUTING.md").read_text().splitlines()
 
