@@ -68,7 +68,7 @@ class Job:
         for batch in np.array_split(np.arange(len(tensors)), batches):
             own = [
                 SimpleNamespace(
-                    signature=tensors[k], key=tensors[k].key, line="train.py:41", waits=False, submitted_s=now
+                    signature=tensors[k], key=tensors[k].key, line="train.py:41", waits=False, submitted_s=now, step=-1
                 )
                 for k in batch
             ]

@@ -166,5 +166,5 @@ class Training:
     def _submission(self, k: int) -> Any:
         signature = self.signatures[k]
         return SimpleNamespace(
-            signature=signature, key=signature.key, line="", waits=False, submitted_s=time.monotonic()
+            signature=signature, key=signature.key, line="", waits=False, submitted_s=time.monotonic(), step=-1
         )
