@@ -24,7 +24,16 @@ from typing import Any
 
 import numpy as np
 import plots
-from common import Column, Report, about, in_turns, is_printing, microseconds, parse, parser, seconds_per_run, total
+from common import (
+    Column,
+    Report,
+    flag,
+    in_turns,
+    main,
+    microseconds,
+    seconds_per_run,
+    total,
+)
 from contenders import DTYPES, Contender, contenders, element_dtype, horovod, missing, stop_gloo
 
 import ringreduce as rr
@@ -41,23 +50,6 @@ COLUMNS = (
     Column("busbw_gbs", "busbw", "GB/s", 9, ".3f"),
     Column("wrong", "#wrong", "", 8, "d"),
 )
-
-
-def arguments() -> argparse.Namespace:
-    """The command line."""
-    made = parser(__doc__, runs=7)
-    made.add_argument("--min-bytes", type=int, default=8, metavar="N", help="smallest size (%(default)s)")
-    made.add_argument("--max-bytes", type=int, default=None, metavar="N", help="largest size (256 MiB)")
-    made.add_argument("--factor", type=int, default=4, metavar="N", help="from one size to the next (%(default)s)")
-    made.add_argument("--dtype", choices=DTYPES, default="float32")
-    made.add_argument("--only", nargs="+", metavar="NAME", help="these algorithms only")
-    options = parse(made)
-    if options.quick:
-        options.factor = max(64, options.factor)
-    options.max_bytes = options.max_bytes or (1 << 20 if options.quick else 256 << 20)
-    if not 0 < options.min_bytes <= options.max_bytes or options.factor < 2:
-        made.error("expected 0 < --min-bytes <= --max-bytes, and --factor of 2 or more")
-    return options
 
 
 def fill(array: np.ndarray[Any, Any], rank: int) -> None:
@@ -130,21 +122,32 @@ def plot(report: Report, path: str) -> None:
     plots.finish(figure, f"All-reduce of one {report.rows[0]['type']} buffer, {where}", header, path)
 
 
-def main() -> None:
+def check(options: argparse.Namespace) -> str:
+    """What is wrong with the options."""
+    if options.quick:
+        options.factor = max(64, options.factor)
+    if not 0 < options.min_bytes <= options.max_bytes or options.factor < 2:
+        return "expected 0 < --min-bytes <= --max-bytes, and --factor of 2 or more"
+    return ""
+
+
+def bench(options: argparse.Namespace, report: Report) -> None:
     """Measure size by size, print each row as it comes."""
-    options = arguments()
-    rr.init()
-    header = about(hosts=len(set(rr.info().hosts)))
-    note = f"median of {options.runs} runs, the algorithms in turns; 1 GB = 1e9 bytes{missing()}"
-    report = Report("allreduce", header, COLUMNS, is_printing(), note)
     for compared in (contenders, horovod):
         found = {name: each for name, each in compared(options.dtype).items() if name in (options.only or [name])}
         for nbytes in sizes(options.min_bytes, options.max_bytes, options.factor) if found else ():
             for row in measure(found, nbytes, options):
                 report.add(row)
     stop_gloo()
-    report.finish(options, plot)
 
 
 if __name__ == "__main__":
-    main()
+    flags = [
+        flag("--min-bytes", 8, metavar="N", help="smallest size (%(default)s)"),
+        flag("--max-bytes", 256 << 20, 1 << 20, metavar="N", help="largest size (256 MiB)"),
+        flag("--factor", 4, metavar="N", help="from one size to the next (%(default)s)"),
+        flag("--dtype", "float32", choices=DTYPES),
+        flag("--only", None, nargs="+", metavar="NAME", help="these algorithms only"),
+    ]
+    note = "median of {runs} runs, the algorithms in turns; 1 GB = 1e9 bytes" + missing()
+    main("allreduce", __doc__, COLUMNS, bench, flags, runs=7, note=note, check=check, in_job=True, plot=plot)

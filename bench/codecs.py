@@ -23,7 +23,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
-from common import Column, Report, machine, parse, parser, seconds_per_run
+from common import Column, Report, flag, main, seconds_per_run
 
 import ringreduce as rr
 from ringreduce.arrays.buffer import numpy_buffer
@@ -147,19 +147,9 @@ def turn(codec: Codec, array: Array, limit_s: float) -> dict[str, Any]:
     return {"took": took, "of_float32": sent.nbytes / array.nbytes, "wrong": wrong}
 
 
-def arguments() -> argparse.Namespace:
-    """The command line."""
-    made = parser(__doc__, runs=9)
-    made.add_argument("--bytes", type=int, default=None, metavar="N", help="of float32 (8 MiB)")
-    options = parse(made)
-    options.bytes = options.bytes or (1 << 18 if options.quick else 8 << 20)
-    return options
-
-
-def main() -> None:
+def bench(options: argparse.Namespace, report: Report) -> None:
     """Size by size of gradients."""
-    options, module = arguments(), native.module
-    report = Report("codecs", machine(), COLUMNS, True, f"{options.bytes} B, median of {options.runs} runs, in turns")
+    module = native.module
     count = options.bytes // 4 // quantized.BLOCK * quantized.BLOCK
     rows, limit_s = codecs(count), seconds_per_run(options, SECONDS_PER_RUN)
     for gradients in (1e-3, 1e-5):
@@ -175,11 +165,11 @@ def main() -> None:
             row = {key: array.nbytes / took_s / 1e9 for key, took_s in rates.items()}
             row |= {"codec": name, "by": by, "gradients": gradients, "of_float32": found[0]["of_float32"]}
             report.add(row | {"wrong": sum(each["wrong"] for each in found)})
-    report.finish(options)
 
 
 if __name__ == "__main__":
     if os.environ.get("OMP_NUM_THREADS") != "1":  # NumPy's BLAS takes as many cores, and reads it when it is imported
         os.environ["OMP_NUM_THREADS"] = "1"
         os.execv(sys.executable, [sys.executable, *sys.argv])  # noqa: S606 - itself
-    main()
+    size = flag("--bytes", 8 << 20, 1 << 18, metavar="N", help="of float32 (8 MiB)")
+    main("codecs", __doc__, COLUMNS, bench, [size], runs=9, note="{bytes} B, median of {runs} runs, in turns")

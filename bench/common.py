@@ -31,6 +31,7 @@ Action = Callable[[], object]
 MAX_CALLS = 1000
 QUICK_S = 0.01
 END_S = 20
+IN_TURNS = "median of {runs} runs, the rows in turns, of the slowest rank"
 
 
 class Column(NamedTuple):
@@ -283,6 +284,71 @@ def cell_text(value: Any, column: Column) -> str:
 def seconds_per_run(options: argparse.Namespace, usual: float) -> float:
     """How long each contender's turn takes."""
     return QUICK_S if options.quick else usual
+
+
+def flag(name: str, usual: Any, quick: Any = None, **options: Any) -> tuple[str, Any, Any, dict[str, Any]]:
+    """A flag of one bench: its value, which says the type and may be a list, and the one with --quick if it differs."""
+    if isinstance(usual, bool):
+        options["action"] = "store_true"
+    elif isinstance(usual, list):
+        options = {"nargs": "+", "type": type(usual[0]), **options}
+    elif usual is not None:
+        options.setdefault("type", type(usual))
+    return name, usual, quick, {"default": usual if quick is None else None, **options}
+
+
+def main(
+    bench: str,
+    manual: str | None,
+    columns: Sequence[Column],
+    measure: Callable[[argparse.Namespace, Report], object],
+    flags: Sequence[tuple[str, Any, Any, dict[str, Any]]] = (),
+    *,
+    runs: int,
+    note: str = IN_TURNS,
+    header: Callable[[argparse.Namespace], dict[str, Any]] = lambda _: machine(),
+    check: Callable[[argparse.Namespace], str] = lambda _: "",
+    worker: Callable[[argparse.Namespace], object] | None = None,
+    why_not: Callable[[], str] = str,
+    in_job: bool = False,
+    with_torch: bool = False,
+    plot: Callable[[Report, str], None] | None = None,
+) -> None:
+    """A bench from its command line to its exit code; `measure` adds the rows.
+
+    note:       below the header; `{runs}` and the like are options.
+    check:      what is wrong with the options; it may change them.
+    worker:     with --worker, a hidden flag, it runs instead: in a job that the bench has started.
+    why_not:    why it cannot run here.
+    in_job:     ringrun starts it, so all ranks run it; the header is the job's.
+    with_torch: it cannot do without.
+    """
+    made = parser(manual, runs)
+    settled = {made.add_argument(name, **each).dest: (usual, quick) for name, usual, quick, each in flags}
+    options = parse(made)
+    for name, (usual, quick) in settled.items():
+        if getattr(options, name) is None:
+            setattr(options, name, usual if quick is None or not options.quick else quick)
+    if wrong := check(options):
+        made.error(wrong)
+    if worker and options.worker:
+        worker(options)
+        return
+    if reason := why_not():
+        print(f"bench/{bench}.py: skipped: {reason}")
+        return
+    if with_torch:
+        if package_version("torch") == "absent":
+            sys.exit(f"bench/{bench}.py needs torch: pip install '.[bench]'")
+        import torch
+
+        torch.set_num_threads(1)
+    if in_job:
+        rr.init()
+    about_it = about(hosts=len(set(rr.info().hosts))) if in_job else header(options)
+    report = Report(bench, about_it, columns, not in_job or is_printing(), note.format(**vars(options)))
+    measure(options, report)
+    report.finish(options, plot)
 
 
 def parser(manual: str | None, runs: int) -> argparse.ArgumentParser:

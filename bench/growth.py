@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import plots
-from common import Column, Report, machine, parse, parser, run_job, seconds_per_run
+from common import IN_TURNS, Column, Report, flag, main, run_job, seconds_per_run
 from contenders import missing
 
 from ringreduce.collectives.cost_model import Constants, predict_us
@@ -56,28 +56,13 @@ COLUMNS = (
 )
 
 
-def arguments() -> argparse.Namespace:
-    """The command line."""
-    made = parser(__doc__, runs=3)
-    made.add_argument("--ranks", nargs="+", type=int, default=None, metavar="P", help="(2 4 8 16)")
-    made.add_argument("--tensors", nargs="+", type=int, default=None, metavar="N", help="(1 10 100 1000 10000)")
-    made.add_argument("--hosts-json", metavar="FILE", help="what bench/hosts.py --json wrote")
-    made.add_argument("--mbit", type=int, default=1000, metavar="RATE", help="its rows of this rate (%(default)s)")
-    made.add_argument("--costs", metavar="NAME=N,…", help="constants of the model for hosts, such as wire_gbs=10")
-    options = parse(made)
-    options.ranks = options.ranks or ([2, 3] if options.quick else RANKS)
-    options.tensors = options.tensors or ([1, 30] if options.quick else TENSORS)
-    options.sizes = SIZES[:2] if options.quick else SIZES
-    return options
-
-
 def measure(ranks: int, options: argparse.Namespace) -> dict[str, Any]:
     """What that many ranks find."""
     with tempfile.TemporaryDirectory(prefix="ringbench-") as folder:
         result = Path(folder) / "rows.json"
         worker = [str(Path(__file__).with_name("growth_worker.py")), "--json", str(result)]
         counts = [each for each in options.tensors if each <= MANY_TENSORS or ranks <= FEW_RANKS]
-        sizes, tensors = map(str, options.sizes), map(str, counts)
+        sizes, tensors = map(str, SIZES[: 2 if options.quick else None]), map(str, counts)
         worker += [
             "--seconds",
             str(seconds_per_run(options, SECONDS_PER_RUN)),
@@ -199,11 +184,8 @@ def _style(panel: Any) -> None:
     panel.legend(fontsize=6.5)
 
 
-def main() -> None:
+def bench(options: argparse.Namespace, report: Report) -> None:
     """Measure, then predict."""
-    options = arguments()
-    note = f"median of {options.runs} runs, the rows in turns, of the slowest rank{missing()}"
-    report = Report("growth", machine(), COLUMNS, True, note)
     constants = Constants()
     for ranks in options.ranks:
         found = measure(ranks, options)
@@ -225,8 +207,15 @@ def main() -> None:
     report.say(f"# predictions by {constants}")
     for row in predictions(constants, options.quick):
         report.add(shown(row))
-    report.finish(options, plot)
 
 
 if __name__ == "__main__":
-    main()
+    flags = [
+        flag("--ranks", RANKS, [2, 3], metavar="P", help="(2 4 8 16)"),
+        flag("--tensors", TENSORS, [1, 30], metavar="N", help="(1 10 100 1000 10000)"),
+        flag("--hosts-json", None, metavar="FILE", help="what bench/hosts.py --json wrote"),
+        flag("--mbit", 1000, metavar="RATE", help="its rows of this rate (%(default)s)"),
+        flag("--costs", None, metavar="NAME=N,…", help="constants of the model for hosts, such as wire_gbs=10"),
+    ]
+    note = IN_TURNS + missing()
+    main("growth", __doc__, COLUMNS, bench, flags, runs=3, note=note, plot=plot)

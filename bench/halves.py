@@ -24,8 +24,17 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import plots
-from common import Column, Report, about, in_turns, is_printing, microseconds, neutral, parse, parser, total
-from common import seconds_per_run as seconds
+from common import (
+    Column,
+    Report,
+    flag,
+    in_turns,
+    main,
+    microseconds,
+    neutral,
+    seconds_per_run,
+    total,
+)
 from contenders import global_algorithms
 
 import ringreduce as rr
@@ -55,15 +64,6 @@ class Case(NamedTuple):
     who: dict[str, Contender]
     expected: np.ndarray[Any, Any]
     cleared: list[np.ndarray[Any, Any]]  # before the results are checked
-
-
-def arguments() -> argparse.Namespace:
-    """The command line."""
-    made = parser(__doc__, runs=7)
-    made.add_argument("--bytes", type=int, default=None, metavar="N", help="size of the whole buffer (64 MiB)")
-    options = parse(made)
-    options.bytes = options.bytes or (1 << 18 if options.quick else 64 << 20)
-    return options
 
 
 def known(count: int, rank: int) -> np.ndarray[Any, Any]:
@@ -137,20 +137,17 @@ def plot(report: Report, path: str) -> None:
     plots.finish(figure, title, header, path)
 
 
-def main() -> None:
+def bench(options: argparse.Namespace, report: Report) -> None:
     """Measure operation by operation."""
-    options = arguments()
-    rr.init()
-    note = f"median of {options.runs} runs, turn about, of the slowest rank"
-    report = Report("halves", about(hosts=len(set(rr.info().hosts))), COLUMNS, is_printing(), note)
     for operation, case in cases(options.bytes // 4).items():
-        times = in_turns(case.who, options.runs, seconds(options, SECONDS_PER_RUN))
+        times = in_turns(case.who, options.runs, seconds_per_run(options, SECONDS_PER_RUN))
         found = {name: microseconds(each) for name, each in times.items()}
         for name, row in found.items():
             row |= {"operation": operation, "who": name, "size": options.bytes, "wrong": wrong(name, case)}
             report.add({**row, "than_mpi": found[PEER]["time_us"] / row["time_us"]})
-    report.finish(options, plot)
 
 
 if __name__ == "__main__":
-    main()
+    size = flag("--bytes", 64 << 20, 1 << 18, metavar="N", help="size of the whole buffer (64 MiB)")
+    note = "median of {runs} runs, turn about, of the slowest rank"
+    main("halves", __doc__, COLUMNS, bench, [size], runs=7, note=note, in_job=True, plot=plot)

@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any
 
 import plots
-from common import Column, Report, machine, parse, parser, seconds_per_run
+from common import IN_TURNS, Column, Report, flag, machine, main, seconds_per_run
 from contenders import BY_HAND, DTYPES, GLOO, MPI_NAME, ORDERED, PUBLIC, missing
 from network import Network, why_not
 from simulation import simulated_us
@@ -59,28 +59,6 @@ COLUMNS = (
     Column("of_least", "of least", "times", 10, ".3f"),
     Column("wrong", "#wrong", "", 8, "d"),
 )
-
-
-def arguments() -> argparse.Namespace:
-    """The command line."""
-    made = parser(__doc__, runs=5)
-    made.add_argument("--hosts", nargs="+", type=int, default=None, metavar="H", help="(2 4)")
-    made.add_argument("--per-host", nargs="+", type=int, default=None, metavar="R", help="ranks on each host (1 2)")
-    made.add_argument("--rates", nargs="+", type=int, default=None, metavar="MBIT", help="(100 500 1000 2000)")
-    made.add_argument("--sizes", nargs="+", type=int, default=None, metavar="N", help="bytes (64 KiB to 64 MiB)")
-    made.add_argument("--who", nargs="+", metavar="NAME", help=f"rows ({', '.join(WHO)})")
-    made.add_argument("--short", action="store_true", help=f"other --sizes and --who: {', '.join(SHORT_WHO)}")
-    made.add_argument("--dtype", choices=DTYPES, default="float32")
-    options = parse(made)
-    quick = options.quick
-    options.hosts = options.hosts or ([2] if quick else [2, 4])
-    options.per_host = options.per_host or ([2] if quick else [1, 2])
-    options.rates = options.rates or ([1000] if quick else [100, 500, 1000, 2000])
-    options.sizes = options.sizes or ([64 << 10] if quick else list(SHORT_SIZES if options.short else SIZES))
-    options.who = options.who or list(SHORT_WHO if options.short else WHO)
-    if min(options.hosts) < 2 or min(options.per_host) < 1 or min(options.rates) < 1:
-        made.error("expected --hosts of 2 or more, --per-host and --rates of 1 or more")
-    return options
 
 
 def sizes_for(mbit: int, sizes: Sequence[int]) -> list[int]:
@@ -140,14 +118,17 @@ def plot(report: Report, path: str) -> None:
     plots.finish(figure, title, report.header, path)
 
 
-def main() -> None:
+def check(options: argparse.Namespace) -> str:
+    """What is wrong with the options."""
+    options.sizes = options.sizes or list(SHORT_SIZES if options.short else SIZES)
+    options.who = options.who or list(SHORT_WHO if options.short else WHO)
+    if min(options.hosts) < 2 or min(options.per_host) < 1 or min(options.rates) < 1:
+        return "expected --hosts of 2 or more, --per-host and --rates of 1 or more"
+    return ""
+
+
+def bench(options: argparse.Namespace, report: Report) -> None:
     """Placement by placement, rate by rate."""
-    options = arguments()
-    if reason := why_not():
-        print(f"bench/hosts.py: skipped: {reason}")
-        return
-    note = f"median of {options.runs} runs, the rows in turns, of the slowest rank{missing()}"
-    report = Report("hosts", {"type": options.dtype, **machine()}, COLUMNS, True, note)
     for hosts in options.hosts:
         with Network(hosts) as network:
             for per_host, mbit in [(per_host, mbit) for per_host in options.per_host for mbit in options.rates]:
@@ -157,8 +138,29 @@ def main() -> None:
                 for row in found["rows"]:
                     row |= expected(row["who"], row["size"], found["hosts"], Constants.parse(found["constants"]))
                     report.add({**place, "rank_hosts": found["hosts"], **row, "who": f"  {row['who']}"})
-    report.finish(options, plot)
 
 
 if __name__ == "__main__":
-    main()
+    flags = [
+        flag("--hosts", [2, 4], [2], metavar="H", help="(2 4)"),
+        flag("--per-host", [1, 2], [2], metavar="R", help="ranks on each host (1 2)"),
+        flag("--rates", [100, 500, 1000, 2000], [1000], metavar="MBIT", help="(100 500 1000 2000)"),
+        flag("--sizes", None, [64 << 10], nargs="+", type=int, metavar="N", help="bytes (64 KiB to 64 MiB)"),
+        flag("--who", None, nargs="+", metavar="NAME", help=f"rows ({', '.join(WHO)})"),
+        flag("--short", False, help=f"other --sizes and --who: {', '.join(SHORT_WHO)}"),
+        flag("--dtype", "float32", choices=DTYPES),
+    ]
+    note = IN_TURNS + missing()
+    main(
+        "hosts",
+        __doc__,
+        COLUMNS,
+        bench,
+        flags,
+        runs=5,
+        note=note,
+        header=lambda options: {"type": options.dtype, **machine()},
+        check=check,
+        why_not=why_not,
+        plot=plot,
+    )

@@ -35,7 +35,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from common import Column, Report, beside, machine, parse, parser
+from common import Column, Report, beside, flag, main
 
 from ringrun.connection.link import introduce
 from ringrun.connection.listener import Listener
@@ -182,20 +182,8 @@ WHO: dict[str, Callable[[int], dict[str, Any]]] = {
 }
 
 
-def arguments() -> argparse.Namespace:
-    """The command line."""
-    made = parser(__doc__, runs=3)
-    made.add_argument("--ranks", nargs="+", type=int, default=None, metavar="N", help="(8 64 512)")
-    made.add_argument("--who", nargs="+", choices=WHO, default=list(WHO), help="rows (all)")
-    options = parse(made)
-    options.ranks = options.ranks or ([4] if options.quick else [8, 64, 512])
-    return options
-
-
-def main() -> None:
+def bench(options: argparse.Namespace, report: Report) -> None:
     """Size by size."""
-    options = arguments()
-    report = Report("launch", machine(), COLUMNS, True, f"median of {options.runs} runs, the rows in turns")
     for size in options.ranks:
         names = [name for name in options.who if size <= MOST_OF_MPIRUN or name not in ("mpirun", "ringrun")]
         runs = [{name: WHO[name](size) for name in names} for _ in range(options.runs)]
@@ -206,8 +194,9 @@ def main() -> None:
             most = {key: max(each[key] for each in found) for key in found[0] if key in ("threads", "descriptors")}
             row["runs_us"] = [round(each["s"] * 1e6) for each in found]
             report.add({**row, "cpu_ms": cpu_s * 1e3, **most, "wrong": sum(each["wrong"] for each in found)})
-    report.finish(options)
 
 
 if __name__ == "__main__":
-    main()
+    ranks = flag("--ranks", [8, 64, 512], [4], metavar="N", help="(8 64 512)")
+    who = flag("--who", list(WHO), choices=WHO, help="rows (all)")
+    main("launch", __doc__, COLUMNS, bench, [ranks, who], runs=3, note="median of {runs} runs, the rows in turns")

@@ -18,14 +18,22 @@ import contextlib
 import functools
 import operator
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 
 import numpy as np
-from common import Action, Column, Report, about, in_turns, is_printing, microseconds, parse, parser, seconds_per_call
-from contenders import has
+from common import (
+    Action,
+    Column,
+    Report,
+    flag,
+    in_turns,
+    main,
+    microseconds,
+    seconds_per_call,
+    seconds_per_run,
+)
 from train_step import SECONDS_PER_RUN, WARM_UP_STEPS, Trainee, batch_of, new_model, optimizer_of
 
 import ringreduce as rr
@@ -42,13 +50,6 @@ COLUMNS = (
     Column("time_ms", "time", "ms", 9, ".3f"),
     Column("overhead_percent", "overhead", "%", 9, ".2f"),
 )
-
-
-def arguments() -> argparse.Namespace:
-    """The command line."""
-    made = parser(__doc__, runs=15)
-    made.add_argument("--batches", nargs="+", type=int, default=[1], metavar="N", help="sequences of a rank (1)")
-    return parse(made)
 
 
 @contextlib.contextmanager
@@ -134,19 +135,10 @@ def of_a_step(step: Action, report: Report, step_s: float) -> None:
     report.say(f"# together {100 * share:.3f} % of a step of {1e3 * step_s:.1f} ms")
 
 
-def main() -> None:
+def bench(options: argparse.Namespace, report: Report) -> None:
     """Measure batch by batch."""
-    options = arguments()
-    if not has("torch"):
-        sys.exit("bench/observing.py needs torch: pip install '.[bench]'")
-    import torch
-
     import ringreduce.torch as rrt
 
-    torch.set_num_threads(1)
-    rr.init()
-    note = f"median of {options.runs} runs, the rows in turns, of the slowest rank"
-    report = Report("observing", about(hosts=len(set(rr.info().hosts))), COLUMNS, is_printing(), note)
     for number in options.batches:
         model = new_model(options.quick)
         batch = batch_of(number, model.position.num_embeddings)
@@ -154,8 +146,8 @@ def main() -> None:
         for _ in range(WARM_UP_STEPS):
             trainee.step(*batch)
         step = lambda trainee=trainee, batch=batch: trainee.step(*batch)  # noqa: E731
-        seconds = 0.01 if options.quick else SECONDS_PER_RUN
         others = {name: Inside(step, functools.partial(checked, text)) for name, text in CHECKS.items()}
+        seconds = seconds_per_run(options, SECONDS_PER_RUN)
         times = in_turns({OFF: step, ON: Inside(step, recorded), **others}, options.runs, seconds, timer=timer)
         for name, each in times.items():
             row = microseconds(each)
@@ -165,8 +157,8 @@ def main() -> None:
                 {"batch": number, "who": f"  {name}", "wrong": None, "time_ms": row["time_us"] / 1e3, **row, **more}
             )
         of_a_step(step, report, statistics.median(times[OFF]))
-    report.finish(options)
 
 
 if __name__ == "__main__":
-    main()
+    batches = flag("--batches", [1], metavar="N", help="sequences of a rank (1)")
+    main("observing", __doc__, COLUMNS, bench, [batches], runs=15, in_job=True, with_torch=True)

@@ -18,12 +18,12 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import plots
-from common import Column, Report, machine, parse, parser
+from common import Column, Report, flag, machine, main
 from network import Network, why_not
 
 ARRAYS = 16
@@ -133,39 +133,33 @@ def plot(report: Report, path: str) -> None:
     plots.finish(figure, title, report.header, path)
 
 
-def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line."""
-    made = parser(__doc__, runs=5)
-    made.add_argument("--size", type=int, default=None, metavar="BYTES", help="of the parameters (2 MiB)")
-    made.add_argument("--rate", type=int, default=100, metavar="MBIT", help="of a link, each way (100)")
-    made.add_argument("--workers", type=int, nargs="+", metavar="N", help="how many (2 4 8)")
-    made.add_argument("--servers", type=int, nargs="+", metavar="N", help="how many; 0: a ring (0 1 2 4)")
-    made.add_argument("--worker", default="", help=argparse.SUPPRESS)
-    options = parse(made, argv)
-    options.size = options.size or (1 << 18 if options.quick else 2 << 20)
-    options.workers = options.workers or ([2] if options.quick else [2, 4, 8])
-    options.servers = options.servers or ([0, 1] if options.quick else [0, 1, 2, 4])
-    return options
-
-
-def main() -> None:
+def bench(options: argparse.Namespace, report: Report) -> None:
     """Number of workers by number of workers."""
-    options = arguments()
-    if options.worker:
-        work(options.size, options.runs + 1, options.servers[0], options.worker)
-        return
-    if reason := why_not():
-        print(f"bench/parameter_server.py: skipped: {reason}")
-        return
-    header = {"Mbit/s": options.rate, **machine()}
-    note = f"median of {options.runs} steps, of the slowest worker, in mode sync"
-    report = Report("parameter_server", header, COLUMNS, True, note)
     for workers in options.workers:
         for servers in options.servers:
             who = f"{servers} server{'s' * (servers > 1)}" if servers else "ring"
             report.add({"workers": workers, "who": f"  {who}", "size": options.size, **run(workers, servers, options)})
-    report.finish(options, plot)
 
 
 if __name__ == "__main__":
-    main()
+    flags = [
+        flag("--size", 2 << 20, 1 << 18, metavar="BYTES", help="of the parameters (2 MiB)"),
+        flag("--rate", 100, metavar="MBIT", help="of a link, each way (100)"),
+        flag("--workers", [2, 4, 8], [2], metavar="N", help="how many (2 4 8)"),
+        flag("--servers", [0, 1, 2, 4], [0, 1], metavar="N", help="how many; 0: a ring (0 1 2 4)"),
+        flag("--worker", "", help=argparse.SUPPRESS),
+    ]
+    note = "median of {runs} steps, of the slowest worker, in mode sync"
+    main(
+        "parameter_server",
+        __doc__,
+        COLUMNS,
+        bench,
+        flags,
+        runs=5,
+        note=note,
+        header=lambda options: {"Mbit/s": options.rate, **machine()},
+        worker=lambda options: work(options.size, options.runs + 1, options.servers[0], options.worker),
+        why_not=why_not,
+        plot=plot,
+    )

@@ -27,7 +27,7 @@ import time
 from typing import Any
 
 import plots
-from common import Column, Report, machine, parse, parser
+from common import Column, Report, flag, main
 from simulated.cluster import Cluster, Costs
 from simulation import Reducing, Training, costs_of
 
@@ -60,27 +60,6 @@ COLUMNS = (
     Column("work_us", "work", "us", 9, ".0f"),
     Column("spent_s", "spent", "s", 7, ".1f"),
 )
-
-
-def arguments() -> argparse.Namespace:
-    """The command line."""
-    made = parser(__doc__, runs=1)
-    made.add_argument("--hosts", type=numbers, default=None, metavar="H,H", help="(8,64,512)")
-    made.add_argument("--per-host", type=int, default=8, metavar="R", help="ranks on each host (8)")
-    made.add_argument("--latency-us", type=float, default=20.0, help="from a host's wire to another's (20)")
-    made.add_argument("--gbits", type=numbers, default=[100.0], metavar="G,G", help="of a host's wire, each way (100)")
-    made.add_argument("--copy-gbs", type=float, default=25.0, help="a rank's copies, while all its host's copy (25)")
-    made.add_argument("--message-us", type=float, default=5.0, help="a rank's time to send or receive a message (5)")
-    made.add_argument("--jitter-us", type=float, default=0.0, help="mean random delay of a message (0)")
-    made.add_argument("--seed", type=int, default=0)
-    made.add_argument("--sizes", nargs="+", type=int, default=None, metavar="N", help="bytes (4 KiB to 100 MB)")
-    made.add_argument("--most", type=int, default=400_000, help="messages that a simulation may take (400000)")
-    made.add_argument("--taken", action="store_true", help="simulate only what the model takes")
-    made.add_argument("--full", action="store_true", help="simulate all ranks of a host")
-    options = parse(made)
-    options.hosts = [int(each) for each in options.hosts or ([4] if options.quick else [8, 64, 512])]
-    options.sizes = options.sizes or ([65536] if options.quick else list(SIZES))
-    return options
 
 
 def numbers(text: str) -> list[float]:
@@ -239,22 +218,31 @@ def draw(report: Report, path: str) -> None:
     plots.finish(figure, "All-reduce on many hosts, simulated (1 is a full wire)", report.header, path)
 
 
-def main() -> None:
+def bench(options: argparse.Namespace, report: Report) -> None:
     """Simulate and print."""
-    options = arguments()
-    note = (
-        f"simulated: {options.latency_us:g} us, {options.message_us:g} us a message, copies {options.copy_gbs:g} GB/s"
-    )
-    report = Report("scale", machine(), COLUMNS, True, note)
     for hosts, gbits in itertools.product(options.hosts, options.gbits):
-        job = Job(hosts, gbits, options)
+        job = Job(int(hosts), gbits, options)
         for nbytes in options.sizes:
             for row in job.rows(nbytes):
                 report.add(row)
         report.add(job.negotiation())
         report.add(job.training_step())
-    report.finish(options, draw)
 
 
 if __name__ == "__main__":
-    main()
+    flags = [
+        flag("--hosts", [8, 64, 512], [4], nargs=None, type=numbers, metavar="H,H", help="(8,64,512)"),
+        flag("--per-host", 8, metavar="R", help="ranks on each host (8)"),
+        flag("--latency-us", 20.0, help="from a host's wire to another's (20)"),
+        flag("--gbits", [100.0], nargs=None, type=numbers, metavar="G,G", help="of a host's wire, each way (100)"),
+        flag("--copy-gbs", 25.0, help="a rank's copies, while all its host's copy (25)"),
+        flag("--message-us", 5.0, help="a rank's time to send or receive a message (5)"),
+        flag("--jitter-us", 0.0, help="mean random delay of a message (0)"),
+        flag("--seed", 0),
+        flag("--sizes", list(SIZES), [65536], metavar="N", help="bytes (4 KiB to 100 MB)"),
+        flag("--most", 400_000, help="messages that a simulation may take (400000)"),
+        flag("--taken", False, help="simulate only what the model takes"),
+        flag("--full", False, help="simulate all ranks of a host"),
+    ]
+    note = "simulated: {latency_us:g} us, {message_us:g} us a message, copies {copy_gbs:g} GB/s"
+    main("scale", __doc__, COLUMNS, bench, flags, runs=1, note=note, plot=draw)

@@ -17,16 +17,24 @@ machine too; the state of rank 0's optimizer; parameters that differ from the fi
 
 from __future__ import annotations
 
+import argparse
 import copy
 import functools
 import operator
 import statistics
-import sys
 import time
 from typing import Any
 
-from common import Column, Report, about, in_turns, is_printing, microseconds, parse, parser, seconds_per_run, total
-from contenders import has, start_gloo, stop_gloo
+from common import (
+    Column,
+    Report,
+    in_turns,
+    main,
+    microseconds,
+    seconds_per_run,
+    total,
+)
+from contenders import start_gloo, stop_gloo
 from train_step import WARM_UP_STEPS, Trainee, batch_of, new_model
 
 import ringreduce as rr
@@ -77,15 +85,8 @@ def wrong_parameters(model: Any, expected: Any) -> int:
     return total(sum(int(((one - other).abs() > 2e-3).sum()) for one, other in pairs))
 
 
-def main() -> None:
+def bench(options: argparse.Namespace, report: Report) -> None:
     """Warm up, compare, and measure in turns."""
-    options = parse(parser(__doc__, runs=9))
-    if not has("torch"):
-        sys.exit("bench/sharded.py needs torch: pip install '.[bench]'")
-    import torch
-
-    torch.set_num_threads(1)
-    rr.init()
     model = new_model(options.quick)
     compared, batch = trainees(model), batch_of(1, model.position.num_embeddings)
     for trainee in compared.values():
@@ -93,8 +94,6 @@ def main() -> None:
             trainee.step(*batch)
     first = compared[OURS].model
     found = {who: (wrong_parameters(each.model, first), state_bytes(each.optimizer)) for who, each in compared.items()}
-    note = f"median of {options.runs} runs, the rows in turns, of the slowest rank"
-    report = Report("sharded", about(hosts=len(set(rr.info().hosts))), COLUMNS, is_printing(), note)
     used_s: dict[str, list[float]] = {who: [] for who in compared}
 
     def step(who: str) -> None:
@@ -116,8 +115,7 @@ def main() -> None:
         }
         report.add({**row, "time_ms": row["time_us"] / 1e3})
     stop_gloo()
-    report.finish(options)
 
 
 if __name__ == "__main__":
-    main()
+    main("sharded", __doc__, COLUMNS, bench, runs=9, in_job=True, with_torch=True)

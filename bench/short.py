@@ -15,12 +15,21 @@ elements. `161 named` is a step of so many known tensors of 8 bytes, all submitt
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
-from common import Column, Report, about, in_turns, is_printing, microseconds, neutral, parse, parser, total
-from common import seconds_per_run as seconds
+from common import (
+    Column,
+    Report,
+    in_turns,
+    main,
+    microseconds,
+    neutral,
+    seconds_per_run,
+    total,
+)
 
 import ringreduce as rr
 
@@ -133,24 +142,20 @@ def wrong(case: Case, name: str) -> int:
     return total(0 if case.expected is None else int((result != case.expected).sum()))
 
 
-def main() -> None:
+def bench(options: argparse.Namespace, report: Report) -> None:
     """Measure size by size."""
-    options = parse(parser(__doc__, runs=9))
-    rr.init()
-    note = f"median of {options.runs} runs, turn about, of the slowest rank"
-    report = Report("short", about(hosts=len(set(rr.info().hosts))), COLUMNS, is_printing(), note)
     channel = rr.ordered()
     found = [("barrier", 0, barriers(channel)), ("allreduce", 8, many())]
     for size in SIZES:
         found += [(operation, size, case) for operation, case in cases(size // 4, channel).items()]
     for operation, size, case in found:
-        times = in_turns(case.who, options.runs, seconds(options, SECONDS_PER_RUN))
+        times = in_turns(case.who, options.runs, seconds_per_run(options, SECONDS_PER_RUN))
         rows = {name: microseconds(each) for name, each in times.items()}
         for name, row in rows.items():
             row |= {"operation": operation, "who": name, "size": size, "wrong": wrong(case, name)}
             report.add({**row, "times_mpi": row["time_us"] / rows["MPI"]["time_us"] if "MPI" in rows else None})
-    report.finish(options)
 
 
 if __name__ == "__main__":
-    main()
+    note = "median of {runs} runs, turn about, of the slowest rank"
+    main("short", __doc__, COLUMNS, bench, runs=9, note=note, in_job=True)

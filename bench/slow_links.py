@@ -19,7 +19,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from common import Column, Report, machine, parse, parser
+from common import Column, Report, flag, machine, main
 from network import Network, why_not
 
 HOSTS = 4
@@ -63,29 +63,8 @@ def run(network: Network, size: int, runs: int, measures: bool) -> dict[str, Any
     return network.run(program, variables={} if measures else {"RINGREDUCE_COSTS": "wire_us=60"})
 
 
-def arguments() -> argparse.Namespace:
-    """The command line."""
-    made = parser(__doc__, runs=3)
-    made.add_argument("--size", type=int, default=None, metavar="BYTES", help="of the buffer (4 MiB)")
-    made.add_argument("--rate", type=int, default=1000, metavar="MBIT", help="of a link (1000)")
-    made.add_argument("--slow", type=int, default=100, metavar="MBIT", help="of the slow one (100)")
-    made.add_argument("--worker", default="", help=argparse.SUPPRESS)
-    options = parse(made)
-    options.size = options.size or (1 << 20 if options.quick else 4 << 20)
-    return options
-
-
-def main() -> None:
+def bench(options: argparse.Namespace, report: Report) -> None:
     """Place by place."""
-    options = arguments()
-    if options.worker:
-        work(options.size, options.runs, options.worker)
-        return
-    if reason := why_not():
-        print(f"bench/slow_links.py: skipped: {reason}")
-        return
-    header = {"hosts": HOSTS, "Mbit/s": options.rate, "slow": options.slow, **machine()}
-    report = Report("slow_links", header, COLUMNS, True, f"median of {options.runs} runs, of the slowest rank")
     for place in PLACES:
         with Network(HOSTS) as network:
             network.shape(options.rate)
@@ -102,8 +81,25 @@ def main() -> None:
                 report.add({**row, "of_bound": bound_ms / found["time_ms"]})
                 if order == "found":
                     report.say(f"#   {found['links'].replace('-' + network.tag, '') or 'all links alike'}")
-    report.finish(options)
 
 
 if __name__ == "__main__":
-    main()
+    flags = [
+        flag("--size", 4 << 20, 1 << 20, metavar="BYTES", help="of the buffer (4 MiB)"),
+        flag("--rate", 1000, metavar="MBIT", help="of a link (1000)"),
+        flag("--slow", 100, metavar="MBIT", help="of the slow one (100)"),
+        flag("--worker", "", help=argparse.SUPPRESS),
+    ]
+    note = "median of {runs} runs, of the slowest rank"
+    main(
+        "slow_links",
+        __doc__,
+        COLUMNS,
+        bench,
+        flags,
+        runs=3,
+        note=note,
+        header=lambda options: {"hosts": HOSTS, "Mbit/s": options.rate, "slow": options.slow, **machine()},
+        worker=lambda options: work(options.size, options.runs, options.worker),
+        why_not=why_not,
+    )

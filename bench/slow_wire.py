@@ -37,7 +37,7 @@ from pathlib import Path
 from typing import Any
 
 import plots
-from common import Column, Report, machine, package_version, parse, parser
+from common import Column, Report, flag, machine, main, package_version
 from network import Network, why_not
 
 FP32, ALONE = "fp32", "compute alone"
@@ -60,27 +60,6 @@ COLUMNS = (
     Column("ceiling", "ceiling", "times", 8, ".2f"),
     Column("wrong", "#wrong", "", 8, "d"),
 )
-
-
-def arguments() -> argparse.Namespace:
-    """The command line."""
-    made = parser(__doc__, runs=1)
-    made.add_argument("--hosts", type=int, default=None, metavar="H", help="(4)")
-    made.add_argument("--rates", nargs="+", type=int, default=None, metavar="MBIT", help="(10 100 1000)")
-    made.add_argument("--steps", type=int, default=None, metavar="N", help="each way trains so long (400)")
-    made.add_argument("--seeds", nargs="+", type=int, default=[0], metavar="S", help="(0)")
-    made.add_argument("--seconds", type=float, default=None, metavar="S", help="of steps that are timed (10)")
-    made.add_argument("--who", nargs="+", choices=WHO, default=WHO, metavar="WAY", help=f"rows ({', '.join(WHO)})")
-    options = parse(made)
-    quick = options.quick
-    options.hosts = options.hosts or (2 if quick else 4)
-    options.rates = options.rates or ([100] if quick else [10, 100, 1000])
-    options.steps = options.steps or (60 if quick else 400)
-    options.seconds = options.seconds or (0.2 if quick else 10.0)
-    options.who = list(dict.fromkeys((ALONE, FP32, *options.who)))
-    if options.hosts < 2 or options.steps < 60:
-        made.error("expected --hosts of 2 or more, --steps of 60 or more")
-    return options
 
 
 def run(network: Network, **job: Any) -> dict[str, Any]:
@@ -151,15 +130,16 @@ def plot(report: Report, path: str) -> None:
     plots.finish(figure, "Training on a slow wire: loss over time (left is better)", report.header, path)
 
 
-def main() -> None:
+def check(options: argparse.Namespace) -> str:
+    """What is wrong with the options."""
+    options.who = list(dict.fromkeys((ALONE, FP32, *options.who)))
+    if options.hosts < 2 or options.steps < 60:
+        return "expected --hosts of 2 or more, --steps of 60 or more"
+    return ""
+
+
+def bench(options: argparse.Namespace, report: Report) -> None:
     """All losses first, then rate by rate."""
-    options = arguments()
-    if reason := why_not():
-        print(f"bench/slow_wire.py: skipped: {reason}")
-        return
-    note = f"{options.hosts} hosts, a rank on each; {options.steps} steps, seeds {options.seeds}"
-    header = {**machine(), "torch": package_version("torch")}
-    report = Report("slow_wire", header, COLUMNS, True, note)
     with Network(options.hosts) as network:
         learning = [each for each in options.who if each != ALONE]
         ways = learnt(run(network, who=learning, seeds=options.seeds, steps=options.steps)["rows"])
@@ -167,8 +147,28 @@ def main() -> None:
             network.shape(mbit)
             for row in rows(mbit, run(network, who=options.who, seconds=options.seconds), ways):
                 report.add(row)
-    report.finish(options, plot)
 
 
 if __name__ == "__main__":
-    main()
+    flags = [
+        flag("--hosts", 4, 2, metavar="H", help="(4)"),
+        flag("--rates", [10, 100, 1000], [100], metavar="MBIT", help="(10 100 1000)"),
+        flag("--steps", 400, 60, metavar="N", help="each way trains so long (400)"),
+        flag("--seeds", [0], metavar="S", help="(0)"),
+        flag("--seconds", 10.0, 0.2, metavar="S", help="of steps that are timed (10)"),
+        flag("--who", list(WHO), choices=WHO, metavar="WAY", help=f"rows ({', '.join(WHO)})"),
+    ]
+    note = "{hosts} hosts, a rank on each; {steps} steps, seeds {seeds}"
+    main(
+        "slow_wire",
+        __doc__,
+        COLUMNS,
+        bench,
+        flags,
+        runs=1,
+        note=note,
+        header=lambda _: {**machine(), "torch": package_version("torch")},
+        check=check,
+        why_not=why_not,
+        plot=plot,
+    )

@@ -38,15 +38,14 @@ from typing import Any, NamedTuple
 import numpy as np
 import plots
 from common import (
+    IN_TURNS,
     Column,
     Report,
-    about,
+    flag,
     in_turns,
-    is_printing,
+    main,
     microseconds,
     neutral,
-    parse,
-    parser,
     rest,
     seconds_per_run,
     total,
@@ -92,16 +91,6 @@ class Trainee(NamedTuple):
         """All of a step."""
         self.backward(inputs, targets)
         self.optimizer.step()
-
-
-def arguments() -> argparse.Namespace:
-    """The command line."""
-    made = parser(__doc__, runs=9)
-    made.add_argument("--only", nargs="+", metavar="NAME", help="these rows, and those without communication")
-    made.add_argument("--batches", nargs="+", type=int, default=None, metavar="N", help="sequences of a rank (1 4)")
-    options = parse(made)
-    options.batches = options.batches or ([1] if options.quick else [1, 4])
-    return options
 
 
 def new_model(quick: bool) -> Any:
@@ -329,25 +318,20 @@ def plot(report: Report, path: str) -> None:
     plots.finish(figure, title, header, path)
 
 
-def main() -> None:
+def bench(options: argparse.Namespace, report: Report) -> None:
     """Measure batch by batch."""
-    options = arguments()
-    if not has("torch"):
-        sys.exit("bench/train_step.py needs torch: pip install '.[bench]'")
-    import torch
-
-    torch.set_num_threads(1)
-    rr.init()
-    note = f"median of {options.runs} runs, the rows in turns, of the slowest rank{missing()}"
-    report = Report("train_step", about(hosts=len(set(rr.info().hosts))), COLUMNS, is_printing(), note)
     compare(report, trainees, options)
     hook = hook_us(2000)  # on all ranks
     report.say(f"# a hook takes {hook:.1f} us")
     if has("horovod"):
         compare(report, horovod_trainee, options)
     stop_gloo()
-    report.finish(options, plot)
 
 
 if __name__ == "__main__":
-    main()
+    flags = [
+        flag("--only", None, nargs="+", metavar="NAME", help="these rows, and those without communication"),
+        flag("--batches", [1, 4], [1], metavar="N", help="sequences of a rank (1 4)"),
+    ]
+    note = IN_TURNS + missing()
+    main("train_step", __doc__, COLUMNS, bench, flags, runs=9, note=note, in_job=True, with_torch=True, plot=plot)

@@ -363,6 +363,19 @@ def test_a_wrong_element_fails_the_bench():
         report.finish(options)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "sizes", "rate"),
+    [([], [8, 64], 3), (["--quick"], [8], 3), (["--quick", "--sizes", "1", "2", "--rate", "0"], [1, 2], 0)],
+    ids=["usual", "quick", "given"],
+)
+def test_what_is_not_given_has_its_usual_or_its_quick_value(monkeypatch, arguments, sizes, rate):
+    common, found = bench_module("common"), []
+    monkeypatch.setattr(sys, "argv", ["bench.py", *arguments])
+    flags = [common.flag("--sizes", [8, 64], [8]), common.flag("--rate", 3)]
+    common.main("name", "", [], lambda options, _: found.append(options), flags, runs=5, note="{runs} runs")
+    assert (found[0].sizes, found[0].rate, found[0].runs) == (sizes, rate, 2 if "--quick" in arguments else 5)
+
+
 def test_a_job_that_fails_ends_its_bench_with_what_it_printed():
     with pytest.raises(SystemExit, match=r"(?s)ringrun -np 2 .*: exit code 1:\n.*no such luck"):
         bench_module("common").run_job(["-np", "2"], ["-c", "raise SystemExit('no such luck')"], patient(60))
