@@ -45,6 +45,13 @@ def test_every_python_is_tested_and_has_a_wheel():
     assert built == ["cp310", "cp311"], "from 3.11 on one wheel serves all: setup.py"
 
 
+def test_a_workflow_names_lanes_that_are_there():
+    lanes = re.search(r"^ +(check .*)\) ;;$", (ROOT / ".ci" / "run").read_text(), re.MULTILINE)[1].split(" | ")
+    commands = [step.get("run", "") for job in JOBS.values() for step in job.get("steps", [])]
+    used = {lane for command in commands for lane in re.findall(r"\.ci/run (\w+)$", command)}
+    assert {*JOBS["lanes"]["strategy"]["matrix"]["lane"], *used} == {"check", "test", "adapters", "docs"} < set(lanes)
+
+
 @pytest.mark.parametrize("name", WORKFLOWS)
 def test_a_workflow_may_read_only_and_takes_actions_of_a_version(name):
     assert WORKFLOWS[name]["permissions"] == {"contents": "read"}
