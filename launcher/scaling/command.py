@@ -14,9 +14,9 @@ A step ends when an optimizer of ringreduce steps, or any torch optimizer over t
 Examples are counted where they come from a DataLoader of torch, from Keras's fit() or from a tf.data.Dataset in a loop;
 elsewhere call rr.mark_step(examples=N) after each step, with what this rank has trained on.
 
-Exit code: 0 with a table; 1 where nothing could be measured; 2 for a wrong command line; 130 after Ctrl-C.
+All other flags are ringrun's, such as --hostfile and --env, and its settings; see ringrun --help.
 
-All other flags are ringrun's, as are variables and files that it reads:
+Exit code: 0 with a table; 1 where nothing could be measured; 2 for a wrong command line; 130 after Ctrl-C.
 """
 
 from __future__ import annotations
@@ -86,11 +86,26 @@ class Plan:
 
 def _parser() -> Parser:
     parser = cli.parser("ringrun scaling", _USAGE, __doc__ or "")
-    add = parser.group("What is measured", "-np takes several numbers here, as in -np 1,2,4.")
+    _add_own(parser)
+    parser.add_command()
+    parser.print_help = _manual().print_help  # type: ignore[method-assign]
+    return parser
+
+
+def _manual() -> Parser:
+    """Return what knows our own flags alone: their manual would be lost among ringrun's."""
+    manual = Parser("ringrun scaling", _USAGE, __doc__)
+    ranks = "how many ranks to compare, as in 1,2,4; auto: up to one for each core or GPU"
+    _add_own(manual, [("-np", "N,N,…", ranks)])
+    return manual
+
+
+def _add_own(parser: Parser, more: Sequence[tuple[str, str, str]] = ()) -> None:
+    add = parser.group("What is measured")
+    for name, metavar, text in more:
+        add(name, metavar=metavar, help=text)
     for name, (metavar, default, text) in _OWN.items():
         add(name, metavar=metavar, default=default, help=text)
-    parser.add_command()
-    return parser
 
 
 def run(arguments: Sequence[str]) -> int:

@@ -307,6 +307,16 @@ def test_wrong_command_lines(arguments, message):
         command.run(arguments)
 
 
+def test_the_manual_has_our_flags_and_names_ringruns(capsys):
+    with pytest.raises(SystemExit):
+        command.run(["--no-bind", "--help"])
+    manual = capsys.readouterr().out
+    assert "-np N,N,…" in manual
+    assert "--rounds N" in manual
+    assert "see ringrun --help" in manual
+    assert "--hostfile, " not in manual
+
+
 def test_the_page_and_the_data_show_the_same():
     found = answer(a_run(1), a_run(2, 125.0, exposed_ms=30.0), Run(4, problem="failed: <b>"), rounds=2)
     document = command.as_json(found, found.notes, ["python", "train.py", "a b"])
