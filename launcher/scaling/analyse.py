@@ -319,6 +319,8 @@ def rows(answer: Answer) -> list[dict[str, str]]:
         if each.speed_up:
             row |= {"speed_up": each.speed_up.text(), "efficiency": f"{each.speed_up.text(100 * base / each.size)} %"}
         elif each.steps_ratio:
-            row["speed_up"] = " or ".join(f"{figure(each.steps_ratio.middle * by)}" for by in (1, each.size / base))
+            row["speed_up"] = " or ".join(
+                f"{figure(each.steps_ratio.middle * by)}" for by in sorted({1, each.size / base})
+            )
         found.append(row)
     return found

@@ -44,7 +44,7 @@ from ..output.files import refusal
 from ..request import checked
 from ..text import counted, listed
 from .analyse import Answer, analyse, rows, table
-from .measure import Bounds, Run, measure
+from .measure import LEAST_STEPS, Bounds, Run, measure
 
 _USAGE = "ringrun scaling [-np N,N,…] [options] command [arguments …]"
 _OWN = {
@@ -148,7 +148,7 @@ def plan(resolved: config.Config, flags: Sequence[str]) -> Plan:
     text, options.np = options.np, "auto"
     request = checked(resolved)
     find_command(request.job.command)
-    steps = options.steps and whole(options.steps, flag("steps"), 1, _MOST)
+    steps = options.steps and whole(options.steps, flag("steps"), LEAST_STEPS, _MOST)
     wait_s = parse_seconds(options.wait, flag("wait"))
     return Plan(
         sizes(text, flag("np"), place_ranks(request.found, None)[0]),

@@ -9,6 +9,7 @@ ringrun hears of a rank's first group.
 from __future__ import annotations
 
 import _thread
+import contextlib
 import functools
 import importlib
 import os
@@ -35,7 +36,7 @@ def register() -> None:
             rename(name)
         if (error_file := os.environ.get("RINGREDUCE_ERROR_FILE")) and os.environ.get("WORLD_SIZE") != "1":
             _watch_groups(error_file)
-        elif error_file and os.environ.get("RINGREDUCE_REPORT") == "1":
+        elif "_ringrun_hook" in sys.modules and os.environ.get("RINGREDUCE_REPORT") == "1":
             _record_steps()
 
 
@@ -178,13 +179,18 @@ def _record_steps() -> None:
     """
     from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+    pid = os.getpid()
+
     def before_step(*_: Any) -> None:
         hook.remove()
+        if os.getpid() != pid:  # a forked child is no rank
+            return
         import ringreduce
 
-        if not ringreduce.is_initialized():
-            ringreduce.init()
-            adapter("torch.distributed.group").watch_optimizers()
+        with contextlib.suppress(Exception):  # a report must not harm the program
+            if not ringreduce.is_initialized():
+                ringreduce.init()
+                adapter("torch.distributed.group").watch_optimizers()
 
     hook = register_optimizer_step_pre_hook(before_step)
 
