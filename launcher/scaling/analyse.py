@@ -228,8 +228,9 @@ def _notes(answer: Answer, rounds: Sequence[Mapping[int, Run]]) -> list[str]:
     notes = [_held_text(answer, base, more)] if more else []
     core_ms, step_ms = (_middle(base.runs, name) for name in ("core_ms", "step_ms"))
     if core_ms >= _MUCH * step_ms:
-        who = f"{counted(base.size, 'rank')} waits {figure(core_ms)} of a step's {figure(step_ms)} ms for a core"
-        notes.append(f"this machine is busy with other things: even {who}; measure again when it is not")
+        share = f"{figure(core_ms)} of a step's {figure(step_ms)} ms"
+        even = f"even with {counted(base.size, 'rank')} {share} pass in waiting for a core"
+        notes.append(f"this machine is busy with other things: {even}; measure again when it is not")
     for each in answer.sizes:
         if each.problem:
             notes.append(f"{counted(each.size, 'rank')}: {each.problem}")

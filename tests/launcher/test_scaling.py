@@ -78,7 +78,7 @@ def test_the_limit_is_what_takes_most_of_a_step(more, limit):
 def test_one_rank_that_waits_for_a_core_is_not_one_of_too_many():
     found = answer(a_run(1, core_ms=40.0), a_run(2))
     assert found.sizes[0].limit == "a free core"
-    assert "busy with other things: even 1 rank waits 40 of a step's 100 ms for a core" in found.notes[1]
+    assert "busy with other things: even with 1 rank 40 of a step's 100 ms pass in waiting for a core" in found.notes[1]
 
 
 def test_ratios_are_those_of_one_round():
