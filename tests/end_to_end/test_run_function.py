@@ -74,7 +74,7 @@ def test_the_ranks_get_variables_that_stand_on_no_command_line():
         seen = []
         for path in Path("/proc").glob("[0-9]*/cmdline"):
             with contextlib.suppress(OSError):  # that process has ended
-                seen += [line for line in [path.read_text()] if variables["MINE"] in line]
+                seen += [line for line in [os.fsdecode(path.read_bytes())] if variables["MINE"] in line]
         return variables, seen, sys.argv
 
     mine = {"MINE": f"x={secrets.token_hex(8)} y"}

@@ -105,7 +105,7 @@ def python(request):
 def _command_line(pid):
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-        return "" if state == "Z" else Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
+        return "" if state == "Z" else os.fsdecode(Path(f"/proc/{pid}/cmdline").read_bytes()).replace("\0", " ")
     except OSError:
         return ""
 
