@@ -17,7 +17,7 @@ import pytest_timeout
 
 from ringreduce import log
 from ringreduce.kernels import native
-from tests.support import environments, fake_cupy, parts, tiers
+from tests.support import environments, fake_cupy, tiers
 from tests.support.patience import patient
 from tests.support.world import pools, world  # noqa: F401 - fixtures
 
@@ -33,10 +33,6 @@ OF_FRAMEWORKS = {ROOT / "tests" / name for name in ("jax", "keras", "tensorflow"
 FOR_RANKS = {ROOT / "tests" / "mpi", ROOT / "tests" / "gpu"}
 
 MORE_RANDOM_MODES = [pytest.param(("random", 1000 * tiers.SEED + k), marks=tiers.extended) for k in range(3)]
-
-
-def pytest_addoption(parser):
-    parts.add_options(parser)
 
 
 def pytest_timeout_set_timer(item, settings):
@@ -92,11 +88,6 @@ def pytest_runtest_logreport(report):
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(config, items):
-    parts.choose(config, items)
-
-
-@pytest.hookimpl(tryfirst=True)
 def pytest_configure(config):
     if under_a_launcher():
         config.option.with_mpi = True
@@ -133,7 +124,7 @@ def set_up_hypothesis(config):
 def pytest_report_header(config):
     if config.option.markexpr == tiers.QUICK:
         return "quick tier; pytest -m '' runs everything"
-    return [f"TEST_SEED={tiers.SEED} gives these seeds back", *parts.header(config)]
+    return f"TEST_SEED={tiers.SEED} gives these seeds back"
 
 
 @pytest.hookimpl(optionalhook=True)
