@@ -373,11 +373,53 @@ Report: TypeAlias = (
 ) | (Measured | Finding | Notice)
 """What the agent passes on of its rank, at any time."""
 
+
+class Joining(NamedTuple):
+    """A process that something else has started is rank `rank` of `size`; boot: as in Hello."""
+
+    rank: int
+    size: int
+    host: str
+    boot: str
+    pid: int
+
+
+class Awaited(NamedTuple):
+    """These ranks have not come yet."""
+
+    ranks: tuple[int, ...]
+
+
+class Refused(NamedTuple):
+    """A process is no rank."""
+
+    why: str
+
+
+class Joined(NamedTuple):
+    """All ranks are there, in the world of this name; where their MPI is answered."""
+
+    name: str
+    port: int
+
+
+class Lost(NamedTuple):
+    """A rank has ended without a word."""
+
+    rank: int
+    how: str
+
+
+class Leaving(NamedTuple):
+    """A rank's MPI has ended, or is not used any more."""
+
+
 Message: TypeAlias = (
     Report
     | (Hello | Note | Started | NotStarted | Output | InputWanted | Died | Ended)  # of an agent
     | (Setup | Taken | Input | Ask | Record | Signal | WakeUp | Membership | Hosts | End)  # of ringrun
     | (Node | Running | Run | Release)  # between the nodes of `ringrun join`
+    | (Joining | Awaited | Refused | Joined | Lost | Leaving)  # of ranks that something else has started, see pmi/
 )
 
 _STREAM_TAGS: dict[str, bytes] = {"stdout": b"o", "stderr": b"e"}

@@ -130,7 +130,7 @@ errors, text, records, hook < network < arguments, folders, processes, machine, 
 hosts, ssh, connection.frames, connection.wire, config, elastic < environment <
 engines, report, output, connection.link < run_report, connection.queued <
 connection.listener < remote < agent, preflight < job <
-doctor, stacks, build, request, twice, run_function < top < cli < join, scaling < __main__
+doctor, pmi, stacks, build, request, twice, run_function < top < cli < join, scaling < __main__
 """)
 
 

@@ -1,0 +1,130 @@
+"""A rank's part: start the server, join it, and hear who is lost."""
+
+import contextlib
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from ..connection import wire
+from ..connection.link import Link, connect
+from .server import shows
+
+START_S = 60.0
+_PROGRAM = (
+    "import json, sys; sys.path[:] = json.loads(sys.argv[2]); "
+    "from ringrun.pmi.server import main; main(int(sys.argv[1]))"
+)
+_STARTED: list[subprocess.Popen[str]] = []
+
+
+class NotJoinedError(Exception):
+    """There will be no world with this rank."""
+
+
+def start(size: int) -> str:
+    """Start the process that answers `size` ranks; returns its address, with a key, for `join` on each of them.
+
+    Raises: NotJoinedError where it does not start.
+    """
+    command = [sys.executable, "-c", _PROGRAM, str(size), json.dumps(sys.path)]
+    server = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    _STARTED.append(server)  # its stdin is open as long as this process is there
+    assert server.stdout
+    if not (address := server.stdout.readline().strip()):
+        raise NotJoinedError(f"the process that tells MPI of the ranks ended with exit code {server.wait()}")
+    return address
+
+
+class Membership:
+    """This process is a rank: what `join` returns. Its link ends with the process, by which the others hear of that."""
+
+    def __init__(self, link: Link, rank: int, size: int, name: str) -> None:
+        self.rank, self.size, self.name = rank, size, name
+        self.lost = ""
+        """Who is lost, and how."""
+        self.lost_ranks: list[int] = []
+        self._link = link
+        self._heard: Callable[[Sequence[int], str], object] | None = None
+        self._lock = threading.Lock()
+        os.register_at_fork(after_in_child=self._drop)
+        threading.Thread(target=self._listen, name="ringreduce-members", daemon=True).start()
+
+    def when_lost(self, heard: Callable[[Sequence[int], str], object]) -> None:
+        """Have `heard` called, in another thread, with the ranks that are lost and how, whenever one is."""
+        with self._lock:
+            self._heard = heard
+            if self.lost_ranks:
+                heard(self.lost_ranks, self.lost)
+
+    def leave(self) -> None:
+        """Say that this rank's MPI has ended, or will not be used any more."""
+        with contextlib.suppress(OSError):
+            self._link.send(wire.Leaving())
+
+    def _listen(self) -> None:
+        with contextlib.suppress(OSError, EOFError, ValueError):
+            while True:
+                message = self._link.receive()
+                if isinstance(message, wire.Lost):
+                    with self._lock:
+                        self.lost_ranks.append(message.rank)
+                        self.lost = "; ".join(filter(None, [self.lost, message.how]))
+                        if self._heard:
+                            self._heard(self.lost_ranks, self.lost)
+
+    def _drop(self) -> None:
+        """In a forked child: else the rank would not seem to end before it."""
+        with contextlib.suppress(OSError):
+            os.close(self._link.fileno())
+
+
+def join(address: str, rank: int, size: int, timeout_s: float, say: Callable[[str], object]) -> Membership:
+    """Wait for all ranks, and let the MPI that starts next in this process be `rank` of `size`.
+
+    timeout_s: for the others.  say: gets a sentence every LATE_S when some have not come.
+    Raises:    NotJoinedError, with the reason.
+    """
+    where, key = json.loads(address)
+    authkey = bytes.fromhex(key)
+    until_s = time.monotonic() + timeout_s
+    with contextlib.ExitStack() as at_failure:
+        try:
+            link = connect(wire.Address.parse(where), authkey)
+            at_failure.callback(link.close)
+            link.send(wire.Joining(rank, size, socket.gethostname(), _boot(), os.getpid()))
+            while not isinstance(message := link.receive(), wire.Joined):
+                _look_at(message, rank, until_s, timeout_s, say)
+            host = "127.0.0.1" if link.is_local else link.peer_address
+            sock = at_failure.enter_context(socket.create_connection((host, message.port), timeout=START_S))
+            sock.settimeout(None)
+            sock.sendall(f"{rank} {shows(authkey, message.name, rank)}\n".encode())
+        except (OSError, EOFError, ValueError) as error:
+            raise NotJoinedError(f"the process that tells MPI of the ranks cannot be reached: {error}") from error
+        at_failure.pop_all()
+    os.environ.update(PMI_FD=str(sock.detach()), PMI_RANK=str(rank), PMI_SIZE=str(size))
+    return Membership(link, rank, size, message.name)
+
+
+def _look_at(message: wire.Message, rank: int, until_s: float, timeout_s: float, say: Callable[[str], object]) -> None:
+    if isinstance(message, wire.Refused):
+        raise NotJoinedError(message.why)
+    if isinstance(message, wire.Lost):
+        raise NotJoinedError(f"{message.how} before all were there")
+    if isinstance(message, wire.Awaited):
+        who = f"rank{'s' * (len(message.ranks) > 1)} {', '.join(map(str, message.ranks))}"
+        if time.monotonic() > until_s:
+            raise NotJoinedError(f"{who} did not come within {timeout_s:g} s")
+        if rank == min({*range(len(message.ranks) + 1)} - {*message.ranks}):  # the first that is there
+            say(f"waiting for {who}, not started yet or still on the way to init()")
+
+
+def _boot() -> str:
+    with contextlib.suppress(OSError):
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return ""

@@ -1,0 +1,263 @@
+"""MPI in processes that something else has started: who may join, who is missing, who is lost. Without MPI itself."""
+
+import contextlib
+import functools
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from ringrun.connection import wire
+from ringrun.connection.link import connect
+from ringrun.pmi import client, server
+from ringrun.pmi.answers import Answers, mapping
+from tests.support.patience import patient
+
+WAIT_S = patient(30)
+
+
+@pytest.fixture
+def served(monkeypatch):
+    """Starts a server in this process; returns its address, and what ends as who started it does."""
+    made = []
+
+    def begin(size, late_s=0.2):
+        monkeypatch.setattr(server, "LATE_S", late_s)
+        monkeypatch.setattr(server, "_NOBODY_S", 0.5)
+        folder = f"/tmp/ringrun-pmi-test-{os.getpid()}-{len(made)}"
+        os.mkdir(folder)
+        here = server.Server(size, folder)
+        reading, writing = os.pipe()
+        thread = threading.Thread(target=here.serve, args=(reading,), daemon=True)
+        thread.start()
+        made.append((folder, reading, writing, thread))
+        return here.address, writing, thread
+
+    yield begin
+    for folder, reading, writing, thread in made:
+        with contextlib.suppress(OSError):
+            os.close(writing)
+        thread.join(WAIT_S)
+        os.close(reading)
+        with contextlib.suppress(OSError):
+            os.unlink(f"{folder}/socket")
+        os.rmdir(folder)
+
+
+@pytest.fixture
+def rank_of():
+    """Makes ranks that join by hand."""
+    with contextlib.ExitStack() as opened:
+        yield functools.partial(Rank, opened)
+
+
+class Rank:
+    """A rank that joins by hand."""
+
+    def __init__(self, opened, address, rank, size=3, host="here", boot="once"):
+        self._opened = opened
+        where, key = json.loads(address)
+        self.key, self.number = bytes.fromhex(key), rank
+        self.link = connect(wire.Address.parse(where), self.key)
+        opened.callback(self.link.close)
+        self.link.send(wire.Joining(rank, size, host, boot, 1000 + rank))
+
+    def hears(self, kind=wire.Message):
+        while not isinstance(message := self.link.receive(), kind):
+            pass
+        return message
+
+    def talk(self, joined, shown=None):
+        """Be this rank's MPI: returns a file."""
+        sock = self._opened.enter_context(socket.create_connection(("127.0.0.1", joined.port), timeout=WAIT_S))
+        lines = self._opened.enter_context(sock.makefile("rw"))
+        lines.write(f"{self.number} {shown or server.shows(self.key, joined.name, self.number)}\n")
+        lines.flush()
+        return lines
+
+    def end(self):
+        self.link.close()
+
+
+def ask(lines, text):
+    with contextlib.suppress(OSError):
+        lines.write(f"{text}\n")
+        lines.flush()
+        return lines.readline()
+    return ""
+
+
+def test_hosts_are_runs_of_ranks():
+    assert mapping(["x"]) == "(vector,(0,1,1))"
+    assert mapping(["b", "b", "a", "b", "c", "c"]) == "(vector,(0,1,2),(1,1,1),(0,1,1),(2,1,2))"
+
+
+def test_each_question_of_an_mpi_has_its_answer():
+    answers, said = Answers("ring_1", ["a", "b"]), {0: [], 1: []}
+
+    def ask(rank, line):
+        answers.answer(rank, line, said[rank].append)
+        return said[rank][-1] if said[rank] else None
+
+    assert ask(0, "cmd=init pmi_version=1 pmi_subversion=1\n") is None, "before all are there"
+    assert ask(1, "cmd=init pmi_version=1 pmi_subversion=1\n") == (
+        "cmd=response_to_init pmi_version=1 pmi_subversion=1 rc=0\n"
+    )
+    assert len(said[0]) == 1
+    assert not answers.has_started
+    assert ask(0, "cmd=get_maxes\n") == "cmd=maxes kvsname_max=256 keylen_max=64 vallen_max=1024 rc=0\n"
+    assert ask(0, "cmd=get_appnum\n") == "cmd=appnum appnum=0 rc=0\n"
+    assert ask(1, "cmd=get_universe_size\n") == "cmd=universe_size size=2 rc=0\n"
+    assert ask(1, "cmd=get_my_kvsname\n") == "cmd=my_kvsname kvsname=ring_1 rc=0\n"
+    assert ask(1, "cmd=put kvsname=ring_1 key=bc-1 value=abc#def\n") == "cmd=put_result rc=0 msg=success\n"
+    assert ask(0, "cmd=get kvsname=ring_1 key=bc-1\n") == "cmd=get_result rc=0 msg=success value=abc#def\n"
+    assert ask(0, "cmd=get kvsname=ring_1 key=bc-2\n") == "cmd=get_result rc=-1 msg=key_not_found value=unknown\n"
+    assert ask(0, "cmd=get kvsname=ring_1 key=PMI_process_mapping\n") == (
+        "cmd=get_result rc=0 msg=success value=(vector,(0,1,1),(1,1,1))\n"
+    )
+    before = len(said[0])
+    ask(0, "cmd=barrier_in\n")
+    assert len(said[0]) == before
+    assert ask(1, "cmd=barrier_in\n") == "cmd=barrier_out rc=0\n" == said[0][-1]
+    assert answers.has_started
+    assert ask(0, "cmd=finalize\n") == "cmd=finalize_ack rc=0\n"
+    assert ask(0, "cmd=spawn nprocs=2\n") == "cmd=spawn_result rc=-1 msg=not_supported\n"
+    assert ask(0, "\x00\n") == "cmd=_result rc=-1 msg=not_supported\n"
+
+
+def test_all_are_told_when_the_last_has_come_and_of_who_is_lost(served, rank_of):
+    address, _, thread = served(3)
+    ranks = [rank_of(address, number, host="a" if number < 2 else "b") for number in range(3)]
+    joined = [rank.hears(wire.Joined) for rank in ranks]
+    assert len(set(joined)) == 1
+    lines = ranks[0].talk(joined[0])
+    for rank in ranks[1:]:
+        rank.talk(joined[0]).write("cmd=init\n")
+    assert "rc=0" in ask(lines, "cmd=get_my_kvsname")
+    assert "(vector,(0,1,2),(1,1,1))" in ask(lines, "cmd=get key=PMI_process_mapping")
+    ranks[1].end()
+    assert ranks[0].hears(wire.Lost) == wire.Lost(1, "rank 1 of 3, process 1001 on a, has ended")
+    assert ranks[2].hears(wire.Lost).rank == 1
+    ranks[2].link.send(wire.Leaving())
+    ranks[2].end()
+    ranks[0].end()
+    thread.join(WAIT_S)
+    assert not thread.is_alive(), "it ends with the last of them"
+
+
+def test_one_that_leaves_is_not_lost(served, rank_of):
+    address, _, _ = served(3)
+    ranks = [rank_of(address, number) for number in range(3)]
+    for rank in ranks:
+        rank.hears(wire.Joined)
+    ranks[1].link.send(wire.Leaving())
+    ranks[1].end()
+    ranks[2].end()
+    assert ranks[0].hears(wire.Lost).rank == 2
+
+
+def test_while_mpi_starts_a_loss_ends_the_others_connections(served, rank_of):
+    """No thread of theirs runs in MPI_Init, so that they could not be told."""
+    address, _, _ = served(2)
+    ranks = [rank_of(address, number, 2) for number in range(2)]
+    joined = [rank.hears(wire.Joined) for rank in ranks]
+    lines = ranks[0].talk(joined[0])
+    assert "rc=0" in ask(lines, "cmd=get_maxes")
+    ranks[1].end()
+    assert lines.readline() == ""
+
+
+def test_who_is_missing_is_said_and_then_it_is_an_error(served, rank_of):
+    address, _, _ = served(4)
+    others = [rank_of(address, number, 4) for number in (0, 3)]
+    said = []
+    with pytest.raises(client.NotJoinedError, match=r"^rank 2 did not come within 0.5 s$"):
+        client.join(address, 1, 4, 0.5, said.append)
+    assert said == [], "the first that is there says it"
+    assert others[0].hears(wire.Awaited).ranks in ((1, 2), (2,))
+
+
+def test_the_first_that_is_there_says_who_is_missing(served):
+    address, _, _ = served(3)
+    said = []
+    with pytest.raises(client.NotJoinedError, match=r"^ranks 1, 2 did not come within 0.6 s$"):
+        client.join(address, 0, 3, 0.6, said.append)
+    assert set(said) == {"waiting for ranks 1, 2, not started yet or still on the way to init()"}
+
+
+def test_one_that_ends_before_all_are_there_ends_the_others_wait(served, rank_of):
+    address, _, _ = served(3, late_s=100)
+    other = rank_of(address, 1)
+    threading.Timer(0.3, other.end).start()
+    with pytest.raises(
+        client.NotJoinedError, match=r"rank 1 of 3, process 1001 on here, has ended before all were there"
+    ):
+        client.join(address, 0, 3, 60, print)
+
+
+@pytest.mark.parametrize(
+    ("rank", "size", "why"),
+    [
+        (0, 3, "there is a rank 0 of 3 already, process 1000 on here"),
+        (1, 2, "rank 1 is one of 2 ranks, and the rank that came first one of 3"),
+        (3, 3, "rank 3 of 3: expected one from 0 to 2"),
+    ],
+)
+def test_a_process_that_fits_nowhere_is_told(served, rank, size, why, rank_of):
+    address, _, _ = served(3)
+    first = rank_of(address, 0)
+    with pytest.raises(client.NotJoinedError, match=f"^{why}$"):
+        client.join(address, rank, size, 60, print)
+    first.end()
+
+
+def test_nobody_joins_without_the_key(served, rank_of):
+    address, _, _ = served(2, late_s=100)
+    where, key = json.loads(address)
+    wrong = json.dumps([where, key[::-1]])
+    with pytest.raises(client.NotJoinedError, match="cannot be reached"):
+        client.join(wrong, 0, 2, 60, print)
+    ranks = [rank_of(address, number, 2) for number in range(2)]
+    joined = [rank.hears(wire.Joined) for rank in ranks]
+    for shown in ("0" * 64, server.shows(bytes(32), joined[0].name, 0), server.shows(ranks[0].key, "ring_other", 0)):
+        assert ask(ranks[0].talk(joined[0], shown), "cmd=get_maxes") == ""
+    for garbage in (b"\n", b"\xff" * 40000, b"1 2 3\n", b"cmd=init\n", b"x y\n"):
+        stranger = socket.create_connection(("127.0.0.1", joined[0].port), timeout=WAIT_S)
+        with stranger, contextlib.suppress(OSError):  # reset, with what it has not read
+            stranger.sendall(garbage)
+            stranger.shutdown(socket.SHUT_WR)
+            assert stranger.recv(100) == b""
+    lines = ranks[0].talk(joined[0])
+    assert "rc=0" in ask(lines, "cmd=get_maxes"), "and the rank is answered all the same"
+    again = server.shows(ranks[0].key, joined[0].name, 0)
+    assert ask(ranks[0].talk(joined[0], again), "cmd=get_maxes") == "", (
+        "once only: what was heard on the way is of no use"
+    )
+
+
+def test_without_any_rank_it_ends_after_who_started_it(served):
+    _, writing, thread = served(2)
+    os.close(writing)
+    thread.join(WAIT_S)
+    assert not thread.is_alive()
+
+
+def test_the_process_lives_as_long_as_any_rank_and_no_longer(rank_of):
+    program = "import sys; from ringrun.pmi import client; print(client.start(2), flush=True); sys.stdin.readline()"
+    starter = subprocess.Popen(
+        [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    address = starter.stdout.readline()
+    ranks = [rank_of(address, number, 2) for number in range(2)]
+    joined = ranks[1].hears(wire.Joined)
+    starter.kill()
+    starter.communicate()
+    lines = ranks[1].talk(joined)
+    assert "rc=0" in ask(lines, "cmd=get_maxes"), "MPI_Finalize of the others needs it"
+    for rank in ranks:
+        rank.end()
+    assert lines.readline() == "", "then it ends"
