@@ -18,7 +18,8 @@ from typing import Any
 from ringreduce import log, runtime
 from ringreduce._version import __version__
 from ringreduce.arrays import device_selection
-from ringreduce.errors import InputError, MismatchError, StalledError
+from ringreduce.engine.engine import Engine
+from ringreduce.errors import InputError, MismatchError, PeerLostError, StalledError
 from ringreduce.execution.algorithms import tuned, usable_algorithms
 from ringreduce.execution.signature import Signature, SubmissionRecord, calling_line, mismatch_message
 from ringreduce.kernels import native
@@ -29,6 +30,7 @@ from ringreduce.runtime.recovery.elastic_runtime import ElasticRuntime, check_st
 from ringreduce.runtime.startup import clock
 from ringreduce.runtime.startup.shared_memory import prepare_host
 from ringreduce.settings import PER_RANK, Settings, horovod_notice
+from ringreduce.transport import joining
 from ringreduce.transport.message import MessageTransport
 from ringreduce.transport.mpi import finalize_mpi, mpi_library
 from ringreduce.transport.world import World, form_world
@@ -79,10 +81,18 @@ def start(comm: Any, process_sets: Sequence[Any], dynamic: bool) -> list[tuple[i
         made = ElasticRuntime if settings.elastic else Runtime
         process.runtime = made(Setup(world, transport, host, clock.offsets_us(world), sets), settings, _gpu)
         _log_init(process.runtime)
+        if joined := joining.membership():
+            joined.when_lost(functools.partial(_lose, process.runtime.engine, world.in_comm_world()))
     except MismatchError:
         world.free()  # raised on all ranks, so all free it
         raise
     return [(1 + all_sets.index(members), members) for members in own]
+
+
+def _lose(engine: Engine, numbers: Sequence[int], lost: Sequence[int], how: str) -> None:
+    """Let a world go of which ranks are lost.  numbers: by rank, what `lost` calls it."""
+    if ranks := [numbers.index(each) for each in lost if each in numbers]:
+        engine.give_up(PeerLostError(how, ranks))
 
 
 def _show(error_file: str, text: str) -> bool:

@@ -13,7 +13,8 @@ from collections.abc import Mapping
 from typing import Any
 
 import ringreduce as rr
-from ringreduce.transport.mpi import check_process
+from ringreduce.transport import joining
+from ringreduce.transport.mpi import check_process, started_by_torch
 
 ASKED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")  # of Open MPI, MPICH and srun
@@ -31,6 +32,8 @@ def teach_env() -> None:
                 os.environ.setdefault(name, value)
         if "RANK" not in os.environ:  # before torch complains, and names no cure
             check_process(os.environ)
+            if launcher := started_by_torch(os.environ):
+                raise joining.without_rank("init_process_group()", launcher)
         return handler(url, **options)
 
     if not hasattr(handler, "__wrapped__"):

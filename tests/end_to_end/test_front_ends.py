@@ -95,8 +95,8 @@ def test_processes_that_a_rank_starts_by_torch_are_refused_before_mpi_begins(fro
     command = [*STARTS.get(started_by, []), script(OF_ITS_OWN), started_by, *ports(2)]
     done = ringrun(PYTHON, 2, *command, returncode=1, **front_ends)
     assert (
-        f"init(): {started_by} started this process, and MPI knows nothing of it; in place of {started_by}, "
-        in done.stdout
+        f"init(): {started_by} started this process in a rank, and MPI takes it for that rank; "
+        f"in place of {started_by}, " in done.stdout
     )
     assert "start with: ringrun -np 2 python train.py" in done.stdout
     assert "MPI has begun: False" in done.stdout

