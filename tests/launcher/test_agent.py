@@ -11,7 +11,6 @@ import syslog
 import threading
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -22,6 +21,7 @@ from ringrun.connection import wire
 from ringrun.connection.link import HostSilentError
 from ringrun.environment import Place, Settings
 from ringrun.machine.placement import Share
+from ringrun.machine.topology import Gpu, Topology
 from tests.support import jobs
 from tests.support.patience import patient
 
@@ -276,7 +276,7 @@ def test_gpus_without_a_rank_are_named_once_on_each_host(rank, local_rank, ranks
     monkeypatch.setattr(agent_module, "place", lambda topology, size: [Share(())] * size)
     link, settings = ScriptedLink(), Settings(HEAD, "openmpi", str(tmp_path), bind=bind, verbose=True)
     agent = Agent(link, Place(rank, 8, local_rank, ranks), settings, daemon=0)
-    agent._share(SimpleNamespace(gpus=range(8)))
+    agent._share(Topology((), tuple(Gpu(str(index)) for index in range(8))))
     agent._rank_socket._socket.close()
     text = f"; {idle} of 8 GPUs idle: for a rank on each, raise -np, or Slurm's --ntasks-per-node"
     assert [text in sent.text for sent in link.sent] == [idle > 0] * (local_rank == 0 and (idle > 0 or bind))
