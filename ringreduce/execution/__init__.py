@@ -15,6 +15,7 @@ algorithms      which all-reduce algorithms are usable, and which the cost model
 context         what operations need; their completions, in groups
 gpu_backend     what operations ask of GPUs, which gpu/ answers
 host            what process sets share on a host: tags, regions of the window
+living          objects that others own, such as the rank's optimizers
 errors_for      the errors of what cannot be accepted, or cannot complete
 timeline        the events of this rank, and the file of all ranks' events; steps has what it waits for in a step
 """

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import functools
-import weakref
 from collections.abc import Container, Sequence
 from typing import Any, NamedTuple
 
 from ringreduce.collectives.cost_model import Constants
 from ringreduce.errors import InputError
 from ringreduce.execution.algorithms import Algorithms
+from ringreduce.execution.living import Living
 from ringreduce.settings import MOST_REGIONS, Settings
 from ringreduce.transport.base import EngineTransport
 from ringreduce.transport.counters import group_bytes
@@ -70,7 +70,7 @@ class Host:
         self.constants = constants or Constants.parse(settings.costs)
         self.cores = cores or usable_count()  # how many cores this host's ranks may use together
         self.settings = settings
-        self.reducers: weakref.WeakSet[Any] = weakref.WeakSet()  # of the rank's optimizers; `no_overlap` says why not
+        self.reducers: Living[Any] = Living()  # of the rank's optimizers; `no_overlap` says why not
         self._transport = transport
         self.most_tags = transport.most_tags // (TAGS * CHANNELS)  # ranges of tags
         self.first_own_tags = self.most_tags // 2
@@ -89,7 +89,7 @@ class Host:
     @property
     def no_overlap(self) -> str:
         """Why gradients are not reduced during backward, as one of the rank's optimizers says; empty: none does."""
-        return next(filter(None, (each.no_overlap for each in list(self.reducers))), "")
+        return next(filter(None, (each.no_overlap for each in self.reducers)), "")
 
     def algorithms(self, resources: Resources, members: Sequence[int]) -> Algorithms:
         """The algorithms of a process set with these resources that this rank is in."""

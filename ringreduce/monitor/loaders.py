@@ -10,13 +10,13 @@ import contextlib
 import functools
 import sys
 import threading
-import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from ringreduce.execution.living import Living
 from ringreduce.execution.steps import StepRecorder
 
-_recorders: weakref.WeakSet[StepRecorder] = weakref.WeakSet()
+_recorders: Living[StepRecorder] = Living()
 _watched: set[Any] = set()
 
 
@@ -31,7 +31,7 @@ def watch(recorder: StepRecorder) -> None:
 
 
 def _tell(owner: object, examples: int | None) -> None:
-    for recorder in list(_recorders):
+    for recorder in _recorders:
         if recorder.recording and recorder.thread == threading.get_ident():
             with contextlib.suppress(TypeError):  # what cannot be referred to weakly
                 recorder.loaded(owner, examples)

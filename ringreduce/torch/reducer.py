@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from ringreduce.errors import BackwardError
+from ringreduce.execution.living import Living
 from ringreduce.execution.signature import calling_line, is_of_library
 from ringreduce.optim.buckets import UNKNOWN
 from ringreduce.optim.exchange import CLEARED, Exchange
@@ -27,7 +28,7 @@ from ringreduce.torch.gradient import Gradient, TorchReducer
 from ringreduce.torch.hooks import too_often
 
 _backward_number = torch._C._current_graph_task_id
-_reducers: weakref.WeakSet[GradientReducer] = weakref.WeakSet()
+_reducers: Living[GradientReducer] = Living()
 
 
 class GradientReducer(TorchReducer):

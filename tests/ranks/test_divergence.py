@@ -12,6 +12,7 @@ from ringreduce.checks.divergence import parts_of
 from ringreduce.settings import Settings
 from ringreduce.testing import run_ranks
 from ringreduce.torch import parts
+from tests.support.patience import patient
 
 EVERY = 10
 SETTINGS = Settings(check=f"divergence:{EVERY}", stall_check_s=0)
@@ -501,7 +502,7 @@ CASES |= {program.__name__: ((program, 4, OFTEN), expected) for program, expecte
 @pytest.mark.parametrize(("job", "expected"), CASES.values(), ids=CASES)
 def test_who_differs_and_why_is_said_once_as_it_begins_and_no_job_ends(capsys, job, expected):
     program, size, settings = job
-    said = found(capsys, program, size, 4 if expected == CASES["frozen"][1] else 20, settings)
+    said = found(capsys, program, size, patient(4) if expected == CASES["frozen"][1] else 20, settings)
     patterns = [expected] if isinstance(expected, str) else expected
     assert len(said) == len(patterns), said
     for one, pattern in zip(said, patterns, strict=True):
