@@ -3,7 +3,7 @@
     ringrun -np 4 python train.py --epochs 3     start `python train.py --epochs 3` four times
     ringrun join python train.py                 on each node: one job of nodes without ssh
     ringrun doctor -H h1,h2                      check hosts and the links between them
-    ringrun scaling python train.py              is it faster with 1, 2, 4, … ranks, and if not, why?
+    ringrun scaling python train.py              is it faster with 1, 2, 4 … ranks, and if not, why?
     ringrun top [JOB], ringrun stacks [JOB]      watch a job's steps; show where its ranks are
 
 It uses the MPI that mpi4py loads. A local rank is a rank's number on its host. See docs/ringrun.md
