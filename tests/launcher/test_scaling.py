@@ -367,7 +367,7 @@ def test_a_script_is_measured_with_each_number_of_ranks(ringrun, script, tmp_pat
 
 
 def test_a_number_of_ranks_that_fails_and_files_that_are_written_are_said(ringrun, script):
-    more = "open('model.pt', 'w').close(); 1 // (step < 5 or rr.size() == 1)"
+    more = "time.sleep(0.01); open('model.pt', 'w').close(); 1 // (step < 5 or rr.size() == 1)"  # it is told to record
     command_line = script(TRAIN.format(more=more, examples=""))
     done = scaling(ringrun, "--rounds", 2, "--seconds", 60, *command_line, 400, returncode=0)
     assert re.search(r"^2 ranks: failed: rank [01] .*ZeroDivisionError", done.stdout, re.MULTILINE)
@@ -385,7 +385,7 @@ def test_a_script_whose_steps_nobody_counts(ringrun, script):
 
 
 def test_too_few_steps(ringrun, script):
-    command_line = script(TRAIN.format(more="", examples=""))
+    command_line = script(TRAIN.format(more="time.sleep(1)", examples=""))
     done = scaling(ringrun, *command_line, 4, returncode=1)
     assert "only 3 steps could be measured, the script ended after these; let it train longer" in done.stdout
 
