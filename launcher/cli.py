@@ -9,8 +9,7 @@
 It uses the MPI that mpi4py loads. A local rank is a rank's number on its host. See docs/ringrun.md
 
 Environment of a rank
-  RANK, WORLD_SIZE                its number, and how many there are
-  LOCAL_RANK, LOCAL_WORLD_SIZE    the same on its host
+  RANK, WORLD_SIZE                number, and how many; LOCAL_RANK, LOCAL_WORLD_SIZE: on its host
   MASTER_ADDR, MASTER_PORT        where rank 0 may listen; kept if set
   OMP_NUM_THREADS                 how many cores it has; kept if set, as is PYTHONUNBUFFERED (1)
   RINGREDUCE_RESTART_COUNT        how often --restarts has started the job again, 0 at first

@@ -18,7 +18,6 @@ from typing import Any
 from ringreduce import log, runtime
 from ringreduce._version import __version__
 from ringreduce.arrays import device_selection
-from ringreduce.engine.engine import Engine
 from ringreduce.errors import InputError, MismatchError, PeerLostError, StalledError
 from ringreduce.execution.algorithms import tuned, usable_algorithms
 from ringreduce.execution.signature import Signature, SubmissionRecord, calling_line, mismatch_message
@@ -82,17 +81,19 @@ def start(comm: Any, process_sets: Sequence[Any], dynamic: bool) -> list[tuple[i
         process.runtime = made(Setup(world, transport, host, clock.offsets_us(world), sets), settings, _gpu)
         _log_init(process.runtime)
         if joined := joining.membership():
-            joined.when_lost(functools.partial(_lose, process.runtime.engine, world.in_comm_world()))
+            joined.when_lost(_lose)
     except MismatchError:
         world.free()  # raised on all ranks, so all free it
         raise
     return [(1 + all_sets.index(members), members) for members in own]
 
 
-def _lose(engine: Engine, numbers: Sequence[int], lost: Sequence[int], how: str) -> None:
-    """Let a world go of which ranks are lost.  numbers: by rank, what `lost` calls it."""
-    if ranks := [numbers.index(each) for each in lost if each in numbers]:
-        engine.give_up(PeerLostError(how, ranks))
+def _lose(lost: Sequence[int], how: str) -> None:
+    """Let the world go, if ranks of it are lost.  lost: their ranks in MPI_COMM_WORLD."""
+    if (made := process.runtime) is not None:
+        numbers = made.world.in_comm_world()
+        if ranks := [numbers.index(each) for each in lost if each in numbers]:
+            made.engine.give_up(PeerLostError(how, ranks))
 
 
 def _show(error_file: str, text: str) -> bool:

@@ -109,7 +109,7 @@ def check_mpi(vendor: str, launcher: str, size: str) -> None:
 
 def has_lost() -> bool:
     """Whether a rank has ended without a word, so that MPI cannot be ended by all."""
-    return bool(_memberships and _memberships[0].lost)
+    return bool((found := membership()) and found.lost)
 
 
 def leave() -> None:

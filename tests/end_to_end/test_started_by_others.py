@@ -8,7 +8,15 @@ import pytest
 
 from tests.end_to_end.conftest import ringrun, run
 
-TRAINED = """
+SAY = """
+import os
+
+def say(text):
+    os.write(1, f"{text}\\n".encode())  # at once: the ranks share a pipe
+"""
+TRAINED = (
+    SAY
+    + """
 import os, sys, torch, torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
@@ -24,7 +32,7 @@ def train(rank=None, size=None, store=None):
         model(torch.randn(16, 8)).square().mean().backward()
         optimizer.step()
     values = [v.hex() for p in model.parameters() for v in p.detach().double().flatten().tolist()]
-    print(f"rank {dist.get_rank()} of {dist.get_world_size()}: {' '.join(values)}", flush=True)
+    say(f"rank {dist.get_rank()} of {dist.get_world_size()}: {' '.join(values)}")
     dist.destroy_process_group()
 
 if __name__ == "__main__":
@@ -33,6 +41,7 @@ if __name__ == "__main__":
     else:
         train()
 """
+)
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2)
 
 
@@ -64,24 +73,31 @@ def test_torchrun_and_spawn_train_as_ringrun_does_to_the_last_bit(mpich, mpich_p
     assert ranks(mpich(*TORCHRUN, gloo, RINGREDUCE_TORCH_BACKEND="ring")) == by_ringrun
 
 
-HOROVOD_S = """
+HOROVOD_S = (
+    SAY
+    + """
 import os, numpy as np, ringreduce as hvd
 hvd.init()
 total = hvd.allreduce(np.arange(3.0) + hvd.rank(), op=hvd.Sum)
-print(f"rank {hvd.rank()} of {hvd.size()}: {total.tolist()} {os.environ['RANK']} {hvd.local_rank()}", flush=True)
+say(f"rank {hvd.rank()} of {hvd.size()}: {total.tolist()} {os.environ['RANK']} {hvd.local_rank()}")
 hvd.shutdown()
 hvd.init()
-print(f"rank {hvd.rank()} of {hvd.size()}: again {hvd.allreduce(1.0 + hvd.rank())}", flush=True)
+say(f"rank {hvd.rank()} of {hvd.size()}: again {hvd.allreduce(1.0 + hvd.rank())}")
 """
+)
 
 
-def test_init_alone_joins_the_ranks_that_torchrun_has_started(mpich, script):
+@pytest.mark.parametrize("first", ["", "import torch.distributed as d; d.init_process_group('gloo')"])
+def test_init_joins_the_ranks_that_torchrun_has_started(mpich, script, first):
+    """By torchrun's variables, or by the group that the program has made."""
     expected = [f"rank {rank} of 2: [1.0, 3.0, 5.0] {rank} {rank}" for rank in (0, 1)]
     again = [f"rank {rank} of 2: again 1.5" for rank in (0, 1)]
-    assert ranks(mpich(*TORCHRUN, script(HOROVOD_S))) == sorted(expected + again)
+    assert ranks(mpich(*TORCHRUN, script(first + HOROVOD_S))) == sorted(expected + again)
 
 
-RESTARTED = """
+RESTARTED = (
+    SAY
+    + """
 import os, numpy as np, ringreduce as rr
 rr.init()
 attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
@@ -89,8 +105,9 @@ rr.allreduce(np.ones(4))
 if attempt == 0 and rr.rank() == 1:
     os.kill(os.getpid(), 9)
 total = rr.allreduce(np.float64(rr.rank()), op=rr.Sum)
-print(f"rank {rr.rank()} of {rr.size()}: attempt {attempt} {total}", flush=True)
+say(f"rank {rr.rank()} of {rr.size()}: attempt {attempt} {total}")
 """
+)
 
 
 @pytest.mark.timeout(300)
@@ -99,7 +116,9 @@ def test_torchrun_starts_the_ranks_again(mpich, script):
     assert ranks(finished) == [f"rank {rank} of 2: attempt 1 1.0" for rank in (0, 1)]
 
 
-OF_A_POOL = """
+OF_A_POOL = (
+    SAY
+    + """
 import multiprocessing, os, sys, time
 
 class Store:
@@ -123,7 +142,7 @@ def be(rank, values, size):
         try:
             rr.allreduce_(np.ones(4), name="x")
         except rr.PeerLostError as error:
-            print(f"rank {rank} of {size}: {error.lost_ranks} {error}", flush=True)
+            say(f"rank {rank} of {size}: {error.lost_ranks} {error}")
             sys.exit(3)
 
 if __name__ == "__main__":
@@ -135,6 +154,7 @@ if __name__ == "__main__":
         each.join()
     print([each.exitcode for each in started])
 """
+)
 
 
 @pytest.mark.timeout(300)

@@ -110,7 +110,7 @@ def test_help_is_the_manual_on_two_screens(flag, columns, ringrun):
     ):
         assert part in done.stdout
     lines = done.stdout.splitlines()
-    assert len(lines) <= 2 * 46
+    assert len(lines) <= 2 * 45
     assert max(map(len, lines)) <= 100
 
 

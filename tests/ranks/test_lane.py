@@ -9,6 +9,8 @@ import pytest
 
 import ringreduce as rr
 from ringreduce.arrays.view import to_write
+from ringreduce.collectives.compiled import PATIENCE_US
+from ringreduce.execution import lane as of_lane
 from ringreduce.kernels import native
 from ringreduce.runtime.own_channel import OwnChannel
 from tests.support.world import on_every_world, on_every_world_and_hosts
@@ -70,6 +72,7 @@ def test_operations_are_the_same_whichever_way_each_rank_takes(world, size, seed
         channel, mine = rr.ordered(), random.Random(f"{seed} {rr.rank()}")
         counts, lane = counted(channel), channel._lane
         found, pending = [], []
+        of_lane.PATIENCE_US = 2_000  # for ranks that are late on busy cores
         for number, kind, count, chosen in plan(seed, size):
             channel._lane = lane if mine.random() < 0.8 else None
             time.sleep(0.002 * (mine.random() < 0.03))
@@ -91,6 +94,7 @@ def test_operations_are_the_same_whichever_way_each_rank_takes(world, size, seed
                 found.append(channel.reducescatter(array.reshape(-1, 1), op=rr.Sum).tobytes())
             else:
                 pending.append(channel.allreduce_async(array, op=chosen))
+        of_lane.PATIENCE_US = PATIENCE_US
         return found + [each.wait().tobytes() for each in pending], counts[0]
 
     for rank, (found, taken) in enumerate(world(size).run(program)):
@@ -101,7 +105,7 @@ def test_operations_are_the_same_whichever_way_each_rank_takes(world, size, seed
                 result = reference(arrays, number, kind, chosen, rank).tobytes()
                 (pending if kind == "under way" else expected).append(result)
         assert found == expected + pending
-        assert taken > 0, "how often depends on whether the others are in time"
+        assert taken > (10 if getattr(world(size), "hosts", None) is None else 5)
 
 
 @on_every_world

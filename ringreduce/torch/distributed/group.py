@@ -62,9 +62,8 @@ def _join(options: Any, ranks: int) -> None:
     """Let this process, which no launcher of MPI has started, be a rank of the world of torch's default group."""
     if dist.is_initialized() and ranks < dist.get_world_size():
         raise LauncherMismatchError(
-            f'new_group(backend="ring"): {ranks} of {dist.get_world_size()} ranks, and no launcher of MPI '
-            "started them; "
-            'make the group of all ranks first: init_process_group("ring"), or "cpu:ring,cuda:nccl"'
+            f'new_group(backend="ring"): {ranks} of {dist.get_world_size()} ranks, and no launcher of MPI started '
+            'them; make the group of all ranks first: init_process_group("ring"), or "cpu:ring,cuda:nccl"'
         )
     launcher = started_by_torch(os.environ) or "something else than ringrun"
     joining.check_mpi(import_mpi().get_vendor()[0], launcher, str(ranks))
