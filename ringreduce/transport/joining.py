@@ -16,7 +16,7 @@ from ringreduce.errors import LauncherMismatchError, StartupError
 from ringreduce.log import JOB
 
 KEY = "ringreduce/world"
-"""Where rank 0 says in a store what the others need."""
+"""Where rank 0 says in a store what the others need; what follows it is which start of the ranks that is."""
 TIMEOUT_S = 600.0
 _VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _memberships: list[Any] = []
@@ -50,10 +50,11 @@ def join_by_store(store: Store, rank: int, size: int, timeout_s: float = 0.0) ->
     before = membership()
     if before and (before.rank, before.size) != (rank, size):
         raise StartupError(_already(before, f"cannot become rank {rank} of {size}"))
+    key = f"{KEY}/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '')}"  # torchrun's store outlives a start of the ranks
     try:
         if rank == 0:
-            store.set(KEY, json.dumps({"name": before.name} if before else {"address": client.start(size)}))
-        said = json.loads(store.get(KEY))
+            store.set(key, json.dumps({"name": before.name} if before else {"address": client.start(size)}))
+        said = json.loads(store.get(key))
         if before and said.get("name") != before.name:
             raise StartupError(_already(before, "cannot join other processes"))
         if before:

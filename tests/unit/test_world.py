@@ -290,10 +290,10 @@ def joined(monkeypatch):
 
 def test_mpi_starts_once_in_a_process(joined):
     again, other, new = Store(), Store(), Store()
-    again.set(joining.KEY, '{"name": "ring_a"}')
+    again.set(f"{joining.KEY}/", '{"name": "ring_a"}')
     joining.join_by_store(again, 1, 2)  # with the same others
-    other.set(joining.KEY, '{"name": "ring_b"}')
-    new.set(joining.KEY, '{"address": "somewhere"}')
+    other.set(f"{joining.KEY}/", '{"name": "ring_b"}')
+    new.set(f"{joining.KEY}/", '{"address": "somewhere"}')
     already = r"init\(\): this process is rank 1 of 2 already, in the MPI that it has started, and cannot"
     for store in (other, new):
         with pytest.raises(StartupError, match=f"{already} join other processes .* start new ones$"):
@@ -307,6 +307,6 @@ def test_mpi_starts_once_in_a_process(joined):
 def test_a_new_process_cannot_join_one_that_has_started_mpi(monkeypatch):
     monkeypatch.setattr(joining, "_memberships", [])
     store = Store()
-    store.set(joining.KEY, '{"name": "ring_a"}')
+    store.set(f"{joining.KEY}/", '{"name": "ring_a"}')
     with pytest.raises(StartupError, match=r"rank 1 of 2, but rank 0 has started MPI already, .* start them all anew$"):
         joining.join_by_store(store, 1, 2)
