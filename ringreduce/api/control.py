@@ -52,7 +52,8 @@ def init(comm: Any = None, process_sets: str | Sequence[ProcessSet | Sequence[in
     if str(current.checks) or current.settings.twice:
         importlib.import_module(CHECKS).start(current)
     timeline = current.settings.timeline
-    if timeline and timeline.upper() != BY_HAND:
+    is_late = current.world.number > 0  # a spare in the place of a lost rank: the others are not in init()
+    if timeline and timeline.upper() != BY_HAND and not is_late:
         _start_timeline_everywhere(timeline, current.settings.timeline_mark_cycles)
 
 

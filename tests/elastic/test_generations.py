@@ -18,6 +18,7 @@ def run(python, size, program, *arguments, flags=()):
     return jobs.run(job, timeout_s=90, returncode=0)
 
 
+@pytest.mark.adapters
 @pytest.mark.timeout(120)
 def test_what_lives_on_and_what_says_that_it_cannot(python, tmp_path):
     done = run(python, 3, "process_sets", flags=["--spares", 1, "--timeline", tmp_path / "times.json"])
