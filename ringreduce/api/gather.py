@@ -138,26 +138,31 @@ def _alltoall(tensor: Any, splits: Any, name: str | None, process_set: ProcessSe
 def equal_splits(rows: int, size: int) -> list[int]:
     """How many rows each of so many ranks gets; raises InputError where they do not come out even."""
     if size and rows % size:
-        raise InputError(
-            f"alltoall: {rows} rows cannot be split equally among {size} ranks; pass splits, or a multiple of {size}"
-        )
+        raise _of_rows(f"{rows} rows cannot be split equally among {size} ranks; pass splits, or a multiple of {size}")
     return [rows // max(1, size)] * size
 
 
 def _given_splits(splits: Any, rows: int, size: int) -> list[int]:
     given = splits.tolist() if hasattr(splits, "tolist") else list(splits) if isinstance(splits, Sequence) else splits
-    what = f"alltoall: splits={given}"
+    what = f"splits={given}"
     is_list = isinstance(given, list) and len(given) == size
     if not is_list or not all(type(n) is not bool and isinstance(n, int | np.integer) and n >= 0 for n in given):
-        raise InputError(f"{what}; expected {size} whole numbers of 0 or more, one for each rank")
+        raise _of_rows(f"{what}; expected {size} whole numbers of 0 or more, one for each rank")
     if sum(given) != rows:
         has = (
             f"only {rows} rows"
             if sum(given) > rows
             else f"{rows} rows: each must go to a rank; pass tensor[:{sum(given)}]"
         )
-        raise InputError(f"{what} sum to {sum(given)}, but the tensor has {has}")
+        raise _of_rows(f"{what} sum to {sum(given)}, but the tensor has {has}")
     return [int(n) for n in given]
+
+
+def _of_rows(why: str) -> InputError:
+    """The error for a tensor's rows, or for the splits that are to divide them."""
+    error = InputError(why)
+    error.at = 0
+    return error
 
 
 def _as_given(splits: Any, received: Sequence[int]) -> Any:

@@ -77,9 +77,6 @@ def alltoall(call: Call) -> Any:
     Source:   Horovod's alltoall.
     """
     if call.splits is None:
-        for array in jax.tree.leaves(call.tensor):
-            if jnp.ndim(array):
-                gather.equal_splits(len(array), call.process_set.size() or 1)
         return _on_leaves("alltoall", call.tensor, call)
     if isinstance(call.tensor, jax.core.Tracer) or isinstance(call.splits, jax.core.Tracer):
         raise InputError(
@@ -125,17 +122,23 @@ def _on_leaves(function: str, tree: Any, call: Call) -> Any:
     compression = getattr(call, "compression", Compression.none)
     check_compression(compression)
     averages = hasattr(call, "op") and which_op(function, getattr(call, "average", None), call.op) is Average
+    said = [own or getattr(call, "name", None) or "" for own in names]  # in errors
     pairs = []
-    for own, (_, leaf) in zip(names, paths, strict=True):
+    for own, (_, leaf) in zip(said, paths, strict=True):
         array = _array(function, own, float(leaf) if averages and type(leaf) is int else leaf)
         pairs.append(compression.compress(array))
     arrays = [array for array, _ in pairs]
     own_ones = {"place": calling_line(), "names": None if names == ("",) else names}
     travelling = {"compression": wire_of(compression) or Compression.none}  # others compress here
     collective = HostCollective.of(function, vars(call) | own_ones | travelling)
-    for own, (_, leaf) in zip(names, paths, strict=True):
+    for own, (_, leaf) in zip(said, paths, strict=True):
         if collective.by_rows and not jnp.ndim(leaf):
             raise InputError(f"{function}{_quoted(own)}: a 0-d array has no rows; pass one of at least 1 dimension")
+        if function == "alltoall":
+            try:
+                gather.equal_splits(len(leaf), call.process_set.size() or 1)
+            except InputError as error:
+                raise InputError(f"{function}{_quoted(own)}: {error}") from None
     results = [
         _like(leaf, compression.decompress(result, context))
         for (_, leaf), result, (_, context) in zip(paths, bind(collective, arrays), pairs, strict=True)

@@ -331,6 +331,11 @@ def test_what_cannot_be_reduced_is_told():
         hvd.allreduce({"k": jax.random.key(0)})
     with pytest.raises(rr.InputError, match="allgather 'a': a 0-d array has no rows"):
         hvd.allgather({"a": 1.0})
+    with pytest.raises(rr.InputError, match="allgather 'w': a 0-d array has no rows"):
+        hvd.allgather(1.0, name="w")
+    if SIZE > 1:
+        with pytest.raises(rr.InputError, match=r"alltoall 'b\.c': .* rows cannot be split equally"):
+            hvd.alltoall({"a": own(SIZE), "b": {"c": own(SIZE + 1)}})
     with pytest.raises(rr.InputError, match="was not added"):
         jax.jit(lambda x: hvd.allreduce(x, process_set=hvd.ProcessSet([0])))(own(1))
     with pytest.raises(AttributeError, match="no allreduce_: JAX's arrays cannot be changed in place; use allreduce"):

@@ -263,12 +263,12 @@ WRONG = {
     "0-d alltoall": (lambda: rr.alltoall(np.float32(3)), "alltoall: a 0-d tensor has no rows"),
     "0-d reducescatter": (lambda: rr.reducescatter(zeros()), "reducescatter: a 0-d tensor has no rows to scatter"),
     "rows that cannot be parted": (
-        lambda: rr.alltoall_async(zeros(4)),
-        "alltoall: 4 rows cannot be split equally among 3 ranks; pass splits, or a multiple of 3",
+        lambda: rr.alltoall_async(zeros(4), name="w"),
+        "alltoall 'w': 4 rows cannot be split equally among 3 ranks; pass splits, or a multiple of 3",
     ),
     "too few splits": (
-        lambda: rr.alltoall(zeros(4), [2, 2]),
-        r"alltoall: splits=\[2, 2\]; expected 3 whole numbers of 0 or more, one for each rank",
+        lambda: rr.alltoall(zeros(4), [2, 2], name="w"),
+        r"alltoall 'w': splits=\[2, 2\]; expected 3 whole numbers of 0 or more, one for each rank",
     ),
     "2-d splits": (
         lambda: rr.alltoall(zeros(4), np.ones((3, 1), int)),
