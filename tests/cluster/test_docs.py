@@ -1,4 +1,4 @@
-"""The commands of docs/clusters.md, run as printed. That for Kubernetes: tests/launcher/test_mpijob.py."""
+"""The commands of docs/clusters.md, run as printed. That for Kubernetes: tests/launcher/hosts/test_mpijob.py."""
 
 import re
 import shlex

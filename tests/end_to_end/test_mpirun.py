@@ -55,4 +55,4 @@ def test_a_rank_that_fails_ends_the_job(python, broken):
 def test_pytest_without_the_plugin_for_mpi(tmp_path):
     """It is needed for ranks only."""
     command = [Path(sys.executable).parent / "pytest", "-p", "no:pytest_mpi", "-p", "no:cacheprovider", "-q"]
-    run([*command, "-o", "addopts=--import-mode=importlib", "tests/unit/test_trees.py"], cwd=ROOT, returncode=0)
+    run([*command, "-o", "addopts=--import-mode=importlib", "tests/unit/arrays/test_trees.py"], cwd=ROOT, returncode=0)

@@ -32,11 +32,11 @@ FOLDERS = {"tests/unit": 2000, "tests/ranks": 1800, "tests/launcher": 1000, "tes
 """How many of their tests pass at least. With "mpi" alone as an id, pytest-mpi would skip that case."""
 CORE = [
     "unit/test_ops",
-    "unit/test_half",
-    "ranks/test_shared",
-    "ranks/test_ordered",
-    "ranks/test_engine",
-    "ranks/test_messages",
+    "unit/kernels/test_half",
+    "ranks/collectives/test_shared",
+    "ranks/execution/test_ordered",
+    "ranks/engine/test_engine",
+    "ranks/collectives/test_messages",
 ]
 COMPILED = "ringreduce/kernels/_native.abi3.so"
 JOB = """

@@ -1,7 +1,8 @@
 """Every collective in every form, as programs that a rank runs and that check themselves against a float64 reference.
 
-Shared by tests/ranks/test_matrix.py (ranks are threads) and tests/mpi/test_matrix.py (ranks are processes). A program
-takes the ranks that take part, rising, and their process set. What it returns must be the same bytes on all of them.
+Shared by tests/ranks/api/test_matrix.py (ranks are threads) and tests/mpi/test_matrix.py (ranks are processes). A
+program takes the ranks that take part, rising, and their process set. What it returns must be the same bytes on all
+of them.
 """
 
 import itertools

@@ -21,7 +21,7 @@ ELSEWHERE = {
     "clusters.md: salloc --nodes=2 --ntasks=4 ringrun python examples/train_digits.py": "tests/cluster/test_docs.py",
     "clusters.md: (umask 077; openssl rand -hex 32 > ringrun.key)": "tests/cluster/test_docs.py",
     "less-on-the-wire.md: ringrun doctor -H h0,h1,h2,h3 --gradients 4.24": "tests/cluster/test_doctor.py",
-    "clusters.md: kubectl apply -f examples/mpijob.yaml": "tests/launcher/test_mpijob.py",
+    "clusters.md: kubectl apply -f examples/mpijob.yaml": "tests/launcher/hosts/test_mpijob.py",
 }
 """How blocks begin that other tests run, and which."""
 NOT_RUN = {

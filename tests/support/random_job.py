@@ -2,7 +2,7 @@
 
 Every rank makes the same plan from the seed: steps of tensors, which come again from step to step with other data and
 now and then another shape; some are submitted wrongly by one rank. What each must become is computed independently.
-See tests/ranks/test_random.py.
+See tests/ranks/engine/test_random.py.
 """
 
 import contextvars

@@ -47,7 +47,8 @@ HALVED = {"tests/launcher": "launcher", "tests/end_to_end": "jobs"}
 
 def mark(item: pytest.Item) -> None:
     """Mark a test by its folder, and by the ranks that it asks for."""
-    folder, _, file = item.nodeid.partition("::")[0].rpartition("/")
+    path = item.nodeid.partition("::")[0].split("/")
+    folder, file = "/".join(path[:2]), path[-1]  # below tests/launcher is one of each room
     has = item.get_closest_marker
     starts = folder == "tests/launcher" and {"ringrun", "start"} & set(getattr(item, "fixturenames", ()))
     if folder in JOBS and not has("quick") and not has("adapters"):

@@ -1,0 +1,117 @@
+"""check=sdc: a flipped bit is found by another algorithm, and its rank is named; sums of all types are left alone."""
+
+import re
+import threading
+
+import numpy as np
+import pytest
+
+import ringreduce as rr
+from ringreduce.checks import resum
+from ringreduce.collectives import compiled
+from ringreduce.errors import SettingsError
+from ringreduce.ops import Reduction
+from ringreduce.settings import Settings
+from ringreduce.testing import run_ranks
+from tests.ranks.checks.test_divergence import found
+
+STEPS, EVERY = 24, 4
+SETTINGS = Settings(check=f"sdc:{EVERY}", deterministic=True)
+
+
+def reduces(dtypes=("float32",), elements=60_000, op=rr.Average):
+    """Reduce two arrays of each type in every step, as a group and alone."""
+    for step in range(STEPS):
+        for dtype in dtypes:
+            # of other exponents on each rank, so that one bit has another weight
+            arrays = [(np.arange(n) % 97 + 1 + step % 2).astype(dtype) * 8 ** rr.rank() for n in (elements, 5)]
+            arrays = [each.astype(dtype) for each in arrays]
+            rr.grouped_allreduce(arrays, name=f"group {dtype}", op=op, names=["long", "short"])
+            rr.allreduce(arrays[1], name=f"alone {dtype}", op=op)
+    rr.barrier()
+    rr.allreduce(np.zeros(1))  # look at what has come
+
+
+@pytest.mark.parametrize("hosts", [None, [0, 0, 1]])
+def test_what_is_right_is_left_alone(capsys, hosts, monkeypatch):
+    judged, judge = [], resum.Resum._judge
+
+    def counted(self, made, sample, rows):
+        if sample.before.size > 1:
+            judged.append((made.signature.name, sample.step // EVERY))
+        judge(self, made, sample, rows)
+
+    monkeypatch.setattr(resum.Resum, "_judge", counted)
+    dtypes = ("float32", "float16", "float64", "int32", "complex64")
+    run_ranks(3, lambda: [reduces(dtypes, 1000, op) for op in (rr.Sum, rr.Average)], hosts=hosts, settings=SETTINGS)
+    assert "check=" not in capsys.readouterr().err
+    assert set(judged) == {
+        (f"{n} {d}", k) for n in ("group", "alone") for d in dtypes for k in range(2 * STEPS // EVERY)
+    }
+
+
+def flip(array):
+    array[-1:].view(np.uint8)[3] ^= 128
+
+
+def in_the_part_of_rank_1(reduce, self, chunks, out, copy):
+    if threading.current_thread().name.endswith(" 2"):  # which sums this chunk
+        flip(chunks[1])
+    reduce(self, chunks, out, copy)
+
+
+def in_the_slot_of_rank_2(reduce, self, chunks, out, copy):
+    reduce(self, chunks, out, copy)
+    if threading.current_thread().name.endswith(" 2"):
+        flip(copy)
+
+
+def in_the_array_of_rank_2(reduce, self, chunks, out, copy):
+    reduce(self, chunks, out, copy)
+    if threading.current_thread().name.endswith(" 2"):
+        flip(out)
+
+
+def by_the_processor(reduce, self, chunks, out, copy):
+    reduce(self, chunks, out, copy)
+    out[-1] = copy[-1] = 3
+
+
+@pytest.mark.parametrize(
+    ("wrong", "expected"),
+    [
+        (in_the_part_of_rank_1, "all ranks got a wrong sum, as if one bit had flipped in the part of rank 1"),
+        (in_the_slot_of_rank_2, "ranks 0-1 got other bits than rank 2, from whose memory they read them"),
+        (in_the_array_of_rank_2, "rank 2 got bits that are not the sum, unlike ranks 0-1"),
+        (by_the_processor, "all ranks got the same wrong sum; the rank that summed this element is not known"),
+    ],
+)
+def test_a_flipped_bit_is_named_with_its_rank(capsys, monkeypatch, wrong, expected):
+    reduce = Reduction.reduce_to_two
+    monkeypatch.setattr(compiled, "can", lambda *_: False)
+    monkeypatch.setattr(Reduction, "reduce_to_two", lambda *arguments: wrong(reduce, *arguments))
+    said = found(capsys, reduces, 3, settings=SETTINGS)
+    where = r"check=sdc: allreduce '(long|short)' \(test_resum.py:\d+\), step \d+, element \d+ of (60000|5) compared: "
+    assert said, "a group's array is drawn"
+    assert all(re.fullmatch(where + expected, each) for each in said), said
+
+
+@pytest.mark.extended
+def test_ten_thousand_clean_steps_raise_no_alarm(capsys):
+    def program():
+        params = {"b": np.zeros(30), "w": np.arange(1300.0)}
+        optimizer = rr.DistributedOptimizer(
+            lambda grads, params: {k: params[k] - 0.01 * each for k, each in grads.items()}
+        )
+        for step in range(10_000):
+            params = optimizer({name: np.sin(each + step + rr.rank()) for name, each in params.items()}, params)
+
+    assert not found(capsys, program, 2, 300, Settings(check="divergence:7,sdc:11", deterministic=True))
+
+
+def test_it_is_refused_where_bits_depend_on_fusion():
+    expected = r"^check='sdc:1000' compares bits; it needs RINGREDUCE_DETERMINISTIC=1$"
+    with pytest.raises(SettingsError, match=expected):
+        Settings(check="sdc")
+    with pytest.raises(SettingsError, match=expected):
+        run_ranks(1, lambda: rr.check("sdc:1000"))
