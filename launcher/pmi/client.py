@@ -27,6 +27,10 @@ class NotJoinedError(Exception):
     """There will be no world with this rank."""
 
 
+class NobodyThereError(NotJoinedError):
+    """Nothing answers at that address."""
+
+
 def start(size: int) -> str:
     """Start the process that answers `size` ranks; returns its address, with a key, for `join` on each of them.
 
@@ -44,13 +48,14 @@ def start(size: int) -> str:
 class Membership:
     """This process is a rank: what `join` returns. Its link ends with the process, by which the others hear of that."""
 
-    def __init__(self, link: Link, rank: int, size: int, name: str) -> None:
-        self.rank, self.size, self.name = rank, size, name
+    def __init__(self, link: Link, address: str, rank: int, size: int, name: str) -> None:
+        self.address, self.rank, self.size, self.name = address, rank, size, name
         self.lost = ""
         """Who is lost, and how."""
         self.lost_ranks: list[int] = []
         self._link = link
         self._heard: Callable[[Sequence[int], str], object] | None = None
+        self._has_left = False
         self._lock = threading.Lock()
         os.register_at_fork(after_in_child=self._drop)
         threading.Thread(target=self._listen, name="ringreduce-members", daemon=True).start()
@@ -64,6 +69,7 @@ class Membership:
 
     def leave(self) -> None:
         """Say that this rank's MPI has ended, or will not be used any more."""
+        self._has_left = True
         with contextlib.suppress(OSError):
             self._link.send(wire.Leaving())
 
@@ -72,11 +78,17 @@ class Membership:
             while True:
                 message = self._link.receive()
                 if isinstance(message, wire.Lost):
-                    with self._lock:
-                        self.lost_ranks.append(message.rank)
-                        self.lost = "; ".join(filter(None, [self.lost, message.how]))
-                        if self._heard:
-                            self._heard(self.lost_ranks, self.lost)
+                    self._lose([message.rank], message.how)
+        if not self._has_left:  # as when the host of who started it is gone; no loss would be heard of any more
+            ranks = [0] if self.rank else [*range(1, self.size)]
+            self._lose(ranks, "the process that rank 0 has started, which tells MPI of the ranks, cannot be reached")
+
+    def _lose(self, ranks: Sequence[int], how: str) -> None:
+        with self._lock:
+            self.lost_ranks += ranks
+            self.lost = "; ".join(filter(None, [self.lost, how]))
+            if self._heard:
+                self._heard(self.lost_ranks, self.lost)
 
     def _drop(self) -> None:
         """In a forked child: else the rank would not seem to end before it."""
@@ -105,10 +117,10 @@ def join(address: str, rank: int, size: int, timeout_s: float, say: Callable[[st
             sock.settimeout(None)
             sock.sendall(f"{rank} {shows(authkey, message.name, rank)}\n".encode())
         except (OSError, EOFError, ValueError) as error:
-            raise NotJoinedError(f"the process that tells MPI of the ranks cannot be reached: {error}") from error
+            raise NobodyThereError(f"the process that tells MPI of the ranks cannot be reached: {error}") from error
         at_failure.pop_all()
     os.environ.update(PMI_FD=str(sock.detach()), PMI_RANK=str(rank), PMI_SIZE=str(size))
-    return Membership(link, rank, size, message.name)
+    return Membership(link, address, rank, size, message.name)
 
 
 def _look_at(message: wire.Message, rank: int, until_s: float, timeout_s: float, say: Callable[[str], object]) -> None:

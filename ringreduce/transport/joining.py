@@ -9,6 +9,7 @@ import importlib
 import json
 import os
 import sys
+import time
 from collections.abc import Mapping
 from typing import Any, Protocol
 
@@ -16,8 +17,12 @@ from ringreduce.errors import LauncherMismatchError, StartupError
 from ringreduce.log import JOB
 
 KEY = "ringreduce/world"
-"""Where rank 0 says in a store what the others need; what follows it is which start of the ranks that is."""
+"""Where rank 0 says in a store what the others need. A store may be older than these ranks, and what it says, too."""
 TIMEOUT_S = 600.0
+OLD_S = 30.0
+"""How long rank 0 may take to replace a word of no use; where that told of processes that are gone, TIMEOUT_S."""
+_PAUSE_S = 0.2
+_LATE_S = 10.0
 _VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _memberships: list[Any] = []
 _stores: list[Any] = []  # rank 0's may serve the others
@@ -47,26 +52,58 @@ def join_by_store(store: Store, rank: int, size: int, timeout_s: float = 0.0) ->
     """
     from ringrun.pmi import client
 
+    until_s = time.monotonic() + (timeout_s or TIMEOUT_S)
     before = membership()
-    if before and (before.rank, before.size) != (rank, size):
-        raise StartupError(_already(before, f"cannot become rank {rank} of {size}"))
-    key = f"{KEY}/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '')}"  # torchrun's store outlives a start of the ranks
     try:
+        if before and (before.rank, before.size) != (rank, size):
+            raise client.NotJoinedError(_already(before, f"cannot become rank {rank} of {size}"))
+        if before and before.lost:
+            raise client.NotJoinedError(_already(before, f"has lost others: {before.lost}"))
         if rank == 0:
-            store.set(key, json.dumps({"name": before.name} if before else {"address": client.start(size)}))
-        said = json.loads(store.get(key))
-        if before and said.get("name") != before.name:
-            raise StartupError(_already(before, "cannot join other processes"))
-        if before:
-            return
-        if "address" not in said:
-            raise StartupError(
-                f"init(): this process was to be rank {rank} of {size}, but rank 0 has started MPI already, with other "
-                "processes; MPI starts once in a process: start them all anew"
-            )
-        _memberships.append(client.join(said["address"], rank, size, timeout_s or TIMEOUT_S, JOB.warning))
+            store.set(KEY, json.dumps({"name": before.name} if before else {"address": client.start(size)}))
+        try:
+            word = store.get(KEY)
+        except RuntimeError as error:  # torch's, of its own time limit
+            raise client.NotJoinedError(f"rank 0 has not said where to meet: {error}") from None
+        while True:
+            try:
+                return _follow(json.loads(word), rank, size, until_s - time.monotonic())
+            except client.NotJoinedError as error:
+                old_s = TIMEOUT_S if isinstance(error, client.NobodyThereError) else OLD_S
+                newer = word if rank == 0 else _newer(store, word, min(until_s, time.monotonic() + old_s), str(error))
+                if newer == word:
+                    raise
+                word = newer
     except client.NotJoinedError as error:
         raise StartupError(f"init() of rank {rank} of {size}: {error}") from None
+
+
+def _follow(word: Mapping[str, str], rank: int, size: int, timeout_s: float) -> None:
+    """Join those that rank 0 tells of, unless this process has."""
+    from ringrun.pmi import client
+
+    address, before = word.get("address", ""), membership()
+    if before is None and not address:
+        raise client.NotJoinedError(
+            "rank 0 has started MPI already, with other processes; MPI starts once in a process: start them all anew"
+        )
+    if before is None:
+        _memberships.append(client.join(address, rank, size, timeout_s, JOB.warning))
+    elif address == before.address:
+        raise client.NobodyThereError("rank 0 has not come again")
+    elif word.get("name") != before.name:
+        raise client.NotJoinedError(_already(before, "cannot join other processes"))
+
+
+def _newer(store: Store, word: bytes, until_s: float, why: str) -> bytes:
+    """Return what rank 0 says in place of `word`, which is of no use, if it does so in time."""
+    told_s = time.monotonic()
+    while (newer := store.get(KEY)) == word and time.monotonic() < until_s:
+        if time.monotonic() > told_s + _LATE_S:
+            told_s = time.monotonic()
+            JOB.warning(f"waiting for rank 0, since what it has said before is of no use: {why}")
+        time.sleep(_PAUSE_S)
+    return newer
 
 
 def join_by_torch(environ: Mapping[str, str], launcher: str) -> None:
@@ -121,6 +158,6 @@ def leave() -> None:
 
 def _already(before: Any, what: str) -> str:
     return (
-        f"init(): this process is rank {before.rank} of {before.size} already, in the MPI that it has started, and "
+        f"this process is rank {before.rank} of {before.size} already, in the MPI that it has started, and "
         f"{what} (pid {os.getpid()}): MPI starts once in a process; start new ones"
     )

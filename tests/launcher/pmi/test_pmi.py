@@ -160,6 +160,22 @@ def test_one_that_leaves_is_not_lost(served, rank_of):
     assert ranks[0].hears(wire.Lost).rank == 2
 
 
+def test_the_server_s_end_is_a_loss_too(rank_of):
+    """As when its host is gone: nobody would hear of others'."""
+    address = client.start(2)
+    started, heard = client._STARTED[-1], threading.Event()
+    rank_of(address, 0, 2)
+    joined = client.join(address, 1, 2, 60, print)
+    joined.when_lost(lambda *_: heard.set())
+    started.kill()
+    started.communicate()
+    assert heard.wait(WAIT_S)
+    assert joined.lost_ranks == [0]
+    assert joined.lost.startswith(
+        "the process that rank 0 has started, which tells MPI of the ranks, cannot be reached"
+    )
+
+
 def test_while_mpi_starts_a_loss_ends_the_others_connections(served, rank_of):
     """No thread of theirs runs in MPI_Init, so that they could not be told."""
     address, _, _ = served(2)

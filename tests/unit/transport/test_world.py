@@ -19,6 +19,7 @@ from ringreduce.transport.mpi import (
     started_by_torch,
 )
 from ringreduce.transport.world import World, local_ranks
+from ringrun.pmi import client
 
 
 def test_local_ranks_count_the_ranks_of_a_host():
@@ -272,41 +273,83 @@ def test_the_place_that_a_launcher_says():
     assert launchers_place({"PMIX_RANK": "2", "PMI_RANK": "2"}) is None
 
 
-class Store(dict):
-    """Of one process."""
-
-    def set(self, key, value):
-        self[key] = value.encode()
-
-    def get(self, key):
-        return self[key]
-
-
 @pytest.fixture
 def joined(monkeypatch):
     """This process has joined others, as rank 1 of 2."""
-    monkeypatch.setattr(joining, "_memberships", [SimpleNamespace(rank=1, size=2, name="ring_a", lost="")])
+    before = SimpleNamespace(rank=1, size=2, name="ring_a", address="first", lost="")
+    monkeypatch.setattr(joining, "_memberships", [before])
+    return before
+
+
+@pytest.fixture(autouse=True)
+def soon(monkeypatch):
+    """Nobody is waited for long."""
+    monkeypatch.setattr(joining, "_PAUSE_S", 0.01)
+    monkeypatch.setattr(joining, "OLD_S", 0.1)
+
+
+class Store:
+    """Of one process: says one word after the other, as rank 0 does that comes late; None is not said."""
+
+    def __init__(self, *words):
+        self.words = list(words)
+
+    def set(self, _, value):
+        self.words = [value]
+
+    def get(self, _):
+        word = self.words.pop(0) if len(self.words) > 1 else self.words[0]
+        if word is None:
+            raise RuntimeError("wait timeout after 1000ms")
+        return word.encode()
+
+
+NEW, SAME, OTHER = '{"address": "somewhere"}', '{"name": "ring_a"}', '{"name": "ring_b"}'
 
 
 def test_mpi_starts_once_in_a_process(joined):
-    again, other, new = Store(), Store(), Store()
-    again.set(f"{joining.KEY}/", '{"name": "ring_a"}')
-    joining.join_by_store(again, 1, 2)  # with the same others
-    other.set(f"{joining.KEY}/", '{"name": "ring_b"}')
-    new.set(f"{joining.KEY}/", '{"address": "somewhere"}')
-    already = r"init\(\): this process is rank 1 of 2 already, in the MPI that it has started, and cannot"
-    for store in (other, new):
-        with pytest.raises(StartupError, match=f"{already} join other processes .* start new ones$"):
-            joining.join_by_store(store, 1, 2)
+    joining.join_by_store(Store(SAME), 1, 2)  # with the same others
+    already = r"init\(\) of rank \d of \d: this process is rank 1 of 2 already, in the MPI that it has started, and"
+    for word in (OTHER, NEW):
+        with pytest.raises(StartupError, match=f"{already} cannot join other processes .* start new ones$"):
+            joining.join_by_store(Store(word), 1, 2)
     for place in ((0, 2), (1, 3)):
-        with pytest.raises(StartupError, match=f"{already} become rank {place[0]} of {place[1]} "):
-            joining.join_by_store(Store(), *place)
+        with pytest.raises(StartupError, match=f"{already} cannot become rank {place[0]} of {place[1]} "):
+            joining.join_by_store(Store(SAME), *place)
     assert not is_to_join({}), "it has"
+    joined.lost = "rank 0 of 2, process 7 on a, has ended"
+    with pytest.raises(StartupError, match=f"{already} has lost others: rank 0 of 2, process 7 on a, has ended"):
+        joining.join_by_store(Store(SAME), 1, 2)
+
+
+def test_what_a_store_says_of_an_earlier_start_is_not_the_last_word(joined, monkeypatch, caplog):
+    """torchrun's is the same after it has started the ranks again, and after destroy_process_group()."""
+    joining.join_by_store(Store('{"address": "first"}', OTHER, OTHER, SAME), 1, 2)
+    monkeypatch.setattr(joining, "_memberships", [])
+    monkeypatch.setattr(joining, "_LATE_S", 0.05)
+    monkeypatch.setattr(joining.JOB.logger, "propagate", True)
+
+    def join(address, rank, size, timeout_s, _):
+        if address == "gone":
+            raise client.NobodyThereError("nobody is there")
+        if address == "full":
+            raise client.NotJoinedError("there is a rank 1 of 2 already")
+        return SimpleNamespace(address=address, rank=rank, size=size, name="ring_c", lost="")
+
+    monkeypatch.setattr(client, "join", join)
+    gone, full = (f'{{"address": "{each}"}}' for each in ("gone", "full"))
+    with pytest.raises(StartupError, match=r"^init\(\) of rank 1 of 2: there is a rank 1 of 2 already$"):
+        joining.join_by_store(Store(gone, full), 1, 2)
+    with pytest.raises(StartupError, match=r"nobody is there$"):
+        joining.join_by_store(Store(gone), 1, 2, timeout_s=0.2)
+    assert "waiting for rank 0, since what it has said before is of no use: nobody is there" in caplog.text
+    joining.join_by_store(Store(OTHER, gone, *[gone] * 30, full, NEW), 1, 2)
+    assert joining.membership().address == "somewhere"
 
 
 def test_a_new_process_cannot_join_one_that_has_started_mpi(monkeypatch):
     monkeypatch.setattr(joining, "_memberships", [])
-    store = Store()
-    store.set(f"{joining.KEY}/", '{"name": "ring_a"}')
-    with pytest.raises(StartupError, match=r"rank 1 of 2, but rank 0 has started MPI already, .* start them all anew$"):
-        joining.join_by_store(store, 1, 2)
+    with pytest.raises(StartupError, match=r"rank 1 of 2: rank 0 has started MPI already, .* start them all anew$"):
+        joining.join_by_store(Store(SAME), 1, 2)
+    with pytest.raises(StartupError, match="rank 1 of 2: rank 0 has not said where to meet: wait timeout after 1000ms"):
+        joining.join_by_store(Store(None), 1, 2)
