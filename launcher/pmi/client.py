@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from ..agent.shm_cleanup import mapped
 from ..connection import wire
 from ..connection.link import Link, connect
 from .server import shows
@@ -66,6 +67,15 @@ class Membership:
             self._heard = heard
             if self.lost_ranks:
                 heard(self.lost_ranks, self.lost)
+
+    def remove_files(self) -> None:
+        """Remove the files through which this rank's MPI shares memory, once all ranks have started MPI.
+
+        They map it, and need its name no more; MPI would leave the file behind where a rank is killed.
+        """
+        for path, _ in mapped(os.getpid()):
+            with contextlib.suppress(OSError):
+                os.unlink(path)
 
     def leave(self) -> None:
         """Say that this rank's MPI has ended, or will not be used any more."""

@@ -82,6 +82,7 @@ def start(comm: Any, process_sets: Sequence[Any], dynamic: bool) -> list[tuple[i
         _log_init(process.runtime)
         if joined := joining.membership():
             joined.when_lost(_lose)
+            joined.remove_files()
     except MismatchError:
         world.free()  # raised on all ranks, so all free it
         raise

@@ -42,6 +42,7 @@ if __name__ == "__main__":
         train()
 """
 )
+OF_RANKS = r"rank \d of \d: .*"
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2)
 
 
@@ -59,7 +60,7 @@ def mpich(mpich_python):
 
 def ranks(finished):
     assert finished.returncode == 0, finished.stdout
-    return sorted(re.findall(r"rank \d of \d: .*", finished.stdout))
+    return sorted(re.findall(OF_RANKS, finished.stdout))
 
 
 @pytest.mark.timeout(300)
@@ -157,12 +158,18 @@ if __name__ == "__main__":
 )
 
 
+def files_of_mpich():
+    return set(Path("/dev/shm").glob("mpich_shm_*"))
+
+
 @pytest.mark.timeout(300)
 def test_the_others_hear_of_a_rank_that_has_ended_where_nobody_else_ends_them(mpich, script):
+    before = files_of_mpich()
     finished = mpich(script(OF_A_POOL))
     for rank, line in zip((0, 2), ranks(finished), strict=True):
         assert re.fullmatch(rf"rank {rank} of 3: \(1,\) rank 1 of 3, process \d+ on \S+, has ended", line)
     assert "[3, 7, 3]" in finished.stdout
+    assert not files_of_mpich() - before
 
 
 def test_with_open_mpi_torchrun_s_ranks_are_told_what_to_install(script):
