@@ -10,7 +10,7 @@ from pathlib import Path
 
 from ..errors import UsageError
 from .document import VERSION, Json
-from .write import DATA, PAGE, write_page
+from .write import DATA, PAGE, in_short, write_page
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -23,7 +23,8 @@ def run(arguments: Sequence[str]) -> int:
     path = Path(arguments[0])
     folder = path.parent if path.name == DATA else path
     try:
-        sentence = write_page(folder, _read(folder / DATA))
+        report = _read(folder / DATA)
+        write_page(folder, report)
     except FileNotFoundError as error:
         raise UsageError(
             f"ringrun report {folder}: there is no {folder / DATA}: a job writes it with --report"
@@ -32,7 +33,7 @@ def run(arguments: Sequence[str]) -> int:
         raise UsageError(f"ringrun report {folder}: {error.filename or folder}: {error.strerror or error}") from error
     except (ValueError, KeyError, TypeError) as error:
         raise UsageError(f"ringrun report {folder}: {folder / DATA} is not a run report: {error!r}") from error
-    print(f"{folder / PAGE}: {sentence}")
+    print(f"{folder / PAGE}: {in_short(report)}")
     return 0
 
 

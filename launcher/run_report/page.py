@@ -9,6 +9,7 @@ makers'.
 
 import base64
 import gzip
+import importlib.util
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +23,21 @@ UNITS = {
 }
 
 
+MISSING = "report.html needs Jinja2 and Plotly: pip install '.[report]' in a clone of ringreduce, or pip install jinja2 plotly"
+
+
+def is_possible() -> bool:
+    """Return whether the extra is installed; nothing is imported."""
+    return all(importlib.util.find_spec(name) for name in ("jinja2", "plotly"))
+
+
 def render(report: dict[str, Any]) -> str:
     """Return the page that shows `report`; UsageError without the extra, or for a report that lacks something."""
     try:
         import jinja2
         from plotly.offline import get_plotlyjs
     except ImportError as error:
-        cure = "pip install '.[report]' in a clone of ringreduce, or pip install jinja2 plotly"
-        raise UsageError(f"report.html needs Jinja2 and Plotly: {cure}") from error
+        raise UsageError(MISSING) from error
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent),
         undefined=jinja2.StrictUndefined,

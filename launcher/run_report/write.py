@@ -38,6 +38,11 @@ class Writer:
             path.unlink()
         except OSError as error:
             raise refusal("--report", directory, error) from error
+        from .page import MISSING, is_possible  # its template is not needed by other commands
+
+        self._has_page = is_possible()
+        if not self._has_page:
+            say(f"ringrun: {MISSING}; this job will leave {self._folder / DATA}, for ringrun report {self._folder}")
         self._thread = threading.Thread(target=self._run, name="report", daemon=True)
         self._thread.start()
 
@@ -54,15 +59,20 @@ class Writer:
         while not self._is_over.wait(wait_s):
             self._write()
             wait_s = _EACH_S
-        if sentence := self._write():
-            self._say(f"ringrun: {self._folder / PAGE}: {sentence}")
+        if said := self._write():
+            self._say(f"ringrun: {said}")
 
     def _write(self) -> str:
-        """Return what the page says in short; nothing if it could not be written, which is said once."""
+        """Return the file that shows the report, and what it says in short; what could not be written is said once."""
+        said = ""
         try:
             report = document(self._collector)
             replace(self._folder / DATA, json.dumps(report))
-            return write_page(self._folder, report)
+            said = f"{self._folder / DATA}: {in_short(report)}"
+            if self._has_page:
+                write_page(self._folder, report)
+                said = f"{self._folder / PAGE}: {in_short(report)}"
+            return said
         except OSError as error:
             why = f"the report in {self._folder} cannot be written: {error.strerror or error}; the job goes on"
         except LauncherError as error:
@@ -72,14 +82,18 @@ class Writer:
         if why not in self._said:
             self._said.add(why)
             self._say(f"ringrun: {why}")
-        return ""
+        return said
 
 
-def write_page(folder: Path, report: Json) -> str:
-    """Write the page that shows `report`; return what it says in short."""
-    from .page import render  # its template is not needed by other commands
+def write_page(folder: Path, report: Json) -> None:
+    """Write the page that shows `report`."""
+    from .page import render
 
     replace(folder / PAGE, render(report))
+
+
+def in_short(report: Json) -> str:
+    """Return the report's sentence, after how many findings there are."""
     found = len(report["findings"])
     return f"{counted(found, 'finding')} of --check; {report['sentence']}" if found else str(report["sentence"])
 

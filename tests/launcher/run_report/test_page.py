@@ -177,3 +177,24 @@ def test_a_browser_shows_it_without_a_complaint(name, tmp_path):
             first = browser.value("document.querySelector('[aria-labelledby=ranks] td:nth-child(4) data').value")
             assert float(first) == max(rank["computing_ms"] for rank in report["ranks"])
             assert browser.complaints == []
+
+
+@pytest.mark.adapters
+def test_steps_over_time_have_a_gap_where_no_step_ended_and_charts_the_pages_font(tmp_path):
+    if CHROMIUM is None:
+        pytest.skip("no chromium: the chart of steps over time was not drawn; .ci/packages installs it")
+    report, path = REPORTS["2-ranks"](), tmp_path / "report.html"
+    took = {"count": 10, "median_ms": 100.0, "p5_ms": 90.0, "p95_ms": 110.0}
+    paused = [took | {"t_s": float(second)} for second in range(30) if not 10 < second < 16]
+    slow = [took | {"t_s": 3.0 * number, "count": 1, "median_ms": 3000.0} for number in range(10)]
+    with Browser(tmp_path / "profile") as browser:
+        for over_time, lines in ((paused, 2), (slow, 1), (paused[:1], 1)):
+            path.write_text(render(report | {"over_time": over_time}))
+            browser.open(path)
+            browser.value("charts")
+            medians = "document.getElementById('chart-steps').data.filter(each => each.name === 'median step')"
+            assert browser.value(f"{medians}.length") == lines, over_time
+            assert browser.value(f"{medians}.flatMap(each => each.y).length") == len(over_time)
+        fonts = "[document.body, document.querySelector('#chart-steps text')].map(each => getComputedStyle(each).fontFamily)"
+        page, chart = browser.value(fonts)
+        assert page == chart

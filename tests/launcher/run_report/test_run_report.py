@@ -41,6 +41,7 @@ def page(monkeypatch):
 
     page = types.ModuleType("ringrun.run_report.page")
     page.render, page.missing = render, False
+    page.MISSING, page.is_possible = "report.html needs jinja2: pip install jinja2", lambda: not page.missing
     monkeypatch.setitem(sys.modules, page.__name__, page)
     return page
 
@@ -237,11 +238,33 @@ def test_a_file_system_that_hangs_is_not_waited_for(tmp_path, collector, said, m
     hangs.set()
 
 
-def test_without_the_extra_one_line_says_how_to_get_the_page(tmp_path, collector, said, page):
+def test_without_the_extra_a_line_at_the_start_says_how_to_get_the_page_and_the_last_one_is_the_same(
+    tmp_path, collector, said, page
+):
     page.missing = True
-    finished(tmp_path, collector, said)
+    writer = Writer(str(tmp_path), collector, said.append)
+    assert said == [
+        "ringrun: report.html needs jinja2: pip install jinja2; "
+        f"this job will leave {tmp_path}/report.json, for ringrun report {tmp_path}"
+    ]
+    writer._write()
+    writer.finish(0)
+    sentence = json.loads((tmp_path / "report.json").read_text())["sentence"]
+    assert sentence.startswith("of a step's ")
+    assert said[1:] == [f"ringrun: {tmp_path}/report.json: {sentence}"]
+
+
+def test_a_page_that_cannot_be_made_takes_nothing_else_with_it(tmp_path, collector, said, page):
+    """As with a Plotly of which a part is missing."""
+    writer = Writer(str(tmp_path), collector, said.append)
+    page.missing = True
+    writer.finish(0)
     missing = "report.html needs jinja2, which is not installed; pip install jinja2"
-    assert said == [f"ringrun: {tmp_path}/report.json is written, but {missing}; then: ringrun report {tmp_path}"]
+    sentence = json.loads((tmp_path / "report.json").read_text())["sentence"]
+    assert said == [
+        f"ringrun: {tmp_path}/report.json is written, but {missing}; then: ringrun report {tmp_path}",
+        f"ringrun: {tmp_path}/report.json: {sentence}",
+    ]
 
 
 def test_a_folder_that_cannot_be_used_is_refused_before_the_job_starts(tmp_path, said):
