@@ -229,7 +229,7 @@ def run_job(request: Request) -> int:
     if "TORCHELASTIC_RUN_ID" in os.environ:  # and what else torch would heed in the ranks
         raise UsageError("torchrun has started ringrun; start it once, by itself: ringrun -np 2 python train.py")
     refuse_being_many(os.environ, starter())
-    command = find_command(request.job.command)
+    command = find_command(request.job.command, _SUBCOMMANDS)
     if (name := request.job.command[0]) != command[0] == sys.executable != shutil.which(name):
         say(f"ringrun: {name} is ringrun's own, {sys.executable}: its environment is not activated")
     detected = detect(interpreter_of(command))

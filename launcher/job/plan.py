@@ -1,12 +1,13 @@
 """What will be started: the user's command, found, and the command line around it. Pure but for the file system."""
 
+import difflib
 import os
 import re
 import shlex
 import shutil
 import socket
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -26,6 +27,10 @@ _BEFORE_PYTHON = ("PYTHONPATH", "LD_LIBRARY_PATH")
 """What an agent's Python may need to start at all."""
 
 _PYTHON = re.compile(r"python(\d+(\.\d+)*)?t?")
+_FLAG_OF_PYTHON = re.compile(
+    r"-[bBdEhiIJOPqRsStuvVx?3]*([cmWX].*)?|--(help(-\w+)?|version|check-hash-based-pycs)(=.*)?"
+)
+_ALIKE = 0.6
 
 
 def run_module(module: str, version: tuple[int, int] = sys.version_info[:2]) -> list[str]:
@@ -38,8 +43,10 @@ def run_module(module: str, version: tuple[int, int] = sys.version_info[:2]) -> 
     return ["-c", f"import runpy, sys; del sys.path[0]; runpy.run_module({module!r}, run_name='__main__')"]
 
 
-def find_command(command: Sequence[str]) -> list[str]:
+def find_command(command: Sequence[str], own: Collection[str] = ()) -> list[str]:
     """Return `command` with its program as an absolute path, found as a shell would; UsageError if it is not there.
+
+    own: the names of ringrun's own commands, of which one may have been meant.
 
     mpirun may change PATH for the ranks; the program is the one that the user's own shell would run. A bare `python` is
     ringrun's own where it would be none, or one beside an environment that is not activated.
@@ -49,8 +56,27 @@ def find_command(command: Sequence[str]) -> list[str]:
     if name in ("python", "python3") and (path is None or _is_not_activated(os.environ)):
         path = sys.executable
     if path is None:
-        raise UsageError(f"command not found: {name!r}{_why_not_found(name)}")
+        raise UsageError(f"command not found: {name!r}{_why_not_found(name, own)}")
+    if _PYTHON.fullmatch(Path(name).name):
+        _refuse_flags_of_ringrun(name, arguments)
     return [os.path.abspath(path), *arguments]
+
+
+def _refuse_flags_of_ringrun(python: str, arguments: Sequence[str]) -> None:
+    """Raise UsageError for a flag behind `python` that no Python has: each rank would print Python's usage."""
+    words = iter(arguments)
+    for word in words:
+        if not word.startswith("-") or word in ("-", "--"):
+            return
+        if (found := _FLAG_OF_PYTHON.fullmatch(word)) is None:
+            raise UsageError(
+                f"{word} stands behind {python}, which has no such flag; ringrun's own come first: "
+                f"ringrun {word} … {python} …"
+            )
+        if (option := found[1] or "")[:1] in ("c", "m"):
+            return
+        if option in ("W", "X") or word == "--check-hash-based-pycs":
+            next(words, None)
 
 
 def _is_not_activated(environ: Mapping[str, str]) -> bool:
@@ -60,13 +86,16 @@ def _is_not_activated(environ: Mapping[str, str]) -> bool:
     return in_environment and not on_path and not any(environ.get(name) for name in ("VIRTUAL_ENV", "CONDA_PREFIX"))
 
 
-def _why_not_found(name: str) -> str:
+def _why_not_found(name: str, own: Collection[str]) -> str:
     if Path(name).is_dir():
         return " (it is a folder)"
     if _PYTHON.fullmatch(name):
         return f"; ringrun's own is {sys.executable}: name that, or activate its environment"
     if not Path(name).exists():
-        return ""
+        if name == "help":
+            return "; ringrun --help prints the manual"
+        meant = difflib.get_close_matches(name, own, 1, _ALIKE)
+        return f"; did you mean ringrun {meant[0]} …?" if meant else ""
     if name.endswith(".py"):
         return f" (it is a file here; to run it: ringrun … python {name})"
     return " (it is a file here, but not executable)" if os.sep in name else f" (to run the file here: ./{name})"

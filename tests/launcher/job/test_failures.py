@@ -117,10 +117,20 @@ def test_a_rank_that_blames_another_that_failed_is_not_the_cause(code, cause, ri
 
 
 @pytest.mark.without_mpi
-def test_a_command_that_cannot_be_executed_is_not_tried_again(ringrun, tmp_path):
-    executable(tmp_path / "program", "#!/nowhere/interpreter\n")
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        (
+            "#!/nowhere/python3 -u\n",
+            r"No such .*/program\): its first line, '#!/nowhere/python3 -u', names an interpreter",
+        ),
+        ("print(1)\n", r"Exec format error .*/program\): a script's first line must .*ringrun … python \S+/program$"),
+    ],
+)
+def test_a_command_that_cannot_be_executed_is_not_tried_again(text, why, ringrun, tmp_path):
+    executable(tmp_path / "program", text)
     done = ringrun("-np", 2, "--restarts", 2, "./program", returncode=2)
-    assert re.match(r"ringrun: error: rank \d on host \S+ cannot execute the command: No such file or dir", done.stderr)
+    assert re.match(rf"ringrun: error: rank \d on host \S+ cannot execute the command: {why}", done.stderr.strip())
     assert done.stderr.count("\n") == 1
 
 

@@ -1,6 +1,7 @@
 """The command that is run, and the variables around it: pure functions."""
 
 import os
+import re
 import shlex
 import socket
 import subprocess
@@ -88,6 +89,9 @@ def test_a_bare_python_is_ringruns_own_where_no_environment_is_activated(
         ("program", "command not found: 'program' (to run the file here: ./program)"),
         ("./data", "command not found: './data' (it is a file here, but not executable)"),
         ("folder", "command not found: 'folder' (it is a folder)"),
+        ("doktor", "command not found: 'doktor'; did you mean ringrun doctor …?"),
+        ("stack", "command not found: 'stack'; did you mean ringrun stacks …?"),
+        ("help", "command not found: 'help'; ringrun --help prints the manual"),
     ],
 )
 def test_a_missing_command_is_told_with_its_cure(name, message, tmp_path, monkeypatch):
@@ -96,8 +100,38 @@ def test_a_missing_command_is_told_with_its_cure(name, message, tmp_path, monkey
         (tmp_path / file).touch(mode)
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UsageError) as caught:
-        plan.find_command([name])
+        plan.find_command([name], ["doctor", "join", "report", "scaling", "stacks", "top"])
     assert str(caught.value) == message
+
+
+@pytest.mark.parametrize(
+    ("words", "flag"),
+    [
+        ("python -np 2 x.py", "-np"),
+        ("python3 -u --timeout=3 x.py", "--timeout=3"),
+        ("python -W ignore -H h1:2 x.py", "-H"),
+        ("python -X dev --check nan x.py", "--check"),
+    ],
+)
+def test_a_flag_of_ringruns_behind_python_is_told(words, flag):
+    python = words.partition(" ")[0]
+    expected = (
+        f"{flag} stands behind {python}, which has no such flag; ringrun's own come first: ringrun {flag} … {python}"
+    )
+    with pytest.raises(UsageError, match=re.escape(expected)):
+        plan.find_command(words.split())
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "python x.py -np 2", "python -Bu x.py -H", "python -m pytest -n 2", "python -c pass -np", "python -ic pass -np",
+        "python -X dev x.py", "python -Xdev -Wignore x.py", "python - -np", "python -- -np", "python -W x.py",
+        "python --check-hash-based-pycs never x.py", "python --version", "sh -np", "python",
+    ],
+)  # fmt: skip
+def test_flags_of_python_and_of_the_script_are_theirs(words):
+    assert plan.find_command(words.split())[1:] == words.split()[1:]
 
 
 @pytest.mark.parametrize("name", ["python", "python3.12", "python3.13t", "bash", "pythonista", "ipython", "torchrun"])
