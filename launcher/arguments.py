@@ -105,16 +105,16 @@ def add_host_flags(add: Add) -> None:
     """Add the flags that say which hosts there are, and how they are reached."""
     add("-H", "--hosts", metavar="LIST", help="hosts and their slots, as in h1:4,h2:4")
     add("--hostfile", "-hostfile", metavar="FILE", help="a file of hosts, in the format of Open MPI, MPICH or Horovod")
-    add("-p", "--ssh-port", metavar="PORT", help="where sshd listens on other hosts")
+    add("-p", "--ssh-port", metavar="PORT", help="the port of sshd on other hosts")
     add("-i", "--ssh-identity-file", metavar="FILE", help="the private key for other hosts")
     interfaces = ("--network-interfaces", "--network-interface")
-    add(*interfaces, metavar="LIST", action=_Joined, help="use these between hosts, as in eth0,ib0")
-    add("--start-timeout", metavar="SECONDS", help="how long hosts and ranks may take (30, and 0.2 for each host)")
+    add(*interfaces, metavar="LIST", action=_Joined, help="networks to use between hosts, as in eth0,ib0")
+    add("--start-timeout", metavar="SECONDS", help="how long hosts and ranks may take to start (30, plus 0.2 per host)")
     add(
         "--lost-after",
         metavar="SECONDS",
         default=f"{LOST_AFTER_S:g}",
-        help="a host that is silent for longer is lost (30)",
+        help="give up a host that has been silent for so long (30)",
     )
 
 

@@ -58,22 +58,24 @@ from .processes import home, open_standard_streams, starter
 from .request import Request, checked
 
 _WHERE = """\
-Without -np there are as many ranks as slots on the hosts of -H, of --hostfile, or of an
-allocation of Slurm, LSF, PBS or the MPI Operator; else one per NVIDIA GPU, or per physical core.
-Other hosts are reached over ssh or through Slurm; before ranks start, a table shows what they
-have. Each rank is bound to cores of its own; local rank r has GPU r, and cores near it."""
+Without -np every slot of the hosts in -H, --hostfile or an allocation of Slurm, LSF, PBS or the
+MPI Operator gets a rank; else every NVIDIA GPU, or physical core. Other hosts are reached over
+ssh or Slurm. Each rank is bound to its own cores; local rank r has GPU r, and cores near it."""
 
 _WHILE = """\
-Lines are printed whole, each after its rank: [3] text. Rank 0 reads stdin that is no terminal."""
+Lines are printed whole, after their rank: [3] text. Rank 0 reads stdin unless it is a terminal."""
 
 _FAILS = """\
-The first rank that does not exit with 0 ends the others: SIGTERM after half a second, SIGKILL two
-seconds later. A report comes last: rank, host, exit code, traceback, what the others waited for.
-`ringrun stacks` and SIGUSR1 show what ranks do. Ctrl-C sends SIGINT; a second one kills at once."""
+When a rank fails, the others are ended: SIGTERM after half a second, SIGKILL two seconds later. A
+report comes last: rank, host, exit code, traceback, what the others waited for. `ringrun stacks`
+and SIGUSR1 show what the ranks are doing. Ctrl-C sends SIGINT; a second one kills at once."""
 
 _SETTINGS = """\
-Each setting of ringreduce is a flag, --log-level debug, a line of a file, `log_level: debug`,
-and a variable, RINGREDUCE_LOG_LEVEL; the first of them counts. horovodrun's flags work, too."""
+Each setting in docs/settings.md is a flag, --log-level debug, a line of a file, log_level: debug,
+and a variable, RINGREDUCE_LOG_LEVEL; the first counts. horovodrun's flags work, too. Often used:
+  --check LIST, --timeline FILE find who breaks training (nan,divergence); record what ranks do
+  --torch-backend ring          run PyTorch programs that name "gloo", or nothing, over ringreduce
+  --stall-abort-s SECONDS       fail after waiting for a rank for so long (never)"""
 
 _USAGE = "ringrun [-np N] [options] command [arguments …]"
 
@@ -93,41 +95,44 @@ def parser(prog: str, usage: str, introduction: str) -> Parser:
     _, heading, tables = (__doc__ or "").partition("Environment of a rank")
     parser = Parser(prog, usage, introduction, heading + tables)
     add = parser.group("Where ranks go", _WHERE)
-    ranks = "how many ranks to start; auto: as without it"
+    ranks = "how many ranks to start; auto, the default: see above"
     add("-np", "--num-proc", dest="np", metavar="N", default="auto", help=ranks)
     add_host_flags(add)
-    add("--slots-per-host", metavar="N", help="slots of each host that is named without a number")
-    by = "in a Slurm job: mpirun, which starts ranks through Slurm, or srun"
-    add("--host-discovery-script", metavar="FILE", help="a program that prints hosts, now and at each restart: h1:4")
+    add("--slots-per-host", metavar="N", help="slots of a host that is named without a number")
+    by = "what starts the ranks in a Slurm job: mpirun (default) or srun"
+    add(
+        "--host-discovery-script",
+        metavar="FILE",
+        help="a program that prints the hosts, as h1:4; run again for each restart",
+    )
     add("--launcher", metavar="NAME", default="mpirun", help=by)
-    add("--wdir", "-wdir", metavar="DIR", help="start ranks in this folder of their hosts, not in the current one")
-    add("--no-bind", action="store_true", help="let each rank run on all cores")
-    add("--mask-gpus", action="store_true", help="let each rank see its own GPU only, as number 0")
+    add("--wdir", "-wdir", metavar="DIR", help="start ranks in this folder, not in the current one")
+    add("--no-bind", action="store_true", help="let every rank use all cores")
+    add("--mask-gpus", action="store_true", help="let each rank see only its own GPU, as number 0")
     add("--mpi-args", metavar='"…"', help='more arguments for mpirun: --mpi-args="-v"')
     add = parser.group("While it runs", _WHILE)
-    add("--ranks", metavar="LIST", help="print these ranks' lines only, as in 0,3-5")
-    add("--fold", action="store_true", help="print equal lines of several ranks once: [0-3,7] text")
+    add("--ranks", metavar="LIST", help="print only these ranks' lines, as in 0,3-5")
+    add("--fold", action="store_true", help="print a line that several ranks write only once: [0-3,7] text")
     timestamps = ("--timestamps", "-prefix-timestamp", "--prefix-output-with-timestamp")
-    add(*timestamps, action="store_true", help="print the local time before each line")
-    add("--output-filename", metavar="DIR", help="also keep all output, in DIR/rank.N/stdout and stderr")
-    add("--report", metavar="DIR", help="write what steps wait for to DIR/report.html (ringrun report: again)")
-    add("--metrics-port", metavar="PORT", help="serve metrics at 127.0.0.1:PORT (ADDRESS:PORT: to all, no password)")
+    add(*timestamps, action="store_true", help="print the local time in front of each line")
+    add("--output-filename", metavar="DIR", help="also write each rank's output to DIR/rank.N/stdout and stderr")
+    add("--report", metavar="DIR", help="measure what training steps wait for, and write DIR/report.html")
+    add("--metrics-port", metavar="PORT", help="serve metrics to Prometheus on 127.0.0.1:PORT, or on ADDRESS:PORT")
     add("--stdin", metavar="RANK", help="let this rank read stdin, even from a terminal (for a debugger)")
-    add("--timeout", metavar="SECONDS", help="end the job when it takes longer, restarts included")
-    add("--twice", metavar="N", help="run the first N steps twice, and say whose bits differ")
-    add("--forward-signals", metavar="LIST", help="hand these to the ranks, as in USR1,USR2, so that they can save")
+    add("--timeout", metavar="SECONDS", help="end the job after this time, restarts included")
+    add("--twice", metavar="N", help="run the first N steps twice, and report bits that differ")
+    add("--forward-signals", metavar="LIST", help="pass these signals on to the ranks, as in USR1,USR2")
     add = parser.group("When it fails", _FAILS)
     add("--grace", metavar="SECONDS", help="time from the first signal to SIGKILL (3; 2 after a failure)")
-    add("--restarts", metavar="N", default="0", help="after a failure run the job again, up to N times")
+    add("--restarts", metavar="N", default="0", help="run the job again after a failure, up to N times")
     elastic.add_flags(add)
-    add = parser.group("Settings", _SETTINGS)
+    add = parser.group("Settings, and what ringrun itself does", _SETTINGS)
     config.add_own_flags(add)
-    on_all_hosts = "set it on all hosts (--env-allow 'LANG,CUDA_*': send no others)"
+    on_all_hosts = "set it on all hosts (--env-allow 'LANG,CUDA_*': no others are sent)"
     add("--env", metavar="NAME[=VALUE]", action="append", help=on_all_hosts)
     add("--env-allow", metavar="LIST", help=SUPPRESS)
-    add = parser.group("What ringrun itself does")
-    add("--dry-run", action="store_true", help="print the commands that would be run, and run none")
-    add("--verbose", action="store_true", help="print which MPI is used, and what mpirun itself prints")
+    add("--dry-run", action="store_true", help="print the commands that would be run, without running them")
+    add("--verbose", action="store_true", help="print which MPI is used, and mpirun's own output")
     add("--version", "-v", action="store_true", help="print the version and exit")
     add("-h", "--help", action="help", help="print this manual and exit")
     return parser

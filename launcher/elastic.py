@@ -53,12 +53,12 @@ class Elastic:
 
 def add_flags(add: Add) -> None:
     """Add the flags of elastic jobs."""
-    add("--elastic", action="store_true", help="let ranks go on without those that fail")
-    add("--min-np", "--min-num-proc", metavar="N", help="the same; with fewer than N ranks the job ends (1)")
-    add("--max-np", "--max-num-proc", metavar="N", help="have up to N ranks when hosts come (as at first)")
-    add("--spares", metavar="N", help="start N more ranks, which take the place of those that fail (0)")
-    add("--max-failures", metavar="N", help="with more failed ranks the job ends (no limit)")
-    cooldown = "leave a host that failed out of restarts so many seconds"
+    add("--elastic", action="store_true", help="continue without ranks that fail")
+    add("--min-np", "--min-num-proc", metavar="N", help="the same; end the job when fewer than N ranks are left (1)")
+    add("--max-np", "--max-num-proc", metavar="N", help="when hosts are added, grow to at most N ranks")
+    add("--spares", metavar="N", help="start N extra ranks, which replace those that fail (0)")
+    add("--max-failures", metavar="N", help="end the job when more than N ranks have failed (no limit)")
+    cooldown = "leave a failed host out of restarts for so many seconds"
     add("--blacklist-cooldown-range", nargs=2, metavar=("MIN", "MAX"), help=cooldown)
 
 

@@ -46,7 +46,7 @@ def either_kernels(request, monkeypatch):
     if request.param == "numpy":
         monkeypatch.setattr(native, "module", None)
     elif native.module is None:
-        pytest.skip("ringreduce was installed without a compiler")
+        pytest.skip(f"the compiled module: {native.MISSING}")
 
 
 def is_whole(config):

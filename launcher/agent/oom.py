@@ -62,14 +62,14 @@ def judge(
     logged = {int(match[1]) for match in map(_KILLED.search, log) if match}
     where = f" (cgroup {risen[0]})" if risen else " (as the kernel's log says)"
     if killed and (risen or logged.intersection(pids)):
-        return f"the kernel's OOM killer did it: out of memory{where}"
+        return f"killed by the kernel's OOM killer: out of memory{where}"
     if risen or logged.intersection(pids):
-        return f"the kernel's OOM killer has killed one of its processes: out of memory{where}"
+        return f"the kernel's OOM killer killed one of its processes: out of memory{where}"
     if not killed:
         return ""
     if after or log_is_readable:
-        return "nothing says that it was the kernel's OOM killer"
-    return "whether it was the kernel's OOM killer cannot be known: neither its log nor a cgroup's counts are readable"
+        return "there is no sign of the kernel's OOM killer"
+    return "it may have been the kernel's OOM killer: neither its log nor a cgroup's counters can be read"
 
 
 def _counters(proc: Path) -> Iterator[Counter]:

@@ -98,9 +98,9 @@ def public_settings() -> dict[str, Any]:
 
 def add_own_flags(add: Add) -> None:
     """Add the flags that this file serves to ringrun's own."""
-    add("--config-file", metavar="FILE", help="read flags from a YAML file: cycle_time_ms: 5, …")
-    add("--show-config", action="store_true", help="print all settings and where each came from")
-    add("--check-build", "-cb", action="store_true", help="print which frameworks and MPIs were found")
+    add("--config-file", metavar="FILE", help="read flags from a YAML file, as in cycle_time_ms: 5")
+    add("--show-config", action="store_true", help="print all settings, and where each comes from")
+    add("--check-build", "-cb", action="store_true", help="print which frameworks and MPIs are found")
 
 
 def resolve(parser: Parser, arguments: Sequence[str], environ: Mapping[str, str]) -> Config:

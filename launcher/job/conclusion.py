@@ -18,7 +18,7 @@ from .plan import Job
 from .questions import Question, nobody
 
 WITHOUT_INIT = "and never called init()", "there for all ranks"
-WITHOUT_LEAVING = "in the middle, as os._exit(0) does", "for it"
+WITHOUT_LEAVING = "in mid-training, as os._exit(0) does", "for it"
 _TIMEOUT_EXIT_CODE = 124  # that of timeout(1)
 
 Conclusion = Callable[[], int]

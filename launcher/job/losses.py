@@ -100,9 +100,9 @@ class Losses:
             self._unexplained.discard(event.end.rank)
             if isinstance(decision, Membership) and event.end.code == 0:
                 gone = f"rank {event.end.rank} ended with exit code 0 before others did"
-                self._say(f"{gone}; going on {self._with_whom()}")
+                self._say(f"{gone}; continuing {self._with_whom()}")
             if (end := self.explained(event.end)).failed:
-                self._note(f"rank {end.rank} was lost ({in_words(end)}); going on {self._with_whom()}")
+                self._note(f"rank {end.rank} was lost ({in_words(end)}); continuing {self._with_whom()}")
                 self._output.message(self._card(end, self._with_whom()))
         if not self._unexplained:
             self._say_recoveries()
@@ -189,7 +189,7 @@ class Losses:
     def _report_recovery(self, now_s: float) -> None:
         if self._lost_at_s is not None:
             took_ms = (now_s - self._lost_at_s) * 1000
-            self._recoveries.append(f"{numbered('rank', self._members.ranks)} went on after {took_ms:.0f} ms")
+            self._recoveries.append(f"{numbered('rank', self._members.ranks)} resumed after {took_ms:.0f} ms")
         self._lost_at_s = None
 
     def _say_recoveries(self) -> None:

@@ -101,7 +101,7 @@ def run(job: Job, attempt: Attempt, reallocate: Reallocate, wait: Wait, say: Say
                 break
         if found.size != job.size:
             of = f" of {job.size}" if found.size < job.size else ""
-            say(f"ringrun: hosts that answer have {found.size} slots; going on with {found.size}{of} ranks")
+            say(f"ringrun: hosts that answer have {found.size} slots; continuing with {found.size}{of} ranks")
         came = _away(found) - _away(current) if ending.scales_up else set()
         current = found
     return ending.exit_code
@@ -127,7 +127,7 @@ def _try(
         say(f"ringrun: error: {error}")
         for host in sorted(came):
             cools_s = without.failed(host, CANNOT_START_S)
-            say(f"ringrun: going on without host {host}, which has joined, but is left out for {cools_s:g} s")
+            say(f"ringrun: continuing without host {host}, which has joined, but is left out for {cools_s:g} s")
         return Ending(error.exit_code, failed=True, scales_up=bool(came))
 
 

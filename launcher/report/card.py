@@ -63,7 +63,7 @@ def card(
     facts += _rows("failed too", failures_of_others(cause, ends))
     facts += _rows("the others", waiting(others, answers or {}))
     head, foot = f"-- ringrun: {title} ".ljust(WIDTH, "-"), "-" * WIDTH
-    facts += _rows("going on", [going_on])
+    facts += _rows("continuing", [going_on])
     if colour:
         head, foot = f"{_RED_BOLD}{head}{_RESET}", f"{_FAINT}{foot}{_RESET}"
     whose = "it" if gone is None else f"rank {cause.rank}"

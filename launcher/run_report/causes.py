@@ -14,12 +14,15 @@ _MOST = 20
 KINDS = {
     "core shared": (
         "another process runs on its core",
-        "end what else runs on its core, as top shows it",
+        "stop the other process on its core (top shows which)",
     ),
-    "data loader": ("it waits for its data loader", "its data loader needs more workers, or a faster disk"),
+    "data loader": (
+        "it waits for its data loader",
+        "its data loader needs more workers (with --no-bind they may use idle cores), or a faster disk",
+    ),
     "slow host": ("all ranks of this host compute longer", "look for other load, heat or a power limit there"),
-    "slow link": ("it carries half of what others do, or less", "see ringrun doctor; compression=int4 sends an eighth"),
-    "computes longer": ("it computes longer than others", "give it less to do, or find what else it does"),
+    "slow link": ("it carries half of what others do, or less", "run ringrun doctor; compression=int4 sends an eighth"),
+    "computes longer": ("it computes longer than others", "give it less to do, or find out what else it does"),
 }
 """Kinds of stragglers: what each means, and what to do."""
 

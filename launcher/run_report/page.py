@@ -23,7 +23,10 @@ UNITS = {
 }
 
 
-MISSING = "report.html needs Jinja2 and Plotly: pip install '.[report]' in a clone of ringreduce, or pip install jinja2 plotly"
+MISSING = (
+    "report.html needs Jinja2 and Plotly: pip install '.[report]' in a clone of ringreduce, "
+    "or pip install jinja2 plotly"
+)
 
 
 def is_possible() -> bool:

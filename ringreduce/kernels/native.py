@@ -10,7 +10,11 @@ from typing import Any
 
 MOST_PARTS = 256  # of a sum, so also ranks of a host, as in native.c
 module: Any
+MISSING = ""
+"""Why there is no module."""
 try:
     module = importlib.import_module("ringreduce.kernels._native")
-except ImportError:
-    module = None
+except ModuleNotFoundError:
+    module, MISSING = None, "it was not compiled; pip does that where it finds a C compiler and Python's headers"
+except ImportError as error:
+    module, MISSING = None, f"it cannot be loaded: {error}"

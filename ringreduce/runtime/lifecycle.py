@@ -128,7 +128,7 @@ def _summary(made: Runtime) -> str:
         f"ringreduce {__version__}: {world.size} ranks on {hosts} host{'' if hosts == 1 else 's'}",
         " with thread level ".join(mpi_library()),
         "no shared memory" if window is None else f"{len(window.blocks[0])} B of shared memory a rank",
-        "sums by " + ("NumPy, for want of a compiler" if native.module is None else "the compiled module"),
+        "sums by " + (f"NumPy, not the compiled module: {native.MISSING}" if native.MISSING else "the compiled module"),
         f"allreduce by {engine.states[GLOBAL].algorithms.text()}",
         f"costs {engine.host.constants}",
     ]

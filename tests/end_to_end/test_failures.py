@@ -19,7 +19,10 @@ FAILURES = {
     "raise": (1, r"rank 1 of 4 failed first -+\nhow .*exit code 1"),
     "exit3": (3, r"rank 1 of 4 failed first -+\nhow .*exit code 3"),
     "_exit4": (4, r"rank 1 of 4 failed first -+\nhow .*exit code 4"),
-    "_exit0": (1, r"rank 1 of 4 ended with exit code 0 in the middle, as os\._exit\(0\) does; ranks? [023,-]+ waited"),
+    "_exit0": (
+        1,
+        r"rank 1 of 4 ended with exit code 0 in mid-training, as os\._exit\(0\) does; ranks? [023,-]+ waited",
+    ),
     "SIGKILL": (137, r"rank 1 of 4 failed first -+\nhow .*SIGKILL"),
     "SIGSEGV": (139, r"rank 1 of 4 failed first -+\nhow .*SIGSEGV"),
     "return": (

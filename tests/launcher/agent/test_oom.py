@@ -20,10 +20,10 @@ LINES = (
     "6,1,2,-;Memory cgroup out of memory: Killed process 41 (python) total-vm:699900kB, anon-rss:319856kB",
     "3,1,2,-;Out of memory: Killed process 42 (python) total-vm:1kB",
 )
-DID_IT = "the kernel's OOM killer did it: out of memory (cgroup /job/7)"
-LOGGED = "the kernel's OOM killer did it: out of memory (as the kernel's log says)"
-ONE_OF_ITS = "the kernel's OOM killer has killed one of its processes: out of memory (cgroup /job/7)"
-NOTHING = "nothing says that it was the kernel's OOM killer"
+DID_IT = "killed by the kernel's OOM killer: out of memory (cgroup /job/7)"
+LOGGED = "killed by the kernel's OOM killer: out of memory (as the kernel's log says)"
+ONE_OF_ITS = "the kernel's OOM killer killed one of its processes: out of memory (cgroup /job/7)"
+NOTHING = "there is no sign of the kernel's OOM killer"
 
 
 @pytest.mark.parametrize(
@@ -78,8 +78,8 @@ def test_a_watch_compares_before_and_after(tmp_path):
     watch = OomWatch(proc, str(tmp_path / "no log"))
     assert watch.verdict(KILL, [7]) == NOTHING
     (tmp_path / "unified/user/app/memory.events").write_text("oom 2\noom_kill 6\n")
-    assert watch.verdict(KILL, [7]) == "the kernel's OOM killer did it: out of memory (cgroup /user/app)"
-    assert OomWatch(tmp_path / "nothing", str(tmp_path / "no log")).verdict(KILL, [7]).endswith("are readable")
+    assert watch.verdict(KILL, [7]) == "killed by the kernel's OOM killer: out of memory (cgroup /user/app)"
+    assert OomWatch(tmp_path / "nothing", str(tmp_path / "no log")).verdict(KILL, [7]).endswith("can be read")
 
 
 @hypothesis.given(st.text(), st.text())
@@ -133,4 +133,4 @@ def test_a_rank_that_the_oom_killer_ends(start, program, around, wait_until_gone
     assert job.returncode == 137, told
     card = told[told.index("-- ringrun: rank 1 of 3 failed first") :].splitlines()
     assert "SIGKILL" in card[1]
-    assert card[2].startswith("            the kernel's OOM killer did it: out of memory (cgroup")
+    assert card[2].startswith("            killed by the kernel's OOM killer: out of memory (cgroup")

@@ -42,15 +42,15 @@ def test_survivors_hear_of_each_loss_and_the_job_ends_well(ringrun, python, wait
     assert cards == sorted(cards)
     of_rank_0 = done.stderr[cards[1] : cards[2]]
     assert "how         exit code 1\n" in of_rank_0
-    assert "going on    with ranks 2-4\n" in of_rank_0
+    assert "continuing  with ranks 2-4\n" in of_rank_0
     assert "ValueError: of rank 0\n" in of_rank_0
     assert "[0] the last words of 0\n" in done.stderr
-    assert re.findall("ringrun: ranks (.+) went on after [0-9]+ ms\n", done.stderr) == ["0,2-4", "2-4", "2-3"]
+    assert re.findall("ringrun: ranks (.+) resumed after [0-9]+ ms\n", done.stderr) == ["0,2-4", "2-4", "2-3"]
     report = json.loads((tmp_path / "run" / "report.json").read_text())
     texts = [each["text"] for each in report["elastic"]]
-    assert texts[0] == "rank 1 was lost (killed by signal 9 (SIGKILL), exit code 137); going on with ranks 0,2-4"
+    assert texts[0] == "rank 1 was lost (killed by signal 9 (SIGKILL), exit code 137); continuing with ranks 0,2-4"
     assert [text.split()[1] for text in texts if " was lost " in text] == ["1", "0", "4"]
-    assert [text.split()[1] for text in texts if " went on " in text] == ["0,2-4", "2-4", "2-3"]
+    assert [text.split()[1] for text in texts if " resumed " in text] == ["0,2-4", "2-4", "2-3"]
     assert {each["rank"] for each in report["failures"]} == {0, 1, 4}
     assert wait_until_gone() < patient(5.0)
 
@@ -77,7 +77,7 @@ def test_a_rank_that_ends_with_0_before_the_others_is_missed_but_did_not_fail(ri
     dead = {"1": "ended with exit code 0"}
     assert lists(done) == {rank: [{"number": 1, "ranks": [0, 2], "dead": dead}] for rank in (0, 2)}
     assert done.stderr.splitlines()[0] == (
-        "ringrun: rank 1 ended with exit code 0 before others did; going on with ranks 0,2"
+        "ringrun: rank 1 ended with exit code 0 before others did; continuing with ranks 0,2"
     )
     assert "-- ringrun" not in done.stderr
 

@@ -183,7 +183,7 @@ def test_how_a_rank_was_lost_is_said_before_the_others_went_on():
     losses.handle(RankEnded(RankEnd(1, "h", 12, -9, 0.0)))
     said = [each for each in recorded.sent if isinstance(each, str)]
     assert any("rank 1 of 3 " in line for line in said[:-1]), said
-    assert re.fullmatch("ringrun: ranks 0,2 went on after [0-9]+ ms", said[-1])
+    assert re.fullmatch("ringrun: ranks 0,2 resumed after [0-9]+ ms", said[-1])
 
 
 @pytest.mark.parametrize(

@@ -110,7 +110,9 @@ def test_a_rank_that_ends_with_0_in_the_middle_ends_the_job_when_another_waits(w
     assert supervisor.run() == (0 if goes_on else 1)
     assert supervisor.failed is not goes_on
     if not goes_on:
-        text = "rank 1 of 2 ended with exit code 0 in the middle, as os._exit(0) does; rank 0 waited for it, so the job"
+        text = (
+            "rank 1 of 2 ended with exit code 0 in mid-training, as os._exit(0) does; rank 0 waited for it, so the job"
+        )
         assert fake.said == [f"ringrun: {text} was ended:", "rank 0: train.py:0"]
 
 

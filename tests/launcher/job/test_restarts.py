@@ -103,7 +103,7 @@ def test_it_goes_on_with_fewer_ranks_and_with_all_when_the_host_is_back():
     run = Attempts(FAILED, FAILED, OK, sizes=[6, 8])
     assert run.run(3) == 0
     assert [job.size for job in run.jobs] == [8, 6, 8]
-    assert "ringrun: hosts that answer have 6 slots; going on with 6 of 8 ranks" in run.said
+    assert "ringrun: hosts that answer have 6 slots; continuing with 6 of 8 ranks" in run.said
     assert sum("slots" in line for line in run.said) == 1
 
 
@@ -142,9 +142,9 @@ def test_a_job_goes_on_without_hosts_that_came_and_cannot_start_ranks():
     assert [tried.size for tried in run.jobs] == [2, 4, 2, 4, 2, 2]
     assert [line for line in run.said if "slots" not in line] == [
         "ringrun: error: no prted there",
-        "ringrun: going on without host h2.example, which has joined, but is left out for 60 s",
+        "ringrun: continuing without host h2.example, which has joined, but is left out for 60 s",
         "ringrun: error: no prted there",
-        "ringrun: going on without host h2.example, which has joined, but is left out for 120 s",
+        "ringrun: continuing without host h2.example, which has joined, but is left out for 120 s",
         "ringrun: restart 1 of 1 in 1 s",
     ]
     run = Attempts(scales_up, broken, OK)
@@ -163,7 +163,7 @@ def test_where_hosts_that_are_left_out_are_needed_it_waits_for_them():
 @pytest.mark.parametrize(
     ("endings", "size", "code", "said"),
     [
-        ([FAILED, OK], 12, 0, "hosts that answer have 12 slots; going on with 12 ranks"),
+        ([FAILED, OK], 12, 0, "hosts that answer have 12 slots; continuing with 12 ranks"),
         ([FAILED], None, 7, "no restart, since no host answers"),
     ],
 )

@@ -96,12 +96,12 @@ def test_what_checks_have_found_stands_on_the_card_and_of_many_the_first():
 
 def test_facts_are_wrapped_and_what_the_rank_wrote_is_not():
     words = "w" * 300
-    cause = end(1, -9, oom=f"the kernel's OOM killer did it: out of memory (cgroup {'/slurm' * 8})", tail=(words,))
+    cause = end(1, -9, oom=f"killed by the kernel's OOM killer: out of memory (cgroup {'/slurm' * 8})", tail=(words,))
     answers = {rank: answer(f"allreduce 'a tensor of rank {rank}' (train.py:{rank})") for rank in range(2, 60)}
     lines = card(cause, [cause], 60, asked=answers.keys(), answers=answers)
     assert words in lines
     assert all(len(line) <= WIDTH for line in lines if line != words)
-    assert "the kernel's OOM killer did it" in lines[2]
+    assert "killed by the kernel's OOM killer" in lines[2]
 
 
 def test_a_rank_that_failed_before_it_could_answer_is_not_said_to_have_been_asked():

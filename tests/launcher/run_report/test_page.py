@@ -195,6 +195,6 @@ def test_steps_over_time_have_a_gap_where_no_step_ended_and_charts_the_pages_fon
             medians = "document.getElementById('chart-steps').data.filter(each => each.name === 'median step')"
             assert browser.value(f"{medians}.length") == lines, over_time
             assert browser.value(f"{medians}.flatMap(each => each.y).length") == len(over_time)
-        fonts = "[document.body, document.querySelector('#chart-steps text')].map(each => getComputedStyle(each).fontFamily)"
-        page, chart = browser.value(fonts)
+        parts = "[document.body, document.querySelector('#chart-steps text')]"
+        page, chart = browser.value(f"{parts}.map(each => getComputedStyle(each).fontFamily)")
         assert page == chart

@@ -48,7 +48,7 @@ def page(monkeypatch):
 
 def test_all_of_a_job_is_in_its_report(collector):
     collector.note("stalls", "rank 0 says: 'w' waits")
-    collector.note("elastic", "ranks 0,2 went on after 31 ms")
+    collector.note("elastic", "ranks 0,2 resumed after 31 ms")
     collector.note("findings", "'w' is NaN", 2)
     collector.ended(RankEnd(1, "h0", 101, -9, 0.0, device="GPU 1"))
     collector.ended(RankEnd(2, "h0", 102, -15, 0.0, sent=(15,)))
@@ -83,7 +83,7 @@ def test_all_of_a_job_is_in_its_report(collector):
     assert [(each["rss_max"] >> 30, each["shm_max"]) for each in found["memory"]] == [(3, 1 << 20)]
     assert [(each["rank"], each["host"]) for each in found["failures"]] == [(1, "h0")]
     assert [found[kind][0]["text"] for kind in ("stalls", "elastic", "findings")] == [
-        "rank 0 says: 'w' waits", "ranks 0,2 went on after 31 ms", "'w' is NaN",
+        "rank 0 says: 'w' waits", "ranks 0,2 resumed after 31 ms", "'w' is NaN",
     ]  # fmt: skip
     assert found["findings"][0]["rank"] == 2
 

@@ -17,7 +17,7 @@ from ringreduce.transport.window import Signatures
 from tests.support.reference import MATRIX, data, folded
 from tests.support.slots import SLOT_BYTES, on_a_host
 
-pytestmark = pytest.mark.skipif(native.module is None, reason="ringreduce was installed without a compiler")
+pytestmark = pytest.mark.skipif(native.module is None, reason=f"the compiled module: {native.MISSING}")
 
 
 def allreduce(arrays, region, reduction, by_numpy, progress=lambda count: None):

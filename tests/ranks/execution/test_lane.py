@@ -17,7 +17,7 @@ from tests.support.world import on_every_world, on_every_world_and_hosts
 
 pytestmark = [
     pytest.mark.timeout(60),
-    pytest.mark.skipif(native.module is None, reason="ringreduce was installed without a compiler"),
+    pytest.mark.skipif(native.module is None, reason=f"the compiled module: {native.MISSING}"),
 ]
 
 
