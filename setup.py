@@ -10,6 +10,7 @@ import sysconfig
 from pathlib import Path
 
 from setuptools import Extension, find_packages, setup
+from setuptools.command.bdist_wheel import bdist_wheel
 
 # Python's stable ABI has buffers from 3.11 on, and none for builds without a GIL: one wheel serves all that have one
 STABLE = sys.version_info >= (3, 11) and not sysconfig.get_config_var("Py_GIL_DISABLED")
@@ -22,6 +23,18 @@ NATIVE = Extension(
     py_limited_api=STABLE,
     optional=True,
 )
+
+
+class Wheel(bdist_wheel):
+    """Names a wheel without the compiled module as what it is, one for any machine."""
+
+    def run(self):
+        self.run_command("build_ext")
+        if not Path(self.get_finalized_command("build_ext").get_ext_fullpath(NATIVE.name)).exists():
+            self.distribution.ext_modules = []
+            self.root_is_pure = True
+        super().run()
+
 
 FOLDERS = {"ringreduce": "ringreduce", "ringrun": "launcher"}
 LINKS = Path(".editable")
@@ -40,5 +53,6 @@ setup(
     ],
     package_dir={"": str(LINKS)} if IS_EDITABLE else FOLDERS,
     ext_modules=[NATIVE],
+    cmdclass={"bdist_wheel": Wheel},
     options={"bdist_wheel": {"py_limited_api": "cp311"}} if STABLE else {},
 )

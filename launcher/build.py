@@ -17,7 +17,10 @@ from .errors import MachineError
 from .machine.topology import installed_cupy, read_topology
 from .text import counted
 
-_KERNELS = {"compiled (needs a compiler when ringreduce is installed)": "ringreduce.kernels._native", "NumPy": "numpy"}
+_KERNELS = {
+    "compiled (needs a C compiler and Python's headers when ringreduce is installed)": "ringreduce.kernels._native",
+    "NumPy": "numpy",
+}
 _FRAMEWORKS = {
     "NumPy": "numpy",
     "PyTorch": "torch",
