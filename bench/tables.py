@@ -1,4 +1,4 @@
-"""Writes the figures of bench/results into docs/benchmarks.md and README.md, and draws docs/gradients.svg from them.
+"""Writes the figures of bench/results into docs/benchmarks.md and README.md, and draws the pictures of picture.py.
 
     python bench/tables.py       a test compares: what is there is what this would write
 
@@ -32,11 +32,11 @@ from figures import (
     fastest_of,
     machines,
 )
-from picture import picture
+from picture import PICTURES
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = (ROOT / "docs" / "benchmarks.md", ROOT / "README.md")
-PICTURE = ROOT / "docs" / "gradients.svg"
+DOCS = ROOT / "docs"
 REGION = re.compile(r"(<!-- figures: ([a-z ]+) -->\n).*?(<!-- end of figures -->)", re.DOTALL)
 NAMES = {DDP: "DDP over gloo", DDP_RING: 'DDP over "ring"', MPI: "MPI", TUNED: "tuned MPI", HOROVOD: "Horovod's way"}
 GPU_BAR_FROM = 64 << 20
@@ -286,11 +286,12 @@ def rewritten(page: str, found: list[Machine]) -> str:
 
 
 def main() -> None:
-    """All pages, and the picture."""
+    """All pages, and the pictures."""
     found = machines()
     for path in PAGES:
         path.write_text(rewritten(path.read_text(encoding="utf-8"), found), encoding="utf-8")
-    PICTURE.write_text(picture(found[0]), encoding="utf-8")
+    for name, draw in PICTURES.items():
+        (DOCS / name).write_text(draw(found[0]), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -91,20 +91,24 @@ def tables(monkeypatch):
 
 
 def written(tables, found):
-    """The pages and the picture that these results make."""
+    """The pages and the pictures that these results make."""
     pages = [tables.rewritten(path.read_text(), found) for path in tables.PAGES]
-    return [*pages, tables.picture(found[0])]
+    return [*pages, *(draw(found[0]) for draw in tables.PICTURES.values())]
 
 
-def test_figures_and_picture_are_those_of_bench_results(tables):
+def test_figures_and_pictures_are_those_of_bench_results(tables):
     found = tables.machines()
-    there = [path.read_text() for path in (*tables.PAGES, tables.PICTURE)]
+    there = [path.read_text() for path in (*tables.PAGES, *(tables.DOCS / name for name in tables.PICTURES))]
     assert there == written(tables, found), "python bench/tables.py"
-    assert "white" not in there[-1], "the page's background may be dark"
+    for picture in there[len(tables.PAGES) :]:
+        assert "white" not in picture, "the page's background may be dark"
+        assert int(re.search('width="([0-9]+)"', picture)[1]) <= 400, "a phone's page is no wider"
+    assert [name for name in tables.PICTURES if f"]({name})" not in DOCS] == [], "no page shows it"
     for jobs in found[0].sets.values():
         for row in (row for job in jobs for row in job.get("rows", ())):
             assert not row["wrong"]
             row["runs_us"] = [each * 3 for each in row["runs_us"]]
+            row["heard"] = 3 * row.get("heard", 0.0)
     assert all(map(str.__ne__, there, written(tables, found))), "each of them changes with its figures"
 
 
