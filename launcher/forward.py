@@ -49,10 +49,8 @@ _OF_THIS_PROCESS = (
     "ORTE_*", "PRTE_*",
     "RINGRUN_*",
 )  # fmt: skip
-_OF_EVERY_JOB = (
-    "PATH", "LD_LIBRARY_PATH", "PYTHONPATH", "RINGREDUCE_*", "HOROVOD_*",
-    "OMPI_*", "OPAL_*", "MPIR_*", "UCX_*", "FI_*", "MPI4PY_*",
-)  # fmt: skip
+_SETTINGS = ("RINGREDUCE_*", "HOROVOD_*", "OMPI_*", "OPAL_*", "MPIR_*", "UCX_*", "FI_*", "MPI4PY_*")
+_OF_EVERY_JOB = ("PATH", "LD_LIBRARY_PATH", "PYTHONPATH", *_SETTINGS)
 """What ranks and the MPI need, whatever --env-allow names."""
 _BY_BATCH_SYSTEM = ("CUDA_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL", "ROCR_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
 _NAME, _PATTERN = re.compile(r"[A-Za-z_][A-Za-z0-9_]*"), re.compile(r"[A-Za-z_*?][A-Za-z0-9_*?]*")
@@ -114,6 +112,12 @@ def forwarded(environ: Mapping[str, str], asked: Mapping[str, str], *, gpus_are_
     stays = (*_OF_THIS_HOST, *_OF_THIS_PROCESS, *(_BY_BATCH_SYSTEM if gpus_are_chosen else ()))
     kept = {name: value for name, value in environ.items() if not (is_secret(name, value) or _matches(name, stays))}
     return {**kept, **asked}
+
+
+def settings_of_job(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables for ranks on hosts that keep their own: the settings of ringreduce and of the MPI."""
+    kept = ((name, value) for name, value in environ.items() if _matches(name, _SETTINGS))
+    return {name: value for name, value in kept if not _matches(name, _OF_THIS_PROCESS) and not is_secret(name, value)}
 
 
 def withheld(environ: Mapping[str, str], asked: Mapping[str, str], allowed: Sequence[str] = ("*",)) -> list[str]:

@@ -323,18 +323,25 @@ class End(NamedTuple):
 
 
 class Node(NamedTuple):
-    """A node lends itself to a job: its `number`, -1 if none is known, and how many ranks it can take."""
+    """A node lends itself to a job: its `number`, -1 if none is known, and how many ranks it can take.
+
+    `machine`, where only a part of a host is lent: what other parts of it say, too. `gpus`: those of this part, as
+    CUDA_VISIBLE_DEVICES lists them; empty where nothing is known of them.
+    """
 
     number: int
     host: str
     slots: int
+    machine: str = ""
+    gpus: str = ""
 
 
 class Run(NamedTuple):
-    """Give `command` to a shell."""
+    """Give `command` to a shell; `gpus`: what is to be visible to it, if not what is now."""
 
     number: int
     command: str
+    gpus: str = ""
 
 
 class Running(NamedTuple):

@@ -6,7 +6,7 @@ import re
 import socket
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ..arguments import whole
 from ..errors import UsageError
@@ -32,6 +32,8 @@ class Host:
 
     name: str
     slots: int | None = None
+    lenders: tuple[tuple[int, int], ...] = field(default=(), compare=False)
+    """Of `ringrun join`, where parts of a host are lent: the number of each lender, and its slots, in their order."""
 
     def __str__(self) -> str:
         name = f"[{self.name}]" if ":" in self.name else self.name

@@ -1,6 +1,7 @@
 """Hosts that leave a job while it runs: those of `ringrun join` say so (join/hub.py)."""
 
 import contextlib
+import json
 import os
 import select
 import socket
@@ -37,4 +38,4 @@ class Departures:
         while names is not None and names.fileno() in select.select([names.fileno(), self._end], [], [])[0]:
             if not (name := names.recv(_LONGEST_NAME)):
                 return  # who would say so has ended
-            self._events.put(HostLeft(name.decode()))
+            self._events.put(HostLeft(*json.loads(name)))

@@ -85,9 +85,10 @@ class HostsCame(NamedTuple):
 
 
 class HostLeft(NamedTuple):
-    """This host takes part in the job no more, though agents there may still answer."""
+    """This host takes part in the job no more, though agents there may still answer; or the part of one `lender`."""
 
     host: str
+    lender: int = -1
 
 
 class StacksWanted(NamedTuple):

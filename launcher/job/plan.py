@@ -17,7 +17,7 @@ from ..engines import Across
 from ..engines.detect import Detected
 from ..environment import AGENT_VARIABLES, Settings
 from ..errors import UsageError
-from ..forward import forwarded, withheld
+from ..forward import forwarded, settings_of_job, withheld
 from ..hosts import Host, Machines, is_here
 from ..network import LOST_AFTER_S
 from ..remote import OverSsh, Reach
@@ -185,6 +185,21 @@ class Job:
             rank -= count
         return socket.gethostname(), rank, self.size
 
+    def lent_by(self, name: str, lender: int) -> range:
+        """Return the ranks on the host of this name, or of them those on the slots of this lender, if it is not -1."""
+        begin = 0
+        for host, count in self.hosts:
+            if host.name == name:
+                if lender == -1:
+                    return range(begin, begin + count)
+                first = 0
+                for number, slots in host.lenders:
+                    if number == lender:
+                        return range(begin + min(first, count), begin + min(first + slots, count))
+                    first += slots
+            begin += count
+        return range(0)
+
 
 def aliases(job: Job) -> dict[str, str]:
     """Return names for other hosts' IPv6 addresses, which no MPI's launcher accepts; ssh maps them back."""
@@ -196,7 +211,8 @@ def across(job: Job, inherited: Mapping[str, str], directory: str) -> Across | N
     """Return what a launcher must know of the job's hosts, if there are others; ringrun's `directory` is for files."""
     if not job.hosts:
         return None
-    names = [*AGENT_VARIABLES, *(name for name in _BEFORE_PYTHON if name in inherited)]
+    sent = _BEFORE_PYTHON if job.reach.sends_environment else ()
+    names = [*AGENT_VARIABLES, *(name for name in sent if name in inherited)]
     names_of = {address: name for name, address in aliases(job).items()}
     own = [host.name for host, _ in job.hosts if ":" in host.name and host.name not in names_of]
     names_of |= dict.fromkeys(own, socket.gethostname())  # by which the MPI's launcher knows that no ssh is needed
@@ -261,7 +277,11 @@ def local_variables(job: Job, inherited: Mapping[str, str]) -> dict[str, str]:
 
 def remote_variables(job: Job, environment: Mapping[str, str]) -> dict[str, str]:
     """Return the variables that agents on other hosts are sent, out of mpirun's `environment`."""
-    return forwarded(environment, job.asked, gpus_are_chosen=job.reach.gpus_are_chosen) if job.hosts else {}
+    if not job.hosts:
+        return {}
+    if not job.reach.sends_environment:
+        return {**settings_of_job(environment), **job.asked}
+    return forwarded(environment, job.asked, gpus_are_chosen=job.reach.gpus_are_chosen)
 
 
 def network_variables(detected: Detected, job: Job, inherited: Mapping[str, str]) -> dict[str, dict[str, str]]:

@@ -192,7 +192,8 @@ def _start_and_supervise(
             Path(directory, name).write_bytes(os.fsencode(text))
         if beyond := plan.across(job, environment, directory):
             environment |= detected.engine.across_environment(beyond)
-        local, remote = plan.local_variables(job, os.environ), plan.remote_variables(job, environment)
+        remote = plan.remote_variables(job, environment)
+        local = plan.local_variables(job, os.environ) if job.reach.sends_environment else remote
         for_all = plan.elastic_variables(detected, job, os.environ) | ({"PWD": job.folder} if job.folder else {})
         folder = job.folder or _current_folder()
         of_hosts = plan.network_variables(detected, job, os.environ)

@@ -198,8 +198,8 @@ class Supervisor:
                 self._on_signal(number)
             case events.HostsCame() if self._losses and self._shutdown is None:
                 self._losses.announce(event)
-            case events.HostLeft(host):
-                for rank in filter(lambda rank: self._job.host_of(rank) == host, range(self._job.size)):
+            case events.HostLeft(host, lender):
+                for rank in self._job.lent_by(host, lender):
                     self._channel.cut(rank, f"`ringrun join` has ended on host {host}, which so has left the job")
             case events.Reported(rank, report):
                 self._on_report(rank, report)

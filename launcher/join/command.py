@@ -11,6 +11,11 @@ torchrun; or the variables of Slurm (one task on each node), of an Indexed Job o
 of Kubeflow's Trainer, AWS Batch, SageMaker or SkyPilot. HEAD:PORT, the head's name and a port there, and --nodes say it
 anywhere else.
 
+A node can also lend a part of its host, and no node need be known before:
+
+    ringrun join HEAD:PORT --lend 2 --key-file ringrun.key                          a part of a host, with its GPUs
+    ringrun join localhost:PORT --lend 0 -np 8 --key-file ringrun.key python train.py      a head without ranks
+
 All nodes need the same key, which nobody else knows: at least 32 characters, in a file that others cannot read, or in
 the variable RINGRUN_KEY. All other flags are ringrun's; see ringrun --help.
 """
@@ -33,7 +38,7 @@ from ..connection.listener import Listener
 from ..errors import LauncherError, MachineError, UsageError
 from ..folders import private_folder
 from ..forward import leave_batch_system
-from ..hosts import Host, is_here
+from ..hosts import MAX_SLOTS, Host, is_here
 from ..hosts.host import LOOPBACK
 from ..machine.placement import automatic_size
 from ..machine.topology import read_topology
@@ -41,10 +46,10 @@ from ..network import LOST_AFTER_S, own_addresses
 from ..request import Joined, checked
 from .head import Nodes, OverJoin
 from .key import read_key
-from .node import lend
+from .node import lend, own_node
 from .platforms import MAX_NODES, OF_PLATFORM, Place, find_place
 
-_USAGE = "ringrun join [HEAD:PORT] [--nodes N] [--key-file FILE] [options] command [arguments …]"
+_USAGE = "ringrun join [HEAD:PORT] [--nodes N | --lend N] [--key-file FILE] [options] [command [arguments …]]"
 _HEAD = re.compile(r"(?P<host>[\w.-]+|\[[\da-fA-F:.]+\]):(?P<port>\d+)")
 _BACKLOG = 4096
 _NOT_HERE = ("hosts", "hostfile", "host_discovery_script")
@@ -54,6 +59,8 @@ def _parser() -> Parser:
     parser = cli.parser("ringrun join", _USAGE, __doc__ or "")
     add = parser.group("Which nodes")
     add("--nodes", metavar="N", help="how many nodes there are, if no variable says so")
+    lent = "lend N slots; without a command: of a part of this host, until the job ends; a head may lend 0"
+    add("--lend", metavar="N", help=lent)
     add("--key-file", metavar="FILE", help="the key of the job (-: a line of standard input; else RINGRUN_KEY)")
     wait = "how long to wait for all nodes, and for the head (600)"
     add("--join-timeout", metavar="SECONDS", default="600", help=wait)
@@ -72,16 +79,22 @@ def _join(resolved: config.Config, head: str) -> int:
     options = resolved.options
     timeout_s = parse_seconds(options.join_timeout, "--join-timeout")
     place = _place(head, options)
+    lends_part = options.lend is not None and not options.command
     if place.count > 1 and place.head in LOOPBACK:  # nor does the head listen there
         why = f"{place.head} means another host on each of {place.count} nodes ({place.why})"
         raise UsageError(f"{why}; expected the head's name or address as the others reach it")
     authkey = read_key(options.key_file, os.environ)
     _refuse_hosts(resolved)
     leave_batch_system(os.environ, OF_PLATFORM)  # ranks find other values there
-    slots = automatic_size(read_topology(os.environ))
+    least = 1 if place.index else 0
+    said = options.lend and whole(options.lend, resolved.flag("lend"), least, MAX_SLOTS)
+    slots = automatic_size(read_topology(os.environ)) if said is None else said
+    if lends_part:
+        node = own_node(place.index, slots, lends_part=True)
+        return lend(place, authkey, node, timeout_s, parse_seconds(options.lost_after, resolved.flag("lost_after")))
     if place.index:
         job = checked(resolved).job  # what is wrong is wrong everywhere
-        return lend(place, authkey, slots, timeout_s, job.lost_after_s)
+        return lend(place, authkey, own_node(place.index, slots, lends_part=False), timeout_s, job.lost_after_s)
     return _be_head(resolved, place, authkey, slots, timeout_s)
 
 
@@ -90,10 +103,12 @@ def _place(head: str, options: Namespace) -> Place:
         raise UsageError(f"{options.command[0]} stands where the command begins; put it first: {_USAGE}")
     count = options.nodes and whole(options.nodes, "--nodes", 1, MAX_NODES)
     if match := _HEAD.fullmatch(head):
-        if not count:
-            raise UsageError(f"{head}: how many nodes are there? expected --nodes N beside it")
+        lends_part = options.lend is not None and not options.command
+        if not (count or lends_part or options.np != "auto"):
+            raise UsageError(f"{head}: how many nodes are there? expected --nodes N beside it, or as many slots as -np")
         host = match["host"].strip("[]")
-        return Place(0 if is_here(Host(host)) else -1, count, host, parse_port(match["port"], head), head)
+        index = 0 if is_here(Host(host)) and not lends_part else -1
+        return Place(index, count or 0, host, parse_port(match["port"], head), head)
     said = {"NNODES": options.nodes} if options.nodes else {}
     place = find_place({**os.environ, **said}, socket.getfqdn())
     if place is None:
@@ -117,7 +132,8 @@ def _be_head(resolved: config.Config, place: Place, authkey: bytes, slots: int, 
     with private_folder() as directory:
         own = wire.Node(0, socket.gethostname(), slots)
         try:
-            job = checked(resolved).job
+            asked = checked(resolved)
+            job = asked.job
             nodes = Nodes(_listener(directory, place, authkey, job.interfaces, job.lost_after_s), directory, own)
         except LauncherError as error:
             say(f"ringrun: error: {error}")
@@ -126,17 +142,20 @@ def _be_head(resolved: config.Config, place: Place, authkey: bytes, slots: int, 
             return error.exit_code
         code, late = 1, 0
         try:
-            found = nodes.await_all(place.count, timeout_s)
-            if found < place.count and not job.elastic:
+            # the nodes of a platform are known, and how many there are; of others, the slots that the job needs
+            wanted, what = (place.count, "nodes") if place.count else (asked.np or 1, "slots")
+            found = nodes.await_all(wanted, timeout_s, what)
+            if found < (1 if job.elastic else wanted):
                 raise MachineError(
-                    f"{found} of {place.count} nodes have joined within {timeout_s:g} s; see what ringrun has written "
+                    f"{found} of {wanted} {what} have joined within {timeout_s:g} s; see what ringrun has written "
                     "on the others, or allow more: --join-timeout"
                 )
             # else -np may be more than there are; new hosts of an elastic job get as many ranks as they have slots
-            with_slots = job.elastic is not None and not resolved.options.slots_per_host
+            with_slots = (job.elastic is not None or not place.count) and not resolved.options.slots_per_host
+            sends = slots > 0  # a head without ranks is another kind of host: a notebook's, an engine's driver
             joined = Joined(
                 lambda: nodes.found(with_slots=with_slots),
-                lambda timeout_s: OverJoin(directory, timeout_s, lambda: nodes.there()[1], nodes.departures),
+                lambda timeout_s: OverJoin(directory, timeout_s, lambda: nodes.there()[1], nodes.departures, sends),
             )
             code = cli.run_job(checked(resolved, joined))
         except LauncherError as error:

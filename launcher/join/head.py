@@ -38,28 +38,41 @@ class Nodes:
 
     def there(self) -> tuple[list[wire.Node], str]:
         """Return those that are there, this one first, and this host's address that another has reached."""
+        found, address = self._ask()
+        return [node for node, _ in found], address
+
+    def _ask(self) -> tuple[list[tuple[wire.Node, tuple[tuple[int, int], ...]]], str]:
+        """Return the same, and with each node the numbers and slots of those that lend a part of it."""
         with self._lock:
             try:
                 self._lifeline.sendall(hub.ASK.encode())
                 nodes, address = json.loads(self._lines.readline())
             except (OSError, ValueError) as error:
                 raise MachineError("the process that holds the nodes' connections has ended") from error
-        return [wire.Node(*each) for each in nodes], address
+        return [(wire.Node(*node), tuple(map(tuple, lenders))) for node, lenders in nodes], address
 
-    def await_all(self, count: int, timeout_s: float) -> int:
-        """Wait until `count` nodes are there, or for so long; return how many are."""
+    def await_all(self, count: int, timeout_s: float, what: str = "nodes") -> int:
+        """Wait until `count` nodes, or slots, are there, or for so long; return how many are."""
         begin_s = time.monotonic()
         say_s = begin_s + _PROGRESS_S
-        while (found := len(there := self.there()[0])) < count and (now_s := time.monotonic()) < begin_s + timeout_s:
+        while True:
+            there = self.there()[0]
+            found = len(there) if what == "nodes" else sum(node.slots for node in there)
+            if found >= count or (now_s := time.monotonic()) >= begin_s + timeout_s:
+                return found
             if now_s >= say_s:
                 say_s = now_s + (now_s - begin_s)
-                say(f"ringrun: {found} of {count} nodes have joined{_missing(there, count)}")
+                missing = _missing(there, count) if what == "nodes" else ""
+                say(f"ringrun: {found} of {count} {what} have joined{missing}")
             time.sleep(_LOOK_S)
-        return found
 
     def found(self, *, with_slots: bool) -> Found:
-        """Return the nodes as hosts."""
-        hosts = [Host(node.host, node.slots if with_slots else None) for node in self.there()[0]]
+        """Return the nodes that have slots as hosts."""
+        hosts = [
+            Host(node.host, node.slots if with_slots or node.machine else None, lenders)
+            for node, lenders in self._ask()[0]
+            if node.slots
+        ]
         return Found(hosts, "the nodes that have joined", in_slurm=False)
 
     def release(self, code: int, count: int = 0) -> None:
@@ -97,6 +110,7 @@ class OverJoin(Reach):
     timeout_s: float
     find_address: Callable[[], str] = str
     departures: socket.socket | None = None
+    sends_environment: bool = True
     gpus_are_chosen = True
     _runner = _Joined
 

@@ -20,7 +20,7 @@ import threading
 import time
 from collections.abc import Sequence
 from queue import SimpleQueue
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 from ..connection import wire
 from ..connection.link import Gone
@@ -46,16 +46,27 @@ _TOO_LATE = "the job has ended before this node came; see what ringrun has writt
 _LOOK_S = 0.05
 
 
+class _Part(NamedTuple):
+    """A node, or what it lends of its host; there is no link to the head itself."""
+
+    number: int
+    node: wire.Node
+    link: QueuedLink | None
+
+
 class Hub:
-    """All nodes of a job, this one (`own`) among them, and what runs on them."""
+    """All nodes of a job, this one (`own`) among them, and what runs on them.
+
+    What several lend of one host is one host: the first of them runs all that is run there.
+    """
 
     def __init__(self, listener: Listener, directory: str, own: wire.Node, departures: socket.socket) -> None:
-        """departures: gets the name of each node that leaves, a datagram each."""
+        """departures: gets a datagram for each node that leaves."""
         self._departures = departures
         self._came = {own.host}
         self._listener = listener
-        # there is no link to the head itself
-        self._nodes: dict[str, tuple[wire.Node, QueuedLink | None]] = {own.host: (own, None)}
+        self._own = own
+        self._hosts: dict[str, tuple[_Part, ...]] = {own.host: (_Part(0, own, None),)}
         self.programs: dict[int, Program] = {}
         """Those that nodes have been asked to run, and somebody still waits for."""
         self._numbers = itertools.count()
@@ -77,9 +88,11 @@ class Hub:
                     code, late = map(int, line.split())
                     why = ""
                     break
-                nodes = sorted(self._nodes.copy().values(), key=lambda each: (each[0].number < 0, *each[0]))
-                address = next((link.own_address for _, link in nodes if link), "")
-                print(json.dumps([[node for node, _ in nodes], address]), file=lines, flush=True)
+                hosts = sorted(
+                    self._hosts.copy().items(), key=lambda each: (each[1][0].node.number < 0, *each[1][0].node)
+                )
+                address = next((part.link.own_address for _, parts in hosts for part in parts if part.link), "")
+                print(json.dumps([[_whole(*each) for each in hosts], address]), file=lines, flush=True)
             # ringrun waits for the lifeline's end: with the first process of a container, this one would be killed
             self.release(code, why, late)
 
@@ -89,53 +102,64 @@ class Hub:
         count: wait a while until so many have come, and let those go.
         """
         self._release = wire.Release(code, why)
-        for _, link in self._nodes.copy().values():
-            if link:
-                link.send(self._release)
+        for part in [part for parts in self._hosts.copy().values() for part in parts]:
+            if part.link:
+                part.link.send(self._release)
         until_s = time.monotonic() + _LATE_S
         while len(self._came) < count and time.monotonic() < until_s:
             time.sleep(_LOOK_S)
         self._listener.close(_RELEASE_S)
 
     def admit(self, node: wire.Node, link: QueuedLink) -> str:
-        """Take a node; returns why not, if so. One that has come again takes its own place."""
-        before, link_before = self._nodes.get(node.host, (node, link))
-        namesake = next((each.host for each, _ in self._nodes.values() if each.number == node.number >= 0), node.host)
-        if link_before is None or before.number != node.number:
-            return f"a node called {node.host} has already joined; give each host a name of its own"
-        if node.host in LOOPBACK:
+        """Take a node; returns why not, if so. One that has come again takes its own place.
+
+        A part of the head's own host is a host of another name: what runs there is its lender's, not the head's.
+        """
+        lends_part = bool(node.machine)
+        host = f"{node.host}-lent" if lends_part and node.host == self._own.host and not self._own.slots else node.host
+        there = self._hosts.get(host, ())
+        if node.host in LOOPBACK and not lends_part:
             return f"its host name is {node.host}; give it one of its own"
-        if namesake != node.host:
-            return f"node {node.number} has already joined, as host {namesake}"
-        if link_before is not link:
-            link_before.end()
-        self._nodes[node.host] = node, link
+        if there and not (lends_part and there[0].node.machine == node.machine):
+            before = there[0]
+            if before.link is None or before.node.number != node.number or lends_part or before.node.machine:
+                return f"a node called {node.host} has already joined; give each host a name of its own"
+            before.link.end()
+            there = ()
+        namesakes = [name for name, (part, *_) in self._hosts.items() if part.node.number == node.number >= 0]
+        if namesakes and namesakes != [host]:
+            return f"node {node.number} has already joined, as host {namesakes[0]}"
+        self._hosts[host] = *there, _Part(next(self._numbers), node, link)
         if self._release:  # looked at last: another thread lets go those that it finds
             why = self._release.why or _TOO_LATE * bool(self._release.code)
             link.send(self._release._replace(why=why))
         self._came.add(node.host)
         return ""
 
-    def left(self, host: str, link: QueuedLink) -> None:
-        """A node's connection has ended, and what ran there."""
-        if host in self._nodes and self._nodes[host][1] is link:
-            del self._nodes[host]
-            with contextlib.suppress(OSError):  # ringrun has ended
-                self._departures.send(host.encode(), socket.MSG_DONTWAIT)
-            for program in list(self.programs.values()):
-                if program.host == host:
+    def left(self, link: QueuedLink) -> None:
+        """A node's connection has ended, and what it ran."""
+        for host, parts in self._hosts.items():
+            for part in [each for each in parts if each.link is link]:
+                programs = [each for each in self.programs.copy().values() if each.runs_on is link]
+                self._hosts[host] = tuple(each for each in parts if each is not part)
+                lender = part.number if part.node.machine and not programs else -1
+                with contextlib.suppress(OSError):  # ringrun has ended
+                    self._departures.send(json.dumps([host, lender]).encode(), socket.MSG_DONTWAIT)
+                for program in programs:
                     program.inbox.put(Gone(EOFError()))
+        self._hosts = {host: parts for host, parts in self._hosts.items() if parts}
 
     def _serve_call(self, caller: socket.socket) -> None:
         """Have a command run for a caller, to which its three streams belong, and say how it has ended."""
         request, streams, _, _ = socket.recv_fds(caller, _REQUEST_BYTES, 3)
         host, _, command = os.fsdecode(request).partition("\0")
         number, code = next(self._numbers), NOT_RUN
-        self.programs[number] = program = Program(host)
+        parts = self._hosts.get(host, ())
+        self.programs[number] = program = Program(parts[0].link if parts else None)
         try:
-            _, link = self._nodes.get(host, (None, None))
-            if link:
-                link.send(wire.Run(number, wire.portable(command)))
+            if program.runs_on:
+                gpus = ",".join(dict.fromkeys(gpu for each in parts for gpu in each.node.gpus.split(",") if gpu))
+                program.runs_on.send(wire.Run(number, wire.portable(command), gpus))
                 code = program.run(caller, streams)
             else:
                 os.write(streams[2], f"host {host} has left the job\n".encode())
@@ -154,8 +178,8 @@ class Hub:
 class Program:
     """A command on another node, for rsh.py here."""
 
-    def __init__(self, host: str) -> None:
-        self.host = host
+    def __init__(self, runs_on: QueuedLink | None) -> None:
+        self.runs_on = runs_on
         self.inbox: SimpleQueue[QueuedLink | wire.Message | Gone] = SimpleQueue()
         """The connection that the node makes for it, then what comes over that."""
 
@@ -198,7 +222,7 @@ class _Connection:
     def __init__(self, link: QueuedLink, hub: Hub) -> None:
         self.link = link
         self._hub = hub
-        self._host = ""
+        self._is_node = False
         self._program: Program | None = None
 
     def handle(self, message: wire.Message | Gone) -> bool:
@@ -206,8 +230,8 @@ class _Connection:
         if self._program:
             self._program.inbox.put(message)
             return isinstance(message, wire.Output)
-        if self._host:  # nothing but its end is to come
-            self._hub.left(self._host, self.link)
+        if self._is_node:  # nothing but its end is to come
+            self._hub.left(self.link)
             return False
         if isinstance(message, wire.Running) and (program := self._hub.programs.get(message.number)):
             self._program = program
@@ -218,8 +242,14 @@ class _Connection:
         if why := self._hub.admit(message, self.link):
             self.link.send(wire.Release(2, why))
             return False
-        self._host = message.host
+        self._is_node = True
         return True
+
+
+def _whole(host: str, parts: Sequence[_Part]) -> tuple[wire.Node, list[tuple[int, int]]]:
+    """Return the parts of a host as one node, and the slots of each lender."""
+    node, slots = parts[0].node, [(part.number, part.node.slots) for part in parts if part.node.machine]
+    return node._replace(host=host, slots=sum(part.node.slots for part in parts)), slots
 
 
 def _write(descriptor: int, data: bytes) -> None:
@@ -228,7 +258,7 @@ def _write(descriptor: int, data: bytes) -> None:
 
 
 def start(listener: Listener, directory: str, own: wire.Node) -> tuple[socket.socket, socket.socket]:
-    """Start the process; returns the lifeline, and what the names of nodes that leave come over."""
+    """Start the process; returns the lifeline, and what news of nodes that leave comes over."""
     lifeline, other_end = socket.socketpair()
     departures, departed = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     hub = Hub(listener, directory, own, departed)

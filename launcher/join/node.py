@@ -7,6 +7,7 @@ import contextlib
 import math
 import os
 import pwd
+import secrets
 import selectors
 import signal
 import socket
@@ -21,6 +22,7 @@ from ..connection import wire
 from ..connection.link import HostSilentError, Link, connect_to
 from ..connection.wire import CONNECT_S
 from ..errors import MachineError
+from ..machine.topology import VISIBLE_VARIABLE
 from .platforms import Place
 
 _PAUSE_S = 0.5
@@ -114,7 +116,7 @@ class Lender:
             try:
                 if refused:
                     raise refused
-                child = _started(wire.native(run.command), link)
+                child = _started(wire.native(run.command), link, run.gpus)
             except (OSError, RuntimeError) as error:
                 link.send(wire.Output("stderr", f"{socket.gethostname()} cannot run it: {error}\n".encode()))
                 link.send(wire.Ended(_NOT_RUN, time.time()))
@@ -131,13 +133,14 @@ class Lender:
             child.wait()
 
 
-def _started(command: str, link: Link) -> "subprocess.Popen[bytes]":
-    """Start a command, and a thread that sends what it writes.
+def _started(command: str, link: Link, gpus: str) -> "subprocess.Popen[bytes]":
+    """Start a command, to which these GPUs are visible, and a thread that sends what it writes.
 
     Raises: OSError where there is no shell or no room for it, RuntimeError where there are too many threads.
     """
     pipe, argv = subprocess.PIPE, [_shell(), "-c", command]
-    child = subprocess.Popen(argv, 0, stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True)
+    variables = {**os.environ, **({VISIBLE_VARIABLE: gpus} if gpus else {})}
+    child = subprocess.Popen(argv, 0, stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True, env=variables)
     try:
         threading.Thread(target=_pump, args=(child, link), daemon=True).start()
     except RuntimeError:
@@ -180,8 +183,20 @@ def _shell() -> str:
     return "/bin/sh"
 
 
-def lend(place: Place, authkey: bytes, slots: int, timeout_s: float, lost_after_s: float) -> int:
-    """Be a node until the job ends, and leave nothing of it behind; return its exit code.
+def own_node(number: int, slots: int, *, lends_part: bool) -> wire.Node:
+    """Return what this host is to the head: a whole node, or one of its parts, with the GPUs that are visible here."""
+    machine, gpus = "", ""
+    if lends_part:
+        with contextlib.suppress(OSError):
+            root, boot = os.stat("/"), Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+            namespaces = [os.readlink(f"/proc/self/ns/{kind}") for kind in ("net", "pid", "ipc")]
+            machine = " ".join([boot, f"{root.st_dev}:{root.st_ino}", *namespaces])
+        machine, gpus = machine or secrets.token_hex(), os.environ.get(VISIBLE_VARIABLE, "")
+    return wire.Node(number, socket.gethostname(), slots, machine, gpus)
+
+
+def lend(place: Place, authkey: bytes, node: wire.Node, timeout_s: float, lost_after_s: float) -> int:
+    """Be this node until the job ends, and leave nothing of it behind; return its exit code.
 
     The first SIGINT or SIGTERM waits a while for the head to end the job, since all nodes may have got it.
     """
@@ -199,7 +214,7 @@ def lend(place: Place, authkey: bytes, slots: int, timeout_s: float, lost_after_
     for number in _ENDING:
         signal.signal(number, end)
     try:
-        return lender.run(wire.Node(place.index, socket.gethostname(), slots), timeout_s)
+        return lender.run(node, timeout_s)
     except _SignalledError as signalled:
         return 128 + int(signalled.args[0])
     finally:

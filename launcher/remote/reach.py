@@ -30,11 +30,14 @@ class Reach:
     gpus_are_chosen = False
     """Each host has its own word, and not this host's, on which of its GPUs are the job's."""
 
+    sends_environment = True
+    """The other hosts get this one's variables; else they keep their own, beside settings and what --env names."""
+
     environment: ClassVar[Mapping[str, str]] = {}
     """Variables for the MPI's launcher."""
 
     departures: socket.socket | None = None
-    """Over which come the names of hosts that leave the job, a datagram each; None: nobody would say so."""
+    """Over which comes a datagram for each host that leaves the job: HostLeft, in JSON; None: nobody would say so."""
 
     address = ""
     """This host's, where the other hosts reach it; empty: they know it by its name."""

@@ -219,6 +219,63 @@ def test_a_node_whose_ringrun_is_killed_takes_its_ranks_with_it(elastic, join, n
     nodes.wait_until_gone()
 
 
+@pytest.fixture
+def lend(nodes, join, python):
+    """lend(K, SLOTS, …): host K lends so many slots, a process for each; `head(…)`: h0 is a head without ranks."""
+
+    def start(k, *slots, **variables):
+        where = [python.parent / "ringrun", "join", "10.77.0.1:1234", "--key-file", nodes.folder / "key"]
+        options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "env": variables}
+        return [nodes.start(k, [*where, "--lend", each], **options) for each in slots]
+
+    def head(*arguments):
+        where = [python.parent / "ringrun", "join", "10.77.0.1:1234", "--lend", 0, "--key-file", nodes.folder / "key"]
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        return nodes.start(0, [*where, *arguments], **pipes, env={"OF": "the head", "TO_ALL": "sent"})
+
+    start.head = head
+    return start
+
+
+@pytest.mark.adapters
+def test_a_head_without_ranks_and_hosts_that_are_lent_in_parts(lend, nodes, python):
+    """The head's own host, too; they keep their own variables."""
+    jobs = [lend.head("-np", 5, "--env", "TO_ALL", python, WHERE, "OF", "TO_ALL")]
+    jobs += [*lend(1, 1, 1, OF="h1"), *lend(2, 2, OF="h2"), *lend(0, 1, OF="h0")]
+    codes, out, err, _ = ends(jobs)
+    assert codes == [0] * 5, err
+    places = [("h0", 0, 1), ("h1", 0, 2), ("h1", 1, 2), ("h2", 0, 2), ("h2", 1, 2)]
+    crossing = [(0, 3), (1, 3), (0, 2), (2, 3), (1, 2)]
+    assert sorted(out.splitlines()) == [
+        f"[{rank}] {rank} {host} {local} {of} {number} {count} 5 14985.0 {host} sent"
+        for rank, ((host, local, of), (number, count)) in enumerate(zip(places, crossing, strict=True))
+    ]
+    nodes.assert_nothing_is_left()
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_a_lender_that_is_killed_takes_its_ranks_along(first, lend, nodes, python):
+    """The first of a host, all of those there; another one, its own."""
+    head = lend.head("-np", 4, *ELASTIC, python, TRAINS)
+    jobs = [head, *lend(1, 2), *(begun := lend(2, 1))]
+    wait_until(lambda: "joined" in begun[0].stderr.readline())
+    jobs += (more := lend(2, 1))
+    trains(nodes, jobs)
+    (begun if first else more)[0].send_signal(signal.SIGKILL)
+    codes, out, err, _ = ends(jobs)
+    left = [0, 1] if first else [0, 1, 2]
+    assert codes[0] == 0, err
+    assert sorted(out.splitlines()) == [f"[{rank}] ended with {len(left)} True" for rank in left]
+    nodes.wait_until_gone()
+
+
+def test_a_head_that_fails_tells_its_lenders_at_once(lend, nodes, python):
+    jobs = [*lend(1, 1), lend.head("-np", 1, "no-such-command")]
+    codes, *_ = ends(jobs[::-1])
+    assert codes == [2, 2]
+    nodes.assert_nothing_is_left()
+
+
 def test_a_node_that_comes_after_the_head_has_failed_is_told(join, nodes, python):
     jobs = join("--network-interfaces", "nosuch0", python, WHERE, only=[0])
     jobs += join(python, WHERE, only=[1, 2, 3])

@@ -20,6 +20,7 @@ ELSEWHERE = {
     "clusters.md: ringrun -H h1:2,h2:2 python examples/train_digits.py": "tests/cluster/test_docs.py",
     "clusters.md: salloc --nodes=2 --ntasks=4 ringrun python examples/train_digits.py": "tests/cluster/test_docs.py",
     "clusters.md: (umask 077; openssl rand -hex 32 > ringrun.key)": "tests/cluster/test_docs.py",
+    "clusters.md: ringrun join localhost:29500 --lend 0": "tests/cluster/test_join.py",
     "less-on-the-wire.md: ringrun doctor -H h0,h1,h2,h3 --gradients 4.24": "tests/cluster/test_doctor.py",
     "clusters.md: kubectl apply -f examples/mpijob.yaml": "tests/launcher/hosts/test_mpijob.py",
 }

@@ -19,6 +19,7 @@ from ringrun.errors import MachineError, UsageError
 from ringrun.folders import make_private_folder, private_folder
 from ringrun.hosts import Host, Interface, Machine, Machines
 from ringrun.job import plan
+from ringrun.join.head import OverJoin
 from ringrun.remote import OverSlurm, OverSsh
 from ringrun.ssh import SshOptions
 from tests.support.jobs import executable
@@ -308,6 +309,24 @@ def test_other_hosts_get_what_may_leave_this_one():
     ours = {"OMPI_MCA_mpi_yield_when_idle": "1", "OMPI_MCA_btl": "^ofi", "OMPI_MCA_osc": "^ucx"}
     assert sent == {"LANG": "C", "WANDB_API_KEY": "sent", "RINGREDUCE_COSTS": "x=1", **ours}
     assert plan.remote_variables(ONE_HOST, environment) == {}
+
+
+def test_hosts_that_are_lent_keep_their_own_variables():
+    """A head without ranks is a notebook's host, say: only what is about the job leaves it."""
+    lent = replace(ABROAD, reach=OverJoin("/hub", 1.0, sends_environment=False))
+    inherited = {
+        "LANG": "C",
+        "PATH": "/bin",
+        "PYTHONPATH": "/mine",
+        "RINGREDUCE_COSTS": "x=1",
+        "OMPI_COMM_WORLD_SIZE": "2",
+    }
+    environment = plan.job_environment(OPEN_MPI, lent, inherited, SETTINGS, b"key")
+    sent = plan.remote_variables(lent, environment)
+    ours = {"OMPI_MCA_mpi_yield_when_idle": "1", "OMPI_MCA_btl": "^ofi", "OMPI_MCA_osc": "^ucx"}
+    assert sent == {"WANDB_API_KEY": "sent", "RINGREDUCE_COSTS": "x=1", **ours}
+    assert "PYTHONPATH" not in plan.across(lent, inherited, "/d").variables
+    assert "PYTHONPATH" in plan.across(ABROAD, inherited, "/d").variables
 
 
 @pytest.mark.parametrize(

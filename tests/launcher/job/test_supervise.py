@@ -116,6 +116,15 @@ def test_all_ranks_of_a_host_that_has_left_are_cut_off(monkeypatch):
     assert any(line.startswith("failed too  rank 2 on host h2: `ringrun join` has ended") for line in fake.said)
 
 
+def test_of_a_host_that_several_lend_the_ranks_of_one_lender_are_its_own():
+    part = Host("h2", 6, ((4, 2), (7, 1), (5, 3)))
+    job = Job(7, ["x"], hosts=((Host("h1"), 1), (part, 5), (Host("h3"), 1)))
+    assert [*job.lent_by("h2", -1)] == [1, 2, 3, 4, 5]
+    assert [[*job.lent_by("h2", lender)] for lender in (4, 7, 5, 9)] == [[1, 2], [3], [4, 5], []]
+    assert [*job.lent_by("h3", -1)] == [6]
+    assert [*job.lent_by("h9", -1)] == []
+
+
 def test_a_start_that_takes_long_is_told_with_the_hosts_that_are_waited_for(monkeypatch):
     monkeypatch.setattr(supervise, "_PROGRESS_S", 0.05)
     fake = Fake()

@@ -179,7 +179,9 @@ def test_a_key_that_others_may_know_is_none(text, mode, message, tmp_path):
             ["localhost:1234", "--nodes", "2", "true"],
             r"localhost means another host on each of 2 nodes \(localhost:1234\)",
         ),
-        (["h0:1234", "true"], "h0:1234: how many nodes are there"),
+        (["h0:1234", "true"], r"nodes are there\? expected --nodes N beside it, or as many slots as -np"),
+        (["h0:1234", "--lend", "0", "--key-file", "KEY"], "--lend: expected a whole number from 1 to 999999, got '0'"),
+        (["h0:1234", "--lend", "two", "--key-file", "KEY"], "--lend: expected a whole number from 1 to"),
         (["h0:1234", "--nodes", "2", "true"], "a job's nodes need a key: --key-file FILE, or the variable RINGRUN_KEY"),
         (["h0:99999", "--nodes", "2", "true"], "h0:99999: expected a port from 1 to 65535, got '99999'"),
         (
@@ -396,6 +398,76 @@ def test_a_node_that_comes_after_the_job_has_failed_is_told(nodes):
         link.close()
     releasing.join(30)
     assert not releasing.is_alive()
+
+
+def lent(number, host, slots, machine="a boot", gpus=""):
+    return number, host, slots, machine, gpus
+
+
+def hosts_of(asker):
+    return [
+        (host.name, host.slots, [slots for _, slots in host.lenders]) for host in asker.found(with_slots=True).hosts
+    ]
+
+
+def test_parts_of_one_host_that_are_lent_are_one_host_whose_first_lender_runs_what_is_run(nodes, tmp_path):
+    asker = nodes(1)
+    links = []
+    for slots, gpus in ((2, "4,5"), (1, ""), (3, "7,5")):
+        links.append(nodes.speak(*lent(-1, "n1", slots, gpus=gpus)))
+        wait_until(lambda: len(asker._ask()[0][-1][1]) == len(links))
+    assert asker.await_all(7, 60.0, "slots") == 7
+    assert hosts_of(asker) == [("n0", 1, []), ("n1", 6, [2, 1, 3])]
+    found = {}
+    call = threading.Thread(target=lambda: found.update(ran(tmp_path, ["n1"], "/bin/true")))
+    call.start()
+    assert links[0].receive().gpus == "4,5,7", "those of all, each once"
+    events = queue.SimpleQueue()
+    heard = Departures(nodes.departures, events)
+    heard.start()
+    numbers = [number for number, _ in asker.found(with_slots=True).hosts[1].lenders]
+    links[1].close()
+    assert events.get(timeout=30) == HostLeft("n1", numbers[1]), "a part"
+    assert hosts_of(asker) == [("n0", 1, []), ("n1", 5, [2, 3])]
+    assert call.is_alive()
+    links[0].close()
+    assert events.get(timeout=30) == HostLeft("n1"), "with what ran there, all that is on the host"
+    call.join(60)
+    assert "its connection was lost" in found["n1"].what
+    assert hosts_of(asker) == [("n0", 1, []), ("n1", 3, [3])]
+    links[2].close()
+    assert events.get(timeout=30) == HostLeft("n1", numbers[2])
+    assert hosts_of(asker) == [("n0", 1, [])]
+    heard.close()
+
+
+def test_what_is_lent_of_the_head_s_own_host_is_a_host_of_another_name(nodes):
+    asker = nodes(1)
+    assert nodes.speak(*lent(-1, "n0", 2)).receive().why.startswith("a node called n0 has already joined; give each")
+    nodes.hub._own = nodes.hub._own._replace(slots=0)  # a head without ranks
+    nodes.hub._hosts = {"n0": (nodes.hub._hosts["n0"][0]._replace(node=nodes.hub._own),)}
+    nodes.speak(*lent(-1, "n0", 2))
+    assert asker.await_all(2, 60.0, "slots") == 2
+    assert hosts_of(asker) == [("n0-lent", 2, [2])], "and the head gets no ranks"
+
+
+@pytest.mark.parametrize("node", [lent(-1, "n1", 1, "another boot"), (-1, "n1", 1), (2, "n1", 1), lent(-1, "n0", 1)])
+def test_a_part_of_another_machine_or_a_whole_node_does_not_become_part_of_a_host(node, nodes):
+    asker = nodes(1)
+    nodes.speak(*lent(-1, "n1", 2))
+    assert asker.await_all(3, 60.0, "slots") == 3
+    why = f"a node called {node[1]} has already joined; give each host a name of its own"
+    assert nodes.speak(*node).receive() == wire.Release(2, why)
+    assert hosts_of(asker) == [("n0", 1, []), ("n1", 2, [2])]
+
+
+def test_what_a_lender_says_of_itself(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,4")
+    whole, part = (node_module.own_node(-1, 2, lends_part=each) for each in (False, True))
+    assert whole == wire.Node(-1, socket.gethostname(), 2)
+    assert part == node_module.own_node(-1, 2, lends_part=True)
+    assert part._replace(machine="") == whole._replace(gpus="3,4")
+    assert len(part.machine.split()) == 5
 
 
 @pytest.mark.parametrize(
