@@ -7,4 +7,142 @@ Nothing of Dask is imported before a function here is called.
 
 from __future__ import annotations
 
-__all__: list[str] = []
+import contextlib
+import math
+import os
+import socket
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from ringreduce.api import joined
+from ringreduce.errors import InputError, PeerLostError
+from ringreduce.transport import joining
+
+__all__ = ["map"]
+
+_LOOK_S = 2.0  # whether Dask has lost a worker, whose task it would keep for ever
+_NOTICED_S = 5.0  # for ranks to end that have waited for one that has failed
+
+
+def map(
+    fn: Callable[..., Any], *collections: Any, client: Any = None, workers: Sequence[str] | None = None
+) -> list[Any]:
+    """Call `fn` in each of Dask's workers, as a rank, with what lies there; return the results by rank.
+
+        model = ringreduce.dask.map(train, x, y)[0]
+
+    collections: Dask's arrays or dataframes, divided alike along the first axis. `fn` gets of each what this worker
+                 holds, in one piece, which may be empty: an array or a dataframe. Chunks that are in no worker yet, or
+                 elsewhere than the first collection's, are brought there.
+    workers:     their addresses; by default all of the cluster, each with a thread that is free. `client`: by default
+                 the current one.
+    Needs MPICH. `ringreduce.init()` has been called when `fn` begins, and `shutdown()` is when it ends. The same
+    workers can be called again, but not others together with them, since MPI starts once in a process.
+    Raises: what `fn` has raised; the other ranks get PeerLostError. InputError for collections that do not fit.
+            StartupError where workers have been ranks with others.
+    Source: dask-mpi's issue 25 asks for it.
+    """
+    import distributed
+
+    client = client or distributed.get_client()
+    found = client.run(_where, workers=workers)
+    names = sorted(found, key=lambda name: (found[name][0], name))
+    if len({found[name][:2] for name in names}) < len(names):
+        raise InputError("map: several of Dask's workers are one process, which can be one rank; use processes=True")
+    ranks = joined.ranks_again(
+        [found[name][2] for name in names], "have new workers, by client.restart() or in another cluster"
+    )
+    if ranks:
+        names = [name for _, name in sorted(zip(ranks, names, strict=True))]
+    held = _held(client, names, [_parts(each, number, collections[0]) for number, each in enumerate(collections)])
+    empty = [_empty(each) for each in collections]
+    here = {"allow_other_workers": False, "pure": False, "retries": 0}
+    address = "" if ranks else client.submit(joining.start, len(names), workers=names[:1], **here).result()
+    futures = [
+        client.submit(_rank, fn, parts, empty, address, rank, len(names), workers=[name], **here)
+        for rank, (name, parts) in enumerate(zip(names, held, strict=True))
+    ]
+    try:
+        _wait(client, futures, names)
+    finally:
+        client.cancel([each for each in futures if not each.done()])
+    errors = [each.exception() for each in futures if each.status == "error"]
+    gone = [rank for rank, each in enumerate(futures) if not each.done()]
+    if errors:
+        raise min(errors, key=lambda error: isinstance(error, PeerLostError))  # the others' follow from it
+    if gone:
+        raise PeerLostError(f"map: Dask has lost {', '.join(names[rank] for rank in gone)}, ranks {gone}", gone)
+    return list(client.gather(futures))
+
+
+def _wait(client: Any, futures: Sequence[Any], names: Sequence[str]) -> None:
+    """Return when all have ended; or when one has failed, or its worker, and the others have had time to notice."""
+    import distributed
+
+    until_s = math.inf
+    while (left := [each for each in futures if not each.done()]) and time.monotonic() < until_s:
+        with contextlib.suppress(distributed.TimeoutError):
+            distributed.wait(left, timeout=_LOOK_S, return_when="FIRST_COMPLETED")
+        waits_for = {name for name, each in zip(names, futures, strict=True) if not each.done()}
+        if any(each.status == "error" for each in futures) or not waits_for <= client.ncores().keys():
+            until_s = min(until_s, time.monotonic() + _NOTICED_S)
+
+
+def _where() -> tuple[str, int, Any]:
+    return socket.gethostname(), os.getpid(), joined.place()
+
+
+def _rank(fn: Callable[..., Any], parts: list[Any], empty: list[Any], address: str, rank: int, size: int) -> Any:
+    with joined.rank_of(address, rank, size, "Dask"):
+        return fn(*(_in_one_piece(each) if each else none for each, none in zip(parts, empty, strict=True)))
+
+
+def _parts(collection: Any, number: int, first: Any) -> list[Any]:
+    """The parts of a collection along the first axis, divided as those of the first one."""
+    which = f"map: collection {number}"
+    if not hasattr(collection, "to_delayed") or getattr(collection, "ndim", 1) == 0:
+        raise InputError(f"{which} is a {type(collection).__name__}; expected an array or a dataframe of Dask")
+    if hasattr(collection, "rechunk"):
+        rows = (first if hasattr(first, "rechunk") else collection).chunks[0]
+        if sum(rows) != collection.shape[0]:  # or nobody knows, which is NaN
+            raise InputError(f"{which} has {collection.shape[0]} rows, and the first one {sum(rows)}; expected as many")
+        collection = collection.rechunk({0: rows, **dict.fromkeys(range(1, collection.ndim), -1)})
+    parts = list(np.ravel(collection.to_delayed()))
+    if len(parts) != (expected := first.numblocks[0] if hasattr(first, "rechunk") else first.npartitions):
+        raise InputError(f"{which} has {len(parts)} partitions, and the first one {expected}; repartition it")
+    return parts
+
+
+def _held(client: Any, names: Sequence[str], collections: Sequence[Sequence[Any]]) -> list[list[list[Any]]]:
+    """By rank and collection, the parts that it gets: where a part of the first one lies, those of the others go."""
+    import distributed
+
+    computed = [client.compute(each) for each in collections]
+    held: list[list[list[Any]]] = [[[] for _ in collections] for _ in names]
+    distributed.wait(computed)
+    holders = client.who_has(computed[0]) if computed else {}
+    for parts in zip(*computed, strict=True):
+        ranks = [names.index(name) for name in holders.get(parts[0].key, ()) if name in names]
+        rank = min(ranks or range(len(names)), key=lambda each: len(held[each][0]))
+        for column, part in zip(held[rank], parts, strict=True):
+            column.append(part)
+    return held
+
+
+def _empty(collection: Any) -> Any:
+    if hasattr(collection, "rechunk"):
+        return np.empty((0, *collection.shape[1:]), collection.dtype)
+    return collection._meta
+
+
+def _in_one_piece(parts: list[Any]) -> Any:
+    if len(parts) == 1:
+        return parts[0]
+    if hasattr(parts[0], "iloc"):
+        import pandas as pd
+
+        return pd.concat(parts)
+    return np.concatenate(parts)

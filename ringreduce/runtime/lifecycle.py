@@ -173,10 +173,10 @@ def shutdown() -> None:
     In an elastic job the loss of a rank ends the wait, and communicators are not freed.
     Raises: StalledError when a rank that this one waits for has been stopped for `stall_abort_s`.
     """
-    _leave(f"it called shutdown() ({calling_line()})", lambda: False)
+    leave(f"it called shutdown() ({calling_line()})", lambda: False)
 
 
-def _leave(why: str, interrupted: Callable[[], bool]) -> bool:
+def leave(why: str, interrupted: Callable[[], bool]) -> bool:
     """Leave the world; True when all ranks have, and the communicators are freed."""
     if (made := runtime.unbind()) is not None:
         return made.engine.leave(why, interrupted)
@@ -208,7 +208,7 @@ def _at_exit() -> None:
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, lambda *_: terminated.set())
     try:
-        if _leave(why, terminated.is_set) and not _is_elastic:
+        if leave(why, terminated.is_set) and not _is_elastic:
             finalize_mpi()
     except StalledError as error:
         log.LOGGER.error(str(error))

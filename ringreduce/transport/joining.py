@@ -78,6 +78,26 @@ def join_by_store(store: Store, rank: int, size: int, timeout_s: float = 0.0) ->
         raise StartupError(f"init() of rank {rank} of {size}: {error}") from None
 
 
+def start(size: int) -> str:
+    """Start what `size` ranks join by; returns the address for `join`. Raises StartupError."""
+    from ringrun.pmi import client
+
+    try:
+        return str(client.start(size))
+    except client.NotJoinedError as error:
+        raise StartupError(f"init() of {size} ranks: {error}") from None
+
+
+def join(address: str, rank: int, size: int, timeout_s: float = TIMEOUT_S) -> None:
+    """Let MPI, once it starts, be rank `rank` of `size`; each of them must call it. Raises StartupError."""
+    from ringrun.pmi import client
+
+    try:
+        _memberships.append(client.join(address, rank, size, timeout_s, JOB.warning))
+    except client.NotJoinedError as error:
+        raise StartupError(f"init() of rank {rank} of {size}: {error}") from None
+
+
 def _follow(word: Mapping[str, str], rank: int, size: int, timeout_s: float) -> None:
     """Join those that rank 0 tells of, unless this process has."""
     from ringrun.pmi import client

@@ -38,7 +38,7 @@ def start_mpi() -> Any:
             'mpi4py.rc.thread_level at "multiple", or install an MPI library that has it'
         )
     if has_launcher(os.environ) or not is_alone():
-        os.environ[_RANK_VARIABLE] = f"{os.getpid()} {MPI.COMM_WORLD.rank} {_start_of(os.environ)}"
+        os.environ[RANK_VARIABLE] = f"{os.getpid()} {MPI.COMM_WORLD.rank} {_start_of(os.environ)}"
     return MPI
 
 
@@ -59,7 +59,7 @@ def import_mpi() -> Any:
 
 _THREAD_LEVELS = ("single", "funneled", "serialized", "multiple")
 _MPI_STARTED_HERE: list[bool] = []
-_RANK_VARIABLE = "_RINGREDUCE_RANK"
+RANK_VARIABLE = "_RINGREDUCE_RANK"
 """For a rank's child processes: the rank's pid, its number, and `_start_of` its environment."""
 _OF_ACCELERATE = "ACCELERATE_DYNAMO_USE_FULLGRAPH"  # of those that its launcher sets, one that nothing else does
 _START_VARIABLES = ("PMIX_NAMESPACE", "PMIX_RANK", "PMI_RANK", "PMI_FD", "PMI_PORT", "SLURM_STEP_ID")
@@ -72,7 +72,7 @@ def _start_of(environ: Mapping[str, str]) -> str:
 
 def rank_that_started(environ: Mapping[str, str]) -> str | None:
     """Whose child process this is: its number; None for a process that may be a rank itself."""
-    pid, rank, start = environ.get(_RANK_VARIABLE, "0 0 no rank").split(" ", 2)
+    pid, rank, start = environ.get(RANK_VARIABLE, "0 0 no rank").split(" ", 2)
     return rank if start == _start_of(environ) and int(pid) != os.getpid() else None
 
 

@@ -168,7 +168,7 @@ def test_an_mpi_that_only_its_own_launcher_can_start_is_named_with_both_cures():
 def test_a_child_process_of_a_rank_is_refused():
     """What spawn, forkserver, fork and subprocess start, with the rank's variables; see end_to_end/test_children.py."""
     started = {"PMIX_NAMESPACE": "job 1", "PMIX_RANK": "3", "RINGREDUCE_ERROR_FILE": "/tmp/rank3.json"}
-    own, childs = (started | {mpi._RANK_VARIABLE: f"{pid} 3 {mpi._start_of(started)}"} for pid in (os.getpid(), 1))
+    own, childs = (started | {mpi.RANK_VARIABLE: f"{pid} 3 {mpi._start_of(started)}"} for pid in (os.getpid(), 1))
     check_process(started)
     check_process(own)  # another init() of the rank itself
     with pytest.raises(

@@ -1,0 +1,75 @@
+"""Ranks in processes of Dask, Spark or Ray, which tell each of them where to meet the others; see transport/joining."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from ringreduce.api.control import init
+from ringreduce.errors import StartupError
+from ringreduce.runtime.lifecycle import leave, shutdown
+from ringreduce.transport import joining
+from ringreduce.transport.mpi import RANK_VARIABLE, import_mpi
+
+_OF_RANKS = "PMI_FD", "PMI_RANK", "PMI_SIZE", RANK_VARIABLE
+"""Variables of a rank. The process may go on without being one, and start others that are no children of a rank."""
+
+
+class Place(NamedTuple):
+    """Which rank a process is, in which world; one that has lost a rank is of no use any more."""
+
+    world: str
+    rank: int
+    size: int
+    lost: str
+
+
+def place() -> Place | None:
+    """Where this process stands; None: nowhere yet."""
+    before = joining.membership()
+    return Place(before.name, before.rank, before.size, before.lost) if before else None
+
+
+def ranks_again(places: Sequence[Place | None], anew: str) -> list[int] | None:
+    """Return which ranks these processes, in their order, are in the world that they have had before; None: in none.
+
+    anew:   how to have new processes of the engine.
+    Raises: StartupError where they are not all of one world, since MPI starts once in a process.
+    """
+    if not any(places):
+        return None
+    ranks = [each.rank for each in places if each is not None and not each.lost and each.size == len(places)]
+    worlds = {each.world for each in places if each is not None}
+    if len(ranks) == len(places) and len(worlds) == 1:
+        return ranks
+    old = sum(each is not None for each in places)
+    lost = next((f", which has lost others ({each.lost})" for each in places if each and each.lost), "")
+    raise StartupError(
+        f"{old} of these {len(places)} processes have been ranks before, in {len(worlds)} world"
+        f"{'s' * (len(worlds) > 1)} of other processes{lost}; MPI starts once in a process: {anew}"
+    )
+
+
+@contextlib.contextmanager
+def rank_of(address: str, rank: int, size: int, engine: str) -> Iterator[None]:
+    """Be rank `rank` of `size` meanwhile; those that wait for this one get PeerLostError at its end.
+
+    address: of joining.start(size), the same on all of them; empty in a process that has been this rank before.
+    """
+    if address:
+        joining.check_mpi(import_mpi().get_vendor()[0], engine, str(size))
+        joining.join(address, rank, size)
+    try:
+        os.environ.update(PMI_RANK=str(rank), PMI_SIZE=str(size))
+        init()
+        try:
+            yield
+        except BaseException as error:
+            leave(f"{type(error).__name__}: {error}", lambda: False)
+            raise
+        shutdown()
+    finally:
+        for name in _OF_RANKS:
+            os.environ.pop(name, None)

@@ -1,0 +1,39 @@
+"""Ranks that are processes of Dask, Ray and Spark: MPICH, without any launcher of MPI."""
+
+import re
+
+import pytest
+
+from tests.end_to_end.conftest import PROGRAMS, run
+
+pytestmark = [pytest.mark.adapters, pytest.mark.timeout(900), pytest.mark.xdist_group("frameworks")]
+
+
+@pytest.fixture
+def start(mpich_python, engines):
+    """Runs a program with MPICH and the engines; returns its lines."""
+
+    def run_to_the_end(*command, **options):
+        path = f"{mpich_python.parent}:/usr/bin:/bin"  # Spark starts the python that is found there
+        options |= {"PATH": path, "RAY_AUTH_MODE": "disabled", "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "600"}
+        done = run([mpich_python, *command], timeout_s=600, returncode=0, **engines, **options)
+        return done.stdout.splitlines()
+
+    return run_to_the_end
+
+
+def test_dask_s_workers_train_where_the_chunks_lie(start):
+    found = start(PROGRAMS / "in_dask.py")
+    trained = ["ranks (0, 1, 2) rows 900 workers 3", "as alone True", "the same bits True"]
+    assert found[:8] == [*trained, *trained, "the same processes True", "frame {45.0}"], found
+    errors = found[8:13]
+    assert errors[0] == "KeyError: 'shard'"
+    assert errors[1] == "InputError: map: collection 1 has 800 rows, and the first one 900; expected as many"
+    assert errors[2] == "InputError: map: collection 0 is a ndarray; expected an array or a dataframe of Dask"
+    assert errors[3].startswith(
+        "StartupError: 2 of these 2 processes have been ranks before, in 1 world of other processes"
+    )
+    assert errors[3].endswith(
+        "MPI starts once in a process: have new workers, by client.restart() or in another cluster"
+    )
+    assert re.search("PeerLostError: .*rank 1 of 3, process .* has ended", errors[4])
