@@ -37,3 +37,12 @@ def test_dask_s_workers_train_where_the_chunks_lie(start):
         "MPI starts once in a process: have new workers, by client.restart() or in another cluster"
     )
     assert re.search("PeerLostError: .*rank 1 of 3, process .* has ended", errors[4])
+
+
+def test_spark_s_barrier_tasks_are_ranks_and_its_distributor_trains(start):
+    found = start(PROGRAMS / "in_spark.py")
+    said = [line for line in found if line.startswith(("ranks", "the same", "raised", "distributor"))]
+    assert said[:3] == ["ranks [0, 1] [50, 50] {4950.0}"] * 2 + ["the same processes True"], found
+    assert re.search("2 of these 3 processes have been ranks .* set spark.python.worker.reuse=false", said[3]), found
+    assert said[4].endswith("KeyError: 'shard'"), found
+    assert said[5] == "distributor ([1.0, 3.0, 5.0], 'ring', 2)", found
