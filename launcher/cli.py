@@ -98,7 +98,8 @@ def parser(prog: str, usage: str, introduction: str) -> Parser:
     ranks = "how many ranks to start; auto, the default: see above"
     add("-np", "--num-proc", dest="np", metavar="N", default="auto", help=ranks)
     add_host_flags(add)
-    add("--slots-per-host", metavar="N", help="slots of a host that is named without a number")
+    add("--slots-per-host", metavar="N", help="slots of a host without a number (--exclude h2,h3:1 leaves some out)")
+    add("--exclude", metavar="LIST", help=SUPPRESS)
     by = "what starts the ranks in a Slurm job: mpirun (default) or srun"
     add(
         "--host-discovery-script",

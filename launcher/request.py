@@ -20,7 +20,7 @@ from .arguments import (
 from .config.resolve import Config
 from .errors import UsageError
 from .forward import parse_allowed, parse_env
-from .hosts import MAX_SLOTS, Found, named_hosts
+from .hosts import MAX_SLOTS, Found, named_hosts, parse_host_list, without
 from .job.plan import Job
 from .network import parse_interfaces
 from .remote import Reach, reach_of
@@ -80,9 +80,18 @@ def _host_finder(resolved: Config, joined: Joined | None) -> Callable[[], Found 
     slots = options.slots_per_host and whole(options.slots_per_host, flag("slots_per_host"), 1, MAX_SLOTS)
     place = resolved.place("hosts") or resolved.place("hostfile") or resolved.place("host_discovery_script")
 
+    out = options.exclude and parse_host_list(options.exclude, flag("exclude"))
+
     def find_hosts() -> Found | None:
         found = joined.hosts() if joined else named_hosts(options.hosts, options.hostfile, place, script)
-        return found and replace(found, hosts=[replace(host, slots=host.slots or slots) for host in found.hosts])
+        if not found:
+            if out:
+                raise UsageError(f"{flag('exclude')}: no hosts are named, by -H, by --hostfile or by a batch system")
+            return None
+        hosts = [replace(host, slots=host.slots or slots) for host in found.hosts]
+        names = {host.name for host in hosts}
+        gone = [host for host in out or () if not script or host.name in names]  # a script prints others each time
+        return replace(found, hosts=without(hosts, gone, flag("exclude")) if gone else hosts)
 
     return find_hosts
 

@@ -10,8 +10,8 @@ Nothing here starts anything or asks another host. What cannot be understood is 
 and what was expected there.
 """
 
-from .assign import Found, assign, may_get_ranks, named_hosts, place_ranks
-from .host import MAX_SLOTS, Host, is_here
+from .assign import Found, assign, may_get_ranks, named_hosts, place_ranks, without
+from .host import MAX_SLOTS, Host, is_here, parse_host_list
 from .hostfile import stop_discovery
 from .machines import Interface, Machine, Machines
 from .nodelist import fold_names
@@ -28,6 +28,8 @@ __all__ = [
     "is_here",
     "may_get_ranks",
     "named_hosts",
+    "parse_host_list",
     "place_ranks",
     "stop_discovery",
+    "without",
 ]

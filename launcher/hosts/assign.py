@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..errors import UsageError
 from ..machine.placement import automatic_size
@@ -51,6 +51,29 @@ def named_hosts(listed: str | None, file: str | None, place: str = "", script: S
     nodelist = os.environ.get("SLURM_JOB_NODELIST")
     nodes = expand_nodelist(nodelist) if nodelist else []
     return Found(hosts, why, all(host.name in nodes for host in hosts))
+
+
+def without(hosts: Sequence[Host], excluded: Sequence[Host], flag: str) -> list[Host]:
+    """Return the hosts that are left, with the slots that are left.
+
+    excluded: without slots: not this host; with slots: so many fewer on it.
+    Raises UsageError where a host is not among them, its slots are not said or are fewer, or no host is left.
+    """
+    slots = {host.name: host.slots for host in hosts}
+    names = {host.name for host in excluded}
+    for each in excluded:
+        own = slots.get(each.name)
+        if each.name not in slots:
+            raise UsageError(f"{flag} {each}: there is no such host; there are {listed([str(host) for host in hosts])}")
+        if each.slots is not None and own is None:
+            raise UsageError(f"{flag} {each}: how many slots {each.name} has is not said; name it without a number")
+        if each.slots is not None and own is not None and each.slots > own:
+            raise UsageError(f"{flag} {each}: {each.name} has {own} slots")
+        slots[each.name] = 0 if each.slots is None or own is None else own - each.slots
+    left = [replace(host, slots=slots[host.name]) for host in hosts if slots[host.name] != 0 or host.name not in names]
+    if not left:
+        raise UsageError(f"{flag} {','.join(map(str, excluded))}: no host is left")
+    return left
 
 
 def may_get_ranks(found: Found, size: int | None) -> Sequence[Host]:

@@ -81,13 +81,13 @@ def parse_slots(text: str, where: str) -> int:
     return whole(text, where, 1, MAX_SLOTS)
 
 
-def parse_host_list(text: str) -> list[Host]:
-    """Return the hosts of `h1:4,h2,[fe80::1]:2`, each once; UsageError if an item is no host.
+def parse_host_list(text: str, flag: str = "-H") -> list[Host]:
+    """Return the hosts of `h1:4,h2,[fe80::1]:2`, each once; UsageError, which names `flag`, if an item is no host.
 
     A name without slots leaves them unsaid (None), unless one is repeated: `h1,h1,h2` is 2 slots and 1.
     """
     items = [item.strip() for item in text.split(",")]
-    return merge([parse_host(item, f"-H, item {number}, {quoted(item)}") for number, item in enumerate(items, 1)])
+    return merge([parse_host(item, f"{flag}, item {number}, {quoted(item)}") for number, item in enumerate(items, 1)])
 
 
 def merge(mentions: Sequence[Host]) -> list[Host]:

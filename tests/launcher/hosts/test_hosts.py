@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ringrun import cli
 from ringrun.errors import UsageError
-from ringrun.hosts import Host, assign
+from ringrun.hosts import Host, assign, without
 from ringrun.hosts.host import parse_host_list
 from ringrun.hosts.hostfile import parse_hostfile, read_hostfile
 
@@ -261,3 +262,32 @@ def test_every_rank_has_its_place(hosts, size):
     assert all(host.slots is None or ranks <= host.slots for host, ranks in placed)
     remaining = iter(hosts)
     assert all(host in remaining for host, _ in placed)  # in order
+
+
+@pytest.mark.parametrize(
+    ("excluded", "left"),
+    [
+        ("h2", "h1:4,h3"),
+        ("h1:1", "h1:3,h2:2,h3"),
+        ("h1:4,h3", "h2:2"),
+        ("h2:3", "--exclude h2:3: h2 has 2 slots"),
+        ("h3:1", "--exclude h3:1: how many slots h3 has is not said; name it without a number"),
+        ("h4", "--exclude h4: there is no such host; there are h1:4, h2:2, h3"),
+        ("h1,h2,h3", "--exclude h1,h2,h3: no host is left"),
+    ],
+)
+def test_hosts_and_slots_are_left_out(excluded, left):
+    hosts = parse_host_list("h1:4,h2:2,h3")
+    if ": " in left:
+        assert message_of(without, hosts, parse_host_list(excluded), "--exclude") == left
+    else:
+        assert without(hosts, parse_host_list(excluded), "--exclude") == parse_host_list(left)
+
+
+def test_the_flag_takes_hosts_out_of_those_that_are_named():
+    request = cli.parse(["-H", "h1:2,h2:2", "--exclude", "h1:1", "true"])
+    assert list(map(str, request.found.hosts)) == ["h1:1", "h2:2"]
+    assert message_of(cli.parse, ["--exclude", "h1", "true"]).startswith("--exclude: no hosts are named, by -H")
+    assert message_of(cli.parse, ["-H", "h1", "--exclude", "h1;", "true"]).startswith(
+        "--exclude, item 1, 'h1;': expected"
+    )
