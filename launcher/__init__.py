@@ -10,7 +10,7 @@ The manual is `ringrun -h` (the docstring of cli.py). From the user's shell down
                       run_report/ (--report, --metrics-port: what each step waits for)
       └ mpirun        engines/                           Open MPI's or MPICH's own launcher, or srun
           └ agent     agent/ · environment · processes   one a rank: starts the command, reports how it ended
-              └ rank  hook/                              the user's command; the hook reports a Python exception
+              └ rank  hook/ · horovod/                   the user's command; the hook reports a Python exception
     ringrun ↔ agent   connection/                        a socket: mpirun's own streams mix lines and name no rank
     nodes without ssh join/                              each runs ringrun join: a head, and others that it uses
     without ringrun   pmi/                               ranks that torchrun, Ray, … have started: answers their MPI

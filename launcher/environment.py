@@ -26,6 +26,14 @@ EXIT_S = 3.0
 
 HOOK_DIRECTORY = str(Path(__file__).parent / "hook")
 
+HOROVOD_DIRECTORY = str(Path(__file__).parent / "horovod")
+"""Where `import horovod` finds ringreduce."""
+
+_OF_HOROVOD = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
+"""What Horovod's ranks have in the environment, by Place's order; libraries take it for the sign of horovodrun."""
+
+_TRUE = ("1", "true", "yes", "on")
+
 
 class Place(NamedTuple):
     """Which rank this is, of how many, in the job and on its host."""
@@ -99,6 +107,10 @@ def rank_environment(
         environment.setdefault(name, value)
     if only_gpu is not None:
         environment |= {VISIBLE_VARIABLE: only_gpu, ORDER_VARIABLE: BY_ADDRESS}  # the order of our numbers
+    path = [HOOK_DIRECTORY, everything.get("PYTHONPATH")]
+    if everything.get("RINGREDUCE_HOROVOD", "").lower() in _TRUE:
+        path.insert(1, HOROVOD_DIRECTORY)
+        environment |= {f"HOROVOD_{name}": str(value) for name, value in zip(_OF_HOROVOD, place, strict=True)}
     environment |= {
         "RANK": str(place.rank),
         "LOCAL_RANK": str(place.local_rank),
@@ -107,6 +119,6 @@ def rank_environment(
         "RINGREDUCE_ERROR_FILE": str(error_file(directory, place.rank)),
         "RINGREDUCE_PLACED_GPU": placed_gpu,
         COMMITS_VARIABLE: setup.commits,
-        "PYTHONPATH": os.pathsep.join(filter(None, [HOOK_DIRECTORY, everything.get("PYTHONPATH")])),
+        "PYTHONPATH": os.pathsep.join(filter(None, path)),
     }
     return environment

@@ -12,7 +12,7 @@ name of it is first used, so a process that never calls `init()`, such as a data
 
 from importlib import import_module as _import_module
 
-from ringreduce.frameworks.not_there import no_attribute as _no_attribute
+from ringreduce.frameworks.horovod import no_attribute as _no_attribute
 
 with open(f"{__path__[0]}/__init__.pyi") as _stub:
     _module_of = {line.split()[-1]: line.split()[1] for line in _stub if line.startswith("from ")}

@@ -1,5 +1,5 @@
 """There is no adapter for MXNet: importing this says why."""
 
-from ringreduce.frameworks.not_there import MXNET
+from ringreduce.frameworks.horovod import MXNET
 
 raise ImportError(f"ringreduce.mxnet: {MXNET}")

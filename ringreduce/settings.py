@@ -31,8 +31,8 @@ HOROVOD = {
 }
 NO_EFFECT = (
     *("HOROVOD_AUTOTUNE", "HOROVOD_HIERARCHICAL_ALLREDUCE", "HOROVOD_HIERARCHICAL_ALLGATHER"),
-    *("HOROVOD_NUM_NCCL_STREAMS", "HOROVOD_THREAD_AFFINITY", "HOROVOD_MPI_THREADS_DISABLE"),
-    *("HOROVOD_CONTROLLER", "HOROVOD_CPU_OPERATIONS"),
+    *("HOROVOD_TORUS_ALLREDUCE", "HOROVOD_NUM_NCCL_STREAMS", "HOROVOD_THREAD_AFFINITY"),
+    *("HOROVOD_MPI_THREADS_DISABLE", "HOROVOD_CONTROLLER", "HOROVOD_CPU_OPERATIONS"),
     *("HOROVOD_GLOO_TIMEOUT_SECONDS", "HOROVOD_STALL_CHECK_DISABLE", "HOROVOD_DISABLE_GROUP_FUSION"),
     *("HOROVOD_BATCH_D2D_MEMCOPIES", "HOROVOD_ENABLE_ASYNC_COMPLETION", "HOROVOD_ADASUM_MPI_CHUNK_SIZE"),
     *("HOROVOD_START_TIMEOUT", "HOROVOD_ELASTIC_TIMEOUT"),
@@ -130,6 +130,9 @@ class Settings:
     log_level: str = "warning"  # least severe level logged to stderr: trace, debug, info, warning, error or fatal
     log_timestamp: bool = False  # begin log lines with the local time
     torch_backend: str = ""  # ring: torch.distributed's "gloo" and "mpi" mean it, too; see frameworks/torch_backend.py
+    horovod: bool = (
+        False  # `import horovod` is ringreduce's in the ranks and what they start; see frameworks/stand_in.py
+    )
     twice: str = ""  # RUN:STEPS:FOLDER, of two runs whose bits are compared; set by ringrun --twice
     restart_count: int = 0  # how often ringrun has restarted this job after a failure; set by ringrun
     elastic: bool = False  # ranks go on without those that fail; set by ringrun --elastic, as are the next two

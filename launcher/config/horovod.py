@@ -60,10 +60,31 @@ IGNORED_SWITCHES = {
     "no-hierarchical-allreduce": _CHOOSER,
     "hierarchical-allgather": _CHOOSER,
     "no-hierarchical-allgather": _CHOOSER,
+    "torus-allreduce": _CHOOSER,
+    "no-torus-allreduce": _CHOOSER,
     "mpi-threads-disable": "ringreduce asks MPI for the threads that it needs",
     "no-mpi-threads-disable": "ringreduce asks MPI for the threads that it needs",
 }
 """Flags without a value that have no meaning here, and why."""
+
+
+OWN = """
+-v --version -np --num-proc -cb --check-build --start-timeout --network-interfaces --network-interface --output-filename
+--verbose --config-file -p --ssh-port -i --ssh-identity-file --cycle-time-ms --cache-capacity --timeline-mark-cycles
+--no-timeline-mark-cycles --min-np --min-num-proc --max-np --max-num-proc --slots-per-host --host-discovery-script
+--blacklist-cooldown-range --mpi-args --log-level -prefix-timestamp --prefix-output-with-timestamp -H --hosts -hostfile
+--hostfile
+"""
+"""Those that ringrun has itself, or a setting of ringreduce's has, under the same name."""
+
+_OF_ITS_FILE = ("controller", "ccl-bgt-affinity")
+"""Keys of horovodrun's file that are no flags of its own."""
+
+
+def flags() -> set[str]:
+    """Return all flags of horovodrun 0.28.1."""
+    names = {*ALIASES, *SWITCHES, *IGNORED_VALUES, *IGNORED_SWITCHES, STALL_CHECK, f"no-{STALL_CHECK}"}
+    return {*OWN.split(), *(f"--{name}" for name in names.difference(_OF_ITS_FILE))}
 
 
 def destination(flag: str) -> str:

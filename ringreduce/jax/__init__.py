@@ -22,7 +22,7 @@ except ImportError as exc:
     raise _MissingExtraError.of("ringreduce.jax needs JAX", "jax", exc) from exc
 
 from ringreduce.frameworks.common import *
-from ringreduce.frameworks.not_there import end_of as _end_of
+from ringreduce.frameworks.horovod import end_of as _end_of
 from ringreduce.jax import elastic as elastic
 from ringreduce.jax.compiled import *
 from ringreduce.jax.local import *

@@ -22,7 +22,7 @@ if _keras.__version__.startswith(("1.", "2.")):
     )
 
 from ringreduce.frameworks.common import *
-from ringreduce.frameworks.not_there import end_of as _end_of
+from ringreduce.frameworks.horovod import end_of as _end_of
 from ringreduce.keras import callbacks as callbacks
 from ringreduce.keras import elastic as elastic
 from ringreduce.keras.ops import *

@@ -17,7 +17,7 @@ except ImportError as exc:
     raise _MissingExtraError.of("ringreduce.tensorflow needs TensorFlow 2", "tensorflow", exc) from exc
 
 from ringreduce.frameworks.common import *
-from ringreduce.frameworks.not_there import end_of as _end_of
+from ringreduce.frameworks.horovod import end_of as _end_of
 from ringreduce.tensorflow.ops import *
 from ringreduce.tensorflow.training import *
 

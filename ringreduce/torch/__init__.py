@@ -18,7 +18,7 @@ from ringreduce.api.control import *
 from ringreduce.api.gather import *
 from ringreduce.api.reduce import *
 from ringreduce.frameworks.common import *
-from ringreduce.frameworks.not_there import end_of as _end_of
+from ringreduce.frameworks.horovod import end_of as _end_of
 from ringreduce.numpy.local import DiLoCo as DiLoCo
 from ringreduce.numpy.local import LocalSGD as LocalSGD
 from ringreduce.optim.local.options import Nesterov as Nesterov

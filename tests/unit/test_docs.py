@@ -207,6 +207,14 @@ def test_the_reference_has_the_signatures_and_first_sentences_of_the_code():
     assert reference.LINE.pattern in (ROOT / "docs" / "hooks.py").read_text(), "the site finds the same lines"
 
 
+def test_the_tables_of_horovods_names_and_flags_are_those_of_the_code():
+    spec = importlib.util.spec_from_file_location("tables", ROOT / "docs" / "horovod.py")
+    tables = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(tables)
+    assert tables.written(PAGES["horovod.md"]) == PAGES["horovod.md"], "python docs/horovod.py"
+    assert len(tables.TABLE.findall(PAGES["horovod.md"])) == 3
+
+
 @pytest.mark.parametrize("name", ["", ".torch", ".torch.distributed", ".elastic", ".ps", ".sweeps", ".testing"])
 def test_every_public_name_is_in_the_reference(name):
     module = importlib.import_module(f"ringreduce{name}")

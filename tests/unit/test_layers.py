@@ -126,7 +126,7 @@ def test_only_the_transport_and_one_module_of_gpus_know_mpi():
 
 # the launcher's modules, and folders whose own modules are named only where they stand at different heights
 LAUNCHER_LAYERS = layers("""
-errors, text, records, hook < network < arguments, folders, processes, machine, forward <
+errors, text, records, hook, horovod < network < arguments, folders, processes, machine, forward <
 hosts, ssh, connection.frames, connection.wire, config, elastic < environment <
 engines, report, output, connection.link < run_report, connection.queued <
 connection.listener < remote < agent, preflight < job <

@@ -183,8 +183,8 @@ HOROVODRUN = """
 -v --version -np=2 --num-proc=2 -cb --check-build --disable-cache --start-timeout=9 --network-interfaces=lo
 --network-interface=lo --output-filename=x --verbose -p=22 --ssh-port=22 -i=FILE --ssh-identity-file=FILE
 --fusion-threshold-mb=64 --cycle-time-ms=5 --cache-capacity=9 --hierarchical-allreduce --no-hierarchical-allreduce
---hierarchical-allgather --no-hierarchical-allgather --autotune --no-autotune --autotune-log-file=x
---autotune-warmup-samples=3 --autotune-steps-per-sample=3 --autotune-bayes-opt-max-samples=3
+--hierarchical-allgather --no-hierarchical-allgather --torus-allreduce --no-torus-allreduce --autotune --no-autotune
+--autotune-log-file=x --autotune-warmup-samples=3 --autotune-steps-per-sample=3 --autotune-bayes-opt-max-samples=3
 --autotune-gaussian-process-noise=.5 --min-np=1 --min-num-proc=1 --slots-per-host=2 --elastic-timeout=9 --reset-limit=9
 --timeline-filename=x --timeline-mark-cycles --no-timeline-mark-cycles --no-stall-check --stall-check
 --stall-check-warning-time-seconds=9 --stall-check-shutdown-time-seconds=9 --mpi-threads-disable
@@ -193,7 +193,13 @@ HOROVODRUN = """
 --prefix-output-with-timestamp --log-hide-timestamp --no-log-hide-timestamp -H=localhost:2 --hosts=localhost:2
 -hostfile=FILE --hostfile=FILE --gloo --mpi --jsrun
 """
-"""All flags of Horovod 0.28.1's launcher (runner/launch.py) but --max-np and --host-discovery-script."""
+"""All flags of Horovod 0.28.1's launcher (runner/launch.py) but those below, each with a value of its own."""
+NEED_MORE = {"--config-file", "--max-np", "--max-num-proc", "--host-discovery-script", "--blacklist-cooldown-range"}
+"""Of a file, or of an elastic job: other tests have them."""
+
+
+def test_the_list_of_horovodruns_flags_is_complete():
+    assert {word.partition("=")[0] for word in HOROVODRUN.split()} | NEED_MORE == horovod.flags()
 
 
 @in_a_loop("flag", HOROVODRUN.split())
@@ -226,6 +232,7 @@ params:
   cycle_time_ms: 10
   cache_capacity: 2048
   hierarchical_allreduce: true
+  torus_allreduce: true
 autotune:
   enabled: true
   log_file: 'log.txt'
@@ -258,10 +265,11 @@ def test_horovods_file_is_understood(file):
         "RINGREDUCE_LOG_TIMESTAMP": "1",
     }
     assert [notice.partition(" has no meaning here")[0] for notice in resolved.notices] == [
-        "job.yaml:9: autotune",
+        "job.yaml:10: autotune",
         "job.yaml:7: hierarchical_allreduce",
+        "job.yaml:8: torus_allreduce",
         "job.yaml:2: controller",
-        "job.yaml:19: num_nccl_streams",
+        "job.yaml:20: num_nccl_streams",
     ]
 
 

@@ -14,7 +14,7 @@ import pytest
 from ringrun.connection.wire import Address, Setup
 from ringrun.engines import ENGINES, MPICH, Launcher, Library
 from ringrun.engines.detect import Detected
-from ringrun.environment import HOOK_DIRECTORY, Place, Settings, rank_environment
+from ringrun.environment import HOOK_DIRECTORY, HOROVOD_DIRECTORY, Place, Settings, rank_environment
 from ringrun.errors import MachineError, UsageError
 from ringrun.folders import make_private_folder, private_folder
 from ringrun.hosts import Host, Interface, Machine, Machines
@@ -208,6 +208,17 @@ def test_the_variables_of_a_rank():
 GPUS = {"CUDA_VISIBLE_DEVICES": "2,3", "CUDA_DEVICE_ORDER": "FASTEST_FIRST"}
 KEPT = {"MASTER_ADDR": "h", "MASTER_PORT": "1", "OMP_NUM_THREADS": "7", "PYTHONUNBUFFERED": ""}
 PLACED = {"RINGREDUCE_PLACED_GPU": "0000:01:00.0", "RINGREDUCE_CUDA_DEVICE": "1"}
+
+
+def test_with_horovod_ranks_and_what_they_start_find_it_and_its_variables():
+    inherited = {"RINGREDUCE_HOROVOD": "1", "PYTHONPATH": "/mine"}
+    environment = rank_environment(PLACE, SETUP, "/tmp/private", inherited, threads=2)
+    assert environment["PYTHONPATH"].split(os.pathsep) == [HOOK_DIRECTORY, HOROVOD_DIRECTORY, "/mine"]
+    theirs = {"HOROVOD_RANK": "5", "HOROVOD_SIZE": "8", "HOROVOD_LOCAL_RANK": "1", "HOROVOD_LOCAL_SIZE": "4"}
+    assert environment.items() >= theirs.items()
+    without = rank_environment(PLACE, SETUP, "/tmp/private", inherited | {"RINGREDUCE_HOROVOD": "0"}, threads=2)
+    assert not {*theirs} & {*without}
+    assert HOROVOD_DIRECTORY not in without["PYTHONPATH"]
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ MODULES = ["ringreduce", "ringreduce.torch"]
     ("name", "says"),
     [
         ("run_elastic", "is not supported yet; start an elastic script with `ringrun --elastic -np N"),
-        ("spark", "is not supported yet; start your script with `ringrun -np N"),
+        ("spark", r"docs/engines\.md says what works on Ray and Spark"),
         ("callbacks", "they are for Keras, in ringreduce.keras.callbacks"),
         ("mxnet", "MXNet was archived in 2023"),
         ("no_such_thing", "has no attribute 'no_such_thing'$"),
