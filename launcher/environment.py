@@ -21,6 +21,9 @@ AGENT_VARIABLES = (AUTHKEY_VARIABLE, SETTINGS_VARIABLE)
 COMMITS_VARIABLE = "RINGREDUCE_STATE_DIR"
 """Setup's `commits`, for the ranks."""
 
+COUNT_VARIABLE = "RINGREDUCE_RESTART_COUNT"
+"""How many attempts there were before this one, for every rank: 0 at first, and without --restarts."""
+
 EXIT_S = 3.0
 """How long a rank's process may still run once its script has failed, if --grace says nothing else."""
 
@@ -116,6 +119,9 @@ def rank_environment(
         "LOCAL_RANK": str(place.local_rank),
         "WORLD_SIZE": str(place.size),
         "LOCAL_WORLD_SIZE": str(place.local_size),
+        "ROLE_RANK": str(place.rank),
+        "ROLE_WORLD_SIZE": str(place.size),
+        "TORCHELASTIC_RESTART_COUNT": everything.get(COUNT_VARIABLE, "0"),
         "RINGREDUCE_ERROR_FILE": str(error_file(directory, place.rank)),
         "RINGREDUCE_PLACED_GPU": placed_gpu,
         COMMITS_VARIABLE: setup.commits,

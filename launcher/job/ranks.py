@@ -99,10 +99,13 @@ class Channel:
         """Let all agents, which are there, start their commands."""
         job, setup = self._job, self._setup
         what = (tuple(job.command), self._master_address(), self._ports[0], setup.folder)
+        hosts = [host.name for host, _ in job.hosts] or [job.host_of(0)]
         for rank, link in self._links.items():
             gives_stdin = rank == job.stdin_rank and setup.stdin is not None
             variables, open_files = (setup.local, job.open_files) if link.is_local else (setup.remote, 0)
-            variables = {**variables, **setup.of_hosts.get(job.host_of(rank), {})}
+            host = job.host_of(rank)
+            group = {"GROUP_RANK": hosts.index(host), "GROUP_WORLD_SIZE": len(hosts)}  # torchrun's words for hosts
+            variables = {**variables, **setup.of_hosts.get(host, {}), **{name: str(at) for name, at in group.items()}}
             message = wire.Setup(*what, variables, gives_stdin, open_files, job.commits_folder)
             self.send(rank, message.mapped(wire.portable))
             if gives_stdin and link.is_local and setup.stdin is not None:

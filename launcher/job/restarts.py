@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ..elastic import with_size
+from ..environment import COUNT_VARIABLE
 from ..errors import LauncherError, MachineError
 from ..hosts import Host, assign, is_here
 from ..text import counted
@@ -20,9 +21,6 @@ from .events import Events, Signalled
 from .growth import CANNOT_START_S, Blacklist
 from .plan import Job
 from .signals import ENDING, SignalReader
-
-COUNT_VARIABLE = "RINGREDUCE_RESTART_COUNT"
-"""How many attempts there were before this one, for every rank: 0 at first, and without --restarts."""
 
 _PAUSES_S = (1.0, 2.0, 4.0, 8.0, 16.0, 30.0)
 """Before the first restart, the second …; the last one stays."""

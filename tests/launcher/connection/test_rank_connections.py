@@ -137,7 +137,8 @@ def test_only_ranks_that_the_job_awaits_are_let_in_and_each_once(channel, events
     with pytest.raises((EOFError, OSError)):
         refused.receive()
     made.set_up()
-    assert first.receive() == Setup(("true",), "127.0.0.1", 2345, "/work", {"A": "b"}, False), "the first one stays"
+    variables = {"A": "b", "GROUP_RANK": "0", "GROUP_WORLD_SIZE": str(len(JOB.hosts))}
+    assert first.receive() == Setup(("true",), "127.0.0.1", 2345, "/work", variables, False), "the first one stays"
 
 
 def test_all_but_output_is_heard_while_nobody_reads_what_ranks_print(tmp_path, events):

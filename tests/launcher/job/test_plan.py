@@ -194,6 +194,9 @@ def test_the_variables_of_a_rank():
         "WORLD_SIZE": "8",
         "LOCAL_RANK": "1",
         "LOCAL_WORLD_SIZE": "4",
+        "ROLE_RANK": "5",
+        "ROLE_WORLD_SIZE": "8",
+        "TORCHELASTIC_RESTART_COUNT": "0",
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": "2345",
         "OMP_NUM_THREADS": "2",
@@ -229,6 +232,9 @@ def test_with_horovod_ranks_and_what_they_start_find_it_and_its_variables():
         pytest.param({}, GPUS, {}, GPUS, id="all GPUs"),
         pytest.param(
             {}, GPUS, {"only_gpu": "3"}, {"CUDA_VISIBLE_DEVICES": "3", "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}, id="one GPU"
+        ),
+        pytest.param(
+            {"RINGREDUCE_RESTART_COUNT": "2"}, {}, {}, {"TORCHELASTIC_RESTART_COUNT": "2"}, id="torchrun's name of it"
         ),
         # whatever a job around it says; the user's own wish stays
         pytest.param({}, PLACED, {"placed_gpu": "b"}, PLACED | {"RINGREDUCE_PLACED_GPU": "b"}, id="placed"),

@@ -15,13 +15,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ringrun.elastic import Elastic
+from ringrun.environment import COUNT_VARIABLE
 from ringrun.errors import MachineError, NotStartedError, UsageError
 from ringrun.hosts import Host
 from ringrun.job import restarts, signals
 from ringrun.job.events import Arrived, Signalled
 from ringrun.job.growth import Blacklist
 from ringrun.job.plan import Job
-from ringrun.job.restarts import COUNT_VARIABLE, Ending, SignalRelay, reallocated
+from ringrun.job.restarts import Ending, SignalRelay, reallocated
 from ringrun.job.supervise import Supervisor
 from tests.launcher.job.test_growth import Clock
 from tests.launcher.job.test_supervise import Fake, arrived, ended, queue_of

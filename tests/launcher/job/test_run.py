@@ -15,6 +15,7 @@ from tests.support import jobs
 SHOW_ENVIRONMENT = """
     import json, os
     names = ["RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS",
+             "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_WORLD_SIZE", "TORCHELASTIC_RUN_ID",
              "PYTHONPATH", "RINGRUN_AUTHKEY", "MINE"]
     print(json.dumps({name: os.environ.get(name) for name in names}))
 """
@@ -60,6 +61,11 @@ def test_the_environment_of_each_rank(size, ringrun, script):
             "LOCAL_RANK": str(rank),
             "WORLD_SIZE": str(size),
             "LOCAL_WORLD_SIZE": str(size),
+            "GROUP_RANK": "0",
+            "GROUP_WORLD_SIZE": "1",
+            "ROLE_RANK": str(rank),
+            "ROLE_WORLD_SIZE": str(size),
+            "TORCHELASTIC_RUN_ID": None,  # by which torch takes torchrun for the owner of its store
             "MASTER_ADDR": "127.0.0.1",
             "OMP_NUM_THREADS": str(threads),
             "PYTHONPATH": None,
