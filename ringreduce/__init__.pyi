@@ -48,6 +48,7 @@ from ringreduce.api.reduce import grouped_reducescatter_async as grouped_reduces
 from ringreduce.api.reduce import reducescatter as reducescatter
 from ringreduce.api.reduce import reducescatter_async as reducescatter_async
 from ringreduce.api.sampler import DistributedSampler as DistributedSampler
+from ringreduce.api.sampler import gather_for_metrics as gather_for_metrics
 from ringreduce.api.steps import mark_step as mark_step
 from ringreduce.api.steps import stats as stats
 from ringreduce.api.world import ccl_built as ccl_built

@@ -17,6 +17,7 @@ from ringreduce.api.broadcast import *
 from ringreduce.api.control import *
 from ringreduce.api.gather import *
 from ringreduce.api.reduce import *
+from ringreduce.api.sampler import gather_for_metrics as gather_for_metrics
 from ringreduce.frameworks.common import *
 from ringreduce.frameworks.horovod import end_of as _end_of
 from ringreduce.numpy.local import DiLoCo as DiLoCo

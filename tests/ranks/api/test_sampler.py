@@ -1,0 +1,58 @@
+"""gather_for_metrics: all ranks' rows in the order of the epoch, without those that a sampler has repeated."""
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data.distributed import DistributedSampler as TorchSampler
+
+import ringreduce as rr
+from tests.support.on_threads import each_rank_of
+
+
+@pytest.mark.parametrize("count", [1, 6, 7, 8])
+@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_a_metric_of_all_is_that_of_one_process(count, drop_last, shuffle):
+    rows = 10.0 + np.arange(2 * count).reshape(count, 2)
+
+    @each_rank_of(3)
+    def check():
+        sampler = rr.DistributedSampler(count, shuffle=shuffle, drop_last=drop_last)
+        found = rr.gather_for_metrics(rows[sampler.indices()], sampler)
+        kept = count // 3 * 3 if drop_last else count
+        np.testing.assert_array_equal(found, rows[sampler._order()[:kept]])
+
+    check()
+
+
+@each_rank_of(2)
+def test_batch_by_batch_in_torch_and_in_trees():
+    sampler = TorchSampler(range(7), rr.size(), rr.rank(), shuffle=False)
+    mine, found = torch.tensor(list(sampler)), []
+    for start in range(0, len(mine), 3):
+        batch = mine[start : start + 3]
+        tree = rr.gather_for_metrics({"item": batch, "half": batch / 2}, sampler, start)
+        assert torch.equal(tree["half"], tree["item"] / 2)
+        found += tree["item"].tolist()
+    assert found == list(range(7))
+
+
+@each_rank_of(2)
+def test_what_is_left_of_an_epoch():
+    sampler = rr.elastic.ElasticSampler(range(7), shuffle=False)
+    sampler.record_batch(0, 1)
+    sampler.reset()
+    assert rr.gather_for_metrics(sampler.indices(), sampler).tolist() == [2, 3, 4, 5, 6]
+
+
+@each_rank_of(2)
+def test_rows_that_belong_to_no_item_are_refused():
+    sampler = rr.DistributedSampler(5)
+    with pytest.raises(ValueError, match=r"gather_for_metrics: \[4\] rows after 0; expected .* on each rank, 3"):
+        rr.gather_for_metrics(np.zeros(4), sampler)
+    with pytest.raises(ValueError, match="rows after 2; expected"):
+        rr.gather_for_metrics(np.zeros(2), sampler, start=2)
+    with pytest.raises(ValueError, match=r"\[1, 2\] rows"):
+        rr.gather_for_metrics([np.zeros(1), np.zeros(2)], sampler)
+    with pytest.raises(ValueError, match=r"rows of 2 ranks; this one has [12], and so must all"):
+        rr.gather_for_metrics(np.zeros(1 + rr.rank()), sampler)
