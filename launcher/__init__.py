@@ -14,6 +14,7 @@ The manual is `ringrun -h` (the docstring of cli.py). From the user's shell down
     ringrun ↔ agent   connection/                        a socket: mpirun's own streams mix lines and name no rank
     nodes without ssh join/                              each runs ringrun join: a head, and others that it uses
     without ringrun   pmi/                               ranks that torchrun, Ray, … have started: answers their MPI
+    on Ray, Spark …   lending                            their tasks lend slots to a run() in their driver
     other commands    doctor/ · scaling/ · stacks · top · twice (--twice) · build (--check-build)
     in a script       run_function                       ringreduce.run(): starts ringrun, and gets the ranks' results
     everywhere        text · errors · folders · records (of steps)

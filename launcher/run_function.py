@@ -21,7 +21,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from ringreduce.errors import InputError, JobFailedError, StartupError
 from ringreduce.transport import pickling
@@ -48,6 +48,21 @@ HOROVODS_NAMES = {"num_proc": "np", "min_num_proc": "min_np", "use_gloo": "gloo"
 SWITCHES = ("gloo", "mpi", "disable-cache", "verbose")
 """Horovod's: a number, as in verbose=2, says yes, and no is no flag."""
 OF_GROWING_JOBS = ("max_num_proc", "max_np", "slots", "reset_limit", "cooldown_range")
+PYTHON_VARIABLE, FOLDER_VARIABLE, PATH_VARIABLE = (f"_RINGREDUCE_{name}" for name in ("PYTHON", "FOLDER", "PATH"))
+"""Of a rank on slots that an engine lends: its Python, and the folder and the import path of who lends them."""
+OWN_PYTHON = f'exec "${PYTHON_VARIABLE}" -c "$0" "$1"'
+LOOK_S = 0.25
+
+
+class Head(NamedTuple):
+    """What makes a ringrun the head of a job whose slots others lend, see lending.py."""
+
+    flags: Sequence[str]
+    environment: Mapping[str, str]
+    addresses: Sequence[str]
+    """This host's, for ranks elsewhere."""
+    trouble: Callable[[], str]
+    """Returns why the job is to be given up, if it is."""
 
 
 def on_ranks(
@@ -55,25 +70,31 @@ def on_ranks(
     flags: Mapping[str, Any],
     variables: Mapping[str, Any],
     python: str,
+    head: Head | None = None,
 ) -> list[Any]:
-    """Do what `ringreduce.run` says: a function, called with these arguments on each rank, which is `python`."""
+    """Do what `ringreduce.run` says: a function, called with these arguments on each rank, which is `python`.
+
+    Under a `head` it is the Python of who lends the slots.
+    """
     from .job.plan import run_module  # no rank needs it
 
-    ringrun = [sys.executable, *run_module("ringrun"), *_arguments(flags)]
+    ringrun = [sys.executable, *run_module("ringrun"), *(head.flags if head else ()), *_arguments(flags, head)]
     results = _Results(pickling.dumps(call))
     parent = "/tmp" if len(tempfile.gettempdir()) > LONGEST_FOLDER else None  # noqa: S108 - mkdtemp is safe there
     with tempfile.TemporaryDirectory(prefix="ringreduce-", dir=parent, ignore_cleanup_errors=True) as folder:
         try:
-            listener = Listener(folder, _addresses(flags), 1024)
+            listener = Listener(folder, head.addresses if head else _addresses(flags), 1024)
         except LauncherError as error:
             raise InputError(f"run(): {error}") from error
         with contextlib.closing(listener):
             listener.start(lambda link: _Rank(link, results))
-            rank = [python, "-c", RANK_PROGRAM, str(listener.address)]
+            program = ["/bin/sh", "-c", OWN_PYTHON] if head else [python, "-c"]
+            rank = [*program, RANK_PROGRAM, str(listener.address)]
             # by name: every user of this host can read a command line
             asked = {name: str(value) for name, value in variables.items()} | {KEY_VARIABLE: listener.authkey.hex()}
             ringrun += [f"--env={name}" for name in asked]
-            code, report = _finish([*ringrun, *rank], {**os.environ, **asked})
+            environment = {**os.environ, **asked, **(head.environment if head else {})}
+            code, report = _finish([*ringrun, *rank], environment, head.trouble if head else None)
     if code == 0:
         return results.by_rank(some_are_lost=bool(flags.get("elastic") or flags.get("min_num_proc")))
     raise _failure(code, report)
@@ -85,12 +106,12 @@ def _failure(code: int, report: str) -> Exception:
     return kinds.get(code, JobFailedError)(f"run():\n{why}" if FAILED.match(why) else f"run(): {why}")
 
 
-def _arguments(flags: Mapping[str, object]) -> Iterator[str]:
+def _arguments(flags: Mapping[str, object], head: Head | None = None) -> Iterator[str]:
     """Yield ringrun's command line for these flags."""
     for name, value in flags.items():
         if value is None:
             continue
-        if name in OF_GROWING_JOBS:
+        if name in OF_GROWING_JOBS and not (head and name in ("max_np", "max_num_proc")):
             raise InputError(
                 f"run(): {name}={value} is for jobs that grow: `ringrun --elastic --restarts N` starts them, run() "
                 "does not; elastic=True, np=4, spares=1 starts five ranks, of which one waits to replace another"
@@ -177,13 +198,17 @@ def _cells() -> dict[str, tuple[Any, ...]]:
     return {name: entry for name, entry in found if not os.path.exists(name)}
 
 
-def _finish(command: Sequence[str], environment: Mapping[str, str]) -> tuple[int, str]:
+def _finish(
+    command: Sequence[str], environment: Mapping[str, str], trouble: Callable[[], str] | None = None
+) -> tuple[int, str]:
     """Run ringrun to its end, printing what it prints; return its exit code, and why it failed.
+
+    trouble: asked every LOOK_S; what it returns ends ringrun, and is raised as a StartupError.
 
     All in this thread: in a notebook that decides which cell shows it.
     """
     out, errors = _Printer("stdout"), _Report("stderr")
-    is_interrupted = False
+    is_interrupted, why = False, ""
     process = start_with_parent(
         command,
         signal.SIGTERM,
@@ -200,11 +225,13 @@ def _finish(command: Sequence[str], environment: Mapping[str, str]) -> tuple[int
                 selector.register(pipe, selectors.EVENT_READ, printer)
             while selector.get_map():
                 try:
-                    for key, _ in selector.select():
+                    for key, _ in selector.select(LOOK_S if trouble else None):
                         data = os.read(key.fd, CHUNK_BYTES)
                         key.data.print(data)
                         if not data:
                             selector.unregister(key.fd)
+                    if trouble and not why and (why := trouble()):
+                        process.terminate()
                 except KeyboardInterrupt:
                     is_interrupted = True
                     process.send_signal(signal.SIGINT)
@@ -214,6 +241,8 @@ def _finish(command: Sequence[str], environment: Mapping[str, str]) -> tuple[int
         raise
     if is_interrupted:
         raise KeyboardInterrupt
+    if why:
+        raise StartupError(f"run(): {why}")
     return process.returncode, errors.text
 
 
@@ -267,7 +296,11 @@ def serve() -> None:
     link.send(Hello(rank, size, local_rank=0, local_size=0, host="", port=0))
     folders, cells, function = pickle.loads(_receive(link))  # noqa: S301 - from who started this job
     linecache.cache.update(cells)  # the source of a notebook's functions, for tracebacks
-    sys.path[:] = [*folders, *(each for each in sys.path if each not in folders)]
+    if own := os.environ.pop(PATH_VARIABLE, ""):  # what the engine has there comes before what the driver has
+        folders = [*own.split(os.pathsep), *folders]
+        os.chdir(os.environ.pop(FOLDER_VARIABLE))
+        del os.environ[PYTHON_VARIABLE]
+    sys.path[:] = list(dict.fromkeys([*folders, *sys.path]))
     func, args, kwargs = pickle.loads(function)  # noqa: S301
     result = func(*args, **kwargs)
     try:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from tests.support.jobs import ROOT
 
-INSTALL_TIMEOUT_S = 600
+INSTALL_TIMEOUT_S = 1200
 
 
 def interpreter(variable: str, folder: str, *requirements: str) -> Path:

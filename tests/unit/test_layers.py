@@ -130,7 +130,7 @@ errors, text, records, hook, horovod < network < arguments, folders, processes, 
 hosts, ssh, connection.frames, connection.wire, config, elastic < environment <
 engines, report, output, connection.link < run_report, connection.queued <
 connection.listener < remote < agent, preflight < job <
-doctor, pmi, stacks, build, request, twice, run_function < top < cli < join, scaling < __main__
+doctor, pmi, stacks, build, request, twice, run_function < lending, top < cli < join, scaling < __main__
 """)
 
 

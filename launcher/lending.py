@@ -1,0 +1,132 @@
+"""run() where an engine, such as Ray, Spark or Dask, has the machines: its tasks lend slots, and ranks run there.
+
+    driver   run() ── ringrun join --lend 0 -np N    function, results, output, failure report, Ctrl-C: run_function.py
+    task     lend() ── ringrun join HEAD --lend 1    one for each rank, or for several; it waits until the job has ended
+
+An engine only has to start tasks that call `lend`. Ranks have their Python, folder, import path and variables.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from ringreduce.errors import InputError
+
+from . import run_function
+from .errors import MachineError
+from .job.plan import run_module
+from .machine.topology import VISIBLE_VARIABLE
+from .network import own_addresses
+from .processes import start_with_parent
+from .run_function import FOLDER_VARIABLE, PATH_VARIABLE, PYTHON_VARIABLE
+
+_JOINED = "has joined the job of"
+_CONNECT_S = 2.0
+_PAUSE_S = 0.2
+_KEY = "RINGRUN_KEY"
+
+
+class Ticket(NamedTuple):
+    """What a task needs to lend slots to a job; it travels as the task does."""
+
+    addresses: tuple[str, ...]
+    port: int
+    key: str
+    timeout_s: float
+
+
+def ticket(timeout_s: float) -> Ticket:
+    """Return one for a job of this process, whose tasks may take so long to begin."""
+    with socket.socket() as free:
+        free.bind(("", 0))
+        port: int = free.getsockname()[1]
+    try:
+        addresses = own_addresses((), ())
+    except MachineError:  # a laptop without a network, whose engine is on it, too
+        addresses = ("127.0.0.1",)
+    return Ticket(tuple(addresses), port, secrets.token_hex(32), timeout_s)
+
+
+def run(
+    call: tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]],
+    ticket: Ticket,
+    np: int,
+    flags: Mapping[str, Any],
+    variables: Mapping[str, Any],
+    trouble: Callable[[], str],
+) -> list[Any]:
+    """Do what `ringreduce.run` says, on `np` of the slots that tasks lend with this ticket.
+
+    trouble: called several times a second; returns why tasks cannot lend, which ends the job, or nothing.
+    """
+    argv = ("join", f"localhost:{ticket.port}", "--lend=0", f"--join-timeout={ticket.timeout_s:g}", "--wdir=/")
+    head = run_function.Head(argv, {_KEY: ticket.key}, ticket.addresses, trouble)
+    return run_function.on_ranks(call, {"np": np, **flags}, variables, sys.executable, head)
+
+
+def lend(ticket: Ticket, slots: int = 1, gpus: str | None = None) -> str:
+    """Lend slots of this host, with the GPUs that are visible, to a job until it has ended; return what was said.
+
+    gpus: as CUDA_VISIBLE_DEVICES lists them, if not those of this process.
+
+    Ranks here end with this thread, and with its process. RuntimeError where the job was not joined.
+    """
+    own = {_KEY: ticket.key, PYTHON_VARIABLE: sys.executable, FOLDER_VARIABLE: os.getcwd()}
+    own[PATH_VARIABLE] = os.pathsep.join(filter(None, sys.path))
+    if gpus is not None:
+        own[VISIBLE_VARIABLE] = gpus
+    head = f"{_reached(ticket)}:{ticket.port}"
+    command = [sys.executable, *run_module("ringrun"), "join", head, f"--lend={slots}", "--join-timeout=60"]
+    options: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stderr": subprocess.PIPE}
+    process = start_with_parent(command, signal.SIGKILL, (), env={**os.environ, **own}, **options)
+    try:
+        assert process.stderr
+        with process.stderr:
+            said = process.stderr.read().decode(errors="replace")
+        code = process.wait()
+    except BaseException:  # the engine ends the task
+        process.kill()
+        process.wait()
+        raise
+    if _JOINED not in said:
+        raise RuntimeError(f"`ringrun join` on {socket.gethostname()} ended with exit code {code}: {said.strip()}")
+    return said
+
+
+def _reached(ticket: Ticket) -> str:
+    """Return the first of the head's addresses that can be reached from here; it may only just be starting."""
+    until_s = time.monotonic() + ticket.timeout_s
+    while True:
+        for address in ticket.addresses:
+            try:
+                socket.create_connection((address, ticket.port), _CONNECT_S).close()
+            except OSError as error:
+                why = f"{address} port {ticket.port}: {error}"
+            else:
+                return f"[{address}]" if ":" in address else address
+        if time.monotonic() > until_s:
+            where = f"the process that called run() cannot be reached from {socket.gethostname()}"
+            raise RuntimeError(f"{where}: {why}; let its firewall pass TCP from there")
+        time.sleep(_PAUSE_S)
+
+
+def checked(where: str, args: object, np: object, elastic: bool, flags: Mapping[str, object]) -> None:
+    """Raise InputError for what an engine's run() cannot have meant."""
+    if isinstance(args, str) or not hasattr(args, "__iter__"):
+        raise InputError(f"{where}: args={args!r}: expected a tuple of the function's arguments, such as ({args!r},)")
+    if not isinstance(np, int) or isinstance(np, bool) or np < 1:
+        raise InputError(f"{where}: expected a number of ranks, 1 or more, got {np!r}")
+    for name in ("hosts", "hostfile", "host_discovery_script", "wdir"):
+        if flags.get(name) is not None:
+            raise InputError(f"{where}: {name}={flags[name]!r}: the engine says where ranks run; leave it out")
+    for name in ("min_np", "max_np"):
+        if flags.get(name) is not None and not elastic:
+            raise InputError(f"{where}: {name}={flags[name]!r} is for an elastic job; add elastic=True")

@@ -1,0 +1,129 @@
+"""run() on slots that others lend, as tasks of Ray, Spark and Dask do: here, threads of this process."""
+
+import re
+import threading
+from pathlib import Path
+
+import pytest
+
+from ringreduce.errors import InputError, JobFailedError, StartupError
+from ringrun import lending
+from tests.support.engines import go_on, grow, train, trained
+from tests.support.patience import wait_until
+
+SLOW = {"start_timeout": 300}
+
+
+@pytest.fixture
+def lend(monkeypatch):
+    """lend(TICKET, SLOTS): a thread that lends so many; all of them end with the job."""
+    threads, start = [], lending.start_with_parent
+    begun = []
+
+    def started(*arguments, **options):
+        begun.append(start(*arguments, **options))
+        return begun[-1]
+
+    monkeypatch.setattr(lending, "start_with_parent", started)
+
+    def begin(*arguments, **options):
+        count = len(begun)
+        threads.append(threading.Thread(target=lending.lend, args=arguments, kwargs=options))
+        threads[-1].start()
+        wait_until(lambda: len(begun) > count)
+        return begun[-1]
+
+    yield begin
+    for each in threads:
+        each.join(60)
+        assert not each.is_alive()
+
+
+def begin(ticket, lend, *slots):
+    """Start lenders once there is a head: called by what asks for trouble."""
+    left = list(slots)
+
+    def trouble():
+        if left:
+            lend(ticket, left.pop(0))
+        return ""
+
+    return trouble
+
+
+@pytest.mark.adapters
+@pytest.mark.timeout(600)
+def test_ranks_run_on_slots_that_several_lend_with_their_variables_and_their_failures_come_back(lend, capfd):
+    ticket = lending.ticket(300)
+    found = lending.run((train, (2,), {}), ticket, 3, SLOW, {"ASKED": "for"}, begin(ticket, lend, 2, 1))
+    assert found == trained(3, 2, "for")
+    assert "[2] rank 2 says hello\n" in capfd.readouterr().out
+    ticket = lending.ticket(300)
+    with pytest.raises(JobFailedError) as caught:
+        lending.run((train, (2, True), {}), ticket, 2, SLOW, {}, begin(ticket, lend, 1, 1))
+    assert re.search(r"rank 1 of 2 failed first -.*\nhow +exit code 1\nwhere +host \S+, pid \d+", str(caught.value))
+    assert "ValueError: bad luck" in str(caught.value)
+
+
+@pytest.mark.extended
+@pytest.mark.timeout(600)
+def test_a_lender_that_is_killed_takes_its_rank_along_and_the_others_go_on(lend, tmp_path):
+    """Not the first of the host, below which all ranks run."""
+    ticket, lenders, left = lending.ticket(300), [], [1, 1, 1]
+
+    def runs(lender):
+        return any(each.read_text() for each in Path(f"/proc/{lender.pid}/task").glob("*/children"))
+
+    def trouble():
+        if left:
+            lenders.append(lend(ticket, left.pop()))
+        if len([each for each in tmp_path.iterdir() if each.name.startswith("1 ")]) == 3:
+            next(each for each in lenders if not runs(each)).kill()
+            (tmp_path / "1 killed").touch()
+        return ""
+
+    flags = {**SLOW, "elastic": True, "min_np": 2}
+    assert lending.run((go_on, (str(tmp_path), 2), {}), ticket, 3, flags, {}, trouble) == [[3, 2], [3, 2]]
+
+
+@pytest.mark.extended
+@pytest.mark.timeout(600)
+def test_slots_that_are_lent_later_are_used_up_to_max_np(lend, tmp_path):
+    ticket, left = lending.ticket(300), [1, 1, 1]
+
+    def trouble():
+        if left and (len(left) > 1 or list(tmp_path.iterdir())):
+            lend(ticket, left.pop(0))
+        return ""
+
+    flags = {**SLOW, "elastic": True, "max_np": 3}
+    found = lending.run((grow, (str(tmp_path), 3), {}), ticket, 2, flags, {}, trouble)
+    assert found == [(rank, 3) for rank in range(3)]
+
+
+def test_what_keeps_tasks_from_lending_ends_the_wait_for_them():
+    with pytest.raises(StartupError, match=r"^run\(\): no worker has ringreduce$"):
+        lending.run((train, (2,), {}), lending.ticket(300), 2, {}, {}, lambda: "no worker has ringreduce")
+
+
+def test_a_lender_that_reaches_no_head_says_so():
+    ticket = lending.ticket(0.1)
+    with pytest.raises(RuntimeError, match=rf"cannot be reached from \S+: .* port {ticket.port}: .*refused.*; let its"):
+        lending.lend(ticket)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"args": "x"}, r"args='x': expected a tuple of the function's arguments, such as \('x',\)"),
+        ({"np": 0}, "expected a number of ranks, 1 or more, got 0"),
+        ({"np": "4"}, "expected a number of ranks, 1 or more, got '4'"),
+        ({"flags": {"hosts": "h1"}}, "hosts='h1': the engine says where ranks run; leave it out"),
+        ({"flags": {"max_np": 4}}, "max_np=4 is for an elastic job; add elastic=True"),
+    ],
+)
+def test_what_run_of_an_engine_cannot_have_meant(wrong, message):
+    right = {"where": "here", "args": (), "np": 2, "elastic": False, "flags": {}}
+    lending.checked(**right)
+    with pytest.raises(InputError, match=f"^here: {message}"):
+        lending.checked(**{**right, **wrong})
