@@ -66,6 +66,7 @@ def document(collector: Collector) -> Json:
             for name, (value, default) in (first.about.get("settings") or {}).items()
         ],
         "no_overlap": no_overlap,
+        "stores": Counter(text for each in ranks.values() if (text := each.totals.get("stores"))),
         "failures": [
             {"rank": each.rank, "host": hosts.get(each.rank, ""), "text": each.text} for each in events["failures"]
         ],

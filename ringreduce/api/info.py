@@ -52,6 +52,9 @@ class Info:
     """How long gradients travel between the hosts, by each way to send them in fewer bits; empty on one host."""
     kernels: str
     """What sums, copies and waits in a host's memory: "compiled"; "numpy" where no compiler was there for it."""
+    stores: str
+    """How large all-reduces write into a host's memory, by what was faster lately: plain stores where its ranks' cores
+    share a cache, streaming ones, past the caches, where they do not; empty without shared memory."""
     shared_memory_bytes: int
     """Shared memory that this rank contributes on its host; 0: there is none."""
     process_sets: dict[int, tuple[int, ...]]
@@ -107,6 +110,7 @@ def info() -> Info:
         links=str(engine.host.links),
         wire=wire_cost.summary(len(set(current.world.hosts)), 8 * engine.host.constants.wire_gbs),
         kernels="numpy" if native.module is None else "compiled",
+        stores=algorithms.stores,
         shared_memory_bytes=0 if window is None else len(window.blocks[0]),
         process_sets=dict(engine.process_sets.sets),
         fusion_buffer_bytes=engine.fusion_buffer.total_bytes,

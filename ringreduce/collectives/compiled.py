@@ -11,6 +11,7 @@ from typing import Any
 from ringreduce.collectives.cost_model import is_one_shot
 from ringreduce.ops import Reduction
 from ringreduce.transport.base import Steps
+from ringreduce.transport.stores import LARGE_BYTES, PLAIN
 from ringreduce.transport.window import Region
 
 PATIENCE_US = 200.0  # how long it waits for a flag before the engine looks for other work, which takes it 50 µs
@@ -34,7 +35,10 @@ def allreduce(
     count, itemsize = sum([each.size for each in targets]), reduction.element.itemsize
     nbytes, capacity = count * itemsize, region.slot_bytes // itemsize
     alone = count <= capacity and is_one_shot(nbytes, region.size)
-    run = region.compiled.allreduce([*sources], [*targets], *reduction.compiled, region.sequence, alone)  # type: ignore[misc]
+    stores = region.stores.of(nbytes) if nbytes >= LARGE_BYTES else None
+    way = PLAIN if stores is None else stores.begin()
+    numbers: Any = reduction.compiled
+    run = region.compiled.allreduce([*sources], [*targets], *numbers, region.sequence, alone, way)
     region.sequence += -(-count // capacity)
     finished = -1
     while finished < count:
@@ -43,3 +47,5 @@ def allreduce(
         waited_for = run.waits_for()
         if waited_for is not None and not region.arrived(*waited_for):
             yield region.arrival(*waited_for)
+    if stores is not None:
+        stores.end(run.took() / nbytes)

@@ -128,9 +128,9 @@ class Engine:
         if (self.reporting and self.reporting.prolong(for_s)) or self._ended.is_set():
             return
         self.record(always=False)
-        header = about(self.host, self.settings, self.states[0].algorithms, self._clock_ahead_us)
-        buffer_bytes = self.fusion_buffer.total_bytes
-        self.reporting = Reporting(self.recorder, self.transport, self.host, header, buffer_bytes, for_s)
+        algorithms, buffer_bytes = self.states[0].algorithms, self.fusion_buffer.total_bytes
+        header = about(self.host, self.settings, algorithms, self._clock_ahead_us)
+        self.reporting = Reporting(self.recorder, self.transport, self.host, header, algorithms, buffer_bytes, for_s)
 
     def leave(self, why: str, interrupted: Callable[[], bool] = lambda: False) -> bool:
         """Announce that this rank leaves, and wait until all ranks do; operations that are not ready fail.

@@ -134,6 +134,11 @@ class Algorithms:
         else:
             yield from hierarchical.allreduce(slots, self.region, self.hierarchy, reduction, self.segment_bytes, watch)
 
+    @property
+    def stores(self) -> str:
+        """Such as `plain; from 16 MiB on streaming`: see transport/stores.py; empty without shared memory."""
+        return "" if self.region is None else str(self.region.stores)
+
     def text(self) -> str:
         """Such as `doubling below 32768 B, then ring`."""
         below = [f"{algorithm} below {nbytes} B" for nbytes, algorithm, _ in self.table()[:-1]]

@@ -1,7 +1,14 @@
 /* Sums, copies and waits in memory that the ranks of a host share, without the GIL; collectives/shared.py explains.
  *
  * Optional: where no compiler was there, NumPy's passes do the same, to the same bits, slot by slot; a rank that has
- * this module and one that has not may work together. Compilers vectorise the loops; only float16 has intrinsics.
+ * this module and one that has not may work together. Compilers vectorise the loops; only float16 and streaming stores
+ * have intrinsics.
+ *
+ * The order of flags and data, in C11's terms, on each processor: who has filled or read slots stores its flag with release
+ * (`publish`; sequentially consistent for the sake of ASLEEP), who waits for it loads it with acquire (`late`). So what was
+ * written before the flag is read after it, what was read before it is overwritten after it; each word has one writer, and
+ * nothing else is relied on. C11 does not know streaming stores: on x86-64 release does not wait for them, so `drain`
+ * (sfence) comes before the flag; on aarch64 it orders `stnp` as any other store.
  */
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
@@ -20,6 +27,9 @@
 #else
 #define CLONES __attribute__((target_clones("avx2", "default")))
 #endif
+#ifdef __x86_64__
+#include <emmintrin.h>
+#endif
 #if defined(__x86_64__) && __GNUC__ >= 12 && !defined(__clang__)
 #include <immintrin.h>
 #define F16C __attribute__((target("f16c")))
@@ -29,6 +39,7 @@
 #endif
 #define MOST 256 /* ranks of a host */
 #define BLOCK 4096 /* bytes at a time: some of them stay in a core's first-level cache */
+#define LINE 64
 #define WORDS 8 /* of a flag's cache line */
 #define SPINS 100 /* tests of a flag before the core is yielded */
 #define TAKEN_US 1000 /* who yields for so long has lost the core to others' work, which a sleeper's waking interrupts */
@@ -270,6 +281,51 @@ CLONES static void copy(char *target, const char *source, size_t n) {
     memcpy(target + 8 * words, source + 8 * words, n % 8);
 }
 
+/* ---- plain or streaming stores; transport/stores.py says which, and why ---- */
+
+enum { SLOTS = 1, RESULTS = 2 }; /* bits: what is streamed */
+#ifdef LATE_STORES /* for tests: as late as can be, and such that sanitizers see them */
+static _Thread_local struct { char *target, line[LINE]; } late_lines[2048];
+static _Thread_local int late_count;
+static void drain(void) {
+    for (int i = 0; i < late_count; i++) memcpy(late_lines[i].target, late_lines[i].line, LINE);
+    late_count = 0;
+}
+static void stream_line(char *target, const char *source) {
+    if (late_count == 2048) drain();
+    late_lines[late_count].target = target;
+    memcpy(late_lines[late_count++].line, source, LINE);
+}
+#elif defined(__x86_64__)
+static void drain(void) { _mm_sfence(); }
+INLINE void stream_line(char *target, const char *source) {
+    for (int i = 0; i < LINE; i += 16)
+        _mm_stream_si128((__m128i *)(target + i), _mm_loadu_si128((const __m128i *)(source + i)));
+}
+#else
+static void drain(void) {}
+INLINE void stream_line(char *target, const char *source) {
+#ifdef __aarch64__
+    typedef uint8_t Wide __attribute__((vector_size(16), aligned(1), may_alias));
+    for (int i = 0; i < LINE; i += 32)
+        __asm__ volatile("stnp %q0, %q1, [%2]" : : "w"(*(const Wide *)(source + i)),
+                         "w"(*(const Wide *)(source + i + 16)), "r"(target + i) : "memory");
+#else
+    memcpy(target, source, LINE);
+#endif
+}
+#endif
+
+static void store(char *target, const char *source, size_t n, int streams) {
+    if (streams) {
+        size_t head = -(uintptr_t)target % LINE, done = head < n ? head : n;
+        copy(target, source, done);
+        for (; done + LINE <= n; done += LINE) stream_line(target + done, source + done);
+        target += done, source += done, n -= done;
+    }
+    copy(target, source, n);
+}
+
 /* ---- flags and slots of all members of a process set ---- */
 
 typedef struct {
@@ -351,6 +407,8 @@ typedef struct {
     Factors factors;
     size_t itemsize;
     int alone, step;                     /* one short slot that every rank sums; what is done next with `number` */
+    int streams;                         /* of SLOTS and RESULTS */
+    double begun_us, us;                 /* when all had packed slot 0; until this was done */
     int64_t first;                       /* sequence number of slot 0 */
     Py_ssize_t total, capacity, slots, number; /* elements of all, of a slot; as in shared.pipelined */
     Py_ssize_t packing, summing, copying; /* the arrays where each has got to */
@@ -362,6 +420,18 @@ typedef struct {
 
 static Py_ssize_t bound(Py_ssize_t length, int size, int k) { /* partition.chunk_bounds */
     return length / size * k + (k < length % size ? k : length % size);
+}
+
+static void sum_streaming(Run *run, const char **parts, char *target, char *slot, size_t n) { /* parts: they move on */
+    _Alignas(LINE) char sums[4 * BLOCK];
+    size_t size = run->itemsize, most = sizeof sums / size;
+    for (size_t m; n; n -= m, target += m * size, slot += m * size) {
+        m = n < most ? n : most;
+        run->kernel(parts, run->region->size, sums, NULL, m, &run->factors);
+        store(target, sums, m * size, run->streams & RESULTS);
+        store(slot, sums, m * size, run->streams & SLOTS);
+        for (int k = 0; k < run->region->size; k++) parts[k] += m * size;
+    }
 }
 
 enum { PACK, SUM_UP, COPY_OUT };
@@ -380,15 +450,18 @@ static void work(Run *run, int what, Py_ssize_t slot, int owner, Py_ssize_t *arr
         size_t within = (base + low - run->starts[*array]) * size, here = offset + low * size, n = end - low;
         char *source = run->sources[*array] + within, *target = run->targets[*array] + within;
         if (what == PACK) {
-            copy(r->memory[r->rank] + here, source, n * size);
+            store(r->memory[r->rank] + here, source, n * size, run->streams & SLOTS);
         } else if (what == COPY_OUT) {
-            copy(target, r->memory[owner] + here, n * size);
+            store(target, r->memory[owner] + here, n * size, run->streams & RESULTS);
         } else {
             for (int k = 0; k < r->size; k++) parts[k] = k == r->rank && !run->alone ? source : r->memory[k] + here;
-            run->kernel(parts, r->size, target, run->alone ? NULL : r->memory[r->rank] + here, n, &run->factors);
+            char *also = run->alone ? NULL : r->memory[r->rank] + here;
+            if (run->streams) sum_streaming(run, parts, target, also, n);
+            else run->kernel(parts, r->size, target, also, n, &run->factors);
         }
         low = end;
     }
+    if (run->streams) drain();
 }
 
 static void pack(Run *run, Py_ssize_t slot) {
@@ -423,10 +496,13 @@ static void go_on(Run *run, double patience_us, double budget_us) {
         if (waits_for(run, &flag, &sequence) && !arrived(run->region, flag, sequence, patience_us)) return;
         if (run->step == 0 && run->number + 1 < run->slots) pack(run, run->number + 1);
         if (run->step == 1 && run->number > 0 && !run->alone) copy_out(run, run->number - 1);
+        if (run->step == 2 && run->number == 0) run->begun_us = now_us();
         if (run->step == 2 && run->number >= 0 && run->number < run->slots) sum_up(run, run->number);
         if (run->step++ < 2) continue;
         run->step = 0, run->number++;
-        if (now_us() > until) return;
+        double now = now_us();
+        run->us = now - run->begun_us;
+        if (now > until) return;
     }
 }
 
@@ -484,14 +560,14 @@ static void run_dealloc(Run *run) {
     freed((PyObject *)run);
 }
 
-/* Region.allreduce(sources, targets, type, op, prescale, divisor, postscale, sequence, alone) -> Run */
+/* Region.allreduce(sources, targets, type, op, prescale, divisor, postscale, sequence, alone, streams=0) -> Run */
 static PyObject *region_allreduce(Region *r, PyObject *args) {
     PyObject *sources, *targets;
-    int type, op, alone;
+    int type, op, alone, streams = 0;
     Factors f = {0};
     long long first;
-    if (!PyArg_ParseTuple(args, "O!O!iidddLp", &PyList_Type, &sources, &PyList_Type, &targets, &type, &op, &f.prescale,
-                          &f.divisor, &f.postscale, &first, &alone) || !kernel_of(type, op))
+    if (!PyArg_ParseTuple(args, "O!O!iidddLp|i", &PyList_Type, &sources, &PyList_Type, &targets, &type, &op, &f.prescale,
+                          &f.divisor, &f.postscale, &first, &alone, &streams) || !kernel_of(type, op))
         return NULL;
     Run *run = PyObject_New(Run, run_type);
     if (run == NULL) return NULL;
@@ -499,7 +575,7 @@ static PyObject *region_allreduce(Region *r, PyObject *args) {
     Py_ssize_t count = PyList_Size(sources), itemsize = TYPES[type].itemsize;
     Py_INCREF((PyObject *)r);
     run->region = r, run->kernel = TYPES[type].kernels[op], run->factors = f, run->itemsize = itemsize;
-    run->first = first, run->alone = alone, run->capacity = r->slot_bytes / itemsize;
+    run->first = first, run->alone = alone, run->streams = alone ? 0 : streams, run->capacity = r->slot_bytes / itemsize;
     run->views = PyMem_Malloc(2 * (count + 1) * sizeof(Py_buffer));
     run->sources = PyMem_Malloc(2 * (count + 1) * sizeof(char *));
     run->starts = PyMem_Malloc((count + 2) * sizeof(Py_ssize_t));
@@ -540,6 +616,9 @@ static PyObject *run_advance(Run *run, PyObject *args) {
     Py_ssize_t finished = run->number > run->slots ? run->total : slots > 0 && !run->alone ? slots * run->capacity : 0;
     return PyLong_FromSsize_t(finished < run->total ? finished : run->total);
 }
+
+/* Run.took() -> the microseconds of the finished operation from when all had packed slot 0 */
+static PyObject *run_took(Run *run, PyObject *unused) { return (void)unused, PyFloat_FromDouble(run->us); }
 
 /* Run.waits_for() -> the flag and the sequence number that `advance` has waited for in vain, or None */
 static PyObject *run_waits_for(Run *run, PyObject *unused) {
@@ -739,6 +818,7 @@ static PyType_Slot region_slots[] = {
 static PyType_Spec region_spec = {"ringreduce.kernels._native.Region", sizeof(Region), 0, Py_TPFLAGS_DEFAULT,
                                   region_slots};
 static PyMethodDef run_methods[] = {{"advance", (PyCFunction)run_advance, METH_VARARGS, NULL},
+                                    {"took", (PyCFunction)run_took, METH_NOARGS, NULL},
                                     {"waits_for", (PyCFunction)run_waits_for, METH_NOARGS, NULL},
                                     {0}};
 static PyType_Slot run_slots[] = {{Py_tp_dealloc, run_dealloc}, {Py_tp_methods, run_methods}, {0, NULL}};

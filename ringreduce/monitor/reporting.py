@@ -52,12 +52,13 @@ class Reporting:
         transport: EngineTransport,
         host: Host,
         about: Mapping[str, Any],
+        algorithms: Algorithms,
         fusion_bytes: int,
         for_s: float,
     ) -> None:
         """for_s: how long, from now on; then the recorder stops."""
         self._recorder, self._transport, self._host = recorder, transport, host
-        self._about, self._fusion_bytes = about, fusion_bytes
+        self._about, self._algorithms, self._fusion_bytes = about, algorithms, fusion_bytes
         self._until_s = time.monotonic() + for_s
         self.job = SideJob("the record of steps", host.world.rank)
         self._sampler = Sampler(recorder.thread)
@@ -118,6 +119,7 @@ class Reporting:
             self._has_told = self._send("about", {**self._about, "versions": versions()})
         traffic, (rss, shm) = self._transport.traffic or Traffic(), memory()
         others = {"rss": rss, "shm": shm, "fusion": self._fusion_bytes, "no_overlap": self._host.no_overlap}
+        others["stores"] = self._algorithms.stores
         sent = {"sent": dict(traffic.nbytes), "send_s": dict(traffic.seconds)}
         sums = {**self._recorder.totals(), **self._sampler.totals()}
         self._send("totals", {"at_s": time.monotonic(), **sums, **sent, **others})

@@ -11,6 +11,7 @@ subset     some ranks of a transport as a transport of their own
 waiting    how a thread waits for other ranks
 futex      how it sleeps meanwhile
 window     memory and flags that the ranks of one host share
+stores     plain or streaming stores there, whichever are faster now
 blocks     makes that memory: a block of each rank
 threads    ranks as threads of one process, for tests
 pickling   any Python object as bytes

@@ -30,6 +30,7 @@ from ringreduce.kernels import native
 from ringreduce.settings import MOST_REGIONS, SHARED_SLOTS
 from ringreduce.transport import futex, waiting
 from ringreduce.transport.base import Work
+from ringreduce.transport.stores import StoresBySize
 
 CACHE_LINE_BYTES = 64
 PACKED, SUMMED = 0, 1
@@ -235,6 +236,7 @@ class Region(Flags):
     ) -> None:
         super().__init__(window, number, PACKED, members, ranks, rank)
         self.slot_bytes = slot_bytes
+        self.stores = StoresBySize()
         first = FLAGS_BYTES + number * SLOTS * slot_bytes
         self._slots = [window.blocks[k][first : first + SLOTS * slot_bytes].reshape(SLOTS, -1) for k in members]
         self._views: dict[Any, list[list[Any]]] = {}

@@ -61,6 +61,7 @@ def made(size: int, per_host: int, minutes: int, *, failed: bool = False, slow: 
         "settings": rows("name value default", ("RINGREDUCE_FUSION_THRESHOLD", "67108864", "33554432")),
         "versions": {"ringreduce": "0.1.0", "Python": "3.11.7", "torch": "2.13.0", "MPI": "Open MPI 5.0.11"},
         "no_overlap": "" if slow is not None else "train.py:88 reads p.grad before optimizer.step()",
+        "stores": {"plain": size - 1, "plain; from 16 MiB on streaming": 1},
         **_moved(step["count"]),
         **_events(size, failed),
     }
@@ -208,7 +209,14 @@ def of_nothing() -> dict:
     report |= {key: type(value)() for key, value in report.items() if isinstance(value, list)} | {"ranks": ranks}
     step = dict.fromkeys(report["step"], 0) | {"examples_per_s": None}
     report["job"]["hosts"] = {}
-    return report | {"step": step, "timeline": None, "versions": {}, "no_overlap": "", "sentence": "no step has ended"}
+    return report | {
+        "step": step,
+        "timeline": None,
+        "versions": {},
+        "no_overlap": "",
+        "stores": {},
+        "sentence": "no step has ended",
+    }
 
 
 REPORTS = {

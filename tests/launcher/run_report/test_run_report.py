@@ -161,9 +161,11 @@ def test_a_wire_that_is_full_cores_that_are_too_few_and_what_prevents_overlap(co
         each.about |= {"host": f"h{rank}", "links": [[f"h{rank}", f"h{other}", 1e9] for other in range(3)]}
         each.totals |= {"sent": {str((rank + 1) % 3): 200e6}, "send_s": {str((rank + 1) % 3): 0.206}}
         each.totals |= {"no_overlap": "train.py:88 reads a gradient", "core_wait_s": 20 * 0.015 * (1 + rank)}
+        each.totals |= {"stores": "plain" if rank else "plain; from 4 MiB on streaming"}
     found = document.document(collector)
     shares = [(each["from"], each["to"], each["bytes_per_step"], each["share"]) for each in found["links"]]
     assert shares == [(f"h{rank}", f"h{(rank + 1) % 3}", 1e7, 0.971) for rank in range(3)]
+    assert found["stores"] == {"plain": 2, "plain; from 4 MiB on streaming": 1}
     texts = [each["text"] for each in found["advice"]]
     assert "the link from h0 to h1 is 97 % used: compression=int4 sends an eighth" in texts
     assert "gradients are not reduced during backward: train.py:88 reads a gradient" in texts

@@ -1,10 +1,11 @@
 """The all-reduce of the compiled module, on threads: as NumPy's, whether a rank has the one or the other."""
 
 import itertools
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ringreduce.arrays.dtypes import TABLE
@@ -12,12 +13,36 @@ from ringreduce.collectives import compiled, shared
 from ringreduce.execution.in_slot import Gets, InSlot
 from ringreduce.kernels import native, quantized
 from ringreduce.ops import Average, Reduction, Sum
+from ringreduce.transport import stores
 from ringreduce.transport.base import complete
+from ringreduce.transport.stores import WAYS
 from ringreduce.transport.window import Signatures
 from tests.support.reference import MATRIX, data, folded
 from tests.support.slots import SLOT_BYTES, on_a_host
 
 pytestmark = pytest.mark.skipif(native.module is None, reason=f"the compiled module: {native.MISSING}")
+
+
+class Always:
+    """In place of `Region.stores`: all operations are done in one way."""
+
+    def __init__(self, way):
+        self.way = way
+
+    def of(self, nbytes):
+        return self
+
+    def begin(self):
+        return self.way
+
+    def end(self, us_per_byte):
+        assert us_per_byte >= 0
+
+
+@pytest.fixture
+def all_are_large(monkeypatch):
+    """Operations of any size stream, if `Region.stores` says so."""
+    monkeypatch.setattr(compiled, "LARGE_BYTES", 1)
 
 
 def allreduce(arrays, region, reduction, by_numpy, progress=lambda count: None):
@@ -43,9 +68,11 @@ CASES = [(name, op) for name, op in MATRIX if Reduction(op, TABLE[name], 2).comp
 counts = st.lists(st.sampled_from([0, 1, 2, 7, 300, 5000, 20001]), min_size=1, max_size=6)
 
 
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(st.tuples(st.sampled_from(CASES), counts), min_size=1, max_size=4), st.integers(2, 5), st.randoms())
-def test_as_numpy_does_on_any_of_the_ranks(operations, size, draw):
-    """One operation after the other; each rank's own choice of the two, and of in place or not."""
+def test_as_numpy_does_on_any_of_the_ranks(all_are_large, operations, size, draw):
+    """One operation after the other; each rank's own choice of the two, of in place or not, and of what it streams."""
+    ways = [[draw.randrange(WAYS) for _ in operations] for _ in range(size)]
     kinds = [[draw.choice([True, False, None]) for _ in operations] for _ in range(size)]
     draws = [
         [[data(name, count, rank, 10 * k + j) for j, count in enumerate(lengths)] for rank in range(size)]
@@ -55,6 +82,7 @@ def test_as_numpy_does_on_any_of_the_ranks(operations, size, draw):
     def program(region):
         results = []
         for number, ((name, op), _) in enumerate(operations):
+            region.stores = Always(ways[region.rank][number])
             arrays = [each.copy().view(TABLE[name].storage) for each in draws[number][region.rank]]
             reduction = Reduction(op, TABLE[name], size)
             results.append(
@@ -92,8 +120,58 @@ def test_arrays_are_reported_when_they_are_finished(size):
     on_a_host(size, program)
 
 
+@pytest.mark.parametrize("way", range(WAYS))
+def test_streamed_elements_begin_at_any_byte(way, all_are_large):
+    """Of arrays that are shorter than a cache line, or whose ends are none of a line's."""
+    lengths = [1, 15, 16, 17, 100, 4099, 3]
+
+    def program(region):
+        region.stores = Always(way)
+        memory = np.zeros(4 * sum(lengths) + 3 * len(lengths) + 1, np.uint8)
+        arrays, low = [], 1
+        for k, count in enumerate(lengths):
+            arrays.append(memory[low : low + 4 * count].view(np.float32))
+            arrays[-1][...] = data("float32", count, region.rank, k)
+            low += 4 * count + 3
+        gaps = memory.copy()
+        return allreduce(arrays, region, Reduction(Sum, TABLE["float32"], 3), False), gaps, memory
+
+    for results, before, after in on_a_host(3, program):
+        low = 1
+        for k, (count, result) in enumerate(zip(lengths, results, strict=True)):
+            parts = [data("float32", count, rank, k) for rank in range(3)]
+            assert result.tobytes() == folded(Sum, parts).tobytes()
+            before[low : low + 4 * count] = after[low : low + 4 * count]
+            low += 4 * count + 3
+        assert (before == after).all(), "nothing is written beside the arrays"
+
+
+def test_only_what_no_cache_holds_streams(monkeypatch):
+    """And the way of each operation is that of its class of sizes, which learns how long it took."""
+    monkeypatch.setattr(compiled, "LARGE_BYTES", 4 * SLOT_BYTES)
+    monkeypatch.setattr(stores, "LARGE_BYTES", 4 * SLOT_BYTES)
+    counts = [SLOT_BYTES - 1, SLOT_BYTES, 3 * SLOT_BYTES, 4 * SLOT_BYTES]
+
+    def program(region):
+        asked, ended = [], []
+        for size, each in enumerate(region.stores.classes):
+            monkeypatch.setattr(each, "begin", lambda way=size + 1: way)
+            monkeypatch.setattr(each, "end", ended.append)
+        compiled_region = region.compiled
+        region.compiled = SimpleNamespace(
+            allreduce=lambda *args: (asked.append(args[-1]), compiled_region.allreduce(*args))[1]
+        )
+        for count in counts:
+            allreduce([data("float32", count, region.rank, 0)], region, Reduction(Sum, TABLE["float32"], 2), False)
+        assert asked == [0, 1, 1, 2]
+        assert len(ended) == 3
+        assert min(ended) > 0
+
+    on_a_host(2, program)
+
+
 @pytest.mark.parametrize("size", [2, 4])
-def test_no_flag_is_seen_before_its_data(size):
+def test_no_flag_is_seen_before_its_data(size, all_are_large):
     """A litmus: short and long operations follow each other as fast as ranks can, and each has other data."""
     reduction, long = Reduction(Sum, TABLE["float32"], size), 3 * SLOT_BYTES // 4
 
@@ -110,6 +188,7 @@ def test_no_flag_is_seen_before_its_data(size):
             region.sequence += 1
             if number % 10 == 0:
                 many[...] = number + region.rank
+                region.stores = Always((number // 10 + region.rank) % WAYS)
                 allreduce([many], region, Reduction(Sum, TABLE["float32"], size), False)
                 assert (many == size * number + size * (size - 1) / 2).all()
 

@@ -1,0 +1,82 @@
+"""Plain or streaming stores for large operations in a host's memory: those which are faster now, found while they run.
+
+A plain store first gets its cache line, from another core's cache if need be; a streaming one goes past all caches to
+memory. Plain ones are faster where the ranks' cores share a cache, streaming ones where they do not: between the chips
+of some processors, and between sockets. Virtual cores move from the one to the other within minutes.
+
+So each rank keeps the way that was fastest, and tries the others in turn, now and then:
+
+    operation of a class   0    1    2    3    4    5    6 ... 63    64   65 ...
+    way                  in use A  in use A  in use A   in use     in use B
+
+All ranks try the same way in the same operation, for its time says how their ways go together: what one streams, the
+others read from memory. Each decides by its own clock, without a message; results have the same bits either way.
+"""
+
+from __future__ import annotations
+
+import math
+
+PLAIN, SLOTS, RESULTS = 0, 1, 2  # bits, as in kernels/native.c: what is streamed
+WAYS = 4
+NAMES = ("plain", "slots streaming", "results streaming", "streaming")
+LARGE_BYTES = 4 << 20
+"""From so many bytes of an operation on; what is shorter stays in a cache, where who waits for it reads it soon."""
+CLASSES = 3  # of sizes, each from four times as many bytes on
+FIRST = 8  # every so many operations another way is tried, until all have been once
+EVERY = 64  # then every so many
+TRIALS = 3  # operations of a way that is tried, turn about with the way in use: the fastest of each count
+FASTER, SLOWER = 0.95, 1.3  # how its time compares: it is taken, or not tried again this time
+
+
+class Stores:
+    """The way for operations of one class of sizes, on one rank."""
+
+    def __init__(self) -> None:
+        self.way = PLAIN
+        self.count = 0  # of operations
+        self._tried = PLAIN
+        self._best = [math.inf, math.inf]  # µs a byte: of the way in use, and of the one that is tried
+
+    def begin(self) -> int:
+        """The way of the next operation."""
+        number = self.count
+        self.count += 1
+        every = FIRST if number < WAYS * FIRST else EVERY
+        at = number % every
+        if at == 0:
+            self._tried, self._best = number // every % WAYS, [math.inf, math.inf]
+        return self._tried if at % 2 and at < 2 * TRIALS else self.way
+
+    def end(self, us_per_byte: float) -> None:
+        """What the operation took that has begun last."""
+        if self._tried == self.way:
+            return
+        number = self.count - 1
+        at = number % (FIRST if number < WAYS * FIRST else EVERY)
+        if at >= 2 * TRIALS:
+            return
+        self._best[at % 2] = min(us_per_byte, self._best[at % 2])
+        if at % 2 and self._best[1] > SLOWER * self._best[0]:
+            self._tried = self.way
+        elif at == 2 * TRIALS - 1 and self._best[1] < FASTER * self._best[0]:
+            self.way = self._tried
+
+
+class StoresBySize:
+    """Of one region, on one rank."""
+
+    def __init__(self) -> None:
+        self.classes = [Stores() for _ in range(CLASSES)]
+
+    def of(self, nbytes: int) -> Stores:
+        """Those of an operation of at least LARGE_BYTES."""
+        return self.classes[min((nbytes // LARGE_BYTES).bit_length() - 1 >> 1, CLASSES - 1)]
+
+    def __str__(self) -> str:
+        """Such as `plain; from 16 MiB on streaming`, of the classes that there were."""
+        ways = [
+            (LARGE_BYTES << 2 * number >> 20, NAMES[each.way]) for number, each in enumerate(self.classes) if each.count
+        ]
+        changes = [(size, way) for k, (size, way) in enumerate(ways) if way != (ways[k - 1][1] if k else NAMES[PLAIN])]
+        return "; ".join([NAMES[PLAIN], *(f"from {size} MiB on {way}" for size, way in changes)])
