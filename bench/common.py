@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
+import importlib
 import json
 import os
 import platform
@@ -237,9 +238,21 @@ def is_printing() -> bool:
 class Report:
     """The rows of one bench: printed as they come, kept as JSON, and the count of wrong elements as the exit code."""
 
-    def __init__(self, bench: str, header: dict[str, Any], columns: Sequence[Column], prints: bool, note: str) -> None:
+    def __init__(
+        self,
+        bench: str,
+        header: dict[str, Any],
+        columns: Sequence[Column],
+        prints: bool,
+        note: str,
+        state: Callable[[], dict[str, Any]] | None = None,
+    ) -> None:
+        """state: measures that of the cores, on all ranks together (state.py)."""
         self.bench, self.header, self.columns, self.prints = bench, header, columns, prints
         self.rows: list[dict[str, Any]] = []
+        self._state = state
+        self._before = None if state is None else state()
+        self._labelled = 0
         self.say(f"# {bench}: " + ", ".join(f"{key} {value}" for key, value in header.items()))
         self.say(f"# {note}")
         self.say("".join(self._cell(column.heading, column) for column in columns))
@@ -255,8 +268,20 @@ class Report:
         self.rows.append(row)
         self.say("".join(self._cell(row.get(column.key), column) for column in self.columns))
 
+    def label(self) -> None:
+        """Measure the state of the cores, on all ranks: the rows since the last time get it, before and after."""
+        if self._state is None or self._labelled == len(self.rows):
+            return
+        before, self._before = self._before, self._state()
+        for row in self.rows[self._labelled :]:
+            row["state"] = [before, self._before]
+        self._labelled = len(self.rows)
+        for when, found in ("before", before or {}), ("after", self._before):
+            self.say(f"# state {when}: {in_words(found)}")
+
     def finish(self, options: argparse.Namespace, plot: Callable[[Report, str], None] | None = None) -> None:
         """Write and draw what the command line asks for; end with an error when an element was wrong."""
+        self.label()
         if options.json and self.prints:
             columns = [column._asdict() for column in self.columns]
             kept = {"bench": self.bench, "header": self.header, "columns": columns, "rows": self.rows}
@@ -272,6 +297,13 @@ class Report:
         """A table cell, as wide as its column."""
         text = cell_text(value, column)
         return f"{text:<{column.width}}" if column.left else f"{text:>{column.width}}"
+
+
+def in_words(state: Mapping[str, Any]) -> str:
+    """What state.py has measured, for a line of a report."""
+    trips = ", ".join("-" if each is None else f"{each:.0f}" for each in state["round_trip_ns"]) or "-"
+    stores = "; ".join(dict.fromkeys(filter(None, state["stores"]))) or "-"
+    return f"round trip of a flag {trips} ns; copy {state['copy_gbs']} GB/s; stores {stores}"
 
 
 def cell_text(value: Any, column: Column) -> str:
@@ -345,8 +377,11 @@ def main(
         torch.set_num_threads(1)
     if in_job:
         rr.init()
+    state: Callable[[], dict[str, Any]] | None = None
+    if in_job:
+        state = importlib.import_module("state").state  # which needs MPI, and imports this module
     about_it = about(hosts=len(set(rr.info().hosts))) if in_job else header(options)
-    report = Report(bench, about_it, columns, not in_job or is_printing(), note.format(**vars(options)))
+    report = Report(bench, about_it, columns, not in_job or is_printing(), note.format(**vars(options)), state)
     measure(options, report)
     report.finish(options, plot)
 

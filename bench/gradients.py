@@ -41,6 +41,7 @@ from contenders import has, missing, stop_gloo
 from models import MODELS
 from network import Network, why_not
 from reducers import ALONE, DDP, DDP_RING, FLOOR, NUMPY, WIRE, Gradients, Reducer, arguments, horovod, reducers
+from state import state
 
 import ringreduce as rr
 
@@ -141,7 +142,7 @@ def main() -> None:
     rr.init()
     hosts = len(set(rr.info().hosts))
     note = f"median of {options.runs} runs, the rows in turns, of the slowest rank; 1 MB = 1e6 bytes{missing()}"
-    report = Report("gradients", about(hosts=hosts), COLUMNS, is_printing(), note)
+    report = Report("gradients", about(hosts=hosts), COLUMNS, is_printing(), note, state)
     selects = (reducers, horovod) if has("horovod") else (reducers,)
     base: dict[str, tuple[float, float]] = {}
     for select, model in [(select, model) for select in selects for model in options.models]:
@@ -154,6 +155,7 @@ def main() -> None:
             base[model] = found[FLOOR]["time_us"], found[NUMPY]["time_us"]
         for row in rows(model, gradients, found, *base[model]):
             report.add(row)
+        report.label()
         gc.collect()  # what DDP made holds the gradients of the model before
     report.header["fusion_buffer_bytes"] = rr.info().fusion_buffer_bytes
     stop_gloo()

@@ -135,7 +135,13 @@ def test_gradients_and_horovod(tmp_path, horovod):
 
 def test_short_calls(tmp_path):
     finished = ringrun(PYTHON, 2, BENCH / "short.py", "--quick", "--json", tmp_path / "rows.json")
-    assert len(kept_by(finished, tmp_path)["rows"]) == 3 + 1 + 3 * 4 * 3
+    rows = kept_by(finished, tmp_path)["rows"]
+    assert len(rows) == 3 + 1 + 3 * 4 * 3
+    for row in rows:
+        for state in row["state"]:
+            assert len(state["round_trip_ns"]) == 1
+            assert state["copy_gbs"] > 0
+            assert state["stores"] == ["plain", "plain"]
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
