@@ -246,7 +246,7 @@ def messages(rank, size):
 
 
 def differences(rank, size):
-    at = rf"rank {size - 1} of {size}, allreduce 'group \d+' \(test_torch_distributed.py:\d+\): "
+    at = rf"rank {size - 1} of {size}, allreduce 'group \d+' \(test_distributed.py:\d+\): "
     with pytest.raises(
         rr.MismatchError, match=at + rf"float32\[{size + 2}\], but rank 0 has float32\[3\] \(.*equal shapes"
     ):
@@ -258,7 +258,7 @@ def differences(rank, size):
     assert "op=Max" in str(work.exception())
     with pytest.raises(rr.MismatchError, match="op=Max"):
         work.get_future().wait()
-    at = r"allgather 'group \d+' \(test_torch_distributed.py:\d+\): "
+    at = r"allgather 'group \d+' \(test_distributed.py:\d+\): "
     with pytest.raises(rr.InputError, match=at + "float32 of 3 elements beside float32 of 2"):
         dist.all_gather([torch.ones(3) for _ in range(size)], torch.ones(2))
     with pytest.raises(rr.InputError, match="5 elements cannot be split equally among"):

@@ -393,8 +393,8 @@ def test_a_wrong_argument_is_told_and_the_job_goes_on(call, message):
 def test_a_mismatch_backward_names_the_gradient_and_the_line():
     total = hvd.allreduce(torch.ones(3, requires_grad=True), name="w").sum()
     message = (
-        r"rank 1 of 2, allreduce 'w.gradient' \(test_torch_ops.py:\d+\): float32\[4\], but rank 0 has "
-        r"float32\[3\] \(test_torch_ops.py:\d+\)"
+        r"rank 1 of 2, allreduce 'w.gradient' \(test_ops.py:\d+\): float32\[4\], but rank 0 has "
+        r"float32\[3\] \(test_ops.py:\d+\)"
     )
     with pytest.raises(hvd.HorovodInternalError, match=message):
         hvd.allreduce(torch.ones(4), name="w.gradient") if hvd.rank() else total.backward()

@@ -192,7 +192,7 @@ def test_overlap_that_was_lost_comes_back_after_clean_steps(unclean, where, monk
     what = r"computed again before step\(\)" if unclean == "backward" else r"cleared without a step\(\)"
     then = "BackwardError" if unclean == "backward" else "only all ranks may do it together"
     said = re.findall(rf"of '.*' was {what} \((.*):\d+\); .*{then}.*no_sync", capsys.readouterr().err)
-    line = "train.py" if unclean == "backward" else "test_torch_optimizer_cautious.py"
+    line = "train.py" if unclean == "backward" else "test_optimizer_cautious.py"
     assert said == [line] * 2, "once a rank"
 
 
@@ -260,7 +260,7 @@ def test_the_line_of_a_backward_whose_hooks_run_in_a_thread_of_autograds():
     _thread.start_new_thread(of_torch("lambda: (found.append(line()), done.set())"), ())
     caller.join(20)
     line = backward.__code__.co_firstlineno + 3
-    assert found == [f"test_torch_optimizer_cautious.py:{line}"]
+    assert found == [f"test_optimizer_cautious.py:{line}"]
 
 
 @pytest.mark.parametrize(
