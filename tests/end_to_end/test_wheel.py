@@ -28,7 +28,7 @@ from tests.support.jobs import ROOT
 
 pytestmark = pytest.mark.timeout(900)
 
-FOLDERS = {"tests/unit": 2000, "tests/ranks": 1800, "tests/launcher": 1000, "tests/mpi": 80}
+FOLDERS = {"tests/unit": 1400, "tests/ranks": 2500, "tests/launcher": 1400, "tests/mpi": 80}
 """How many of their tests pass at least. With "mpi" alone as an id, pytest-mpi would skip that case."""
 CORE = [
     "unit/test_ops",
