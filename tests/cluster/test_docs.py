@@ -10,7 +10,7 @@ from tests.support.pages import blocks
 
 pytestmark = pytest.mark.timeout(300)
 
-SSH, SLURM, JOIN, _ = (block.text for block in blocks("bash", page="clusters.md"))
+SSH, SLURM, JOIN, *_ = (block.text for block in blocks("bash", page="clusters.md"))
 
 
 def run(hosts, python, commands):

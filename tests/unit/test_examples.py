@@ -14,7 +14,7 @@ KINDS = (".py", ".ipynb", ".sbatch", ".yaml")
 EXAMPLES = sorted(path for path in (ROOT / "examples").rglob("*.*") if path.suffix in KINDS)
 SCRIPTS = [path for path in EXAMPLES if path.suffix == ".py"]
 HOROVOD = [path for path in SCRIPTS if path.parent.name == "horovod"]
-TESTS = "".join(path.read_text() for path in (ROOT / "tests").glob("*/test_*.py") if path.name != "test_examples.py")
+TESTS = "".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py") if path.name != "test_examples.py")
 OF_HOROVOD = (ROOT / "tests" / "end_to_end" / "test_horovod_scripts.py").read_text()
 
 

@@ -48,5 +48,6 @@ def test_what_is_no_python_is_installed_too():
     config.read(ROOT / "setup.cfg")
     for package, folder in FOLDERS.items():
         declared = config["options.package_data"][package].replace(",", " ").split()
-        there = {path for path in folder.rglob("*.*") if path.suffix in (".typed", ".pyi", ".cu", ".jinja")}
+        kinds = (".typed", ".pyi", ".cu", ".jinja")
+        there = {path for path in folder.rglob("*") if path.suffix in kinds or path.name == "METADATA"}
         assert there == {path for pattern in declared for path in folder.glob(pattern)}

@@ -20,6 +20,13 @@ from tests.support.patience import patient
 WAIT_S = patient(30)
 
 
+@pytest.fixture(autouse=True)
+def no_variables_of_a_rank_stay(monkeypatch):
+    for name in ("PMI_FD", "PMI_RANK", "PMI_SIZE"):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+
+
 @pytest.fixture
 def served(monkeypatch):
     """Starts a server in this process; returns its address, and what ends as who started it does."""

@@ -171,7 +171,7 @@ def test_an_operation_is_ready_when_the_last_rank_has_submitted_it_and_is_told(s
     assert set(totals[-1]) == {
         *("at_s", "step", "step_s", "histogram", "blocked_s", "computing_s", "moving_s", "hidden_s", "operations"),
         *("bytes", "by_algorithm", "by_name", "sent", "send_s", "lines", "samples", "core_wait_s", "rss"),
-        *("shm", "fusion", "no_overlap", "examples"),
+        *("shm", "fusion", "no_overlap", "examples", "stores"),
     }
 
 
