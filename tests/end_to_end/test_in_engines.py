@@ -44,5 +44,5 @@ def test_spark_s_barrier_tasks_are_ranks_and_its_distributor_trains(start):
     said = [line for line in found if line.startswith(("ranks", "the same", "raised", "distributor"))]
     assert said[:3] == ["ranks [0, 1] [50, 50] {4950.0}"] * 2 + ["the same processes True"], found
     assert re.search("2 of these 3 processes have been ranks .* set spark.python.worker.reuse=false", said[3]), found
-    assert said[4].endswith("KeyError: 'shard'"), found
+    assert "KeyError: 'shard'" in said[4], f"of whichever task Spark shows: {found}"
     assert said[5] == "distributor ([1.0, 3.0, 5.0], 'ring', 2)", found

@@ -529,7 +529,7 @@ SHOW = """
 def test_flags_reach_all_ranks(ringrun, script):
     given = ["--algorithm", "ring", "--cache-capacity", 9, "--no-stall-check", "--mpi"]
     done = ringrun("-np", 2, *given, *script(SHOW), env={"RINGREDUCE_CACHE_CAPACITY": "5"})
-    assert (done.returncode, done.stderr) == (0, "ringrun: --mpi has no meaning here (it is always so)\n")
+    assert (done.returncode, done.stderr) == (0, "ringrun: --mpi has no meaning here (MPI is always used)\n")
     assert sorted(done.stdout.splitlines()) == ["[0] ring 9 0.0", "[1] ring 9 0.0"]
 
 
