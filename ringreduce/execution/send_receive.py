@@ -96,12 +96,12 @@ class Receiver:
         return submission in self._all_waiting()
 
     def _receive(self, submission: Submission) -> Steps[None]:
-        for number, kept in enumerate(self._kept):
-            if self._waits(submission) and kept.tag == submission.payload[1]:
-                del self._kept[number]
-                self._deliver(submission, kept)
-                return
         while self._waits(submission):
+            for number, kept in enumerate(self._kept):
+                if kept.tag == submission.payload[1]:
+                    del self._kept[number]
+                    self._deliver(submission, kept)
+                    return
             if self._coming is None:
                 self._header = np.empty(NUMBERS + TEXT_BYTES, np.uint8)
                 self._coming = self._transport.receive(self._header, self._source, HEADER_TAG)
@@ -116,6 +116,8 @@ class Receiver:
         tag, nbytes, hashed = header[:NUMBERS].view(np.int64).tolist()
         text = bytes(header[NUMBERS:]).rstrip(b"\0").decode(errors="replace")
         taker = next((each for each in self._all_waiting() if each.payload[1] == tag), None)
+        if any(each.tag == tag for each in self._kept):  # that one is first, and whoever waits for it has not run yet
+            taker = None
         if taker is not None:
             taker.payload = self._rank, tag
         fits = taker is not None and hashed == _hash(taker)
