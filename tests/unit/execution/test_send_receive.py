@@ -1,8 +1,11 @@
 """Receives of one rank from another, which the caller's thread adds while the engine's looks at them."""
 
+import itertools
 from types import SimpleNamespace
 
-from ringreduce.execution.send_receive import Receiver
+import numpy as np
+
+from ringreduce.execution.send_receive import NUMBERS, Receiver, _hash
 
 
 def test_a_receive_that_is_added_while_another_is_looked_for_is_not_lost():
@@ -15,3 +18,42 @@ def test_a_receive_that_is_added_while_another_is_looked_for_is_not_lost():
     about_to_add(late)
     assert receiver._waits(late)
     assert not receiver._waits(of_another_rank)
+
+
+def test_a_message_goes_to_no_receive_before_an_earlier_one_of_its_tag():
+    """The first came before both receives were called, the second before the first of these has run."""
+    sent = [np.array([20 + number], np.uint8) for number in range(3)]
+    tags = [7, 7, 5]
+    posted = itertools.count()
+
+    def receive(array, source, tag):
+        number, is_data = divmod(next(posted), 2)
+        if is_data:
+            array[:] = sent[number]
+        else:
+            array[:NUMBERS].view(np.int64)[:] = tags[number], 1, _hash(of_5)
+        return SimpleNamespace(peer=1, done=lambda: True)
+
+    gpu = SimpleNamespace(room=lambda target: target, up=lambda *_: None)
+    context = SimpleNamespace(gpu=gpu, timeline=SimpleNamespace(message=lambda *_: None))
+    receiver = Receiver(context, SimpleNamespace(receive=receive), 1, 1, 0)
+    of_5, first, second = (submission(tag) for tag in (5, 7, 7))
+    running = receiver.receive(of_5)
+    next(running)  # the first message's header
+    next(running)  # and its data, for which nobody waits yet
+    others = [receiver.receive(each) for each in (first, second)]
+    for each in (running, *others):
+        assert all(work.done() for work in each)
+    assert [each.outputs[0][0] for each in (of_5, first, second)] == [22, 20, 21]
+
+
+def submission(tag):
+    tensor = SimpleNamespace(dtype="uint8", shape=(1,))
+    return SimpleNamespace(
+        payload=(1, tag),
+        outputs=[np.zeros(1, np.uint8)],
+        ready=False,
+        complete=lambda: None,
+        signature=SimpleNamespace(tensors=[tensor]),
+        line="",
+    )
