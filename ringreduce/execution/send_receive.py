@@ -58,20 +58,21 @@ def send(submission: Submission, context: Context, transport: Transport, destina
 
 
 class Header(Work):
-    """A header that comes, or that nobody waits for any more: another rank's message was first."""
+    """A header that comes, or something else that is to be done before: see `Receiver._is_due`."""
 
-    def __init__(self, work: Work, is_wanted: Callable[[], bool]) -> None:
-        self.work, self.peer, self._is_wanted = work, work.peer, is_wanted
+    def __init__(self, work: Work, is_due: Callable[[], bool]) -> None:
+        self.work, self.peer, self._is_due = work, work.peer, is_due
 
     def done(self) -> bool:
         """See `Work.done`."""
-        return self.work.done() or not self._is_wanted()
+        return self.work.done() or self._is_due()
 
 
 class Receiver:
     """All receives of one rank (`own`, of the world) from another, `source` in the set and `rank` in the world.
 
-    A receive from any rank waits at the receivers of all; the first that has its message takes it.
+    They run one after the other; the one that runs serves all that have been called. A receive from any rank waits at
+    the receivers of all; the first that has its message takes it.
     """
 
     def __init__(self, context: Context, transport: Transport, source: int, rank: int, own: int) -> None:
@@ -83,7 +84,7 @@ class Receiver:
 
     def receive(self, submission: Submission) -> Steps[None]:
         """Take messages until the one for this submission has come."""
-        self._waiting.append(submission)  # when this runs first: receives run in the order in which they were called
+        self._waiting.append(submission)  # in the order in which they are called
         return self._receive(submission)
 
     def _all_waiting(self) -> list[Submission]:
@@ -92,32 +93,42 @@ class Receiver:
             self._waiting.remove(each)  # no new list: another thread may be adding to this one
         return self._waiting
 
+    def _first_waiting(self, tag: int) -> Submission | None:
+        return next((each for each in self._all_waiting() if each.payload[1] == tag), None)
+
     def _waits(self, submission: Submission) -> bool:
         return submission in self._all_waiting()
 
     def _receive(self, submission: Submission) -> Steps[None]:
-        while self._waits(submission):
-            for number, kept in enumerate(self._kept):
-                if kept.tag == submission.payload[1]:
-                    del self._kept[number]
-                    self._deliver(submission, kept)
-                    return
+        while True:
+            while (found := self._wanted()) is not None:
+                number, taker = found
+                self._deliver(taker, self._kept.pop(number))
+            if not self._waits(submission):
+                return
             if self._coming is None:
                 self._header = np.empty(NUMBERS + TEXT_BYTES, np.uint8)
                 self._coming = self._transport.receive(self._header, self._source, HEADER_TAG)
-            yield Header(self._coming, lambda: self._waits(submission))
-            if not self._coming.done():
-                return
-            self._coming = None
-            yield from self._take(self._header)
+            yield Header(self._coming, lambda: self._is_due(submission))
+            if self._coming.done():
+                self._coming = None
+                yield from self._take(self._header)
+
+    def _is_due(self, submission: Submission) -> bool:
+        """True where another rank's message was first, or a receive has been called whose message is kept."""
+        return not self._waits(submission) or self._wanted() is not None
+
+    def _wanted(self) -> tuple[int, Submission] | None:
+        """The number of the first kept message that is waited for, and by whom."""
+        pairs = ((number, self._first_waiting(kept.tag)) for number, kept in enumerate(self._kept))
+        return next(((number, taker) for number, taker in pairs if taker is not None), None)
 
     def _take(self, header: Any) -> Steps[None]:
         """Receive the data that follow, for whoever waits for them first."""
         tag, nbytes, hashed = header[:NUMBERS].view(np.int64).tolist()
         text = bytes(header[NUMBERS:]).rstrip(b"\0").decode(errors="replace")
-        taker = next((each for each in self._all_waiting() if each.payload[1] == tag), None)
-        if any(each.tag == tag for each in self._kept):  # that one is first, and whoever waits for it has not run yet
-            taker = None
+        is_first = all(kept.tag != tag for kept in self._kept)  # else those that wait get the kept ones before
+        taker = self._first_waiting(tag) if is_first else None
         if taker is not None:
             taker.payload = self._rank, tag
         fits = taker is not None and hashed == _hash(taker)

@@ -162,6 +162,33 @@ def test_messages_of_many_tags_arrive_by_tag_and_in_order(hosts):
     assert run_ranks(3, program, hosts=hosts) == [[3.0, 0.0, 1.0, 2.0]] * 3
 
 
+@HOSTS
+def test_a_message_that_came_before_its_receive_does_not_wait_for_an_earlier_receive(hosts):
+    """Rank 0 waits for tag 5, which rank 1 sends only once both messages with tag 7 have been received."""
+
+    def program():
+        channel, rank, received = rr.ordered(), rr.rank(), []
+        if rank == 0:
+            first = channel.recv_async(np.empty(40_000), 1, tag=5)
+        if rank == 1:
+            sends = [channel.send_async(np.full(40_000, value), 0, tag=7) for value in (70.0, 71.0)]
+        channel.barrier()
+        if rank == 0:
+            time.sleep(0.05)  # what rank 1 has sent is here, and kept
+            received = [channel.recv(np.empty(40_000), 1, tag=7)[0] for _ in range(2)]
+            channel.send(np.ones(2), 1, tag=1)
+            received.append(rr.synchronize(first)[0])
+        if rank == 1:
+            channel.recv(np.zeros(2), 0, tag=1)
+            channel.send(np.full(40_000, 5.0), 0, tag=5)
+            for each in sends:
+                each.wait()
+        channel.barrier()
+        return received
+
+    assert run_ranks(3, program, hosts=hosts) == [[70.0, 71.0, 5.0], [], []]
+
+
 @each_rank_of(2)
 def test_a_thread_that_waits_long_holds_up_no_other():
     """Rank 0's thread waits for what rank 1 sends only after it has heard from rank 0's main thread."""
