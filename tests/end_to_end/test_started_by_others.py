@@ -2,10 +2,12 @@
 
 import re
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
+from ringrun.agent.master_port import free_port
 from tests.end_to_end.conftest import ringrun, run
 
 SAY = """
@@ -51,9 +53,8 @@ def mpich(mpich_python):
     """Runs mpich_python with these arguments."""
 
     def start(*arguments, **variables):
-        return run(
-            [mpich_python, *arguments], PATH=f"{mpich_python.parent}:/usr/bin:/bin", OMP_NUM_THREADS="1", **variables
-        )
+        defaults = {"PATH": f"{mpich_python.parent}:/usr/bin:/bin", "OMP_NUM_THREADS": "1"}
+        return run([mpich_python, *arguments], **defaults | variables)
 
     return start
 
@@ -94,6 +95,67 @@ def test_init_joins_the_ranks_that_torchrun_has_started(mpich, script, first):
     expected = [f"rank {rank} of 2: [1.0, 3.0, 5.0] {rank} {rank}" for rank in (0, 1)]
     again = [f"rank {rank} of 2: again 1.5" for rank in (0, 1)]
     assert ranks(mpich(*TORCHRUN, script(first + HOROVOD_S))) == sorted(expected + again)
+
+
+TWICE = (
+    SAY
+    + """
+import torch, torch.distributed as dist
+for turn in (1, 2):  # at the same store
+    dist.init_process_group("ring")
+    values = torch.arange(3.0) * (dist.get_rank() + turn)
+    dist.all_reduce(values)
+    say(f"rank {dist.get_rank()} of {dist.get_world_size()}: {turn} {values.tolist()}")
+    dist.destroy_process_group()
+"""
+)
+
+
+@pytest.mark.timeout(300)
+def test_jobs_side_by_side_do_not_meet_and_make_their_groups_twice(mpich, script):
+    program = script(TWICE)
+    with ThreadPoolExecutor() as pool:
+        jobs = [pool.submit(mpich, *TORCHRUN, program) for _ in range(2)]
+    expected = [
+        f"rank {rank} of 2: {turn} {[0.0, 2.0 * turn + 1, 4.0 * turn + 2]}" for rank in (0, 1) for turn in (1, 2)
+    ]
+    for job in jobs:
+        assert ranks(job.result()) == expected
+
+
+OF_ACCELERATE = (
+    SAY
+    + """
+import sys, torch
+
+def train():
+    from accelerate import Accelerator
+    of = Accelerator(cpu=True)
+    backend = torch.distributed.get_backend_config()
+    values = of.reduce(torch.arange(3.0) + of.process_index, "sum")
+    say(f"rank {of.process_index} of {of.num_processes}: {values.tolist()} {'cpu:ring' in backend}")
+    of.end_training()
+
+if __name__ == "__main__":
+    if "notebook" in sys.argv:
+        from accelerate import notebook_launcher
+        notebook_launcher(train, num_processes=2, use_port=sys.argv[2])
+    else:
+        train()
+"""
+)
+LAUNCH = ("-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", 2, "--num_machines", 1)
+LAUNCH += ("--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", 0)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.xdist_group("frameworks")
+def test_accelerate_s_launchers_start_ranks(mpich, front_ends, script):
+    options = front_ends | {"RINGREDUCE_TORCH_BACKEND": "ring", "ACCELERATE_USE_CPU": "true"}
+    program = script(OF_ACCELERATE)
+    for command in ([*LAUNCH, program], [program, "notebook", free_port()]):
+        found = ranks(mpich(*command, **options))
+        assert found == [f"rank {rank} of 2: [1.0, 3.0, 5.0] True" for rank in (0, 1)]
 
 
 RESTARTED = (
