@@ -171,3 +171,13 @@ def of_pytorch(folder, ranks, pattern):
     command = ["-m", "tests.support.torch_suite", folder, "ring", pattern]
     ringrun(PYTHON, ranks, *command, timeout_s=800, cwd=ROOT, OMP_NUM_THREADS="1", returncode=0)
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(ranks)]
+
+
+@pytest.mark.timeout(7200)
+def test_pytorch_s_own_tests_in_processes_that_they_start_themselves(tmp_path, mpich_python):
+    """By multiprocessing, four for each test, as PyTorch runs them; with MPICH, and no launcher."""
+    command = [mpich_python, "-m", "tests.support.spawned_torch_suite", tmp_path, "ring", ""]
+    run(command, timeout_s=7000, OMP_NUM_THREADS="1", returncode=0)
+    counts = collections.Counter(json.loads((tmp_path / "spawned.json").read_text()).values())
+    assert counts["passed"] >= FEWEST, counts
+    assert counts.keys() == {"passed", "skipped"}

@@ -46,7 +46,8 @@ class Name(str):
 
 def suite(folder: Path, backend: str) -> Any:
     """PyTorch's module of tests, and the class of those that are run."""
-    os.environ.update({"BACKEND": backend, "TEMP_DIR": str(folder / "shared"), "INIT_METHOD": f"file://{folder}/again"})
+    os.environ.update({"BACKEND": backend, "INIT_METHOD": f"file://{folder}/again"})
+    os.environ.setdefault("TEMP_DIR", str(folder / "shared"))  # where a test has started this process, it has its own
     for name in ("barrier", "test_dir", "init_dir"):
         (folder / "shared" / name).mkdir(parents=True, exist_ok=True)
     from torch.testing._internal.common_distributed import DistTestCases
