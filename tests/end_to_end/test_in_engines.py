@@ -39,6 +39,20 @@ def test_dask_s_workers_train_where_the_chunks_lie(start):
     assert re.search("PeerLostError: .*rank 1 of 3, process .* has ended", errors[4])
 
 
+def test_ray_s_actors_keep_their_state(start):
+    found = start(PROGRAMS / "in_ray.py")
+    ranks = [[[(rank, 2, rank, 3.0 * step) for rank in (0, 1)] for step in (1, 2, 3)]]
+    said = [line for line in found if line.startswith(("run", "the same", "execute", "raised"))]
+    assert said == [
+        f"run {ranks[0]}",
+        "the same actors True",
+        "execute [(1, 1, 'a'), (11, 1, 'a')] [(1, 2, 'a'), (11, 2, 'a')]",
+        "execute_single 2",
+        "raised KeyError KeyError: 'shard'",
+        "raised StartupError RayExecutor.run(): no ranks are there; call start() first",
+    ], found
+
+
 def test_spark_s_barrier_tasks_are_ranks_and_its_distributor_trains(start):
     found = start(PROGRAMS / "in_spark.py")
     said = [line for line in found if line.startswith(("ranks", "the same", "raised", "distributor"))]
