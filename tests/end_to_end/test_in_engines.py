@@ -5,6 +5,7 @@ import re
 import pytest
 
 from tests.end_to_end.conftest import PROGRAMS, run
+from tests.support.pages import blocks
 
 pytestmark = [pytest.mark.adapters, pytest.mark.timeout(900), pytest.mark.xdist_group("frameworks")]
 
@@ -60,3 +61,13 @@ def test_spark_s_barrier_tasks_are_ranks_and_its_distributor_trains(start):
     assert re.search("2 of these 3 processes have been ranks .* set spark.python.worker.reuse=false", said[3]), found
     assert "KeyError: 'shard'" in said[4], f"of whichever task Spark shows: {found}"
     assert said[5] == "distributor ([1.0, 3.0, 5.0], 'ring', 2)", found
+
+
+@pytest.mark.parametrize("block", blocks("python", page="engines.md"), ids=lambda block: block.title)
+def test_an_example_of_the_page_prints_what_it_says(start, tmp_path, block):
+    program = tmp_path / block.title
+    program.write_text(block.text)
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2]
+    found = start(*(torchrun if "DistributedDataParallel" in block.text else []), program)
+    for line in re.findall(r"print\(.*\)  # (.*)$", block.text, re.MULTILINE):
+        assert line in found, found
