@@ -33,7 +33,7 @@ class RayExecutor:
     num_workers:  how many ranks, wherever there is room; or num_hosts with num_workers_per_host each.
     cpus_per_worker, use_gpu, gpus_per_worker: what Ray reserves for each; by default one CPU, and no GPU or one.
     use_current_placement_group: take the bundles of the group in which this program runs, if it runs in one.
-    It has Horovod's names. Jobs that go on after a loss are those of `ringreduce.ray.run(…, elastic=True)`.
+    It has Horovod's names, but those of elastic jobs.
     Source: Horovod's horovod.ray.RayExecutor.
     """
 
@@ -59,9 +59,7 @@ class RayExecutor:
         if gpus_per_worker and not use_gpu:
             raise InputError(f"RayExecutor: gpus_per_worker={gpus_per_worker}, but use_gpu is not True")
         if wanted := sorted(name for name, value in elastic.items() if value is not None):
-            raise InputError(
-                f"RayExecutor: {', '.join(wanted)}: use ringreduce.ray.run(…, elastic=True) for elastic jobs"
-            )
+            raise InputError(f"RayExecutor: {', '.join(wanted)}: there are no elastic jobs on Ray; leave it out")
         self.settings = {**self.create_settings(), **(settings or {})}
         self.num_workers = num_workers or (num_hosts or 0) * num_workers_per_host
         self.workers: list[Any] = []

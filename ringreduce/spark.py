@@ -1,6 +1,7 @@
 """ringreduce on Spark: ranks on the machines that Spark has.
 
-    import ringreduce.spark
+    losses = ringreduce.spark.run(train, args=(0.1,), num_proc=8)                            ranks beside its tasks
+    rows = df.mapInArrow(ringreduce.spark.rank(train), schema, barrier=True)                 ranks that are its tasks
 
 Nothing of Spark is imported before a function here is called.
 """
@@ -8,13 +9,133 @@ Nothing of Spark is imported before a function here is called.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator
+import uuid
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from ringreduce.api import joined
+from ringreduce.errors import InputError, MissingExtraError
 from ringreduce.transport import joining
+from ringrun import lending
 
-__all__ = ["rank"]
+__all__ = ["rank", "run", "run_elastic"]
+
+_LEAVE_S = 10.0
+
+
+def run(
+    fn: Callable[..., Any],
+    args: Iterable[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    num_proc: int | None = None,
+    start_timeout: float | None = None,
+    env: Mapping[str, str] | None = None,
+    *,
+    spark: Any = None,
+    **flags: Any,
+) -> list[Any]:
+    """Call `fn(*args, **kwargs)` on each of `num_proc` ranks on Spark's executors; returns the results, by rank.
+
+    num_proc:      how many ranks, by default spark.default.parallelism; a task of a barrier stage holds the cores, and
+                   the GPUs, of each.
+    start_timeout: how many seconds the tasks may take to begin (60).
+    env:           variables for the ranks.
+    spark:         the SparkSession, by default the active one.
+    flags:         ringrun's, as of `ringreduce.run`.
+
+    Each rank is a process beside a Python worker of Spark's, with that one's Python, folder, import path and variables.
+
+    Raises: JobFailedError when a rank fails, with ringrun's report; StartupError when tasks cannot run ranks;
+            InputError; KeyboardInterrupt once all ranks have ended; MissingExtraError without PySpark.
+    Source: horovod.spark.run.
+
+    >>> losses = run(train, args=(0.1,), num_proc=8)                                                   # doctest: +SKIP
+    """
+    return _run("run", fn, args, kwargs, num_proc, None, start_timeout, env, spark, flags)
+
+
+def run_elastic(
+    fn: Callable[..., Any],
+    args: Iterable[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    num_proc: int | None = None,
+    min_num_proc: int | None = None,
+    max_num_proc: int | None = None,
+    start_timeout: float | None = None,
+    env: Mapping[str, str] | None = None,
+    *,
+    spark: Any = None,
+    **flags: Any,
+) -> list[Any]:
+    """Do what `run` does in an elastic job: ranks go on without those that fail; returns the results of those left.
+
+    min_num_proc: with fewer ranks the job ends (1).
+    max_num_proc: how many ranks it may have; executors that come later are used from the next commit on (num_proc).
+
+    A task whose executor is lost is started again by Spark, up to spark.task.maxFailures times, and lends its slot.
+
+    Source: horovod.spark.run_elastic.
+
+    >>> losses = run_elastic(train, num_proc=8, min_num_proc=2)                                        # doctest: +SKIP
+    """
+    elastic = {"elastic": True, "min_np": min_num_proc, "max_np": max_num_proc}
+    return _run("run_elastic", fn, args, kwargs, num_proc, elastic, start_timeout, env, spark, flags)
+
+
+def _run(
+    name: str,
+    fn: Callable[..., Any],
+    args: Iterable[Any],
+    kwargs: Mapping[str, Any] | None,
+    num_proc: int | None,
+    elastic: Mapping[str, Any] | None,
+    start_timeout: float | None,
+    env: Mapping[str, str] | None,
+    spark: Any,
+    flags: Mapping[str, Any],
+) -> list[Any]:
+    where = f"ringreduce.spark.{name}()"
+    try:
+        from pyspark import InheritableThread
+        from pyspark.sql import SparkSession
+    except ImportError as error:
+        raise MissingExtraError.of("ringreduce.spark needs PySpark", "spark", error) from error
+    spark = spark or SparkSession.getActiveSession()
+    if spark is None:
+        raise InputError(f"{where}: there is no active SparkSession; make one, or pass spark=")
+    context = spark.sparkContext
+    np = context.defaultParallelism if num_proc is None else num_proc
+    asked = {**flags, **(elastic or {})}
+    lending.checked(where, args, np, bool(elastic), asked)
+    ticket, group = lending.ticket(start_timeout or 60.0), f"ringreduce-{uuid.uuid4().hex}"
+    most = asked.get("max_np") or np
+    failed: list[str] = []
+
+    def lend(_: Iterator[int]) -> Iterator[str]:
+        from pyspark import TaskContext
+
+        task = TaskContext.get()
+        of_task = task.resources() if task else {}
+        yield lending.lend(ticket, gpus=",".join(of_task["gpu"].addresses) if "gpu" in of_task else None)
+
+    def stage() -> None:
+        try:
+            context.setJobGroup(group, f"ringreduce: {most} ranks", interruptOnCancel=True)
+            slots = context.parallelize(range(most), most)
+            (slots if elastic else slots.barrier()).mapPartitions(lend).collect()
+        except BaseException as error:
+            failed.append(str(error))
+
+    thread = InheritableThread(target=stage, daemon=True)
+    thread.start()
+    try:
+        call = fn, tuple(args), dict(kwargs or {})
+        results: list[Any] = lending.run(call, ticket, np, asked, env or {}, lambda: "".join(failed[:1]))
+        return results
+    finally:
+        thread.join(1.0)
+        context.cancelJobGroup(group)
+        thread.join(_LEAVE_S)
 
 
 def rank(fn: Callable[[Iterator[Any]], Iterable[Any]]) -> Callable[[Iterator[Any]], Iterator[Any]]:

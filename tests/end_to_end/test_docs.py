@@ -126,7 +126,7 @@ def test_a_script_of_torch_runs_where_torch_is_imported_already(world, diff):
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("block", blocks("python", title=""), ids=lambda block: block.name)
 def test_a_recipe_runs(tmp_path, block):
-    """Those with a title are run by their page's commands."""
+    """Those with a title are run by their page's commands, or by test_in_engines.py."""
     (tmp_path / "recipe.py").write_text(block.text)
     starts_ranks_itself = "rr.run(" in block.text
     recipe, python = tmp_path / "recipe.py", Path(sys.executable)

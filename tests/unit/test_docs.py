@@ -215,7 +215,9 @@ def test_the_tables_of_horovods_names_and_flags_are_those_of_the_code():
     assert len(tables.TABLE.findall(PAGES["horovod.md"])) == 3
 
 
-@pytest.mark.parametrize("name", ["", ".torch", ".torch.distributed", ".elastic", ".ps", ".sweeps", ".testing"])
+@pytest.mark.parametrize(
+    "name", ["", ".torch", ".torch.distributed", ".elastic", ".ps", ".sweeps", ".testing", ".dask", ".spark"]
+)
 def test_every_public_name_is_in_the_reference(name):
     module = importlib.import_module(f"ringreduce{name}")
     everywhere = documented("ringreduce") | documented("ringreduce.elastic")

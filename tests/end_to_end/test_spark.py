@@ -1,0 +1,79 @@
+"""ringreduce.spark.run() and run_elastic() in a Spark of this machine."""
+
+import re
+import shutil
+import sys
+
+import pytest
+
+from tests.end_to_end.conftest import run
+
+pytestmark = pytest.mark.skipif(shutil.which("java") is None, reason="Spark needs Java (.ci/packages installs it)")
+
+SESSION = """
+import os, signal, sys, threading, time
+from pathlib import Path
+from pyspark.sql import SparkSession
+import ringreduce as rr
+import ringreduce.spark
+from tests.support.engines import sleep, train, trained
+
+if __name__ == "__main__":
+    made = SparkSession.builder.master("local[2]").config("spark.ui.enabled", "false")
+    made = made.config("spark.ui.showConsoleProgress", "false").config("spark.log.level", "ERROR")
+    spark = made.getOrCreate()
+    slow = {"start_timeout": 300}
+"""
+WORKS = """
+    assert ringreduce.spark.run(train, (2,), env={"ASKED": "for"}, **slow) == trained(2, 2, "for")
+    try:
+        ringreduce.spark.run(train, (2, True), num_proc=2, **slow)
+    except rr.JobFailedError as error:
+        print(error)
+    assert ringreduce.spark.run_elastic(train, (3,), num_proc=2, min_num_proc=1, **slow) == trained(2, 3)
+    print("done")
+"""
+INTERRUPTED = """
+    folder = sys.argv[1]
+    def interrupt():
+        while len(list(Path(folder).iterdir())) < 2:
+            time.sleep(0.1)
+        os.kill(os.getpid(), signal.SIGINT)
+    threading.Thread(target=interrupt).start()
+    try:
+        ringreduce.spark.run(sleep, (folder,), num_proc=2, **slow)
+    except KeyboardInterrupt:
+        print("interrupted")
+    assert not [each for each in Path(folder).iterdir() if Path("/proc", each.name.split()[1]).exists()]
+    while spark.sparkContext.statusTracker().getActiveStageIds():
+        time.sleep(0.1)
+    print("done")
+"""
+
+
+@pytest.fixture
+def in_spark(engines, script):
+    """Runs a program in a session of two cores; returns what it has printed."""
+    engines = {**engines, "PYSPARK_PYTHON": sys.executable}
+
+    def start(program, *arguments):
+        return run(
+            [sys.executable, script(SESSION + program), *arguments], timeout_s=600, returncode=0, **engines
+        ).stdout
+
+    return start
+
+
+@pytest.mark.adapters
+@pytest.mark.timeout(600)
+def test_ranks_run_in_a_session_again_and_again(in_spark):
+    said = in_spark(WORKS)
+    assert "\ndone\n" in said
+    assert "[1] rank 1 says hello\n" in said, "output of all ranks comes to the driver"
+    assert re.search(r"-- ringrun: rank 1 of 2 failed first -.*\nhow +exit code 1\nwhere +host \S+, pid \d+", said)
+
+
+@pytest.mark.timeout(600)
+def test_ctrl_c_ends_all_ranks_and_frees_the_cores(in_spark, tmp_path):
+    (folder := tmp_path / "ranks").mkdir()
+    assert "\ninterrupted\ndone\n" in in_spark(INTERRUPTED, folder)
