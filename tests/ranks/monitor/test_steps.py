@@ -272,7 +272,10 @@ def test_while_it_is_off_nothing_is_recorded_or_sent_and_steps_are_counted(sent,
         rr.mark_step(7)
         engine = runtime.current("test").engine
         assert engine.recorder.taken == taken + 1
-        return engine.transport.traffic, engine.recorder.recording, rr.allreduce_async(np.ones(3)).recorder
+        handle = rr.allreduce_async(np.ones(3))
+        recorder = handle.recorder
+        handle.wait()  # no rank ends before the others have submitted it
+        return engine.transport.traffic, engine.recorder.recording, recorder
 
     assert run_ranks(2, program, settings=dataclasses.replace(sent[0], report=False)) == [(None, False, None)] * 2
     assert not any(sent[1])
