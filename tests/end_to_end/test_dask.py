@@ -13,16 +13,7 @@ from pathlib import Path
 from distributed import Client, LocalCluster
 import ringreduce as rr
 import ringreduce.dask
-from tests.support.engines import go_on, sleep, train, trained
-
-def pids(folder):
-    return [int(each.name.split()[1]) for each in Path(folder).iterdir()]
-
-def gone(pid):
-    try:
-        return "State:\\tZ" in Path(f"/proc/{pid}/status").read_text()
-    except FileNotFoundError:
-        return True
+from tests.support.engines import go_on, gone, pids, sleep, train, trained
 
 if __name__ == "__main__":
     with LocalCluster(n_workers=3, threads_per_worker=1, dashboard_address=None) as cluster, Client(cluster) as client:

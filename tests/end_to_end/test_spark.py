@@ -12,11 +12,10 @@ pytestmark = pytest.mark.skipif(shutil.which("java") is None, reason="Spark need
 
 SESSION = """
 import os, signal, sys, threading, time
-from pathlib import Path
 from pyspark.sql import SparkSession
 import ringreduce as rr
 import ringreduce.spark
-from tests.support.engines import sleep, train, trained
+from tests.support.engines import gone, pids, sleep, train, trained
 
 if __name__ == "__main__":
     made = SparkSession.builder.master("local[2]").config("spark.ui.enabled", "false")
@@ -36,7 +35,7 @@ WORKS = """
 INTERRUPTED = """
     folder = sys.argv[1]
     def interrupt():
-        while len(list(Path(folder).iterdir())) < 2:
+        while len(pids(folder)) < 2:
             time.sleep(0.1)
         os.kill(os.getpid(), signal.SIGINT)
     threading.Thread(target=interrupt).start()
@@ -44,7 +43,7 @@ INTERRUPTED = """
         ringreduce.spark.run(sleep, (folder,), num_proc=2, **slow)
     except KeyboardInterrupt:
         print("interrupted")
-    assert not [each for each in Path(folder).iterdir() if Path("/proc", each.name.split()[1]).exists()]
+    assert all(map(gone, pids(folder)))
     while spark.sparkContext.statusTracker().getActiveStageIds():
         time.sleep(0.1)
     print("done")

@@ -34,6 +34,19 @@ def sleep(folder):
     time.sleep(600)
 
 
+def pids(folder):
+    """Those of the ranks that run `sleep`."""
+    return [int(each.name.split()[1]) for each in Path(folder).iterdir()]
+
+
+def gone(pid):
+    """Whether a process has ended, though its parent may not have looked at it yet."""
+    try:
+        return "State:\tZ" in Path(f"/proc/{pid}/status").read_text()
+    except FileNotFoundError:
+        return True
+
+
 def go_on(folder, most):
     """Step until there are `most` ranks fewer than at first; return the sizes of the worlds that were."""
     rr.init()
