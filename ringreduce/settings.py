@@ -130,9 +130,7 @@ class Settings:
     log_level: str = "warning"  # least severe level logged to stderr: trace, debug, info, warning, error or fatal
     log_timestamp: bool = False  # begin log lines with the local time
     torch_backend: str = ""  # ring: torch.distributed's "gloo" and "mpi" mean it, too; see frameworks/torch_backend.py
-    horovod: bool = (
-        False  # `import horovod` is ringreduce's in the ranks and what they start; see frameworks/stand_in.py
-    )
+    horovod: bool = False  # `import horovod` is ringreduce's in ranks and their children: frameworks/stand_in.py
     twice: str = ""  # RUN:STEPS:FOLDER, of two runs whose bits are compared; set by ringrun --twice
     restart_count: int = 0  # how often ringrun has restarted this job after a failure; set by ringrun
     elastic: bool = False  # ranks go on without those that fail; set by ringrun --elastic, as are the next two
