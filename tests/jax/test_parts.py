@@ -105,6 +105,8 @@ def test_who_differs_is_named(found, run, optimizer, change, expected):
 )
 def test_what_is_each_ranks_own_is_left_out(found, run, options):
     """Sums of passes; and with Adasum the optimizer's state."""
+    if "op" in options and SIZE == 3:
+        pytest.skip("takes a power of two")
     optimizer = hvd.DistributedOptimizer(optax.adam(0.1), **options)
     train(optimizer, run)
     found(None)

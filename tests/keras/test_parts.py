@@ -57,6 +57,8 @@ def test_who_differs_is_named(found, number, function, expected):
 
 @pytest.mark.parametrize("options", [{"backward_passes_per_step": 2}, {"op": hvd.Adasum}], ids=str)
 def test_what_is_each_ranks_own_is_left_out(found, options):
+    if "op" in options and SIZE == 3:
+        pytest.skip("takes a power of two")
     optimizer = hvd.DistributedOptimizer(keras.optimizers.Adam(0.1), **options)
     models.fit(models.model(), optimizer, together=True)
     found(None)
