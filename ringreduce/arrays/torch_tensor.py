@@ -86,7 +86,9 @@ def torch_buffer(tensor: Any, writable: bool, resizable: bool = False) -> Buffer
         if not writable and _is_lazy(tensor):
             return torch_buffer(tensor.detach().resolve_conj().resolve_neg(), False)
         raise UnsupportedArrayError(_why_not(tensor) or str(exc).strip()) from exc
-    return _TorchBuffer(flat_view(array, element, writable), element, array.shape, "cpu", dtype)
+    is_plain = array.flags.carray and array.dtype is element.storage
+    flat = array.reshape(-1) if is_plain else flat_view(array, element, writable)
+    return _TorchBuffer(flat, element, array.shape, "cpu", dtype)
 
 
 def _resizable(tensor: Any, element: ElementType, writable: bool) -> Buffer:

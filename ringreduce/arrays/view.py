@@ -28,10 +28,11 @@ def as_buffer(array: Any, writable: bool = False) -> Buffer:
     """
     if isinstance(array, np.ndarray):
         return numpy_buffer(array, writable)
-    if is_torch(array):
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(array, torch.Tensor):
         buffer = torch_buffer(array, writable)
         if writable and not array.is_inference():  # autograd may have saved it, and must see the change
-            sys.modules["torch"].autograd.graph.increment_version(array)
+            torch.autograd.graph.increment_version(array)
         return buffer
     if isinstance(array, bool | int | float | complex | np.generic):
         if writable:

@@ -37,7 +37,7 @@ class Comparison:
         self._name = ""  # of its operations: an `_unused_name`
         self._counts: defaultdict[str, int] = defaultdict(int)
         self._reductions = self._steps = 0
-        self._has_ended = False
+        self.has_begun = self._has_ended = False
         self._pending: tuple[Callable[[Any], object], Handle] | None = None
 
     def begin(self, names: Iterable[str] = ()) -> None:
@@ -45,8 +45,8 @@ class Comparison:
 
         names: of the gradients, by which ranks tell optimizers apart that they do not use in one order.
         """
-        if not self._reductions:
-            self._reductions = 1
+        if not self.has_begun:
+            self.has_begun, self._reductions = True, 1
             self._begin(names)
 
     def reduced(self, names: Iterable[str]) -> None:

@@ -29,6 +29,7 @@ class Gradient:
         self.seen = 0  # backward passes since the step's beginning, or since it was reduced
         self.layout = UNKNOWN  # the one that all ranks agreed on
         self.layout_handle: Any = None  # the handle of that agreement
+        self.pending: Any = None  # what stands for it until it has arrived
 
     @property
     def trains(self) -> bool:
@@ -121,11 +122,16 @@ class GradientBucket:
     @property
     def trained(self) -> list[Gradient]:
         """Its members but for the frozen ones."""
-        return [each for each in self.members if each.trains]
+        return [each for each in self.members if each.seen or each.trains]
+
+    @property
+    def unknown(self) -> list[Gradient]:
+        """Those whose layout the ranks have not agreed on; none of them is frozen."""
+        return [each for each in self.members if each.layout == UNKNOWN and (each.seen or each.trains)]
 
     def lacks(self, passes: int) -> bool:
         """True until so many backward passes have computed all of it."""
-        return any(each.seen < passes and each.trains for each in self.members)
+        return bool([each for each in self.members if each.seen < passes and each.trains])
 
     def begin(self, exchange: Exchange, line: str) -> None:
         """Send the dense ones together, sparse ones each on its own.  line: that called backward()."""
@@ -150,7 +156,7 @@ class GradientBucket:
         self, exchange: Exchange, gradients: Sequence[Gradient], arrays: Sequence[Any], line: str
     ) -> Handle[list[Any]]:
         names = [each.name for each in gradients] if len(self.members) > 1 else None
-        of_backward = line if any(each.seen for each in gradients) else None
+        of_backward = line if max([each.seen for each in gradients]) else None
         try:
             return exchange.begin(self.name, arrays, names, of_backward, of_step=True)
         except InputError as exc:
@@ -164,16 +170,16 @@ class GradientBucket:
     @property
     def handles(self) -> list[Handle]:
         """Of what it waits for first: where ranks agree on layouts, those are looked at before the gradients."""
-        layouts = [each.layout_handle for members, _ in self.parts for each in members]
-        found = [each for each in layouts if each is not None]
-        return found or [handle for _, handle in self.parts]
+        members = [each for members, _ in self.parts for each in members if each.layout_handle is not None]
+        return [each.layout_handle for each in members] if members else [handle for _, handle in self.parts]
 
     def finish(self) -> None:
         """Wait, and put the reduced gradients into their places."""
         parts, self.parts = self.parts, []
         for members, handle in parts:
             for member in members:
-                member.check_layout()
+                if member.layout_handle is not None:
+                    member.check_layout()
             for member, reduced in zip(members, handle.wait(), strict=True):
                 member.arrive(reduced)
                 member.seen = 0

@@ -67,7 +67,10 @@ class Exchange:
         self.op, self.compression, self.process_set = op, compression, process_set
         self.scales = 1 / predivide, float(predivide)
         self._checked = arguments_of("allreduce", None, op, *self.scales, compression)
+        methods = getattr(compression, "compress", None), getattr(compression, "decompress", None)
+        self._compresses = methods != (Compression.none.compress, Compression.none.decompress)
         self._joins = 0, 0  # a world's number, and how often its ranks have joined
+        self._sized: tuple[Any, int | None, int] = None, None, 1  # a world, the set's number in it, and its size
         scales = {"prescale_factor": self.scales[0], "postscale_factor": self.scales[1]}
         self.arguments: dict[str, Any] = {
             "compression": compression,
@@ -85,7 +88,12 @@ class Exchange:
     @property
     def size(self) -> int:
         """The ranks that take part; 1: there is nothing to do, as on a rank that is not in the process set."""
-        return (self.process_set.size() or 1) if self.process_set.included() else 1
+        world, number = runtime.current("DistributedOptimizer").world, self.process_set.process_set_id
+        of_world, of_number, size = self._sized
+        if of_world is not world or of_number != number or number is None:
+            size = (self.process_set.size() or 1) if self.process_set.included() else 1
+            self._sized = world, number, size
+        return size
 
     def elastic_parts(self, own: bool) -> dict[str, Any]:
         """See `PowerSGD.elastic_parts`; others keep nothing."""
@@ -134,6 +142,8 @@ class Exchange:
                 buffers, written = to_write(arrays)
                 factors = self._begin_factors(self.compression, name, buffers, names or [name], line, of_step)
             return factors.mapped(lambda _: written() or list(arrays))
+        if not self._compresses:
+            return self._submit(arrays, name, names, line, of_step)
         pairs = [self.compression.compress(each) for each in arrays]
         decompress = self.compression.decompress
 
@@ -152,7 +162,12 @@ class Exchange:
             raise refused("allreduce", exc, number, name, names, len(names)) from exc.__cause__
 
     def _submit(
-        self, arrays: list[Any], name: str, names: Sequence[str] | None, line: str | None = None, of_step: bool = False
+        self,
+        arrays: Sequence[Any],
+        name: str,
+        names: Sequence[str] | None,
+        line: str | None = None,
+        of_step: bool = False,
     ) -> Handle:
         return submit(arrays, name, names, self._checked, self.process_set, in_place=True, line=line, of_step=of_step)
 

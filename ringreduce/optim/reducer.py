@@ -9,12 +9,12 @@ fill buckets, each one submission. optim/__init__.py says what becomes of a buck
 
 from __future__ import annotations
 
-import contextlib
+import itertools
 import operator
 import threading
 import weakref
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from ringreduce import runtime
@@ -26,7 +26,7 @@ from ringreduce.log import JOB
 from ringreduce.optim.buckets import DENSE, UNKNOWN, Gradient, GradientBucket, fill
 from ringreduce.optim.exchange import Exchange, is_disagreement
 
-POSITION = operator.attrgetter("position")
+POSITION, _UNKNOWN, _BUCKET = (operator.attrgetter(name) for name in ("position", "unknown", "bucket"))
 CAUTIOUS_STEPS, RECOVERY_STEPS = 8, 100
 """Steps in which every gradient must be computed once before one is submitted during backward: at first, and after a
 step in which one was not. Many, as a script that does so now and then would get a BackwardError the next time. But as
@@ -116,7 +116,7 @@ class Reducer:
     @property
     def _buckets(self) -> list[GradientBucket]:
         """All, in the order in which they are filled."""
-        return list(dict.fromkeys([each.bucket for each in sorted(self._gradients.values(), key=POSITION)]))
+        return list(dict.fromkeys(map(_BUCKET, sorted(self._gradients.values(), key=POSITION))))
 
     @property
     def pending(self) -> bool:
@@ -220,18 +220,21 @@ class Reducer:
 
     def _begin(self, taken: list[GradientBucket]) -> None:
         """Begin to reduce buckets; waits only for layouts that this rank does not know."""
-        if self._comparison is not None:
+        if self._comparison is not None and not self._comparison.has_begun:
             self._comparison.begin(each.name for each in self._gradients.values())
-        unknown = [each for bucket in taken for each in bucket.trained if each.layout == UNKNOWN]
-        for gradient in unknown:
-            gradient.ask_layout(self.exchange)
-        # last those whose layout this rank must wait for
-        waiting = {each.bucket for each in unknown if each.layout == UNKNOWN == each.local_layout}
+        if unknown := list(itertools.chain.from_iterable(map(_UNKNOWN, taken))):
+            for gradient in unknown:
+                gradient.ask_layout(self.exchange)
+            # last those whose layout this rank must wait for
+            waiting = {each.bucket for each in unknown if each.layout == UNKNOWN == each.local_layout}
+            taken = sorted(taken, key=waiting.__contains__)
         errors: list[Exception] = []
-        for bucket in sorted(taken, key=waiting.__contains__):
-            with noting(errors):
+        for bucket in taken:
+            try:
                 bucket.begin(self.exchange, self._line)
                 self._in_flight[bucket] = None
+            except Exception as exc:  # raised when all have begun
+                errors.append(exc)
         if errors:
             raise errors[0]
 
@@ -290,13 +293,17 @@ class Reducer:
         Raises the first error after waiting for all. quiet: raises nothing.
         """
         errors: list[Exception] = []
-        with noting(errors):
+        try:
             self._count()
             self._look_at_the_world()
             self._begin([each for each in self._buckets if not each.begun and each.trained])
+        except Exception as exc:
+            errors.append(exc)
         while self._in_flight:
-            with noting(errors):
+            try:
                 self._finish(self._last())
+            except Exception as exc:
+                errors.append(exc)
         if errors:
             self.reset()
             self._forget()  # only some ranks know about what failed
@@ -310,10 +317,11 @@ class Reducer:
         this rank has split it, too.
         """
         last = next(reversed(self._in_flight))
-        while not all(each.ended_within(LOOK_S) for each in last.handles):
-            for bucket in self._in_flight:
-                if any(each.failed for each in bucket.handles):
-                    return bucket
+        for handle in last.handles:
+            while not handle.ended_within(LOOK_S):
+                for bucket in self._in_flight:
+                    if any(each.failed for each in bucket.handles):
+                        return bucket
         return last
 
     def stepped(self) -> None:
@@ -335,13 +343,9 @@ class Reducer:
         """Begin a new step."""
         self._computed.clear()
         for gradient in self._gradients.values():
-            gradient.give_up()
-
-
-@contextlib.contextmanager
-def noting(errors: list[Exception]) -> Iterator[None]:
-    """Errors that are raised when all is done."""
-    try:
-        yield
-    except Exception as exc:
-        errors.append(exc)
+            bucket = gradient.bucket
+            bucket.begun = False
+            if bucket.parts:
+                bucket.parts = []
+            if gradient.seen or gradient.pending is not None or gradient.layout_handle is not None:
+                gradient.give_up()

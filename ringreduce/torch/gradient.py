@@ -19,7 +19,7 @@ from ringreduce.optim.reducer import Reducer
 from ringreduce.torch.groups import Change, Groups
 from ringreduce.torch.hooks import GradientHooks
 from ringreduce.torch.parts import Parts
-from ringreduce.torch.pending import PendingGradient, make_pending, plain
+from ringreduce.torch.pending import PendingGradient, plain
 from ringreduce.torch.sparse import empty_sparse, layout_of, sparse_allreduce_async
 
 
@@ -33,7 +33,7 @@ class Gradient(buckets.Gradient):
         self.may_be_sparse = parameter.dim() == 2  # a table of rows, as an embedding
         self._stream: Any = None  # the GPU's, on which backward has added to it
         self._form = DENSE  # the layout in which the optimizer gets it
-        self.pending: PendingGradient | None = None  # what stands in parameter.grad until it is reduced
+        self.pending: PendingGradient | None = None  # in parameter.grad
         self.is_untouched = False  # `pending` stands for the zeros before the first backward
         self.is_placeholder = False  # `pending` stood for zeros when it was put into .grad
         self._reducer = weakref.ref(reducer)
@@ -99,8 +99,12 @@ class Gradient(buckets.Gradient):
         if pending is not None and self.parameter.grad is pending:
             pending.value = array
             return
-        self.pending = self.parameter.grad = pending = make_pending(array, self._self, is_placeholder)
-        self._last = weakref.ref(pending)
+        made: PendingGradient = torch.Tensor._make_subclass(PendingGradient, array)
+        made.value, made.owner = array, self._self
+        if is_placeholder:
+            made.is_placeholder = True
+        self.pending = self.parameter.grad = made
+        self._last = weakref.ref(made)
 
     def lack(self) -> None:
         """No rank has one in this step."""
@@ -116,6 +120,10 @@ class Gradient(buckets.Gradient):
 
     def load(self) -> tuple[int, torch.Tensor]:
         """Its layout, and what this rank sends; zeros in the layout of the others where it computed none."""
+        local = self.parameter.grad
+        if type(local) is torch.Tensor and not (local.is_sparse or local.requires_grad) and self._stream is None:
+            self._form = DENSE  # as nearly always
+            return DENSE, local
         self._follow_stream()
         local = self.local
         if local is None and self.layout == UNKNOWN:
@@ -147,7 +155,11 @@ class Gradient(buckets.Gradient):
 
     def arrive(self, reduced: torch.Tensor) -> None:
         """Put the reduced gradient into .grad, a dense one in the memory that this rank's had, if it was dense."""
-        own = self.pending.value if self.pending is not None else reduced
+        pending = self.pending
+        own = pending.value if pending is not None else reduced
+        if own is reduced and self._form == DENSE and self.parameter.grad is pending is not None:  # as nearly always
+            self.pending, self.parameter.grad, self.is_untouched = None, reduced, False
+            return
         if own is not reduced and not reduced.is_sparse:  # it was compressed
             reduced = own.copy_(reduced)
         if self._form > DENSE and not reduced.is_sparse:

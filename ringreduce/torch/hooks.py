@@ -41,7 +41,7 @@ class GradientHooks:
 
     def refresh(self) -> None:
         """Put hooks on parameters that are no longer frozen: torch refuses hooks on frozen ones."""
-        thawed = [each for each in self._waiting if each.parameter.requires_grad]
+        thawed = self._waiting and [each for each in self._waiting if each.parameter.requires_grad]
         if not thawed:
             return
         self._waiting = [each for each in self._waiting if not each.parameter.requires_grad]

@@ -29,12 +29,15 @@ METADATA: set[Any] = {
 class PendingGradient(torch.Tensor):
     """Stands for a gradient until it is reduced; every function of torch waits, then gets the reduced tensor instead.
 
+    Made by `torch.Tensor._make_subclass(PendingGradient, gradient)`, dense or sparse, in the gradient's memory; then it
+    gets its `value` and `owner`. No function does so, as one is made for each gradient of each step.
     Source: torch's own AsyncCollectiveTensor, which does so for functional collectives.
     """
 
     value: torch.Tensor  # the gradient itself: this rank's, later the reduced one
     is_placeholder = False  # True: this rank computed none (and autograd has added nothing to it yet)
-    owner: weakref.ReferenceType[Any]  # what begins its reduction and waits for it; see `make_pending`
+    owner: weakref.ReferenceType[Any]
+    """Has begin() and wait(), and `pending` while this stands for it; wait() sets `value` to the reduced gradient."""
 
     @classmethod
     def __torch_function__(
@@ -53,24 +56,6 @@ class PendingGradient(torch.Tensor):
             owner.wait()
         args, kwargs = _map_pending((args, kwargs or {}), lambda pending: pending.value)
         return func(*args, **kwargs)
-
-
-def make_pending(
-    gradient: torch.Tensor,
-    owner: weakref.ReferenceType[Any],
-    is_placeholder: bool = False,
-    kind: type[PendingGradient] = PendingGradient,
-) -> PendingGradient:
-    """A PendingGradient, or one of this kind, for `gradient` (dense or sparse), in the same memory.
-
-    owner: has begin() and wait(), and `pending` while this stands for it; wait() sets `value` to the reduced gradient.
-    """
-    pending: PendingGradient = torch.Tensor._make_subclass(kind, gradient)
-    pending.value = gradient
-    pending.owner = owner
-    if is_placeholder:
-        pending.is_placeholder = True
-    return pending
 
 
 def plain(gradient: torch.Tensor | None) -> torch.Tensor | None:

@@ -49,7 +49,8 @@ class GradientReducer(TorchReducer):
             raise BackwardError(too_often(gradient.name, gradient.seen + 1, self.passes))
         if gradient.is_untouched:
             gradient.detach_pending(gradient.local)
-        gradient.note_stream()
+        if gradient.parameter.is_cuda:
+            gradient.note_stream()
         if self.paused:
             return
         if self._backward != _backward_number():
@@ -78,7 +79,10 @@ class GradientReducer(TorchReducer):
         self._eager = self.trusts and self.overlaps and not self._follows_first
         if self._eager:
             for bucket in self._buckets:
-                bucket.missing = sum(max(0, self.passes - each.seen) for each in bucket.trained)
+                members: Sequence[Any] = bucket.members
+                bucket.missing = sum(
+                    [max(0, self.passes - each.seen) for each in members if each.parameter.requires_grad]
+                )
         reducer = weakref.ref(self)
 
         def at_the_end() -> None:
@@ -91,13 +95,13 @@ class GradientReducer(TorchReducer):
     @property
     def overlaps(self) -> bool:
         """See `optim.reducer`; on a GPU it is always faster: cores have nothing to do."""
-        return super().overlaps or any(each.parameter.is_cuda for each in self._gradients.values())
+        return super().overlaps or True in [each.parameter.is_cuda for each in self._gradients.values()]
 
     def _at_the_end(self) -> None:
         """Other ranks may have gradients that this rank did not compute: reading .grad must return them too."""
         self._count()
         gradients = self._gradients.values()
-        if not (self._found or any(each.seen >= self.passes for each in gradients)):
+        if not (self._found or [each for each in gradients if each.seen >= self.passes]):
             return
         self._hooks.refresh()
         _attach(self._found.values())
@@ -139,7 +143,7 @@ class GradientReducer(TorchReducer):
             super().synchronize(quiet)
         if quiet:
             return
-        if (change := self.follow()) is not None:
+        if self.owned.have_changed() and (change := self.follow()) is not None:
             try:
                 self._reduce_new(sorted(name for name, _ in change.new))
             finally:
@@ -194,11 +198,11 @@ class GradientReducer(TorchReducer):
     def clear(self) -> None:
         """Begin a new step without the current gradients; raises BackwardError while some are being reduced."""
         self._count()
-        cleared = next((each.name for each in self._gradients.values() if each.seen >= self.passes), None)
+        cleared = [each.name for each in self._gradients.values() if each.seen >= self.passes]
         if self._in_flight:
             self._clear_in_flight()
-        if cleared is not None:
-            self._distrust(f"the gradient of {cleared!r} was cleared without a step() ({calling_line()})", True)
+        if cleared:
+            self._distrust(f"the gradient of {cleared[0]!r} was cleared without a step() ({calling_line()})", True)
         self.reset()
         self._look()
 

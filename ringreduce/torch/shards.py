@@ -28,7 +28,7 @@ from ringreduce.torch.gradient import Gradient
 from ringreduce.torch.groups import Change
 from ringreduce.torch.hooks import too_often
 from ringreduce.torch.parts import Parts
-from ringreduce.torch.pending import PendingGradient, make_pending
+from ringreduce.torch.pending import PendingGradient
 from ringreduce.torch.reducer import GradientReducer
 
 UNSCALE = torch._amp_foreach_non_finite_check_and_unscale_
@@ -64,11 +64,12 @@ def _memory_of(name: str, parameter: torch.Tensor) -> Memory:
 
 
 class _Piece:
-    """What a ShardGradient asks; see `make_pending`."""
+    """What a ShardGradient asks: its `owner`."""
 
     def __init__(self, shard: Shard) -> None:
         self.shard = weakref.proxy(shard)
-        self.pending = make_pending(shard.piece, weakref.ref(self), kind=ShardGradient)
+        self.pending: ShardGradient = torch.Tensor._make_subclass(ShardGradient, shard.piece)
+        self.pending.value, self.pending.owner = shard.piece, weakref.ref(self)
 
     def begin(self) -> None:
         if self.shard.reduced is None:
@@ -180,6 +181,10 @@ class Shard(Gradient):
     def give_up(self) -> None:
         """Begin a new step."""
         super().give_up()
+        self.let_go()
+
+    def let_go(self) -> None:
+        """Of what was reduced."""
         self.piece.grad = self.reduced = self._of_piece = None
 
 
@@ -378,6 +383,12 @@ class ShardReducer(GradientReducer):
         if not quiet:
             self._agree_on_the_order()
         super().synchronize(quiet)
+
+    def reset(self) -> None:
+        """Begin a new step."""
+        super().reset()
+        for shard in self._gradients.values():
+            shard.let_go()
 
     def hand_over(self) -> None:
         """Give the reduced pieces to the user's optimizer."""

@@ -15,7 +15,7 @@ from ringreduce.testing import run_ranks
 
 PACKAGE = str(Path(rr.__file__).parent)
 WARM, COUNTED = 2 * CAUTIOUS_STEPS, 20
-STEP, GRADIENT = 250, 32  # at most
+STEP, GRADIENT = 150, 10  # at most
 
 
 def fewest_calls(layers):

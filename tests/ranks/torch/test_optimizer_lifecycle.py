@@ -1,6 +1,7 @@
 """The wrapped optimizer as an object: schedulers, states, copies, new parameters, wrapping again, errors in between."""
 
 import copy
+import functools
 import gc
 import pickle
 import weakref
@@ -220,13 +221,25 @@ def test_the_general_name_takes_the_options():
         ringreduce.DistributedOptimizer(lambda grads: None, groups=2)
 
 
+class OnGpu(torch.nn.Parameter):
+    """A parameter that only says so."""
+
+    is_cuda = True
+
+
 @each_rank_of(2)
-def test_each_gradient_notes_its_stream_before_its_bucket_is_sent():
+def test_each_gradient_of_a_gpu_notes_its_stream_before_its_bucket_is_sent():
     model, optimizer = training.wrapped()
     events = []
+
+    def note(gradient, event, stream):
+        events.append((gradient.name, event))
+        gradient._stream = stream
+
     for each in optimizer._reducer._gradients.values():
-        each.note_stream = lambda name=each.name: events.append((name, "noted"))
-        each._follow_stream = lambda name=each.name: events.append((name, "sent"))
+        each.parameter.__class__ = OnGpu
+        each.note_stream = functools.partial(note, each, "noted", "a stream")
+        each._follow_stream = functools.partial(note, each, "sent", None)
     training.own_backward(model, 0)
     optimizer.step()
     for name in optimizer._parameter_names.values():
