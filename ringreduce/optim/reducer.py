@@ -57,6 +57,7 @@ class Reducer:
         self._clears, self._recovery = 0, CAUTIOUS_STEPS  # how often gradients were cleared; the clean steps it takes
         self._lock = threading.RLock()  # several threads may report gradients
         self._comparison: Comparison | None = None
+        self._has_wires = False  # the ranks are on several hosts
         self._look_at_the_world()
 
     def join(self, parameters: Sequence[Any]) -> None:
@@ -256,6 +257,7 @@ class Reducer:
             for bucket in list(self._in_flight):  # begun before
                 self._finish(bucket)
             self.exchange.check_world()
+            self._has_wires = len(set(engine.world.hosts)) > 1
             engine.host.reducers.add(self)
             self._comparison = self._comparison_of(every) if self.exchange.size > 1 else None
             self._forget()

@@ -66,6 +66,9 @@ class GradientReducer(TorchReducer):
                 with self._lock:
                     self._count()
                     self._begin_complete([bucket])
+                    if bucket.splits and self._has_wires:
+                        for _, handle in bucket.parts:  # a batch by itself: the engine is not to wait for the next one
+                            handle.poll()
 
     def _watch_the_end(self) -> None:
         """A backward begins: have autograd call `_at_the_end` when it is done."""

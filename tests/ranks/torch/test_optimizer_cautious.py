@@ -3,6 +3,7 @@
 import _thread
 import re
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -11,7 +12,8 @@ import torch
 import ringreduce.torch as hvd
 from ringreduce.errors import BackwardError
 from ringreduce.execution.host import Host
-from ringreduce.optim import reducer
+from ringreduce.optim import buckets, reducer
+from ringreduce.settings import Settings
 from ringreduce.testing import run_ranks
 from ringreduce.torch import reducer as torch_reducer
 from ringreduce.torch.gradient import Gradient
@@ -320,3 +322,32 @@ def test_waiting_in_backward_for_extensions_that_take_grad_themselves(cautious, 
     for rank in range(2):
         training.backward_that_lacks_a_layer(model, training.batch(0)[rank::2], rank, 0)
     training.close(found[0], torch.cat([each.grad.reshape(-1) / 2 for each in model.parameters()]))
+
+
+def test_between_hosts_a_full_bucket_does_not_wait_for_the_next_one(monkeypatch):
+    """It arrives while backward computes what is in the next one, though the engine may batch for ever."""
+    monkeypatch.setattr(reducer, "CAUTIOUS_STEPS", 0)
+    monkeypatch.setattr(buckets, "FIRST_BUCKET_BYTES", 50)
+    monkeypatch.setattr(Host, "overlaps", True)
+
+    def program():
+        (model, optimizer), arrived = training.wrapped(), []
+        training.trained(model, optimizer, 1)  # then there are buckets
+
+        def wait_for_the_first(_):
+            (bucket,) = optimizer._reducer._in_flight
+            assert {each.name for each in bucket.members} == {"2.weight", "2.bias"}
+            until_s = time.monotonic() + 60
+            while not (there := all(each.done() for each in bucket.handles)) and time.monotonic() < until_s:
+                time.sleep(1e-3)  # a wait would end the batch
+            arrived.append(there)
+
+        def backward(model, step):
+            hidden = model[1](model[0](training.share(step)))
+            hidden.register_hook(wait_for_the_first)
+            model[2](hidden).square().mean().backward()
+
+        training.trained(model, optimizer, 1, backward)
+        return arrived
+
+    assert run_ranks(2, program, hosts=[0, 1], settings=Settings(cycle_time_ms=1e6)) == [[True], [True]]
