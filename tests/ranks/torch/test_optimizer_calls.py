@@ -15,7 +15,7 @@ from ringreduce.testing import run_ranks
 
 PACKAGE = str(Path(rr.__file__).parent)
 WARM, COUNTED = 2 * CAUTIOUS_STEPS, 20
-STEP, GRADIENT = 150, 10  # at most
+STEP, GRADIENT, WAIT = 150, 10, 2  # at most; a step may have waited, or not, in all that were counted
 
 
 def fewest_calls(layers):
@@ -55,4 +55,4 @@ def test_a_step_and_one_more_gradient_call_few_functions(overlaps, monkeypatch):
     for rank, counts in enumerate(run_ranks(2, lambda: [fewest_calls(layers) for layers in (1, 2, 5)])):
         one, two, five = counts
         assert one <= STEP, f"rank {rank}: {counts}"
-        assert (five - two) / 6 <= GRADIENT, f"rank {rank}: {counts}"
+        assert (five - two - WAIT) / 6 <= GRADIENT, f"rank {rank}: {counts}"

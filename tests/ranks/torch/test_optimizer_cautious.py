@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+import ringreduce as rr
 import ringreduce.torch as hvd
 from ringreduce.errors import BackwardError
 from ringreduce.execution.host import Host
@@ -287,17 +288,25 @@ def test_later_it_is_an_error_that_names_the_cures(late, message):
     optimizer.synchronize()
 
 
-@each_rank_of(2)
 def test_gradients_of_equal_names_at_once():
     """Known only after the cautious steps: the message tells of another optimizer."""
-    models = [training.make_model(seed) for seed in range(2)]
-    optimizers = [training.wrap(model) for model in models]
-    for model, optimizer in zip(models, optimizers, strict=True):
-        training.trained(model, optimizer, reducer.CAUTIOUS_STEPS)
-    training.own_backward(models[0], 0)
-    with pytest.raises(ValueError, match=r"already pending.*Does another DistributedOptimizer .*'d\.' \+ name"):
-        training.own_backward(models[1], 0)
-    optimizers[0].synchronize()
+    told = threading.Event()  # until then rank 1 has none, and rank 0's are pending
+
+    def program():
+        models = [training.make_model(seed) for seed in range(2)]
+        optimizers = [training.wrap(model) for model in models]
+        for model, optimizer in zip(models, optimizers, strict=True):
+            training.trained(model, optimizer, reducer.CAUTIOUS_STEPS)
+        if rr.rank() == 1:
+            assert told.wait(timeout=60)
+        training.own_backward(models[0], 0)
+        if rr.rank() == 0:
+            with pytest.raises(ValueError, match=r"already pending.*Does another DistributedOptimizer .*'d\.' \+ name"):
+                training.own_backward(models[1], 0)
+            told.set()
+        optimizers[0].synchronize()
+
+    run_ranks(2, program)
 
 
 @pytest.mark.parametrize("cautious", [0, 8])
