@@ -21,7 +21,6 @@ from ringreduce.execution.submission import Handle, Submission
 from ringreduce.negotiation.ending import Ending
 from ringreduce.negotiation.process_set import ProcessSetState
 from ringreduce.negotiation.protocol import GLOBAL
-from ringreduce.transport.waiting import WaitsFor
 from ringreduce.transport.world import World
 
 IN_ORDER: Mapping[str, Operation] = {"reduce": allreduce, "gather": alltoall, "scatter": alltoall}
@@ -143,7 +142,3 @@ class Channels:
         state = self._states[channel.process_set]
         if state.closed and channel.busy and now - channel.stuck().moved_s > LAST_MESSAGES_S:
             self._ending.close(channel, state.closed, state.leaver)
-
-    def waits_for(self) -> WaitsFor:
-        """Nothing: the process sets' operations are polled with the channels'."""
-        return WaitsFor.NOTHING

@@ -29,6 +29,7 @@ from ringreduce.engine.process_sets import ProcessSets
 from ringreduce.engine.stalls import StallWatch
 from ringreduce.engine.submitting import Submitting
 from ringreduce.execution.context import Context
+from ringreduce.execution.executor import Executor
 from ringreduce.execution.host import Host
 from ringreduce.execution.lane import Lane
 from ringreduce.execution.steps import StepRecorder
@@ -80,12 +81,17 @@ class Engine:
         neutral = functools.partial(neutral_submission, on_gpu=self.gpu.filled)
         self.negotiation = negotiation = Negotiation(world, settings, mailbox, inbox, ending, timeline, neutral)
         self.states = negotiation.states
-        make_gpu = functools.partial(CudaBackend, self.gpu)
+        make_gpu, busy = functools.partial(CudaBackend, self.gpu), dict[Executor, None]()
         make = functools.partial(
-            Context, settings=settings, fusion_buffer=self.fusion_buffer, timeline=timeline, make_gpu=make_gpu
+            Context,
+            settings=settings,
+            fusion_buffer=self.fusion_buffer,
+            timeline=timeline,
+            make_gpu=make_gpu,
+            busy=busy,
         )
         self.channels = Channels(world, host, inbox, ending, self.states, make, transport.in_flight.sweep)
-        self.process_sets = ProcessSets(world, host, inbox, mailbox, negotiation, ending, self.channels, make)
+        self.process_sets = ProcessSets(world, host, inbox, mailbox, negotiation, ending, self.channels, make, busy)
         self.submitting = Submitting(world, inbox, ending, self.process_sets, self.gpu.check, recorder)
         self.submit = self.submitting.submit
         self._ended, offsets = threading.Event(), clock_offsets_us or [0.0] * world.size
@@ -93,10 +99,10 @@ class Engine:
         self.timeline = Recording(mailbox, timeline, followed, has_run, inbox.call_soon, ending, self._ended, offsets)
         self.stalls = StallWatch(settings, mailbox, inbox, ending, self.process_sets, self._stalled)
         mailbox.handlers[Broken] = lambda source, broken: self._fail_all(errors.PeerLostError(broken.message, [source]))
-        others: list[Service] = [self.timeline, self.gpu, self.stalls, self.channels]
+        others: list[Service] = [self.timeline, self.gpu, self.stalls]
         work: list[Service] = [negotiation, self.process_sets]
         news, others = ([], [mailbox, *others]) if one_host else ([mailbox], others)
-        self._polling = Polling(news, work, others, inbox, self._break, self.channels.by_number)
+        self._polling = Polling(news, work, others, inbox, self._break, self.channels)
         inbox.drive = self._drive
         self.process_sets.begin(process_sets)
         self._clock_ahead_us = offsets[world.rank]

@@ -155,10 +155,6 @@ class Inbox:
             ran = True
         return ran
 
-    def waits_for(self) -> WaitsFor:
-        """Nothing: this rank's own threads end its sleep."""
-        return WaitsFor.NOTHING
-
     @property
     def latency_critical(self) -> bool:
         """True while a thread waits for a result; otherwise the user's computation needs the cores."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import numpy as np
 
@@ -38,8 +38,9 @@ class ProcessSets:
         ending: Ending,
         channels: Channels,
         make_context: Callable[..., Context],
+        busy: Mapping[Executor, None],
     ) -> None:
-        """make_context: as Context(algorithms, members, operations=...)."""
+        """make_context: as Context(algorithms, members, operations=...);  busy: the one of all of these."""
         self.members: dict[int, tuple[int, ...]] = {}
         """Of all sets, by number, including those without this rank."""
         self._world, self._host = world, host
@@ -47,7 +48,7 @@ class ProcessSets:
         self.states, self.channels, self._ending = negotiation.states, channels, ending
         self.gone: dict[int, str] = {}  # sets that ended with a rank that was lost: why
         self._resources: dict[int, Resources] = {}
-        self._next = 0
+        self._next, self._busy = 0, busy
 
     @property
     def sets(self) -> dict[int, tuple[int, ...]]:
@@ -200,13 +201,11 @@ class ProcessSets:
 
     def poll(self) -> bool:
         """Advance all operations as far as possible without waiting; True when anything moved."""
-        busy = [each for each in self.all() if each.busy]
-        if not busy:
+        if not self._busy:
             return False
         critical = self._inbox.latency_critical
-        return any([each.poll(critical) for each in busy])  # noqa: C419, a list: all advance
+        return any([each.advance(critical) for each in list(self._busy)])  # noqa: C419, a list: all advance
 
     def waits_for(self) -> WaitsFor:
         """What operations under way must be polled for."""
-        found = [each.waits_for() for each in self.all() if each.busy]
-        return max(found) if found else WaitsFor.NOTHING
+        return max([each.waits_for() for each in list(self._busy)]) if self._busy else WaitsFor.NOTHING

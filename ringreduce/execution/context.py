@@ -69,6 +69,8 @@ class Context:
     draws: Iterator[int] = dataclasses.field(default_factory=itertools.count)
     """Seeds of stochastic rounding: one for each batch, in the order in which all ranks run them."""
     completions: Completions = dataclasses.field(default_factory=Completions)
+    busy: dict[Any, None] = dataclasses.field(default_factory=dict)
+    """The executors of one engine that have anything to do, in the order in which they began."""
     gpu: GpuBackend = dataclasses.field(init=False)
 
     def __post_init__(self, make_gpu: Callable[[Context], GpuBackend]) -> None:

@@ -41,6 +41,7 @@ class Executor:
         if not self._queue:
             self.moved_s = time.monotonic()
         self._queue.append(Task(steps))
+        self.context.busy[self] = None  # last: see `_rest`
 
     def advance(self, latency_critical: bool) -> bool:
         """Run the queue as far as possible without waiting; True when anything moved.
@@ -59,7 +60,15 @@ class Executor:
                 self.context.completions.flush()
         if moved:
             self.moved_s = time.monotonic()
+            if not self._queue:
+                self._rest()
         return moved
+
+    def _rest(self) -> None:
+        """It has nothing to do, unless a thread of the user's enqueues something just now."""
+        self.context.busy.pop(self, None)
+        if self._queue:
+            self.context.busy[self] = None
 
     def waits_for(self) -> WaitsFor:
         """What the current operation must be polled for."""
@@ -78,6 +87,7 @@ class Executor:
         if self._queue:
             self.context.gpu.abandon(self._queue[0].steps)
         self._queue.clear()
+        self._rest()
 
 
 class Running:

@@ -25,10 +25,9 @@ class Service:
 
 
 def polling_of(service, on_error):
-    inbox = SimpleNamespace(
-        driving=threading.Lock(), poll=lambda: False, waits_for=lambda: WaitsFor.NOTHING, holds_any=lambda: False
-    )
-    return Polling([], [service], [], inbox, on_error, {})
+    inbox = SimpleNamespace(driving=threading.Lock(), poll=lambda: False, holds_any=lambda: False)
+    channels = SimpleNamespace(by_number={}, poll=lambda: False)
+    return Polling([], [service], [], inbox, on_error, channels)
 
 
 def test_an_error_is_handled_before_another_thread_can_poll_what_has_failed():
