@@ -14,7 +14,8 @@ from ringreduce.engine.process_sets import ProcessSets
 from ringreduce.errors import CollectiveError
 from ringreduce.execution import errors_for
 from ringreduce.execution.channel import Channel
-from ringreduce.execution.signature import REFUSED, KnownSignatures, Signature, calling_line
+from ringreduce.execution.plan import Plans
+from ringreduce.execution.signature import REFUSED, Signature, calling_line
 from ringreduce.execution.steps import StepRecorder
 from ringreduce.execution.submission import Handle, Submission
 from ringreduce.negotiation.ending import Ending
@@ -65,7 +66,7 @@ class Submitting:
         self._world, self._inbox, self._ending, self._check_gpu = world, inbox, ending, check_gpu
         self._process_sets, self._states, self._channels = process_sets, process_sets.states, process_sets.channels
         self._wait, self._poll = inbox.wait, inbox.on_poll
-        self._known, self._rank = KnownSignatures(), f"rank {world.rank} of {world.size}"
+        self._plans, self._rank = Plans(), f"rank {world.rank} of {world.size}"
         self._recorder = recorder
 
     def submit(
@@ -118,12 +119,26 @@ class Submitting:
             if on_gpu:
                 self._check_gpu(on_gpu)
             known_as = state.name if name is None or process_set < GLOBAL else name
-            signature, key = self._known.find(kind, known_as, tensors, details, names, by_rows, check, together)
-            before, taken = state.count(signature), self._recorder.taken
+            known = tensors, details, names, by_rows, check, together
+            plan = self._plans.find(process_set, kind, name, known_as, *known)
+            before, taken, signature, key = plan.submitted, self._recorder.taken, plan.signature, plan.key
+            plan.submitted += state.counts
             if name is None:
                 signature, key = state.numbered(signature, key)
             made = Submission(
-                signature, process_set, inputs, outputs, finish, payload, line, waits, key, self._wait, self._poll, then
+                signature,
+                process_set,
+                inputs,
+                outputs,
+                finish,
+                payload,
+                line,
+                waits,
+                key,
+                self._wait,
+                self._poll,
+                then,
+                plan,
             )
             made.deadline_s = made.submitted_s + timeout_s
             made.recorder, made.submitted_s = recorder, since_s or made.submitted_s

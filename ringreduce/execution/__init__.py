@@ -1,6 +1,7 @@
 """Runs operations of one process set in an order that is the same on all its ranks; knows nothing of how it came about.
 
 signature       the signatures that ranks compare, and their differences
+plan            what is remembered of an operation, for when it comes again
 submission      one operation on this rank, and its handle
 executor        the queue of a process set's operations
 channel         operations in program order; send_receive has messages between two ranks

@@ -6,6 +6,7 @@ import bisect
 import functools
 import itertools
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 from ringreduce.collectives import compiled, fusion, shared
 from ringreduce.collectives.cost_model import BUCKETS_IN_FLIGHT, is_one_shot
@@ -21,7 +22,6 @@ from ringreduce.kernels import quantized
 from ringreduce.log import LOGGER
 from ringreduce.ops import Adasum, Reduction
 from ringreduce.transport.base import Steps
-from ringreduce.transport.window import Region
 
 ADASUM = ("op", Adasum.value)
 
@@ -32,16 +32,16 @@ def allreduce(submissions: Sequence[Submission], context: Context) -> Steps[None
     if submissions[0].reduced is not None:
         _finish(submissions[0], context)
         return
-    region, wire = context.algorithms.shared_region, context.algorithms.wire(submissions[0].signature)
-    alone = len(submissions) == 1 and not context.timeline.recording and wire is None
-    if alone and region is not None and is_short(submissions[0], region):
-        (source,), (target,) = submissions[0].inputs, submissions[0].outputs
-        submissions[0].algorithm = "shared"
-        yield from shared.one_shot(source.flat, target.flat, region, submissions[0].reduction(source.element))
-        submissions[0].complete()
+    first = submissions[0]
+    region, (wire, short) = context.algorithms.shared_region, first.plan.way or _way(first, context)
+    if short is not None and region is not None and len(submissions) == 1 and not context.timeline.recording:
+        reduction = short if short.size == first.divisor else first.reduction(short.element)
+        first.algorithm = "shared"
+        yield from shared.one_shot(first.inputs[0].flat, first.outputs[0].flat, region, reduction)
+        first.complete()
         return
     work = []
-    found = [(batch, submissions[0].reduction(batch.inputs[0].element)) for batch in batches(submissions)]
+    found = [(batch, first.reduction(batch.inputs[0].element)) for batch in batches(submissions)]
     if wire is not None:
         found = [(batch, _encoded(reduction, wire, context)) for batch, reduction in found]
     of_gpu = [each for each in found if each[0].on_gpu]
@@ -74,6 +74,23 @@ def allreduce(submissions: Sequence[Submission], context: Context) -> Steps[None
             yield from overlapped(_through_messages(batch, reduction, algorithm, buckets, context), BUCKETS_IN_FLIGHT)
 
 
+class Way(NamedTuple):
+    """How an all-reduce is run, as far as it alone decides; alike on all ranks, and kept in its plan."""
+
+    wire: Quantized | None
+    short: Reduction | None  # of one short array on one host, whose sum needs no buckets
+
+
+def _way(submission: Submission, context: Context) -> Way:
+    wire, short, region = context.algorithms.wire(submission.signature), None, context.algorithms.shared_region
+    if wire is None and region is not None and len(submission.inputs) == 1 and not submission.inputs[0].on_gpu:
+        nbytes = submission.inputs[0].nbytes
+        if 0 < nbytes <= region.slot_bytes and is_one_shot(nbytes, region.size):
+            short = submission.reduction(submission.inputs[0].element)
+    way = submission.plan.way = Way(wire, short)
+    return way
+
+
 def _encoded(reduction: Reduction, wire: Quantized, context: Context) -> Reduction:
     if wire.is_stochastic and context.settings.deterministic:
         raise InputError(
@@ -99,20 +116,19 @@ def travelling(submission: Submission, most_bytes: int) -> Reduction | None:
 
     What is encoded never does, or its bits would depend on who was late.
     """
+    plan = submission.plan
+    if plan.travels is None:
+        plan.travels = (_travelling(submission, most_bytes),)
+    return plan.travels[0]
+
+
+def _travelling(submission: Submission, most_bytes: int) -> Reduction | None:
     if not is_by_elements(submission) or len(submission.inputs) != 1 or submission.inputs[0].on_gpu:
         return None
     if submission.signature.detail("compression") is not None:
         return None
     reduction = submission.reduction(submission.inputs[0].element).on_wire()
     return reduction if submission.inputs[0].count * reduction.sum_type.itemsize <= most_bytes else None
-
-
-def is_short(submission: Submission, region: Region) -> bool:
-    """True for one short array, whose sum needs no plan; on all ranks alike."""
-    if len(submission.inputs) != 1 or submission.inputs[0].on_gpu:
-        return False
-    nbytes = submission.inputs[0].nbytes
-    return 0 < nbytes <= region.slot_bytes and is_one_shot(nbytes, region.size)
 
 
 def _buckets(batch: Batch, reduction: Reduction, algorithm: str, context: Context) -> Sequence[fusion.Bucket]:

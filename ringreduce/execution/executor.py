@@ -93,6 +93,8 @@ class Executor:
 class Running:
     """What runs on one process set or channel, on this rank; the inbox's lock guards `running`."""
 
+    counts = False  # how often each operation is submitted
+
     def __init__(self, number: int, executor: Executor, name: str) -> None:
         """name: of unnamed submissions."""
         self.number, self.name = number, name
@@ -106,10 +108,6 @@ class Running:
     def numbered(self, signature: Signature, key: str) -> tuple[Signature, str]:
         """The signature and the key of an unnamed submission, as these are told apart; with the lock held."""
         return signature, key
-
-    def count(self, _: Signature) -> int:
-        """How often this rank had submitted one like it, where that is counted; with the lock held."""
-        return 0
 
     @property
     def busy(self) -> bool:

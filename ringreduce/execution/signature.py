@@ -8,13 +8,12 @@ import os
 import re
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
 
 from ringreduce.arrays.buffer import Buffer
-from ringreduce.errors import InputError
 
 PACKAGE = f"{Path(__file__).parents[1]}{os.sep}"
 CALLERS = ("torch", "jax", "tensorflow", "keras")  # libraries, also where they stand in a clone
@@ -24,7 +23,6 @@ INSTALLED = re.compile(r"[/\\](?:site|dist)-packages[/\\]([^/\\]+)")
 TYPED = "<stdin>", "<string>", "<console>", "<input", "<ipython", "<doctest"  # <frozen ...> is none of a user's
 REFUSED = "refused"  # a detail
 SPANS = 16  # most spans of ranks named in a text
-MOST_KNOWN = 32768  # signatures that are kept
 
 
 class TensorSignature(NamedTuple):
@@ -288,54 +286,3 @@ def names_of(name: str, names: Sequence[str] | None, count: int) -> Sequence[str
     if names is not None:
         return names
     return [name] if count == 1 else [f"{name}.{number}" for number in range(count)]
-
-
-class KnownSignatures:
-    """One engine's: what equals an operation that was submitted before needs no checks, and has its signature.
-
-    Types, shapes and devices are compared each time, and no array is kept: a known one is never out of date.
-    """
-
-    def __init__(self) -> None:
-        self._known: dict[tuple[Any, ...], tuple[Signature, str]] = {}
-        self._last: dict[str, tuple[list[Any], tuple[Signature, str]]] = {}
-        """By name, the last operation: to compare it takes half as long as to hash it."""
-
-    def find(
-        self,
-        kind: str,
-        name: str,
-        tensors: Sequence[Buffer],
-        details: tuple[tuple[str, Any], ...],
-        names: tuple[str, ...] | None,
-        by_rows: bool,
-        check: Callable[[Buffer], object],
-        together: Callable[[Sequence[Buffer]], object] | None = None,
-    ) -> tuple[Signature, str]:
-        """The signature of an operation on these tensors, and its key; parameters as in Submitting.submit."""
-        described: list[Any] = [kind, name, names, details, by_rows]
-        for each in tensors:
-            described += each.element, each.shape[1:] if by_rows else each.shape, each.device
-        last = self._last.get(name)
-        if last is not None and last[0] == described:
-            return last[1]
-        key = tuple(described)
-        found = self._known.get(key)
-        if found is None:
-            for number, each in enumerate(tensors):
-                try:
-                    check(each)
-                except InputError as exc:
-                    exc.at = number
-                    raise
-            if together is not None:
-                together(tensors)
-            own = zip(tensors, names_of(name, names, len(tensors)), strict=True)
-            signed = tuple([sign(each, one, each.shape[1:] if by_rows else None) for each, one in own])
-            if len(self._known) >= MOST_KNOWN:
-                self._known.clear()
-                self._last.clear()
-            signature = Signature(kind, name, signed, details)
-            found = self._known[key] = signature, signature.key
-        self._last[name] = described, found
-        return found

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 import math
 import threading
 import time
@@ -13,9 +12,10 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from ringreduce.arrays.buffer import Buffer
 from ringreduce.arrays.dtypes import ElementType
 from ringreduce.errors import StalledError
+from ringreduce.execution.plan import Plan
 from ringreduce.execution.signature import Signature
 from ringreduce.execution.steps import StepRecorder
-from ringreduce.ops import ReduceOp, Reduction
+from ringreduce.ops import Reduction
 
 if TYPE_CHECKING:
     import typing_extensions
@@ -163,8 +163,10 @@ class Submission(Handle):
         on_wait: Callable[[Handle, float], None] = _nothing,
         on_poll: Callable[[], object] = _nothing,
         then: Callable[[BaseException | None], object] | None = None,
+        plan: Plan | None = None,
     ) -> None:
         self.signature = signature
+        self.plan = Plan(signature) if plan is None else plan
         self.key = key or signature.key
         self.process_set = process_set
         self.inputs = inputs
@@ -190,7 +192,7 @@ class Submission(Handle):
 
     def reduction(self, element: ElementType) -> Reduction:
         """Its reduction, for this element type, without a `wire`: see Algorithms.wire."""
-        return _reduction(self.signature.details, element, self.divisor)
+        return self.plan.reduction(element, self.divisor)
 
     def complete(self) -> None:
         """End it: the outputs hold the results, or will when the GPU has done the engine's work."""
@@ -238,10 +240,3 @@ class Submission(Handle):
     def _record(self, error: BaseException | None) -> None:
         if self.recorder is not None and error is None:
             self.recorder.ended(self)
-
-
-@functools.lru_cache(maxsize=256)
-def _reduction(details: tuple[tuple[str, Any], ...], element: ElementType, divisor: int) -> Reduction:
-    """One object for equal reductions: it keeps what it has found out about itself."""
-    values = dict(details)
-    return Reduction(ReduceOp(values["op"]), element, divisor, values["prescale_factor"], values["postscale_factor"])

@@ -6,6 +6,7 @@ equal at equal response numbers. Unnamed submissions that differ by their number
 
 from __future__ import annotations
 
+from ringreduce.execution.plan import Plan
 from ringreduce.execution.signature import Signature
 
 
@@ -15,11 +16,18 @@ class Cache(dict[int, Signature]):
     def __init__(self) -> None:
         super().__init__()
         self._by_key: dict[str | Signature, tuple[int, Signature]] = {}
+        self._plans: dict[int, Plan] = {}  # which have these ids
 
-    def id(self, key: str | Signature, signature: Signature) -> int | None:
-        """The id of exactly this signature, whose key the caller knows; None if it is not cached, or another one is."""
-        found = self._by_key.get(key)
-        return found[0] if found is not None and (found[1] is signature or found[1] == signature) else None
+    def id(self, plan: Plan, signature: Signature) -> int | None:
+        """The id of exactly this submission's signature, also `plan.id` until it is forgotten; None: not cached."""
+        signature = signature.unnumbered
+        number, known = self._by_key.get(_key(signature), (None, None))
+        if number is None or known != signature:
+            return None
+        if number in self._plans:  # another one of an equal signature, such as on another GPU
+            self._plans[number].id = None
+        self._plans[number], plan.id = plan, number
+        return number
 
     def id_of_key(self, signature: Signature) -> int | None:
         """The id of the tensor with this signature's key, whatever else its signature says."""
@@ -34,6 +42,8 @@ class Cache(dict[int, Signature]):
     def forget(self, number: int) -> None:
         """Forget an id."""
         del self._by_key[_key(self.pop(number))]
+        if (plan := self._plans.pop(number, None)) is not None:
+            plan.id = None
 
 
 def _key(signature: Signature) -> str | Signature:

@@ -102,12 +102,11 @@ class Negotiator:
         self._left = bool(leave)
         now, ids, records, elements = time.monotonic(), [], [], None
         for each in submissions:
-            signature = each.signature
+            signature, number = each.signature, each.plan.id
+            if number is None:
+                number = self.cache.id(each.plan, signature)
             if signature.numbered:
-                unnumbered = signature.unnumbered
-                number = self._unnamed_id(each.key, self.cache.id(unnumbered, unnumbered))
-            else:
-                number = self.cache.id(each.key, signature)
+                number = self._unnamed_id(each.key, number)
             if number is None:
                 waited_s = int(now - each.submitted_s)
                 records.append(SubmissionRecord(signature, each.line, each.waits, waited_s, each.step))

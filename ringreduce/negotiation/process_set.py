@@ -9,18 +9,18 @@ from ringreduce.negotiation.coordinator import Coordinator
 from ringreduce.negotiation.negotiator import Negotiator
 
 UNNAMED = "noname"
-MOST_COUNTED = 4096  # operations of which is known how often they were submitted
 
 
 class ProcessSetState(Running):
     """The state of one process set; the inbox's lock guards `pending`, too, shared with submitting threads."""
+
+    counts = True
 
     def __init__(self, number: int, executor: Executor, negotiator: Negotiator) -> None:
         super().__init__(number, executor, UNNAMED)
         self.algorithms = executor.context.algorithms
         self.negotiator = negotiator
         self.submitted = 0  # how many unnamed submissions there were: they are numbered
-        self._counts: dict[int, tuple[Signature, list[int]]] = {}  # by id() of the signature
         self.pending: dict[str, Submission] = {}
         """Submissions that are not ready on all ranks, by key, the oldest first."""
         self.followed = 0  # entries of the schedule
@@ -33,15 +33,6 @@ class ProcessSetState(Running):
         name = f"{self.name}.{self.submitted}"
         kind, _, tensors, details, _ = signature  # half as long as `_replace`
         return Signature(kind, name, tensors, details, True), name
-
-    def count(self, signature: Signature) -> int:
-        """See `Running.count`.  signature: one object for all that are equal, without a number."""
-        if (found := self._counts.get(id(signature))) is None:
-            if len(self._counts) >= MOST_COUNTED:
-                del self._counts[next(iter(self._counts))]
-            found = self._counts[id(signature)] = signature, [0]
-        found[1][0] += 1
-        return found[1][0] - 1
 
     def close(self) -> list[Submission]:
         """See `Running.close`: what was ready runs on."""

@@ -10,6 +10,7 @@ import torch
 import ringreduce as rr
 import ringreduce.torch as hvd
 from ringreduce import runtime
+from ringreduce.execution import plan
 from ringreduce.negotiation import leader
 from ringreduce.settings import Settings
 from ringreduce.testing import run_ranks
@@ -147,12 +148,34 @@ def test_what_is_known_is_one_engines_and_holds_no_array():
     def program():
         array = np.ones(3)
         rr.allreduce_(array, name="w")
-        signatures = runtime.current("a test").engine.submitting._known
-        known = [*signatures._known, *(described for described, _ in signatures._last.values())]
-        kinds = sorted({tuple(each[:2]) for each in known if each[1] == "w"})
+        plans = runtime.current("a test").engine.submitting._plans
+        known = [*plans._plans, *(described for described, _ in plans._last.values())]
+        kinds = sorted({tuple(each[1:3]) for each in known if each[2] == "w"})
         return kinds, any(isinstance(part, np.ndarray) for each in known for part in each)
 
     assert run_ranks(2, program) == run_ranks(2, program) == [([("allreduce", "w")], False)] * 2
+
+
+def test_plans_that_were_dropped_are_made_anew_and_counted_by_the_same_ids(monkeypatch):
+    """Also of calls under way; and of two equal names, one of a set and one of a user's `noname`."""
+    monkeypatch.setattr(plan, "MOST_PLANS", 3)
+
+    def program():
+        engine, evens = runtime.current("a test").engine, rr.add_process_set([0, 2])
+        found = []
+        for step in STEPS:
+            handles = [rr.allreduce_async(np.full(2, k + step), name=f"w{k}", op=rr.Sum) for k in range(5)]
+            handles += [rr.allreduce_async(np.full(2, 7), op=rr.Sum), rr.allreduce_async(np.full(2, 8), name="noname")]
+            if rr.rank() != 1:
+                handles.append(rr.allreduce_async(np.ones(2), name="w0", op=rr.Sum, process_set=evens))
+            found.append([each.wait().tolist()[0] for each in handles])
+            assert len(engine.submitting._plans._plans) <= 3
+        return found, engine.negotiation.known_submissions
+
+    settings = Settings(dynamic_process_sets=True)
+    for rank, (found, known) in enumerate(run_ranks(3, program, settings=settings)):
+        assert found == [[*(3 * (k + step) for k in range(5)), 21, 8, *[2] * (rank != 1)] for step in STEPS]
+        assert known >= 2 * 6
 
 
 @pytest.mark.timeout(60)

@@ -2,6 +2,7 @@
 
 import pytest
 
+from ringreduce.execution.plan import Plan
 from ringreduce.execution.signature import Signature
 from ringreduce.negotiation.cache import Cache, Ids
 
@@ -11,7 +12,10 @@ def named(name, root=0):
 
 
 def id_in(cache, signature):
-    return cache.id(signature if signature.numbered else signature.key, signature)
+    plan = Plan(signature)
+    found = cache.id(plan, signature)
+    assert plan.id == found
+    return found
 
 
 def test_exactly_what_was_learned_has_a_number():
@@ -28,11 +32,11 @@ def test_exactly_what_was_learned_has_a_number():
 
 def test_unnamed_signatures_are_found_by_all_but_their_number():
     def unnamed(number, root):
-        return named(f"noname.{number}", root)._replace(numbered=True).unnumbered
+        return named(f"noname.{number}", root)._replace(numbered=True)
 
     cache = Cache()
-    cache.learn(0, unnamed(1, root=0))
-    cache.learn(1, unnamed(1, root=1))
+    cache.learn(0, unnamed(1, root=0).unnumbered)
+    cache.learn(1, unnamed(1, root=1).unnumbered)
     assert [id_in(cache, unnamed(7, root)) for root in (0, 1, 2)] == [0, 1, None]
     assert id_in(cache, named("noname")) is None, "a user's own name"
 
@@ -47,6 +51,18 @@ def test_what_is_forgotten_is_unknown_and_its_number_free():
         cache[4]
     cache.learn(4, named("b"))
     assert cache[4] == named("b")
+
+
+def test_a_plan_has_its_id_until_that_is_forgotten_or_an_equal_one_asks():
+    cache, signature = Cache(), named("a")
+    plans = [Plan(signature), Plan(named("a"))]
+    cache.learn(4, signature)
+    assert [cache.id(each, signature) for each in plans] == [4, 4]
+    assert [each.id for each in plans] == [None, 4], "of equal ones that of the last, so that forgetting finds it"
+    cache.forget(4)
+    assert plans[1].id is None
+    cache.learn(5, signature)
+    assert [cache.id(each, signature) for each in plans] == [5, 5]
 
 
 def filled(count, capacity=8):
