@@ -203,7 +203,10 @@ class Reduction(_Fields):
         """True where the compiled module reduces these arrays."""
         if native.module is None or self.compiled is None or len(arrays) > native.MOST_PARTS:
             return False
-        return all(each.flags.c_contiguous for each in arrays)
+        for each in arrays:  # noqa: SIM110, a generator takes a call for each
+            if not each.flags.c_contiguous:
+                return False
+        return True
 
     @functools.cached_property
     def _is_scaled(self) -> bool:

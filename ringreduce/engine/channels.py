@@ -91,9 +91,9 @@ class Channels:
         """
         number, inbox, ending = next(self._own_numbers), self._inbox, self._ending
         signature = Signature("open", name, details=(("ranks", tuple(members)),))
-        key, line = signature.key, calling_line()
+        line = calling_line()
         submission = Submission(
-            signature, number, (), (), lambda _: None, None, line, True, key, inbox.wait, inbox.on_poll
+            signature, number, (), (), lambda _: None, None, line, True, None, inbox.wait, inbox.on_poll
         )
 
         def begin() -> None:

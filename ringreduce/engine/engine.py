@@ -18,6 +18,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from ringreduce import errors
 from ringreduce.collectives import fusion
@@ -81,15 +82,9 @@ class Engine:
         neutral = functools.partial(neutral_submission, on_gpu=self.gpu.filled)
         self.negotiation = negotiation = Negotiation(world, settings, mailbox, inbox, ending, timeline, neutral)
         self.states = negotiation.states
-        make_gpu, busy = functools.partial(CudaBackend, self.gpu), dict[Executor, None]()
-        make = functools.partial(
-            Context,
-            settings=settings,
-            fusion_buffer=self.fusion_buffer,
-            timeline=timeline,
-            make_gpu=make_gpu,
-            busy=busy,
-        )
+        busy: dict[Executor, None] = {}
+        own: dict[str, Any] = {"settings": settings, "fusion_buffer": self.fusion_buffer, "timeline": timeline}
+        make = functools.partial(Context, make_gpu=functools.partial(CudaBackend, self.gpu), busy=busy, **own)
         self.channels = Channels(world, host, inbox, ending, self.states, make, transport.in_flight.sweep)
         self.process_sets = ProcessSets(world, host, inbox, mailbox, negotiation, ending, self.channels, make, busy)
         self.submitting = Submitting(world, inbox, ending, self.process_sets, self.gpu.check, recorder)

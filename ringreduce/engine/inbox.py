@@ -5,6 +5,8 @@ Submissions are batched for a while, unless they fill a batch or a thread waits:
 
 from __future__ import annotations
 
+import itertools
+import operator
 import os
 import signal
 import sys
@@ -40,6 +42,7 @@ OVERSUBSCRIBED_CYCLES = 5
 batch this many cycles, at any size. A training step of 230 ms was 7 to 11 % longer than its computation, and 10 to 13 %
 without this."""
 POLLS_FRAMES = 250  # more than a poll, with what it calls of the user's or of torch's, ever has on the stack
+HAS_ENDED = operator.attrgetter("ended")
 MOST_REFUSALS = 64  # that are remembered
 SIGNALS = tuple(range(1, signal.SIGRTMIN))  # plain integers: an enum's member takes three times as long to convert
 NOT_A_SCRIPTS = frozenset((int(signal.SIG_DFL), int(signal.SIG_IGN), None, signal.default_int_handler))
@@ -99,14 +102,12 @@ class Inbox:
         if len(self.refusals) > MOST_REFUSALS:
             del self.refusals[next(iter(self.refusals))]
 
-    def announce_soon(self, waits: bool) -> None:
-        """Wake the engine, unless it batches more, or the thread is about to wait, which wakes it if need be.
+    def announce_soon(self) -> None:
+        """Wake the engine, unless it batches more; not for a thread that is about to wait, which wakes it if need be.
 
         An engine that sleeps looks for a new batch in time by itself, where cycles are not shorter than its sleep.
         """
-        if waits or not self._asleep:
-            return
-        if not (self._batching or self._long_cycles) or self._is_full:
+        if self._asleep and (self._is_full or not (self._batching or self._long_cycles)):
             self.wake()
 
     def call_soon(self, callback: Callable[[], object]) -> None:
@@ -176,8 +177,9 @@ class Inbox:
             return []
         with self.lock:
             submissions, self._submissions, self._urgent = self._submissions, [], False
-            self._last = _described(submissions[-1])
-        return [each for each in submissions if not each.ended]
+            last = submissions[-1]
+            self._last = last.signature, last.line, last.submitted_s
+        return [*itertools.filterfalse(HAS_ENDED, submissions)]
 
     def holds_any(self) -> bool:
         """True while submissions or callbacks wait for a poll."""
@@ -185,10 +187,13 @@ class Inbox:
 
     def last_submission_text(self) -> str:
         """This rank's last submission, for a stall report; with `lock` held."""
-        last = _described(self._submissions[-1]) if self._submissions else self._last
-        if last is None:
+        if self._submissions:
+            newest = self._submissions[-1]
+            signature, line, when_s = newest.signature, newest.line, newest.submitted_s
+        elif self._last is None:
             return "has submitted nothing yet"
-        signature, line, when_s = last
+        else:
+            signature, line, when_s = self._last
         return f"last submitted {signature.text} ({line}) {time.monotonic() - when_s:.0f} s ago"
 
     def announced(self, pending: int) -> bool:
@@ -220,10 +225,6 @@ class Inbox:
                 sleep_s = left_s if waits is WaitsFor.NOTHING else min(sleep_s, left_s)
             self._transport.sleep(sleep_s)
         self._asleep = self._batching = False
-
-
-def _described(submission: Submission) -> tuple[Signature, str, float]:
-    return submission.signature, submission.line, submission.submitted_s
 
 
 def may_be_interrupted() -> bool:

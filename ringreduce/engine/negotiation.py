@@ -75,8 +75,10 @@ class Negotiation:
 
     def waits_for(self) -> WaitsFor:
         """Control messages, while anything is announced."""
-        pending = [len(state.pending) for state in self.states.values() if state.pending]
-        waits = self._ending.leaving or (pending and self._inbox.announced(sum(pending)))
+        pending = 0
+        for state in self.states.values():
+            pending += len(state.pending)
+        waits = self._ending.leaving or (pending and self._inbox.announced(pending))
         return WaitsFor.CONTROL if waits else WaitsFor.NOTHING
 
     def added(self, number: int) -> None:
@@ -101,7 +103,8 @@ class Negotiation:
             self.resubmitted.clear()
         if not submissions:
             return False
-        self._timeline.cycle()
+        if self._timeline.recording:
+            self._timeline.cycle()
         if self._traces:
             names = _named([each.signature for each in submissions])
             LOGGER.log(TRACE, f"rank {self._world.rank} announces {names}")

@@ -70,8 +70,10 @@ class Polling:
         return self._poll(self._services)
 
     def _poll(self, services: Sequence[Polled]) -> bool:
+        moved = False
         try:
-            moved = any([each.poll() for each in services])  # noqa: C419, a list: all are polled
+            for each in services:
+                moved |= each.poll()
         except BaseException as exc:  # also KeyboardInterrupt: what it has interrupted cannot go on
             self._on_error(exc)  # while nobody else can poll what has failed
             raise

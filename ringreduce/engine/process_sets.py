@@ -203,8 +203,10 @@ class ProcessSets:
         """Advance all operations as far as possible without waiting; True when anything moved."""
         if not self._busy:
             return False
-        critical = self._inbox.latency_critical
-        return any([each.advance(critical) for each in list(self._busy)])  # noqa: C419, a list: all advance
+        moved, critical = False, self._inbox.latency_critical
+        for each in list(self._busy):
+            moved |= each.advance(critical)
+        return moved
 
     def waits_for(self) -> WaitsFor:
         """What operations under way must be polled for."""

@@ -65,7 +65,7 @@ class Submitting:
         self.watches: Sequence[Watch] = ()
         self._world, self._inbox, self._ending, self._check_gpu = world, inbox, ending, check_gpu
         self._process_sets, self._states, self._channels = process_sets, process_sets.states, process_sets.channels
-        self._wait, self._poll = inbox.wait, inbox.on_poll
+        self._on = inbox.wait, inbox.on_poll
         self._plans, self._rank = Plans(), f"rank {world.rank} of {world.size}"
         self._recorder = recorder
 
@@ -121,24 +121,11 @@ class Submitting:
             known_as = state.name if name is None or process_set < GLOBAL else name
             known = tensors, details, names, by_rows, check, together
             plan = self._plans.find(process_set, kind, name, known_as, *known)
-            before, taken, signature, key = plan.submitted, self._recorder.taken, plan.signature, plan.key
+            before, taken = plan.submitted, self._recorder.taken
             plan.submitted += state.counts
-            if name is None:
-                signature, key = state.numbered(signature, key)
+            signature = plan.signature if name is not None else state.numbered(plan.signature)
             made = Submission(
-                signature,
-                process_set,
-                inputs,
-                outputs,
-                finish,
-                payload,
-                line,
-                waits,
-                key,
-                self._wait,
-                self._poll,
-                then,
-                plan,
+                signature, process_set, inputs, outputs, finish, payload, line, waits, plan, *self._on, then
             )
             made.deadline_s = made.submitted_s + timeout_s
             made.recorder, made.submitted_s = recorder, since_s or made.submitted_s
@@ -153,7 +140,8 @@ class Submitting:
                 if its is not None:
                     watch.begin(made, its, of_step)
             self._hand_over(state, made)
-        self._inbox.announce_soon(waits)
+        if not waits:
+            self._inbox.announce_soon()
         return made
 
     def refuse(self, kind: str, name: str | None, process_set: int, why: str, line: str) -> None:
@@ -173,12 +161,11 @@ class Submitting:
             if name is not None and process_set >= GLOBAL:
                 self._inbox.refused(name, f"its call ({line}) was refused there: {why}")
                 return
-            mark = Signature(kind, state.name, details=((REFUSED, why),))
-            mark, key = state.numbered(mark, mark.key)
-            made = Submission(mark, process_set, (), (), lambda _: None, None, line, False, key)
+            mark = state.numbered(Signature(kind, state.name, details=((REFUSED, why),)))
+            made = Submission(mark, process_set, (), (), lambda _: None, None, line, False)
             made.is_refused = True
             self._hand_over(state, made)
-        self._inbox.announce_soon(waits=False)
+        self._inbox.announce_soon()
 
     def _channel(self, kind: str, number: int) -> Channel:
         channel = self._channels.by_number.get(number)

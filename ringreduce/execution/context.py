@@ -29,7 +29,7 @@ class Completions:
     """The finished submissions of one process set. Call `flush` before the set waits for another rank, or is idle."""
 
     def __init__(self) -> None:
-        self._submissions: list[Submission] = []
+        self.settled: list[Submission] = []
         self._flushed_s = 0.0
 
     def settle(self, submissions: Iterable[Submission]) -> None:
@@ -37,13 +37,13 @@ class Completions:
         for submission in submissions:
             missing = submission.missing_pieces = submission.missing_pieces - 1
             if not missing:
-                self._submissions.append(submission)
+                self.settled.append(submission)
         if time.monotonic() - self._flushed_s > COMPLETION_INTERVAL_S:
             self.flush()
 
     def flush(self) -> None:
         """Complete all finished submissions now."""
-        submissions, self._submissions = self._submissions, []
+        submissions, self.settled = self.settled, []
         for submission in submissions:
             submission.complete()
         self._flushed_s = time.monotonic()

@@ -56,7 +56,7 @@ class Executor:
                 if self._queue[0].ended:
                     self._queue.popleft()
         finally:
-            if moved:
+            if self.context.completions.settled:
                 self.context.completions.flush()
         if moved:
             self.moved_s = time.monotonic()
@@ -105,9 +105,9 @@ class Running:
         self.closed = ""  # not empty: which rank has left, and why; nothing can run any more
         self.leaver = -1
 
-    def numbered(self, signature: Signature, key: str) -> tuple[Signature, str]:
-        """The signature and the key of an unnamed submission, as these are told apart; with the lock held."""
-        return signature, key
+    def numbered(self, signature: Signature) -> Signature:
+        """That of an unnamed submission, as these are told apart; with the lock held."""
+        return signature
 
     @property
     def busy(self) -> bool:
@@ -117,10 +117,6 @@ class Running:
     def poll(self, latency_critical: bool = True) -> bool:
         """Advance all operations as far as possible without waiting; True when anything moved."""
         return any([each.advance(latency_critical) for each in self.executors if each.busy])  # noqa: C419, all advance
-
-    def waits_for(self) -> WaitsFor:
-        """What operations under way must be polled for."""
-        return max([each.waits_for() for each in self.executors])
 
     def stuck(self) -> Executor:
         """The executor that has not moved for the longest time, of those that are busy."""

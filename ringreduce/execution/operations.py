@@ -54,7 +54,8 @@ def run(submissions: Sequence[Submission], context: Context) -> Steps[None]:
         except InputError as exc:  # raised on all ranks
             for submission in batch:
                 submission.fail(exc)
-        context.completions.flush()  # the next operation, such as a barrier, may complete at once
+        if context.completions.settled:
+            context.completions.flush()  # the next operation, such as a barrier, may complete at once
 
 
 def _adasum(submissions: Sequence[Submission], context: Context) -> Steps[None]:

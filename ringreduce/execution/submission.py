@@ -159,15 +159,14 @@ class Submission(Handle):
         payload: Any,
         line: str,
         waits: bool,
-        key: str = "",
+        plan: Plan | None = None,
         on_wait: Callable[[Handle, float], None] = _nothing,
         on_poll: Callable[[], object] = _nothing,
         then: Callable[[BaseException | None], object] | None = None,
-        plan: Plan | None = None,
     ) -> None:
         self.signature = signature
         self.plan = Plan(signature) if plan is None else plan
-        self.key = key or signature.key
+        self.key = self.plan.key if self.plan.signature is signature else signature.key
         self.process_set = process_set
         self.inputs = inputs
         self.outputs = outputs  # the inputs themselves for an operation in place
@@ -207,7 +206,8 @@ class Submission(Handle):
 
     def _result(self) -> Any:
         """See `Handle`."""
-        self.follow()
+        if self._follow is not None:
+            self._follow()
         return self.finish(self)
 
     def fail(self, error: Exception) -> None:

@@ -117,8 +117,8 @@ class Timeline:
             self.events.append(Event(name, row, since, now - since, args=_args(submission)))
 
     def cycle(self) -> None:
-        """The engine announces new tensors."""
-        if self.recording and self.mark_cycles:
+        """The engine announces new tensors; while it records."""
+        if self.mark_cycles:
             self.events.append(Event("CYCLE_START", "engine", now_us()))
 
     def phase(self, submissions: Sequence[Submission], name: str) -> contextlib.AbstractContextManager[None]:

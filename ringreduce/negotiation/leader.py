@@ -83,7 +83,8 @@ class Leader:
 
     def poll(self) -> list[int]:
         """The ids that have become ready in this subtree, ascending: for `schedule` at the root, else for `report`."""
-        self._schedule.flush()
+        if self._schedule.waiting:
+            self._schedule.flush()
         totals, before = [words[TOTAL] for words in self._words], self._totals
         if totals == before and not (self._learned or self._below_submitted):
             return []

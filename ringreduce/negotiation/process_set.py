@@ -27,12 +27,11 @@ class ProcessSetState(Running):
         self.joined = False
         self.left: set[int] = set()  # on the coordinator: the members that have left
 
-    def numbered(self, signature: Signature, key: str) -> tuple[Signature, str]:
+    def numbered(self, signature: Signature) -> Signature:
         """See `Running.numbered`."""
         self.submitted += 1
-        name = f"{self.name}.{self.submitted}"
         kind, _, tensors, details, _ = signature  # half as long as `_replace`
-        return Signature(kind, name, tensors, details, True), name
+        return Signature(kind, f"{self.name}.{self.submitted}", tensors, details, True)
 
     def close(self) -> list[Submission]:
         """See `Running.close`: what was ready runs on."""

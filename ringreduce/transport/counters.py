@@ -160,7 +160,7 @@ class Schedule:
         self._fence = fence
         self._end = 0
         self._own: deque[Entry] = deque()
-        self._waiting: deque[Entry] = deque()
+        self.waiting: deque[Entry] = deque()  # for room in the ring
 
     def append(self, entry: list[int], elements: bytes = b"") -> None:
         """Append a batch, or a response (no ids), and write what there is room for.  elements: see `Entry`."""
@@ -168,26 +168,25 @@ class Schedule:
             part = entry[low : low + MOST_IDS], elements
             self._own.append(part)
             if self._others:
-                self._waiting.append(part)
-        self.flush()
+                self.waiting.append(part)
+        if self.waiting:
+            self.flush()
 
     def read(self) -> Entry | None:
         """See `Counters.read`; the leader's own."""
         return self._own.popleft() if self._own else None
 
     def flush(self) -> None:
-        """Write waiting entries."""
-        if not self._waiting:
-            return
+        """Write waiting entries, of which there are some."""
         before, end = self._end, min([words[READ] for words in self._others]) + RING
         self._fence()
-        while self._waiting:
-            ids, elements = self._waiting[0]
+        while self.waiting:
+            ids, elements = self.waiting[0]
             words, low = array("i", (-len(elements) or len(ids), *ids)), self._end % RING
             words.frombytes(elements + bytes(-len(elements) % 4))
             if self._end + len(words) > end:
                 break
-            self._waiting.popleft()
+            self.waiting.popleft()
             room = RING - low
             if len(words) <= room:
                 self._ring[low : low + len(words)] = words

@@ -15,7 +15,7 @@ def submission(then=None):
         handle.block(timeout_s)
 
     return Submission(
-        Signature("allreduce", "w"), 0, (), (), lambda each: each.payload, 7, "t.py:1", False, "", block, then=then
+        Signature("allreduce", "w"), 0, (), (), lambda each: each.payload, 7, "t.py:1", False, None, block, then=then
     )
 
 
