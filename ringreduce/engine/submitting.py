@@ -119,7 +119,7 @@ class Submitting:
             if on_gpu:
                 self._check_gpu(on_gpu)
             known_as = state.name if name is None or process_set < GLOBAL else name
-            known = tensors, details, names, by_rows, check, together
+            known = tensors, details, names, by_rows, tensors is inputs, check, together
             plan = self._plans.find(process_set, kind, name, known_as, *known)
             before, taken = plan.submitted, self._recorder.taken
             plan.submitted += state.counts

@@ -87,7 +87,9 @@ def _way(submission: Submission, context: Context) -> Way:
         nbytes = submission.inputs[0].nbytes
         if 0 < nbytes <= region.slot_bytes and is_one_shot(nbytes, region.size):
             short = submission.reduction(submission.inputs[0].element)
-    way = submission.plan.way = Way(wire, short)
+    way = Way(wire, short)
+    if submission.plan.is_whole:
+        submission.plan.way = way
     return way
 
 
@@ -117,9 +119,12 @@ def travelling(submission: Submission, most_bytes: int) -> Reduction | None:
     What is encoded never does, or its bits would depend on who was late.
     """
     plan = submission.plan
-    if plan.travels is None:
-        plan.travels = (_travelling(submission, most_bytes),)
-    return plan.travels[0]
+    if plan.travels is not None:
+        return plan.travels[0]
+    reduction = _travelling(submission, most_bytes)
+    if plan.is_whole:
+        plan.travels = (reduction,)
+    return reduction
 
 
 def _travelling(submission: Submission, most_bytes: int) -> Reduction | None:

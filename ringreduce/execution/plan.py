@@ -21,13 +21,15 @@ MOST_PLANS = 32768  # that are kept
 class Plan:
     """Of one operation in one process set or channel, on one rank."""
 
-    __slots__ = ("_reductions", "id", "key", "signature", "submitted", "travels", "way")
+    __slots__ = ("_reductions", "id", "is_whole", "key", "signature", "submitted", "travels", "way")
 
     def __init__(self, signature: Signature) -> None:
         """signature: without its number, where it is of unnamed submissions."""
         self.signature, self.key = signature, signature.key
         self.id: int | None = None
         """By which it is announced, as negotiation/cache.py knows; None: by a record."""
+        self.is_whole = False
+        """It describes what is moved, not only what ranks compare: so `way` and `travels` may be kept."""
         self.submitted = 0  # how often, where that is counted
         self.way: Any = None  # see allreduce.Way
         self.travels: tuple[Reduction | None] | None = None  # see allreduce.travelling
@@ -61,14 +63,15 @@ class Plans:
         details: tuple[tuple[str, Any], ...],
         names: tuple[str, ...] | None,
         by_rows: bool,
+        is_whole: bool,
         check: Callable[[Buffer], object],
         together: Callable[[Sequence[Buffer]], object] | None = None,
     ) -> Plan:
         """That of an operation on these tensors; a new one is checked first. Parameters as in Submitting.submit.
 
-        known_as: the name in its signature.
+        known_as: the name in its signature.  is_whole: the tensors are the inputs themselves.
         """
-        described: list[Any] = [process_set, kind, name, names, details, by_rows]
+        described: list[Any] = [process_set, kind, name, names, details, by_rows, is_whole]
         for each in tensors:
             described += each.element, each.shape[1:] if by_rows else each.shape, each.device
         last = self._last.get(name)
@@ -91,5 +94,6 @@ class Plans:
                 self._plans.clear()
                 self._last.clear()
             plan = self._plans[key] = Plan(Signature(kind, known_as, signed, details))
+            plan.is_whole = is_whole and not by_rows
         self._last[name] = described, plan
         return plan
