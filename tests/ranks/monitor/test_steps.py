@@ -99,12 +99,15 @@ def test_one_step_of_each_optimizer_is_one(train):
         assert stats["computing_s"] == stats["step_s"] - stats["blocked_s"]
         assert stats["step_s"] > 0
         assert stats["moving_s"] >= stats["hidden_s"] >= 0
-        return {name: stats[name] for name in ("step", "operations", "bytes", "no_overlap")}, stats["examples_per_s"]
+        return stats
 
     first, second = run_ranks(2, program)
-    assert first[0] == second[0]
-    assert first[0]["step"] == STEPS - 1
-    assert (first[1] is not None) == (train[0] == "by hand")
+    assert first["no_overlap"] == second["no_overlap"]
+    assert abs(first["operations"] - second["operations"]) <= 1, (
+        "which nobody waits for: it ends in this step or the next"
+    )
+    assert first["step"] == second["step"] == STEPS - 1
+    assert (first["examples_per_s"] is not None) == (train[0] == "by hand")
 
 
 @pytest.fixture
@@ -145,7 +148,7 @@ def test_an_operation_is_ready_when_the_last_rank_has_submitted_it_and_is_told(s
                 assert waits[number].wait(10)
                 rr.allreduce(np.ones(5000), name="gradient")
             rr.mark_step()
-        wait_until(lambda: [each for each in found if each.get("step", {}).get("number") == STEPS - 1])
+        wait_until(lambda: sum(each.get("step", {}).get("number") == STEPS - 1 for each in found) == 2)
         return [each.operations for each in engine.recorder.steps], [each.waits for each in engine.recorder.steps]
 
     (early, blocked), (late, _) = run_ranks(2, program, hosts=hosts, settings=settings)
