@@ -1,4 +1,4 @@
-"""Writes the figures of bench/results into docs/benchmarks.md and README.md, and draws the pictures of picture.py.
+"""Writes the figures of bench/results into docs/benchmarks.md and README.md, and draws the pictures of docs/.
 
     python bench/tables.py       a test compares: what is there is what this would write
 
@@ -32,6 +32,7 @@ from figures import (
     fastest_of,
     machines,
 )
+from page_pictures import DRAWN
 from picture import PICTURES
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -292,6 +293,8 @@ def main() -> None:
         path.write_text(rewritten(path.read_text(encoding="utf-8"), found), encoding="utf-8")
     for name, draw in PICTURES.items():
         (DOCS / name).write_text(draw(found[0]), encoding="utf-8")
+    for name, drawn in DRAWN.items():
+        (DOCS / name).write_text(drawn(), encoding="utf-8")
 
 
 if __name__ == "__main__":

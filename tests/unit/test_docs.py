@@ -103,7 +103,9 @@ def test_figures_and_pictures_are_those_of_bench_results(tables):
     for picture in there[len(tables.PAGES) :]:
         assert "white" not in picture, "the page's background may be dark"
         assert int(re.search('width="([0-9]+)"', picture)[1]) <= 400, "a phone's page is no wider"
-    assert [name for name in tables.PICTURES if f"]({name})" not in DOCS] == [], "no page shows it"
+    for name, drawn in tables.DRAWN.items():
+        assert (tables.DOCS / name).read_text() == drawn(), "python bench/tables.py"
+    assert [name for name in (*tables.PICTURES, *tables.DRAWN) if f"]({name})" not in DOCS] == [], "no page shows it"
     for jobs in found[0].sets.values():
         for row in (row for job in jobs for row in job.get("rows", ())):
             assert not row["wrong"]
