@@ -8,7 +8,7 @@ from ringreduce.execution.submission import Submission
 from ringreduce.negotiation.coordinator import Coordinator
 from ringreduce.negotiation.negotiator import Negotiator
 
-UNNAMED = "noname"
+UNNAMED = "unnamed"
 
 
 class ProcessSetState(Running):
