@@ -116,7 +116,7 @@ def _straggler(
     caused_s = sum(each.waiting[rank] for each in others for rank in own if rank in each.waiting)
     lines = {rank: _seconds_at_lines(each) for rank, each in ranks.items()}
     loading = {rank: sum(s for line, s in own.items() if line.endswith(_LOADER)) for rank, own in lines.items()}
-    core_wait = {rank: each.each_step_s("core_wait_s") for rank, each in ranks.items()}
+    core_wait = {rank: each.core_wait_s(shares[rank].step_s if rank in shares else 0.0) for rank, each in ranks.items()}
     known = sorted({line for rank in own for line in lines.get(rank, ())})
     more = {line: excess({rank: each.get(line, 0.0) for rank, each in lines.items()}, own) for line in known}
     where = max(more, key=lambda line: more[line], default="")

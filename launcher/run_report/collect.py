@@ -58,9 +58,12 @@ class Rank:
         before = self._before.get(name) or {}
         return {key: value - before.get(key, 0) for key, value in (self.totals.get(name) or {}).items()}
 
-    def each_step_s(self, name: str) -> float:
-        """Return how much of the total `name` came with each step of that time."""
-        return self.recent(name) / max(1.0, self.recent("step"))
+    def core_wait_s(self, step_s: float) -> float:
+        """Return how long another thread had its core in a step of `step_s`, by the share of the time of all steps.
+
+        These include what a usual step has not, such as an evaluation, in which it waits for its core, too.
+        """
+        return step_s * min(1.0, self.recent("core_wait_s") / max(1e-9, self.recent("step_s")))
 
     @property
     def _before(self) -> Said:

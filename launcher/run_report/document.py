@@ -153,7 +153,7 @@ def _advice(
         if link.share and link.share >= _FULL and who not in {each.who for each in late}:
             used = f"the {who} is {100 * link.share:.0f} % used: compression=int4 sends an eighth"
             saves.append((used, 0.875 * min(mean.exposed_s, link.most_s)))
-    core_wait_s = min((each.each_step_s("core_wait_s") for each in ranks.values()), default=0.0)
+    core_wait_s = min((each.core_wait_s(mean.step_s) for each in ranks.values()), default=0.0)
     if core_wait_s >= _MUCH * mean.step_s > 0:
         saves.append((f"all ranks wait for a CPU core: {_MORE_CORES}", core_wait_s))
     if why:
@@ -194,7 +194,7 @@ def _rank_row(number: int, rank: Rank, own: Shares | None, hosts: Mapping[int, s
         "examples": totals.get("examples"),
         "step_ms": _rounded(own.step_s, 1e3),
         **{f"{part}_ms": _rounded(getattr(own, f"{part}_s"), 1e3) for part in _PARTS},
-        "core_wait_ms": _rounded(rank.each_step_s("core_wait_s"), 1e3),
+        "core_wait_ms": _rounded(rank.core_wait_s(own.step_s), 1e3),
         **{name: totals.get(name) or 0 for name in ("rss", "shm", "fusion")},
         "end": "" if end is None else in_words(end) if end.failed or not end.code else "ended by ringrun",
     }

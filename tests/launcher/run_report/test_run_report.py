@@ -176,6 +176,16 @@ def test_a_wire_that_is_full_cores_that_are_too_few_and_what_prevents_overlap(co
     )
 
 
+def test_a_rank_waits_for_its_core_no_longer_than_a_step_takes(collector):
+    """The waits are those of the whole time, an evaluation's, too, and the step is a usual one."""
+    for each in collector.ranks.values():
+        each.totals |= {"core_wait_s": 2 * each.totals["step_s"]}
+    found = document.document(collector)
+    (cores,) = [each["saves_ms"] for each in found["advice"] if each["text"].startswith("all ranks wait for a CPU")]
+    assert cores <= sum(found["step"][f"{part}_ms"] for part in ("computing", "exposed", "waiting"))
+    assert all(0 < row["core_wait_ms"] <= row["step_ms"] for row in found["ranks"])
+
+
 @pytest.fixture
 def said():
     return []
