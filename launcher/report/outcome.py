@@ -19,6 +19,8 @@ _MPICH_ABORT = re.compile(r"Abort\((\d+)\) on node \d+ \(rank ")
 APPLICATION_ABORT = re.compile(rf"{_MPICH_ABORT.pattern}.*: application called MPI_Abort")
 _OPENMPI_ABORT = re.compile(r"MPI_ABORT was invoked on rank (\d+) in")
 _STDERR_LINES = 20
+LAST_WORDS = "last lines on stderr:"
+"""How the line of a card ends below which a rank's own last lines stand."""
 _SHELLS_OFFSET = 128
 _FATAL: dict[int, str] = {
     signal.SIGKILL: "",
@@ -55,7 +57,7 @@ class RankEnd:
     device: str = ""
     ran_s: float | None = None
     oom: str = ""
-    lost: str = "its agent is gone without a word"
+    lost: str = "its agent disappeared without a message"
 
     @property
     def failed(self) -> bool:
@@ -170,7 +172,7 @@ def evidence(end: RankEnd, launcher_tail: Sequence[str] = (), who: str = "it") -
     if traceback := traceback or extract_traceback(end.tail):
         return traceback if who == "it" else [f"{whose} traceback:", *traceback]
     if end.tail:
-        return [f"{whose} last lines on stderr:", *end.tail[-_STDERR_LINES:]]
+        return [f"{whose} {LAST_WORDS}", *end.tail[-_STDERR_LINES:]]
     if launcher_tail:
         return [f"{who} wrote nothing to stderr; mpirun wrote:", *launcher_tail[-_STDERR_LINES:]]
     return [f"{who} wrote nothing to stderr"]

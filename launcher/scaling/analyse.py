@@ -229,8 +229,8 @@ def _notes(answer: Answer, rounds: Sequence[Mapping[int, Run]]) -> list[str]:
     core_ms, step_ms = (_middle(base.runs, name) for name in ("core_ms", "step_ms"))
     if core_ms >= _MUCH * step_ms:
         share = f"{figure(core_ms)} of a step's {figure(step_ms)} ms"
-        even = f"even with {counted(base.size, 'rank')} {share} pass in waiting for a core"
-        notes.append(f"this machine is busy with other things: {even}; measure again when it is not")
+        even = f"even with {counted(base.size, 'rank')} {share} are spent waiting for a core"
+        notes.append(f"this machine is busy: {even}; measure again when it is idle")
     for each in answer.sizes:
         if each.problem:
             notes.append(f"{counted(each.size, 'rank')}: {each.problem}")
@@ -246,9 +246,9 @@ def _held_text(answer: Answer, base: Size, more: Sequence[Size]) -> str:
     of_base, of_last = _examples(base.runs), _examples(more[-1].runs)
     if of_base is None or of_last is None:
         return (
-            "how many examples a step has is not known, so neither is what was held equal: the first speed-up is right "
+            "how many examples a step has is unknown, and so is what was held equal: the first speed-up holds "
             "if the script divides one batch among its ranks, the second if each rank has a batch of its own; "
-            "rr.mark_step(examples=…) in the script tells it"
+            "rr.mark_step(examples=…) in the script tells"
         )
     if answer.held == PER_RANK:
         return f"held equal: the batch of each rank, {figure(of_base)} examples; the global batch grows with the ranks"
@@ -256,7 +256,7 @@ def _held_text(answer: Answer, base: Size, more: Sequence[Size]) -> str:
         total, each = figure(of_base * base.size), figure(of_last)
         return f"held equal: the global batch, {total} examples; with {counted(more[-1].size, 'rank')} each has {each}"
     texts = [f"{figure(_examples(each.runs) or 0.0)} with {counted(each.size, 'rank')}" for each in (base, *more)]
-    return f"the batch was not held equal: examples of each rank and step: {', '.join(texts)}"
+    return f"the batch was not held equal: examples per rank and step: {', '.join(texts)}"
 
 
 def _advice(answer: Answer, cores: int) -> list[str]:

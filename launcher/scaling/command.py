@@ -174,7 +174,7 @@ def _run(resolved: config.Config, flags: Sequence[str]) -> int:
         _measure_all(todo, rounds)
     except KeyboardInterrupt:
         code = 130
-        say("ringrun: interrupted; what is known so far:")
+        say("ringrun: interrupted; results so far:")
     answer = analyse(rounds, automatic_size(read_topology(os.environ)))
     written = sorted(name for name, state in _files(todo.folder).items() if before.get(name) != state)
     notes = [*answer.notes, *([_written(written)] if written else [])]
@@ -248,8 +248,8 @@ def _files(folder: str) -> Mapping[str, tuple[int, int]]:
 def _written(names: Sequence[str]) -> str:
     shown = listed([name[-_LONGEST:] for name in names], 4)
     return (
-        f"files have changed here: {shown}; where the script writes them, each run has done so anew, and one that goes "
-        "on from a checkpoint does other work than the run before"
+        f"files have changed here: {shown}; if the script wrote them, every run wrote them again, and one that "
+        "resumes from a checkpoint did other work than the run before"
     )
 
 

@@ -53,8 +53,8 @@ $notes
 <div class="scroll" role="region" aria-label="Each number of ranks" tabindex="0">
 $table
 </div>
-<p class="soft">The median of all rounds, and in brackets the least and the most. Speed-up and efficiency compare runs
-of one round.</p>
+<p class="soft">The median of all rounds; the lowest and the highest are in brackets. Speed-up and efficiency compare
+runs of one round.</p>
 </section>
 $chart
 $advice

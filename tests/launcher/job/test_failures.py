@@ -26,10 +26,10 @@ IS_ENDED = rf"ringrun: rank 1 of 2 on host \S+ was ended: {NOT_SENT_SO}".replace
     ("attack", "says"),
     [
         ("changed to agent", IS_ENDED),
-        ("cut to agent", "how its agent is gone without a word"),
+        ("cut to agent", "how its agent disappeared without a message"),
         ("repeated to ringrun", f"how its connection is broken: {NOT_SENT_SO}"),
         ("another length to ringrun", f"how its connection is broken: {NOT_SENT_SO}"),
-        ("cut to ringrun", "how its agent is gone without a word"),
+        ("cut to ringrun", "how its agent disappeared without a message"),
         ("reordered to ringrun", f"how its connection is broken: {NOT_SENT_SO}"),
         ("the agent's own to agent", IS_ENDED),
         ("of another job to agent", IS_ENDED),

@@ -42,7 +42,7 @@ def test_a_card_in_full():
 def test_a_lost_agent_has_no_more_to_tell():
     assert card(RankEnd(2, "h", 0, None, 0.0), [], 4) == [
         "-- ringrun: rank 2 of 4 failed first -------------------------------------------",
-        "how         its agent is gone without a word",
+        "how         its agent disappeared without a message",
         "where       host h",
         "it wrote nothing to stderr",
         "-" * 80,

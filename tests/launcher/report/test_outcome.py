@@ -95,7 +95,7 @@ def test_a_rank_that_left_in_order_has_not_failed_when_the_mpi_ends_it(ends, lef
         (128, 128, "exit code 128"),
         (255, 255, "exit code 255"),
         (-40, 168, "killed by signal 40 (unnamed), exit code 168"),
-        (None, 1, "its agent is gone without a word"),
+        (None, 1, "its agent disappeared without a message"),
     ],
 )
 def test_how_an_end_is_worded_and_its_exit_code(code, of_shell, words):

@@ -53,11 +53,11 @@ def test_what_is_held_equal_is_not_guessed():
     assert [row["speed_up"] for row in rows(found)] == ["1", "0.909 or 1.82"]
     assert rows(found)[1]["efficiency"] == "–"
     assert "1.82 times as fast if each rank has a batch of its own" in found.sentence
-    assert "rr.mark_step(examples=…) in the script tells it" in found.notes[0]
+    assert "rr.mark_step(examples=…) in the script tells" in found.notes[0]
     assert answer(a_run(1), a_run(2, examples=None)).held == UNKNOWN
     other = answer(a_run(1), a_run(2, examples=25.0))
     assert other.held == OTHER
-    assert "not held equal: examples of each rank and step: 32 with 1 rank, 25 with 2 ranks" in other.notes[0]
+    assert "not held equal: examples per rank and step: 32 with 1 rank, 25 with 2 ranks" in other.notes[0]
 
 
 @pytest.mark.parametrize(
@@ -78,7 +78,7 @@ def test_the_limit_is_what_takes_most_of_a_step(more, limit):
 def test_one_rank_that_waits_for_a_core_is_not_one_of_too_many():
     found = answer(a_run(1, core_ms=40.0), a_run(2))
     assert found.sizes[0].limit == "a free core"
-    assert "busy with other things: even with 1 rank 40 of a step's 100 ms pass in waiting for a core" in found.notes[1]
+    assert "busy: even with 1 rank 40 of a step's 100 ms are spent waiting for a core" in found.notes[1]
 
 
 def test_ratios_are_those_of_one_round():
@@ -233,6 +233,19 @@ def test_who_is_late_is_named_and_no_link():
             [],
             1,
             "failed: rank 1 exit code 1: V",
+        ),
+        (
+            a_report(
+                0,
+                failures=[{"rank": 0, "text": "exit code 2"}],
+                job={
+                    "hosts": {},
+                    "card": ["-- rank 0", "its last lines on stderr:", "usage: x", "x: error: no data", "--"],
+                },
+            ),
+            [],
+            2,
+            "failed: rank 0 exit code 2: x: error: no data",
         ),
         ({}, ["ringrun: error: no mpirun"], 3, "failed: no mpirun"),
         ({}, ["boom"], 1, "failed: boom"),
@@ -397,7 +410,7 @@ def test_ctrl_c_prints_what_is_known_and_leaves_nothing(start, script, tmp_path,
     running.send_signal(signal.SIGINT)
     stdout, stderr = running.communicate(timeout=patient(30))
     assert running.returncode == 130
-    assert "interrupted; what is known so far:" in stderr
+    assert "interrupted; results so far:" in stderr
     assert "only 1 rank could be measured" in stdout
     wait_until_gone()
 

@@ -29,7 +29,7 @@ from .fakes import CURRENT, Condition, Engine, MpiError, listen
 from .network import STALL_S, Fault, Network, Plan
 from .rank import Rank
 
-CANNOT = "ringrun: the job cannot go on: "
+CANNOT = "ringrun: the job cannot continue: "
 _jobs: list[SimulatedJob] = []  # the last one runs
 
 
