@@ -275,7 +275,7 @@ def run_job(request: Request) -> int:
         say(f"ringrun: {detected.library.python} loads {detected.library.text}")
         say(f"ringrun: running {example(detected, job, os.environ)}")
         if stay := withheld(os.environ, job.asked, job.allowed) if hosts else []:
-            say(f"ringrun: other hosts do not get {', '.join(stay)}; --env NAME sends one")
+            say(f"ringrun: not sent to other hosts: {', '.join(stay)}; --env NAME sends one")
 
     from .job.run import run_job as run_found  # not needed to say what is wrong with a command line
 

@@ -21,7 +21,7 @@ def parse_steps(text: str | None, flag: str, job: Job) -> int:
         return 0
     if job.elastic or job.restarts:
         raise UsageError(
-            f"{flag}: a job that goes on after failures does not run the same way twice; leave out --elastic and "
+            f"{flag}: a job that continues after failures does not run the same way twice; leave out --elastic and "
             "--restarts"
         )
     return whole(text, flag, 1, _MOST_STEPS)

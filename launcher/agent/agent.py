@@ -329,7 +329,7 @@ class Agent:
             self._shm_cleanup.look(pid)
             processes.signal_group(pid, message.number)
         elif isinstance(message, wire.WakeUp) and (stopped := processes.wake_up(pid)):
-            why = "was stopped while others waited for it to end; it goes on now"
+            why = "was stopped while the others waited for it to end; it has been continued"
             self._send(wire.Note(f"ringrun: {self._who}, pid {stopped[0]}, {why}"))
         elif isinstance(message, wire.Membership | wire.Hosts | wire.Record):
             self._rank_socket.notify(message)

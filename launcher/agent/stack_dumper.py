@@ -33,9 +33,9 @@ _HEADER = re.compile(r"(\d+)\n")
 _STATES = {
     "T": "it is stopped (by SIGSTOP, Ctrl-Z or a debugger)",
     "t": "it is stopped by a debugger",
-    "D": "it waits in the kernel, uninterruptible: for a disk, a network file system or a device",
+    "D": "it is stuck in the kernel (uninterruptible), waiting for a disk, a network file system or a device",
     "X": "its first process has ended",
-    "Z": "its main thread has ended, others of its threads have not",
+    "Z": "its main thread has ended, but other threads still run",
     "R": "it is busy",
     "S": "it sleeps",
     "I": "it sleeps",

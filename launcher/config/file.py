@@ -117,7 +117,7 @@ def _entry(flag: str, key: str, node: Any, place: str) -> Entry:
     if node.id == "sequence":
         raise UsageError(f"{place}: {key}: expected one value, but it is a list")
     if _is_null(node):
-        raise UsageError(f"{place}: {key} has no value; give one, or take the line out")
+        raise UsageError(f"{place}: {key} has no value; give one, or remove the line")
     if "\0" in node.value or any("\ud800" <= character <= "\udfff" for character in node.value):
         raise UsageError(f"{place}: {key}: {node.value!r} holds a character that a variable cannot hold")
     return Entry(flag, key, node.value, node.tag.rpartition(":")[2], place)

@@ -44,7 +44,7 @@ IGNORED_VALUES = {
     "elastic-timeout": "a job that falls below --min-np ends, and does not wait for hosts; see --restarts",
     "num-nccl-streams": "NCCL gets one stream for each process set",
     "reset-limit": "lost ranks are counted, --max-failures, and restarts, --restarts",
-    "thread-affinity": "the engine's thread runs where the system puts it",
+    "thread-affinity": "the kernel places the engine's thread",
 }
 """Flags with a value that have no meaning here, and why."""
 

@@ -172,7 +172,7 @@ class Listener:
         except OSError as error:  # no descriptor is free
             self._pause_until_s = time.monotonic() + _PAUSE_S
             if listening.fileno() >= 0 and not self._complaint:
-                self._complaint = f"a rank's connection cannot be taken: {error}; trying again"
+                self._complaint = f"a rank's connection cannot be accepted: {error}; trying again"
                 self._complain(self._complaint)
             return
         try:

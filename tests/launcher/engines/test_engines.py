@@ -141,7 +141,7 @@ def test_mpich_across_hosts():
     at = MPICH().command(HYDRA, 5, ["agent"], as_root=True, across=ACROSS._replace(address="10.0.0.9"))
     assert at[at.index("-localhost") + 1] == "10.0.0.9"
     with pytest.raises(
-        MachineError, match="MPICH's launcher knows IPv4 alone, and the other hosts reach this one at fd"
+        MachineError, match="MPICH's launcher supports only IPv4, and the other hosts reach this one at fd"
     ):
         MPICH().command(HYDRA, 5, ["agent"], as_root=True, across=ACROSS._replace(address="fd00::9"))
 

@@ -62,7 +62,7 @@ def test_survivors_hear_of_each_loss_and_the_job_ends_well(ringrun, python, wait
         ("kill-SEGV", "was killed by SIGSEGV"),
         ("kill-ABRT", "was killed by SIGABRT"),
         ("exit-7", "ended with exit code 7"),
-        ("agent", "was lost: its agent is gone without a word"),
+        ("agent", "was lost: its agent disappeared without a message"),
     ],
 )
 def test_every_kind_of_death_is_heard_of(action, how, ringrun, python, wait_until_gone):
@@ -116,8 +116,8 @@ def test_stacks_after_a_loss_are_those_of_the_ranks_that_are_left(start, python,
 def test_a_rank_that_is_stopped_when_others_have_left_goes_on(ringrun, python, monkeypatch, when):
     monkeypatch.setenv("RINGREDUCE_STALL_ABORT_S", "1")
     done = ringrun("--elastic", "-np", 2, python, RANK, 0, f"{when}=kill-STOP", returncode=0)
-    told = r"ringrun: rank 1 of 2 on host \S+, pid \d+, was stopped while others waited for it to end; it goes on now\n"
-    assert re.search(told, done.stderr)
+    told = r"ringrun: rank 1 of 2 on host \S+, pid \d+, was stopped while the others waited for it to end; it has been"
+    assert re.search(f"{told} continued\n", done.stderr)
     assert "-- ringrun" not in done.stderr
 
 
@@ -126,7 +126,7 @@ def test_a_script_that_catches_nothing_is_started_again_at_once(ringrun, python)
     done = ringrun(*flags, python, RANK, 1, "2@0=exit-5", "0@1=lost-2")
     assert done.returncode == 5, "the second attempt fails as the first"
     assert done.stderr.count("ringrun: restart 1 of 1 in 1 s\n") == 1
-    assert done.stderr.count("the job cannot go on: rank 0 did not catch the loss of rank 2; ") == 2
+    assert done.stderr.count("the job cannot continue: rank 0 did not catch the loss of rank 2; ") == 2
     assert done.stderr.count("-- ringrun: rank 2 of 4 failed first --") == 2
 
 

@@ -86,7 +86,7 @@ def test_a_signal_to_all_processes_of_a_job_reaches_its_ranks_and_ends_none(star
     forwarding.send_signal(signal.SIGUSR2)
     _, _, errors = ended(forwarding)
     assert (forwarding.returncode, processes_of()) == (9, {}), errors
-    assert errors.startswith("ringrun: handed SIGUSR2 to 2 ranks\n")
+    assert errors.startswith("ringrun: passed SIGUSR2 on to 2 ranks\n")
     assert "exit code 9" in errors
 
 
