@@ -48,7 +48,7 @@ def test_a_set_that_is_closed_before_this_rank_hears_of_it_hangs_no_exit():
     network = ThreadNetwork(3)
     engine, _ = engine_of(2, network, (0, 0, 0))
     others = [network.transport(0), network.transport(1)]
-    add = Signature("add_process_set", "noname.1", details=(("ranks", (1, 2)),), numbered=True)
+    add = Signature("add_process_set", "unnamed.1", details=(("ranks", (1, 2)),), numbered=True)
     handle = engine.submit("add_process_set", None, details=add.details, waits=True)
     told = []
     wait_until(lambda: told.extend(others[0].recv_control()) or told)
@@ -70,7 +70,7 @@ def test_a_rank_that_leaves_tells_the_sets_that_it_is_yet_to_hear_of():
     network = ThreadNetwork(2)
     engine, _ = engine_of(1, network, (0, 0))
     other = network.transport(0)
-    add = Signature("add_process_set", "noname.1", details=(("ranks", (0, 1)),), numbered=True)
+    add = Signature("add_process_set", "unnamed.1", details=(("ranks", (0, 1)),), numbered=True)
     engine.submit("add_process_set", None, details=add.details)
     threading.Thread(target=engine.leave, args=("its script ended",), daemon=True).start()
     told = []

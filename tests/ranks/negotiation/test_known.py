@@ -157,7 +157,7 @@ def test_what_is_known_is_one_engines_and_holds_no_array():
 
 
 def test_plans_that_were_dropped_are_made_anew_and_counted_by_the_same_ids(monkeypatch):
-    """Also of calls under way; and of two equal names, one of a set and one of a user's `noname`."""
+    """Also of calls under way; and of two equal names, one of a set and one of a user's `unnamed`."""
     monkeypatch.setattr(plan, "MOST_PLANS", 3)
 
     def program():
@@ -165,7 +165,7 @@ def test_plans_that_were_dropped_are_made_anew_and_counted_by_the_same_ids(monke
         found = []
         for step in STEPS:
             handles = [rr.allreduce_async(np.full(2, k + step), name=f"w{k}", op=rr.Sum) for k in range(5)]
-            handles += [rr.allreduce_async(np.full(2, 7), op=rr.Sum), rr.allreduce_async(np.full(2, 8), name="noname")]
+            handles += [rr.allreduce_async(np.full(2, 7), op=rr.Sum), rr.allreduce_async(np.full(2, 8), name="unnamed")]
             if rr.rank() != 1:
                 handles.append(rr.allreduce_async(np.ones(2), name="w0", op=rr.Sum, process_set=evens))
             found.append([each.wait().tolist()[0] for each in handles])

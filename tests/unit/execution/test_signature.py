@@ -29,12 +29,12 @@ def explained(*signatures, size=4):
 
 def test_the_key_is_the_operation_and_the_name_or_the_number():
     assert signature.Signature("allgather", "layer.w").key == "allgather.layer.w"
-    assert signature.Signature("allgather", "noname.3", numbered=True).key == "noname.3"
+    assert signature.Signature("allgather", "unnamed.3", numbered=True).key == "unnamed.3"
     assert reduction(op="Max").detail("op") == "Max"
 
 
 def test_a_mismatch_of_unnamed_tensors_says_that_they_are_numbered():
-    one, other = (reduction(tensor(shape=(n,)), name="noname.3")._replace(numbered=True) for n in (1, 2))
+    one, other = (reduction(tensor(shape=(n,)), name="unnamed.3")._replace(numbered=True) for n in (1, 2))
     assert explained(one, other).endswith(
         "all ranks must pass equal shapes; unnamed tensors are numbered in order, so one more call on a rank shifts "
         "all later ones: pass name="

@@ -32,13 +32,13 @@ def test_exactly_what_was_learned_has_a_number():
 
 def test_unnamed_signatures_are_found_by_all_but_their_number():
     def unnamed(number, root):
-        return named(f"noname.{number}", root)._replace(numbered=True)
+        return named(f"unnamed.{number}", root)._replace(numbered=True)
 
     cache = Cache()
     cache.learn(0, unnamed(1, root=0).unnumbered)
     cache.learn(1, unnamed(1, root=1).unnumbered)
     assert [id_in(cache, unnamed(7, root)) for root in (0, 1, 2)] == [0, 1, None]
-    assert id_in(cache, named("noname")) is None, "a user's own name"
+    assert id_in(cache, named("unnamed")) is None, "a user's own name"
 
 
 def test_what_is_forgotten_is_unknown_and_its_number_free():

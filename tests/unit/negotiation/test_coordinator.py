@@ -9,7 +9,7 @@ from tests.support.opcodes import opcodes_of
 
 
 def tensor(name, length=3, kind="allreduce", numbered=False):
-    described = TensorSignature("noname" if numbered else name, "float32", (length,), "cpu")
+    described = TensorSignature("unnamed" if numbered else name, "float32", (length,), "cpu")
     return Signature(kind, name, (described,), numbered=numbered)
 
 
@@ -55,20 +55,20 @@ def told(ranks):
 
 def test_unnamed_tensors_are_cached_without_their_number():
     ranks = Ranks()
-    ranks.all_tell(tensor("noname.1", numbered=True), tensor("noname.2", numbered=True))
+    ranks.all_tell(tensor("unnamed.1", numbered=True), tensor("unnamed.2", numbered=True))
     response = ranks.decide()
     assert len(response.new) == 2
-    assert response.learned == ((0, tensor("noname.1", numbered=True).unnumbered),)
-    ranks.all_tell(tensor("noname.3", numbered=True))
+    assert response.learned == ((0, tensor("unnamed.1", numbered=True).unnumbered),)
+    ranks.all_tell(tensor("unnamed.3", numbered=True))
     assert ranks.decide().forgotten == (0,), "a record is compared with records"
 
 
 def test_an_unnamed_tensor_is_not_cached_while_another_like_it_waits_as_a_record():
     ranks = Ranks()
-    ranks.tell(0, tensor("noname.1", numbered=True), tensor("noname.2", numbered=True))
-    ranks.tell(1, tensor("noname.1", numbered=True))
+    ranks.tell(0, tensor("unnamed.1", numbered=True), tensor("unnamed.2", numbered=True))
+    ranks.tell(1, tensor("unnamed.1", numbered=True))
     assert ranks.decide().learned == ()
-    ranks.tell(1, tensor("noname.2", numbered=True))
+    ranks.tell(1, tensor("unnamed.2", numbered=True))
     assert len(ranks.decide().learned) == 1
 
 
