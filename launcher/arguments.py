@@ -1,7 +1,6 @@
 """Command lines: a parser whose errors are UsageErrors with a cure, flags of several commands, and their values."""
 
 import argparse
-import difflib
 import math
 import re
 import shlex
@@ -11,7 +10,7 @@ from typing import Any, NoReturn
 
 from .errors import UsageError
 from .network import LOST_AFTER_S
-from .text import quoted, shortened
+from .text import close_matches, quoted, shortened
 
 _COLUMNS = 100  # of a manual
 _ALIKE = 0.75
@@ -94,7 +93,7 @@ class Parser(argparse.ArgumentParser):
             hint = f"did you mean -np {number[1]}?"
         elif flag == "-m":
             hint = f"to run a module: {self.prog} … python -m MODULE"
-        elif alike := difflib.get_close_matches(flag.lower(), names, 1, _ALIKE):
+        elif alike := close_matches(flag.lower(), names, _ALIKE):
             hint = f"did you mean {alike[0]}?"
         else:
             hint = f"see {self.prog} --help"

@@ -2,7 +2,6 @@
 
 import re
 import shutil
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -18,6 +17,8 @@ def make_private_folder() -> str:
     It is in the usual place, or in /tmp if a socket's path would be too long there; also where its name has a space or
     the like: MPI's launchers take a command of ssh's, with a file in it, as words between spaces.
     """
+    import tempfile  # an agent beside ringrun makes none
+
     try:
         usual = tempfile.gettempdir()
         is_fit = len(usual) <= _LONGEST and _PLAIN.fullmatch(usual)

@@ -17,6 +17,13 @@ def quoted(text: str, most: int = 80) -> str:
     return repr(shortened(text, most))
 
 
+def close_matches(word: str, known: Sequence[str], alike: float = 0.6) -> list[str]:
+    """Return the word of `known` that somebody may have meant by `word`, if any is as much like it."""
+    import difflib  # for who has made a mistake
+
+    return difflib.get_close_matches(word, known, 1, alike)
+
+
 def counted(count: int, noun: str) -> str:
     """Return `1 rank`, `2 ranks`."""
     return f"{count} {noun}{'' if count == 1 else 's'}"

@@ -7,7 +7,6 @@ where both are set, ringreduce's wins.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import math
 import re
 from collections.abc import Mapping
@@ -239,6 +238,8 @@ def _number(variable: str, text: str, kind: type, lowest: float, expected: str) 
 
 
 def _unknown(variable: str, known: list[str]) -> str:
+    import difflib
+
     names = [name.removeprefix(PREFIX) for name in known]
     nearest = difflib.get_close_matches(variable.removeprefix(PREFIX), names, n=1)
     hint = f"did you mean {PREFIX}{nearest[0]}?" if nearest else f"known are: {', '.join(sorted(known))}"

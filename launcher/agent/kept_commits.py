@@ -13,7 +13,6 @@ import fcntl
 import glob
 import os
 import re
-import secrets
 import shutil
 import stat
 import time
@@ -28,7 +27,7 @@ _ABANDONED_S = 3600.0
 
 def new_name() -> str:
     """Return the name of such a folder for one job."""
-    return f"{SHARED_MEMORY}/ringrun-{secrets.token_hex(8)}.commits"
+    return f"{SHARED_MEMORY}/ringrun-{os.urandom(8).hex()}.commits"
 
 
 def prepared(folder: str) -> str:

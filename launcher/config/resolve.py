@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import difflib
 import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -18,7 +17,7 @@ from typing import Any
 from ..arguments import Add, Parser, whole
 from ..errors import UsageError
 from ..forward import SET_BY_RINGRUN
-from ..text import columns
+from ..text import close_matches, columns
 from . import horovod
 from .file import Entry, read
 
@@ -179,7 +178,7 @@ def _file(parser: Parser, entries: Sequence[Entry]) -> _Level:
 
 def _unknown(entry: Entry, flags: Sequence[str]) -> str:
     keys = [flag.replace("-", "_") for flag in flags]
-    nearest = difflib.get_close_matches(entry.flag.replace("-", "_"), keys, n=1)
+    nearest = close_matches(entry.flag.replace("-", "_"), keys)
     hint = f"did you mean {nearest[0]}?" if nearest else "keys are flags without the dashes before them; see ringrun -h"
     return f"unknown key {entry.key!r}; {hint}"
 

@@ -11,7 +11,6 @@ whose reader is slow, still acknowledges: nothing is sent by a clock of our own.
 import contextlib
 import hmac
 import os
-import secrets
 import select
 import socket
 import struct
@@ -172,7 +171,7 @@ def introduce(sock: socket.socket, authkey: bytes, lost_after_s: float) -> Link:
     """
     try:
         sock.settimeout(HANDSHAKE_TIMEOUT_S)
-        nonce = secrets.token_bytes(NONCE_BYTES)
+        nonce = os.urandom(NONCE_BYTES)
         sock.sendall(nonce)
         nonces = _exactly(sock, NONCE_BYTES) + nonce
         sock.sendall(proof(authkey, b"agent", nonces))

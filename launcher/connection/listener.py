@@ -9,7 +9,6 @@ thread can be started, connections wait a while.
 import contextlib
 import hmac
 import os
-import secrets
 import select
 import socket
 import struct
@@ -70,7 +69,7 @@ class Listener:
     ) -> None:
         """port, authkey: of one's own; by default a free port, and a new key. OSError where the port is taken."""
         path = str(Path(directory) / SOCKET)
-        self.authkey = authkey or secrets.token_bytes(32)
+        self.authkey = authkey or os.urandom(32)
         unix = socket.socket(socket.AF_UNIX)
         unix.bind(path)
         beyond = _bound(addresses, port)
@@ -241,7 +240,7 @@ class _Greeting:
         self.address = address
         self.since_s = time.monotonic()
         self._authkey = authkey
-        self._nonce = secrets.token_bytes(NONCE_BYTES)
+        self._nonce = os.urandom(NONCE_BYTES)
         self._received = b""
         sock.sendall(self._nonce)
 

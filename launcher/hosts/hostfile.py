@@ -13,13 +13,12 @@ import re
 import signal
 import subprocess
 from collections.abc import Sequence
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 from ..errors import UsageError
 from ..processes import signal_group, start_with_parent
-from ..text import quoted
+from ..text import close_matches, quoted
 from .host import Host, merge, parse_host, parse_slots
 
 _SLOTS = ("slots", "count", "cpu")  # one and the same to Open MPI
@@ -144,6 +143,6 @@ def _why_not(key: str) -> str:
         return f"{key}: the slots are given twice; give them once"
     if key in _REFUSED:
         return f"{key}=: {_REFUSED[key]}"
-    nearest = get_close_matches(key, [*_KNOWN, *_REFUSED], n=1)
+    nearest = close_matches(key, [*_KNOWN, *_REFUSED])
     guess = f"; did you mean {nearest[0]}=?" if nearest else ""
     return f"unknown key {quoted(key)}, expected slots= or max_slots={guess}"

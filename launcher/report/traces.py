@@ -4,7 +4,6 @@ faulthandler writes from inside a signal handler, so it prints file, line and fu
 becomes text which is equal where the stacks of ranks are.
 """
 
-import linecache
 import os
 import re
 from collections.abc import Callable, Sequence
@@ -42,6 +41,8 @@ def parse(text: str) -> list[Frame]:
 
 def source_line(file: str, line: int) -> str:
     """Return a line of a source file on this host, without its indentation; empty if it cannot be read."""
+    import linecache  # agents read stacks, and no sources
+
     linecache.checkcache(file)
     return linecache.getline(file, line).strip()
 

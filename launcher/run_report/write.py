@@ -3,18 +3,23 @@
 A file is replaced as a whole, so that whoever is killed in the middle leaves the one before it.
 """
 
+from __future__ import annotations
+
 import json
 import os
 import threading
 from collections.abc import Callable
 from io import FileIO
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ..errors import LauncherError, UsageError
 from ..output.files import refusal, try_to_write
 from ..text import counted
 from .collect import Collector
-from .document import Json, document
+
+if TYPE_CHECKING:
+    from .document import Json
 
 DATA, PAGE = "report.json", "report.html"
 _FIRST_S, _EACH_S = 10.0, 60.0
@@ -66,6 +71,8 @@ class Writer:
         """Return the file that shows the report, and what it says in short; what could not be written is said once."""
         said = ""
         try:
+            from .document import document  # only a job that is asked for a report loads it
+
             report = document(self._collector)
             replace(self._folder / DATA, json.dumps(report))
             said = f"{self._folder / DATA}: {in_short(report)}"

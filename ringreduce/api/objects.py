@@ -13,7 +13,6 @@ from ringreduce.api.process_sets import ProcessSet, global_process_set, number_o
 from ringreduce.arrays.view import as_buffer
 from ringreduce.execution.submission import Submission
 from ringreduce.runtime.submit import prepared, submit_and_wait, whole
-from ringreduce.transport import pickling
 
 __all__ = ["allgather_object", "broadcast_object"]
 
@@ -36,11 +35,11 @@ def broadcast_made(make: Callable[[], Any], root_rank: int, name: str | None, pr
     is_root = root == runtime.current("broadcast_object").world.rank
     number = number_of(process_set, "broadcast_object")
 
-    def pickled() -> tuple[Any, Any]:
+    def own() -> tuple[Any, Any]:
         obj = make() if is_root else None
-        return obj, np.frombuffer(pickling.dumps(obj), np.uint8) if is_root else np.empty(0, np.uint8)
+        return obj, pickled(obj) if is_root else np.empty(0, np.uint8)
 
-    obj, payload = prepared("broadcast_object", name, number, pickled)
+    obj, payload = prepared("broadcast_object", name, number, own)
 
     def finish(submission: Submission) -> Any:
         return obj if is_root else pickle.loads(submission.payload.data)  # noqa: S301 - a rank's
@@ -62,6 +61,13 @@ def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet 
         return [pickle.loads(each.data) for each in pieces]  # noqa: S301 - ranks' own
 
     number = number_of(process_set, "allgather_object")
-    pickled = prepared("allgather_object", name, number, lambda: np.frombuffer(pickling.dumps(obj), np.uint8))
-    result: list[Any] = submit_and_wait("allgather_object", name, number, inputs=[as_buffer(pickled)], finish=finish)
+    payload = prepared("allgather_object", name, number, lambda: pickled(obj))
+    result: list[Any] = submit_and_wait("allgather_object", name, number, inputs=[as_buffer(payload)], finish=finish)
     return result
+
+
+def pickled(obj: Any) -> Any:
+    """The bytes of any Python object. See `pickling.dumps`, which loads more than the whole API does."""
+    from ringreduce.transport import pickling
+
+    return np.frombuffer(pickling.dumps(obj), np.uint8)

@@ -15,6 +15,7 @@ from ringreduce.api import broadcast as broadcasts
 from ringreduce.api import control, objects
 from ringreduce.api import gather as gathers
 from ringreduce.api import reduce as reductions
+from ringreduce.api.objects import pickled
 from ringreduce.api.process_sets import ProcessSet, global_process_set, number_of
 from ringreduce.arrays.buffer import Buffer
 from ringreduce.arrays.view import as_buffers, to_write
@@ -24,7 +25,6 @@ from ringreduce.execution.submission import Handle, Submission
 from ringreduce.ops import Adasum, Average, ReduceOp
 from ringreduce.runtime.arguments import arguments_of
 from ringreduce.runtime.submit import like, refused, submit_and_wait, whole
-from ringreduce.transport import pickling
 from ringreduce.transport.world import World
 
 __all__ = ["Ordered", "ordered"]
@@ -192,8 +192,8 @@ class Ordered(ProcessSet):
 
     def send_object(self, obj: Any, destination: int, tag: int = 0) -> None:
         """Send any Python object, pickled. See `recv_object`."""
-        pickled = np.frombuffer(pickling.dumps(obj), np.uint8)
-        for handle in [self.send_async(each, destination, tag) for each in (np.int64(pickled.size), pickled)]:
+        payload = pickled(obj)
+        for handle in [self.send_async(each, destination, tag) for each in (np.int64(payload.size), payload)]:
             handle.wait()
 
     def recv_object(self, source: int, tag: int = 0) -> Any:

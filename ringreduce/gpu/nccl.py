@@ -13,7 +13,6 @@ import importlib
 import os
 import threading
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future
 from typing import Any
 
 from ringreduce.arrays.cuda import Device, Stream, cupy, runtime
@@ -79,6 +78,8 @@ def unique_id() -> bytes:
 
 def connect(device: Device, size: int, uid: bytes, rank: int) -> Steps[Nccl]:
     """`Nccl(...)` in its own thread, since it returns only when all ranks have called it, and a rank may be lost."""
+    from concurrent.futures import Future
+
     future: Future[Nccl] = Future()
 
     def run() -> None:

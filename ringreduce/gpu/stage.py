@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from concurrent.futures import Future
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ringreduce.arrays.cuda import Block, Event, Pinned, Stream
 from ringreduce.transport.base import Work
+
+if TYPE_CHECKING:
+    from concurrent.futures import Future
 
 
 class Done(Work):

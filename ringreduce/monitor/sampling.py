@@ -7,7 +7,6 @@ import functools
 import inspect
 import os
 import sys
-import sysconfig
 import threading
 from pathlib import Path
 from types import CodeType, FrameType
@@ -16,7 +15,6 @@ from typing import Any
 from ringreduce.monitor.launcher_link import PACKAGE
 
 MOST_LINES, MOST_TOLD = 512, 64
-LIBRARIES = (f"{PACKAGE}/", *map(sysconfig.get_path, ("stdlib", "platstdlib")), "<")
 PACKAGES = "/site-packages/", "/dist-packages/"
 LOADERS = "/torch/utils/data/", "/tensorflow/python/data/", "/grain/"
 
@@ -66,9 +64,16 @@ def line_of(innermost: FrameType) -> str:
     return f"{found} (data loader)" if found and loads else found
 
 
+@functools.cache
+def _libraries() -> tuple[str, ...]:
+    import sysconfig  # loads a large table, which only a report needs
+
+    return (f"{PACKAGE}/", *map(sysconfig.get_path, ("stdlib", "platstdlib")), "<")
+
+
 @functools.lru_cache(maxsize=4096)
 def _is_own(filename: str) -> bool:
-    return not filename.startswith(LIBRARIES) and not any(each in filename for each in PACKAGES)
+    return not filename.startswith(_libraries()) and not any(each in filename for each in PACKAGES)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import itertools
 import socket
-import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
@@ -113,7 +112,7 @@ def judged(gbs: Mapping[tuple[int, int], float], hosts: Sequence[int], names: Se
     out = [max(rate for (source, _), rate in gbs.items() if source == each) for each in range(count)]
     into = [max(rate for (_, to), rate in gbs.items() if to == each) for each in range(count)]
     carries = [min(pair) for pair in zip(out, into, strict=True)] if count > 2 else out  # of two hosts: to the other
-    typical = statistics.median_high(carries)
+    typical = sorted(carries)[count // 2]
     is_slow = {pair: rate < SLOW_SHARE * min(out[pair[0]], into[pair[1]]) for pair, rate in gbs.items()}
     order = best_order(is_slow, count)
     return Links(
