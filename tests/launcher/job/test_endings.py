@@ -255,21 +255,22 @@ WAYS_OUT = {
 
 @pytest.mark.without_mpi
 @pytest.mark.parametrize(
-    ("stays", "end"),
+    ("stays", "end", "grace_s"),
     [
-        ("threading.Thread(target=time.sleep, args=[60]).start()", "leave(7)"),
-        ("threading.Thread(target=time.sleep, args=[60]).start()", "raise ValueError('x')"),
-        ("multiprocessing.get_context('fork').Process(target=time.sleep, args=[60]).start()", "raise SystemExit(7)"),
+        ("threading.Thread(target=time.sleep, args=[60]).start()", "leave(7)", 1),
+        ("threading.Thread(target=time.sleep, args=[60]).start()", "raise ValueError('x')", None),
+        ("multiprocessing.get_context('fork').Process(target=time.sleep, args=[60]).start()", "raise SystemExit(7)", 1),
     ],
 )
-def test_a_script_that_has_failed_does_not_keep_its_rank_alive(ringrun, script, wait_until_gone, stays, end):
+def test_a_script_that_has_failed_does_not_keep_its_rank_alive(ringrun, script, wait_until_gone, stays, end, grace_s):
     """Other ranks hear of it when the process has ended, which waits for threads and children."""
     code, fails = 7 if "7" in end else 1, f"if os.environ['RANK'] == '1':\n    {stays}\n    {end}\n"
     begin_s = time.monotonic()
-    done = ringrun("-np", 2, *script(f"{HEAD}import multiprocessing\n{fails}time.sleep(60)"), returncode=code)
+    flags = ["--grace", grace_s] if grace_s else []
+    done = ringrun("-np", 2, *flags, *script(f"{HEAD}import multiprocessing\n{fails}time.sleep(60)"), returncode=code)
     assert time.monotonic() - begin_s < patient(30)
-    late = f" has not ended 3 s after its script did, with exit code {code}, and is killed; it may wait for a thread"
-    assert done.stderr.count(late) == 1, done.stderr
+    late = f" {grace_s or 3} s after its script did, with exit code {code}, and is killed; it may wait for a thread"
+    assert done.stderr.count(f" has not ended{late}") == 1, done.stderr
     assert "rank 1 of 2 failed first" in done.stderr
     wait_until_gone()
 

@@ -14,13 +14,13 @@ from ringreduce.testing import run_ranks
 from ringreduce.torch import parts
 from tests.support.patience import patient
 
-EVERY = 10
+EVERY = 4
 SETTINGS = Settings(check=f"divergence:{EVERY}", stall_check_s=0)
 UNTOUCHED = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.BatchNorm1d(6), torch.nn.Linear(6, 2))
 HALF_BUILT = torch.nn.Linear.__new__(torch.nn.Linear)  # such a one is met where another thread is building a model
 
 
-def trained(change=lambda step, model, optimizer: None, begin=lambda model: None, steps=60):
+def trained(change=lambda step, model, optimizer: None, begin=lambda model: None, steps=20):
     """Train on each rank's own data, in which `change` interferes, and may say that the step is not made."""
     model = copy.deepcopy(UNTOUCHED)
     begin(model)
@@ -68,7 +68,7 @@ def elsewhere(model):
 
 def skips(step, model, optimizer):
     optimizer.synchronize()
-    if step == 37 and rr.rank() == 1:
+    if step == 13 and rr.rank() == 1:
         return "no step"
     with optimizer.skip_synchronize():
         optimizer.step()
@@ -77,11 +77,11 @@ def skips(step, model, optimizer):
 
 def reads_and_skips(step, model, optimizer):
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    return "no step" if step == 37 and rr.rank() == 1 else None
+    return "no step" if step == 13 and rr.rank() == 1 else None
 
 
 def flips(step, model, optimizer):
-    if step == 37 and rr.rank() == 2:
+    if step == 13 and rr.rank() == 2:
         model[2].bias.data.view(torch.int32)[1] ^= 1 << 12  # one that later steps do not round away
 
 
@@ -102,12 +102,12 @@ CASES = {
     ),
     "skipped": (
         trains(skips, without_buffers),
-        r"after 40 steps \(equal after 30\) parameter '0.weight' differs: rank 1 from ranks 0,2-3; so do 3 more of 4: "
-        r"'0.bias', '2.weight', '2.bias'. rank 1 took 39 steps, ranks 0,2-3 40",
+        r"after 16 steps \(equal after 12\) parameter '0.weight' differs: rank 1 from ranks 0,2-3; so do 3 more of 4: "
+        r"'0.bias', '2.weight', '2.bias'. rank 1 took 15 steps, ranks 0,2-3 16",
     ),
     "read, and skipped": (
         trains(reads_and_skips, without_buffers),
-        r"after 40 steps .* rank 1 took 39 steps, ranks 0,2-3",
+        r"after 16 steps .* rank 1 took 15 steps, ranks 0,2-3",
     ),
     "BatchNorm": (
         trains(lambda *_: None, lambda model: None),
@@ -116,7 +116,7 @@ CASES = {
     ),
     "a bit": (
         trains(flips, without_buffers),
-        r"after 40 steps \(equal after 30\) parameter '2.bias' differs: rank 2 from ranks 0-1,3; the other 3 do not. "
+        r"after 16 steps \(equal after 12\) parameter '2.bias' differs: rank 2 from ranks 0-1,3; the other 3 do not. "
         r"All ranks took the same number of steps, with equal gradients: something else has changed it",
     ),
 }
@@ -184,7 +184,7 @@ def test_it_is_switched_on_and_off_at_run_time_and_local_steps_are_left_alone(ca
 def plateau(step, model, optimizer):
     """A scheduler that looks at the rank's own loss."""
     optimizer.scheduler = getattr(optimizer, "scheduler", None) or torch.optim.lr_scheduler.ReduceLROnPlateau(
-        optimizer, factor=0.5, patience=30
+        optimizer, factor=0.5, patience=12
     )
     optimizer.step()
     optimizer.scheduler.step(1.0 if rr.rank() == 1 else 1 / (1 + step))
@@ -192,7 +192,7 @@ def plateau(step, model, optimizer):
 
 
 def momentum(step, model, optimizer):
-    if step == 21 and rr.rank() > 1:
+    if step == 9 and rr.rank() > 1:
         optimizer.param_groups[0]["betas"] = (0.8, 0.999)
 
 
@@ -201,9 +201,9 @@ CASES |= {
     "a learning rate by a rank's own loss": (
         trains(plateau, without_buffers),
         [
-            r"after 40 steps \(equal after 30\) value 'lr' differs: rank 1 has 0.005, ranks 0,2-3 have 0.01; the other "
+            r"after 16 steps \(equal after 12\) value 'lr' differs: rank 1 has 0.005, ranks 0,2-3 have 0.01; the other "
             r"\d do not. If it steers training, .* all ranks must decide it alike: a scheduler",
-            r"after 40 steps \(equal after 30\) parameter '0.weight' differs: rank 1 .* So does value 'lr', since",
+            r"after 16 steps \(equal after 12\) parameter '0.weight' differs: rank 1 .* So does value 'lr', since",
         ],
     ),
     "an option": (
@@ -212,7 +212,7 @@ CASES |= {
     ),
     "buffers, then a parameter": (
         trains(flips, lambda model: None),
-        [BATCH_NORM, r"after 40 steps \(equal after 30\) parameter '2.bias' differs: rank 2 from ranks 0-1,3"],
+        [BATCH_NORM, r"after 16 steps \(equal after 12\) parameter '2.bias' differs: rank 2 from ranks 0-1,3"],
     ),
 }
 
@@ -502,7 +502,7 @@ CASES |= {program.__name__: ((program, 4, OFTEN), expected) for program, expecte
 @pytest.mark.parametrize(("job", "expected"), CASES.values(), ids=CASES)
 def test_who_differs_and_why_is_said_once_as_it_begins_and_no_job_ends(capsys, job, expected):
     program, size, settings = job
-    said = found(capsys, program, size, patient(4) if expected == CASES["frozen"][1] else 20, settings)
+    said = found(capsys, program, size, patient(2) if expected == CASES["frozen"][1] else 20, settings)
     patterns = [expected] if isinstance(expected, str) else expected
     assert len(said) == len(patterns), said
     for one, pattern in zip(said, patterns, strict=True):

@@ -1,11 +1,11 @@
 """The parameter server: in step it equals the ring, else it learns; what is wrong is said on all ranks."""
 
+import functools
 import time
 
 import numpy as np
 import pytest
 import torch
-from sklearn.datasets import load_digits
 
 import ringreduce as rr
 from ringreduce.ps import worker as ps_worker
@@ -13,9 +13,21 @@ from ringreduce.runtime import Runtime
 from ringreduce.testing import run_ranks
 from tests.support.on_threads import each_rank_of
 
-IMAGES, LABELS = load_digits(return_X_y=True)
-IMAGES = IMAGES / 16.0
 RATE = 0.5
+
+
+@functools.cache
+def digits():
+    """Images and labels."""
+    from sklearn.datasets import load_digits  # takes longer to import than all else here, in each worker
+
+    images, labels = load_digits(return_X_y=True)
+    return images / 16.0, labels
+
+
+@pytest.fixture(scope="module", autouse=True)
+def before_the_clock_runs():
+    digits()
 
 
 def sgd(parameters, gradients):
@@ -29,20 +41,23 @@ def first():
 
 def gradients(parameters, batch):
     """Of softmax regression."""
-    scores = IMAGES[batch] @ parameters["out"]["w"] + parameters["out"]["b"]
+    images, labels = digits()[0][batch], digits()[1][batch]
+    scores = images @ parameters["out"]["w"] + parameters["out"]["b"]
     scores = np.exp(scores - scores.max(1, keepdims=True))
-    wrong = scores / scores.sum(1, keepdims=True) - np.eye(10)[LABELS[batch]]
-    return {"out": {"w": IMAGES[batch].T @ wrong / len(batch), "b": wrong.mean(0)}}
+    wrong = scores / scores.sum(1, keepdims=True) - np.eye(10)[labels]
+    return {"out": {"w": images.T @ wrong / len(batch), "b": wrong.mean(0)}}
 
 
 def accuracy(parameters):
-    return (np.argmax(IMAGES @ parameters["out"]["w"] + parameters["out"]["b"], 1) == LABELS).mean()
+    images, labels = digits()
+    return (np.argmax(images @ parameters["out"]["w"] + parameters["out"]["b"], 1) == labels).mean()
 
 
 def batches(index, count, steps):
-    sampler = rr.DistributedSampler(len(IMAGES), num_replicas=count, rank=index, drop_last=True)
+    images, _ = digits()
+    sampler = rr.DistributedSampler(len(images), num_replicas=count, rank=index, drop_last=True)
     for step in range(steps):
-        if step % (len(IMAGES) // count // 32) == 0:
+        if step % (len(images) // count // 32) == 0:
             drawn = iter(sampler.batches(32))
         yield next(drawn)
 
