@@ -231,7 +231,7 @@ def _mean(numbers: Sequence[float]) -> float:
 def _why(report: Mapping[str, Any], said: Sequence[str], code: int) -> str:
     """Return in a line how a run has failed: its first rank's exception or last words, else ringrun's own error."""
     for failure in (report.get("failures") or ())[:1]:
-        how, card = f"rank {failure['rank']} {failure['text']}", report["job"].get("card") or ()
+        how, card = f"rank {failure['rank']} {failure['text']}", list(report["job"].get("card") or ())
         return f"{how}: {card[-2].strip()}" if any(line.endswith(LAST_WORDS) for line in card) else how
     errors = [line for line in said if line.startswith(f"{_OF_RINGRUN}error: ")]
     return (errors or [*said[-1:], f"exit code {code}"])[0].removeprefix(f"{_OF_RINGRUN}error: ")

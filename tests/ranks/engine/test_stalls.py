@@ -174,7 +174,8 @@ def test_a_rank_that_is_late_in_a_step_is_asked_nothing_about_batches():
         sentence,
     ]
     unnamed = [
-        Waiting(Signature("allreduce", f"unnamed.{step}", numbered=True), 1.0, lines, [1], step) for step in (20, 22, 21)
+        Waiting(Signature("allreduce", f"unnamed.{step}", numbered=True), 1.0, lines, [1], step)
+        for step in (20, 22, 21)
     ]
     assert headline(unnamed, 3.0).endswith("rank 1 took 20 steps, ranks 0,2 are in their 21st (allreduce)")
     (first,) = headline([waiting[0]._replace(step=0)], 3.0).splitlines()
