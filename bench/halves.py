@@ -8,6 +8,7 @@ broadcast; float32. Per operation:
 
     in shared memory   ours, called directly, into memory that is there, as MPI's
     ringreduce         the public function: the engine agrees first, and makes the memory of the result
+    ringreduce, out=   the same, into memory that is there
     MPI                Reduce_scatter, Allgatherv, Bcast
     floor: one copy    every rank copies as many bytes once, all at the same time
 
@@ -45,7 +46,8 @@ from ringreduce.ops import Reduction
 from ringreduce.transport.base import complete
 
 SECONDS_PER_RUN = 0.1
-DIRECT, PUBLIC, PEER, FLOOR = "in shared memory", "ringreduce", "MPI", "floor: one copy"
+DIRECT, PUBLIC, KEPT, PEER = "in shared memory", "ringreduce", "ringreduce, out=", "MPI"
+FLOOR = "floor: one copy"
 COLUMNS = (
     Column("operation", "operation", width=15, left=True),
     Column("who", "who", width=18, left=True),
@@ -97,6 +99,8 @@ def cases(count: int) -> dict[str, Case]:
         sends[DIRECT] = result(sent, lambda: complete(shared_halves.broadcast([sent], 0, region)))
     scatters[PUBLIC] = lambda: rr.reducescatter(whole, op=rr.Sum)
     gathers[PUBLIC] = lambda: rr.allgather(source)
+    scatters[KEPT] = lambda: rr.reducescatter(whole, op=rr.Sum, out=part)
+    gathers[KEPT] = lambda: rr.allgather(source, out=gathered)
     sends[PUBLIC] = result(sent, lambda: rr.broadcast_(sent, 0))
     scatters[PEER] = result(part, lambda: comm.Reduce_scatter(whole, part, counts))
     gathers[PEER] = result(gathered, lambda: comm.Allgatherv(source, [gathered, counts]))

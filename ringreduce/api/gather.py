@@ -18,32 +18,45 @@ from ringreduce.arrays.view import as_buffer, as_buffers
 from ringreduce.errors import InputError
 from ringreduce.execution.submission import Handle, Submission
 from ringreduce.runtime.arguments import Details
-from ringreduce.runtime.submit import Array, like, only, refused
+from ringreduce.runtime.submit import Array, like, only, outs_of, refused
 
 __all__ = ["allgather", "allgather_async", "alltoall", "alltoall_async", "grouped_allgather"]
 __all__ += ["grouped_allgather_async"]
 
 
-def allgather(tensor: Array, name: str | None = None, process_set: ProcessSet = global_process_set) -> Array:
+def allgather(
+    tensor: Array,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+    *,
+    out: Any = None,
+) -> Array:
     """Concatenate the tensors of all ranks along dim 0, in rank order.
 
     Shape:  at least 1-d; dim 0 may differ per rank (and be 0), the others must be equal.
     name:   as in `allreduce`.
+    out:    an array for the result, of its shape and type, which is returned. In a loop of large ones this is faster:
+            new memory costs more than to move the elements. Any rank may pass one, or not.
     Cost:   size - 1 messages a rank, in which it sends all rows but one rank's; one agreement, and the row counts.
-    Raises: InputError (a ValueError) for a 0-d tensor; MismatchError; PeerLostError.
+    Raises: InputError (a ValueError) for a 0-d tensor, or another `out`; MismatchError; PeerLostError.
     Source: Horovod's allgather.
     """
-    return grouped_allgather([tensor], name, process_set)[0]
+    return _allgather([tensor], name, process_set, waits=True, out=out).wait()[0]
 
 
 def allgather_async(
-    tensor: Array, name: str | None = None, process_set: ProcessSet = global_process_set, *, waits: bool = False
+    tensor: Array,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+    *,
+    out: Any = None,
+    waits: bool = False,
 ) -> Handle[Array]:
     """Begin an `allgather`; `synchronize(handle)` returns its result.
 
     waits: the caller does so at once.
     """
-    return _allgather([tensor], name, process_set, waits).mapped(only)
+    return _allgather([tensor], name, process_set, waits, out=out).mapped(only)
 
 
 def grouped_allgather(
@@ -68,7 +81,12 @@ def gather_with(
 
 
 def _allgather(
-    tensors: Sequence[Array], name: str | None, process_set: ProcessSet, waits: bool, details: Details = ()
+    tensors: Sequence[Array],
+    name: str | None,
+    process_set: ProcessSet,
+    waits: bool,
+    details: Details = (),
+    out: Any = None,
 ) -> Handle[list[Array]]:
     current, number = runtime.current("allgather"), number_of(process_set, "allgather")
     tensors = list(tensors)
@@ -76,9 +94,20 @@ def _allgather(
     def finish(submission: Submission) -> list[Any]:
         return [like(tensor, output) for tensor, output in zip(tensors, submission.outputs, strict=True)]
 
-    options: dict[str, Any] = {"details": details, "by_rows": True, "finish": finish, "waits": waits}
     try:
-        return current.engine.submit("allgather", name, number, inputs=with_rows(tensors), **options)
+        inputs = with_rows(tensors)
+        outputs, into = outs_of("allgather", out, inputs, finish)
+        return current.engine.submit(
+            "allgather",
+            name,
+            number,
+            details=details,
+            by_rows=True,
+            inputs=inputs,
+            outputs=outputs,
+            finish=into,
+            waits=waits,
+        )
     except InputError as exc:
         raise refused("allgather", exc, number, name, None, len(tensors)) from exc.__cause__
 

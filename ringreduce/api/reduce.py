@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from ringreduce import runtime
@@ -14,7 +14,7 @@ from ringreduce.execution.signature import calling_line
 from ringreduce.execution.submission import Handle, Submission
 from ringreduce.ops import Average, ReduceOp
 from ringreduce.runtime.arguments import Arguments, arguments_of
-from ringreduce.runtime.submit import Array, like, only, refused, taken_apart
+from ringreduce.runtime.submit import Array, like, only, outs_of, refused, taken_apart
 
 __all__ = ["allreduce", "allreduce_", "allreduce_async", "allreduce_async_", "grouped_allreduce", "grouped_allreduce_"]
 __all__ += ["grouped_allreduce_async", "grouped_allreduce_async_", "grouped_reducescatter"]
@@ -193,15 +193,23 @@ def reducescatter(
     process_set: ProcessSet = global_process_set,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
+    *,
+    out: Any = None,
 ) -> Array:
     """Reduce `tensor` over all ranks; returns this rank's part of the rows, as a new array.
 
     Shape:  (rows, ...), equal on all ranks; the result (rows // size, ...), one row more on the first rows % size.
+    out:    an array for the result, as in `allgather`; without compression.
     op:     Average or Sum.
     Cost:   size - 1 messages a rank, about nbytes (size - 1) / size sent by each; one agreement.
-    Raises: InputError (a ValueError) for a 0-d tensor or another op; and as `allreduce`.
+    Raises: InputError (a ValueError) for a 0-d tensor, another op or another `out`; and as `allreduce`.
     Source: Horovod's reducescatter; the first half of the ring.
     """
+    if out is not None:
+        if compression is not Compression.none:
+            raise InputError(f"reducescatter: out, with compression={compression!r}; pass one of the two")
+        scales = prescale_factor, postscale_factor
+        return reducescatter_async(tensor, name, op, process_set, *scales, out=out, waits=True).wait()
     return grouped_reducescatter([tensor], name, compression, op, process_set, prescale_factor, postscale_factor)[0]
 
 
@@ -213,6 +221,7 @@ def reducescatter_async(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     *,
+    out: Any = None,
     waits: bool = False,
 ) -> Handle[Array]:
     """Begin a `reducescatter`; `synchronize(handle)` returns its result.
@@ -220,7 +229,7 @@ def reducescatter_async(
     waits: the caller does so at once.
     """
     reduction = arguments_of("reducescatter", None, op, prescale_factor, postscale_factor)
-    return submit([tensor], name, None, reduction, process_set, waits=waits).mapped(only)
+    return submit([tensor], name, None, reduction, process_set, waits=waits, out=out).mapped(only)
 
 
 def grouped_reducescatter(
@@ -275,6 +284,7 @@ def submit(
     waits: bool = False,
     line: str | None = None,
     of_step: bool = False,
+    out: Any = None,
 ) -> Handle[list[Array]]:
     """Submit the tensors; the handle returns the reduced ones.
 
@@ -288,7 +298,12 @@ def submit(
             raise InputError(f"{function}: {len(names)} names for {len(tensors)} tensors; pass one for each")
         if in_place and len(set(map(id, tensors))) < len(tensors):  # what else shares memory is found the first time
             check_apart(inputs)
-        has_outputs = not in_place and function == "allreduce"
+        outputs: list[Any] = inputs
+        into: Callable[[Submission], list[Any]] = _finish
+        if function != "allreduce":
+            outputs, into = outs_of(function, out, inputs, _finish)
+        elif not in_place:
+            outputs = [each.empty(each.shape) for each in inputs]
         return engine.submit(
             function,
             name,
@@ -298,8 +313,8 @@ def submit(
             check=arguments.check,
             together=check_apart if in_place else None,
             inputs=inputs,
-            outputs=[each.empty(each.shape) for each in inputs] if has_outputs else inputs,
-            finish=_finish,
+            outputs=outputs,
+            finish=into,
             payload=(tensors, written),
             waits=waits,
             line=line or calling_line(3),

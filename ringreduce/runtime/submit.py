@@ -12,6 +12,8 @@ import numpy as np
 from ringreduce import runtime
 from ringreduce.arrays import trees
 from ringreduce.arrays.buffer import Buffer
+from ringreduce.arrays.memory import Memory, in_common
+from ringreduce.arrays.view import to_write
 from ringreduce.errors import InputError, RingreduceError
 from ringreduce.execution.signature import REFUSED, calling_line, named
 from ringreduce.execution.submission import Submission
@@ -61,6 +63,38 @@ def refused(
         submitting = runtime.current(function).engine.submitting
         submitting.refuse(function, name, process_set, str(error), calling_line())
     return error
+
+
+def outs_of(
+    function: str, out: Any, inputs: Sequence[Buffer], otherwise: Callable[[Submission], list[Any]]
+) -> tuple[list[Buffer], Callable[[Submission], list[Any]]]:
+    """The buffer of an array for the result of one input, and what returns that array when it has it.
+
+    None: no buffers, and `otherwise`.
+
+    A shape of which the caller could not know that it is wrong, as others' rows make it, is an error of the latter.
+    Raises: InputError where it is of another type or on another device, or has memory in common with the input.
+    """
+    if out is None:
+        return [], otherwise
+    (source,), ((target,), written) = inputs, to_write([out])
+    if (target.element, target.device) != (source.element, source.device):
+        own, expected = (f"{each.element.name} on {each.device}" for each in (target, source))
+        raise InputError(f"{function}: out is {own}; expected {expected}, as the tensor")
+    places = [
+        Memory(each.device, each.start, each.nbytes, name) for each, name in ((source, "tensor"), (target, "out"))
+    ]
+    if why := in_common(places):
+        raise InputError(f"{function}: {why}; pass another array as out")
+
+    def finish(submission: Submission) -> list[Any]:
+        (made,) = submission.outputs
+        if made is not target:
+            raise InputError(f"{function}: out has shape {target.shape}; expected {made.shape}")
+        written()
+        return [out]
+
+    return [target], finish
 
 
 def which_op(function: str, average: bool | None, op: ReduceOp | None) -> ReduceOp:
