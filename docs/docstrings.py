@@ -55,8 +55,11 @@ class Docstrings(griffe.Extension):
             for found in (SIGNATURE_OF.fullmatch(str(each.value)) for each in function.decorators):
                 if found:
                     source = pkg[f"{function.parent.resolve(found[2]).removeprefix('ringreduce.')}.{found[3]}"]
-                    function.parameters, function.returns = source.parameters, source.returns
-                    if found[1] == "_differentiable":  # which says only what is the gradient
+                    # as the decorators do
+                    is_torch = found[1] == "_differentiable"
+                    kept = [each for each in source.parameters if is_torch or each.name != "out"]
+                    function.parameters, function.returns = griffe.Parameters(*kept), source.returns
+                    if is_torch:  # whose docstring says only what is the gradient
                         function.docstring.value = f"{source.docstring.value}\n\n{function.docstring.value}"
 
     def on_object(self, *, obj, **_):

@@ -164,8 +164,13 @@ def gradients_of(collective: Collective, gradients: Tensors, framework: Framewor
 def with_signature_of(
     function: Callable[Parameters, Result],
 ) -> Callable[[Callable[[Call], Any]], Callable[Parameters, Result]]:
-    """Decorate what gets the arguments of a call, by name: users call it as they call `function`."""
+    """Decorate what gets the arguments of a call, by name: users call it as they call `function`.
+
+    Without `out`: no arrays of such a framework can be written to.
+    """
     signature = inspect.signature(function)
+    kept = [each for name, each in signature.parameters.items() if name != "out"]
+    signature = signature.replace(parameters=kept)
 
     def decorate(run: Callable[[Call], Any]) -> Callable[Parameters, Result]:
         @functools.wraps(run)

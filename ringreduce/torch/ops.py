@@ -30,7 +30,7 @@ from ringreduce.frameworks.collective import (
     gradients_of,
     with_signature_of,
 )
-from ringreduce.runtime.submit import taken_apart
+from ringreduce.runtime.submit import refused, taken_apart
 
 __all__ = ["allgather", "allreduce", "alltoall", "alltoall_async", "broadcast", "grouped_allgather"]
 __all__ += ["grouped_allreduce", "grouped_reducescatter", "reducescatter"]
@@ -86,6 +86,8 @@ def _differentiable(
     def decorate(described: Callable[[], None]) -> Callable[Parameters, Result]:
         @functools.wraps(described)
         def differentiable(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Any:
+            if kwargs.get("out") is not None:
+                return _into(collective, signature.bind(*args, **kwargs))
             result: Any = collective(*args, **kwargs)
             given: Any = args[0] if args else kwargs[first]
             is_group = first == "tensors"
@@ -102,6 +104,17 @@ def _differentiable(
         return differentiable
 
     return decorate
+
+
+def _into(collective: Callable[..., Any], call: inspect.BoundArguments) -> Any:
+    """Call a collective that has `out`, of which autograd must not have to know."""
+    call.apply_defaults()
+    has = call.arguments
+    if torch.is_grad_enabled() and _requires_it([has["tensor"], has["out"]]):
+        why = "no gradients go through out; pass tensor.detach(), or leave out away"
+        function, number = collective.__name__, number_of(has["process_set"], collective.__name__)
+        raise refused(function, InputError(f"{function}: {why}"), number, has["name"])
+    return collective(*call.args, **call.kwargs)
 
 
 @_differentiable(reduce.allreduce)

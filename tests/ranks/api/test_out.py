@@ -5,6 +5,7 @@ import pytest
 import torch
 
 import ringreduce as rr
+import ringreduce.torch as hvd
 from ringreduce.testing import run_ranks
 from tests.support.on_threads import each_rank_of
 
@@ -72,3 +73,16 @@ def test_an_out_that_does_not_fit_is_refused_and_the_job_goes_on():
     else:
         rr.allgather(own, "alone", out=kept)
     return rr.allgather(own, out=kept).copy()
+
+
+@each_rank_of(2)
+def test_no_gradient_goes_through_out():
+    own = torch.from_numpy(mine(rr.rank(), 4)).requires_grad_()
+    out = torch.empty(8, 2)
+    for call in (lambda: hvd.allgather(own, out=out), lambda: hvd.reducescatter(own, "parts", out=out[:2])):
+        with pytest.raises(rr.InputError, match=r"(allgather|reducescatter): no gradients go through out; pass tensor"):
+            call()
+    assert hvd.allgather(own.detach(), out=out) is out
+    with torch.no_grad():
+        assert hvd.allgather(own, "again", out=out) is out
+    np.testing.assert_array_equal(out, np.concatenate([mine(rank, 4) for rank in range(2)]))
