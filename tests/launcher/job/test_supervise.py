@@ -189,7 +189,7 @@ def test_ranks_of_an_elastic_job_outlive_mpirun(elastic, code):
     events = queue_of(*arrived(0, 1), LauncherEnded(), ended(0), ended(1))
     assert Supervisor(Job(2, ["x"], elastic=elastic), fake, fake, fake, events).run() == code
     assert fake.said[0].startswith(
-        "ringrun: mpirun has ended with exit code 1; the ranks go" if elastic else "ringrun: mpirun ended"
+        "ringrun: mpirun has ended with exit code 1; the ranks continue" if elastic else "ringrun: mpirun ended"
     )
 
 
