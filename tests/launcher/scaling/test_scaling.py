@@ -385,7 +385,7 @@ def test_a_number_of_ranks_that_fails_and_files_that_are_written_are_said(ringru
     done = scaling(ringrun, "--rounds", 2, "--seconds", 60, *command_line, 400, returncode=0)
     assert re.search(r"^2 ranks: failed: rank [01] .*ZeroDivisionError", done.stdout, re.MULTILINE)
     assert "only 1 rank could be measured: there is nothing to compare" in done.stdout
-    assert "files have changed here: model.pt; where the script writes them" in done.stdout
+    assert "files have changed here: model.pt; if the script wrote them" in done.stdout
     assert "the script ended by itself before --seconds were over" in done.stdout
     assert done.stderr.count("2 ranks: failed") == 1, "it is not tried again"
 
