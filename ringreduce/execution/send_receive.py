@@ -120,8 +120,10 @@ class Receiver:
 
     def _wanted(self) -> tuple[int, Submission] | None:
         """The number of the first kept message that is waited for, and by whom."""
-        pairs = ((number, self._first_waiting(kept.tag)) for number, kept in enumerate(self._kept))
-        return next(((number, taker) for number, taker in pairs if taker is not None), None)
+        waiting: dict[int, Submission] = {}  # of one moment: one that is called meanwhile gets the first message, too
+        for each in list(self._all_waiting()):
+            waiting.setdefault(each.payload[1], each)
+        return next(((number, waiting[it.tag]) for number, it in enumerate(self._kept) if it.tag in waiting), None)
 
     def _take(self, header: Any) -> Steps[None]:
         """Receive the data that follow, for whoever waits for them first."""

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from ringreduce.execution.send_receive import NUMBERS, Receiver, _hash
+from ringreduce.execution.send_receive import NUMBERS, Kept, Receiver, _hash
 
 
 def test_a_receive_that_is_added_while_another_is_looked_for_is_not_lost():
@@ -45,6 +45,30 @@ def test_a_message_goes_to_no_receive_before_an_earlier_one_of_its_tag():
     for each in (running, *others):
         assert all(work.done() for work in each)
     assert [each.outputs[0][0] for each in (of_5, first, second)] == [22, 20, 21]
+
+
+class Late(list):
+    """Receives that wait, to which another is added when they have been looked at so many times."""
+
+    def __init__(self, late, times):
+        super().__init__()
+        self.late, self.times = late, times
+
+    def __iter__(self):
+        yield from super().__iter__()
+        self.times -= 1
+        if self.times == 0:
+            self.append(self.late)
+
+
+def test_a_receive_that_is_called_while_kept_messages_are_looked_at_gets_the_first():
+    for times in range(1, 9):
+        receiver, late = Receiver(SimpleNamespace(), None, 1, 1, 0), submission(7)
+        receiver._kept += [Kept(7, 0, "", number) for number in range(3)]
+        receiver._waiting = Late(late, times)
+        found = [receiver._wanted() for _ in range(times + 1)]
+        assert found[-1] == (0, late)
+        assert all(each in (None, (0, late)) for each in found), times
 
 
 def submission(tag):
