@@ -207,7 +207,8 @@ def reducescatter(
     """
     if out is not None:
         if compression is not Compression.none:
-            raise InputError(f"reducescatter: out, with compression={compression!r}; pass one of the two")
+            error = InputError(f"reducescatter: out, with compression={compression!r}; pass one of the two")
+            raise refused("reducescatter", error, number_of(process_set, "reducescatter"), name)
         scales = prescale_factor, postscale_factor
         return reducescatter_async(tensor, name, op, process_set, *scales, out=out, waits=True).wait()
     return grouped_reducescatter([tensor], name, compression, op, process_set, prescale_factor, postscale_factor)[0]
