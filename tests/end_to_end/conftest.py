@@ -1,6 +1,7 @@
 """Jobs whose ranks print to one stream, and a test file that fails."""
 
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -36,6 +37,17 @@ def engines():
     """PYTHONPATH with Dask, Ray and Spark, for the Python that runs the tests, or that of MPICH."""
     path = environments.packages("TEST_ENGINES_PYTHON", ".venv-test-engines", *ENGINES)
     return {"PYTHONPATH": f"{path}:{jobs.ROOT}", "OMP_NUM_THREADS": "1"}
+
+
+@pytest.fixture
+def on_engine(engines, script):
+    """Runs a program that has Dask, Ray or Spark; returns what it has printed."""
+
+    def start(program, *arguments):
+        python = {"timeout_s": 600, "returncode": 0, "PYSPARK_PYTHON": sys.executable, **engines}
+        return run([sys.executable, script(program), *arguments], **python).stdout
+
+    return start
 
 
 @pytest.fixture(scope="session")

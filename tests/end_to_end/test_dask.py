@@ -1,11 +1,8 @@
 """ringreduce.dask.run() on a LocalCluster."""
 
 import re
-import sys
 
 import pytest
-
-from tests.end_to_end.conftest import run
 
 CLUSTER = """
 import os, signal, sys, threading, time
@@ -77,15 +74,9 @@ LOSES = """
 
 
 @pytest.fixture
-def dask(engines, script):
+def dask(on_engine):
     """Runs a program on a cluster of three workers; returns what it has printed."""
-
-    def start(program, *arguments):
-        return run(
-            [sys.executable, script(CLUSTER + program), *arguments], timeout_s=600, returncode=0, **engines
-        ).stdout
-
-    return start
+    return lambda program, *arguments: on_engine(CLUSTER + program, *arguments)
 
 
 @pytest.mark.adapters

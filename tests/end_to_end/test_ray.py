@@ -1,11 +1,8 @@
 """ringreduce.ray.run() on a Ray of this machine; Ray's own daemon gives up after 30 s on a busy one."""
 
 import re
-import sys
 
 import pytest
-
-from tests.end_to_end.conftest import run
 
 CLUSTER = """
 import os, signal, sys, threading, time
@@ -61,15 +58,9 @@ INTERRUPTED = """
 
 
 @pytest.fixture
-def on_ray(engines, script):
+def on_ray(on_engine):
     """Runs a program on two CPUs of Ray; returns what it has printed."""
-
-    def start(program, *arguments):
-        return run(
-            [sys.executable, script(CLUSTER + program), *arguments], timeout_s=600, returncode=0, **engines
-        ).stdout
-
-    return start
+    return lambda program, *arguments: on_engine(CLUSTER + program, *arguments)
 
 
 @pytest.mark.adapters

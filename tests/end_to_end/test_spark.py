@@ -2,11 +2,8 @@
 
 import re
 import shutil
-import sys
 
 import pytest
-
-from tests.end_to_end.conftest import run
 
 pytestmark = pytest.mark.skipif(shutil.which("java") is None, reason="Spark needs Java (.ci/packages installs it)")
 
@@ -51,16 +48,9 @@ INTERRUPTED = """
 
 
 @pytest.fixture
-def in_spark(engines, script):
+def in_spark(on_engine):
     """Runs a program in a session of two cores; returns what it has printed."""
-    engines = {**engines, "PYSPARK_PYTHON": sys.executable}
-
-    def start(program, *arguments):
-        return run(
-            [sys.executable, script(SESSION + program), *arguments], timeout_s=600, returncode=0, **engines
-        ).stdout
-
-    return start
+    return lambda program, *arguments: on_engine(SESSION + program, *arguments)
 
 
 @pytest.mark.adapters
