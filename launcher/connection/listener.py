@@ -12,6 +12,7 @@ import os
 import select
 import socket
 import struct
+import sys
 import threading
 import time
 from collections import Counter
@@ -98,14 +99,15 @@ class Listener:
         self,
         serve: Callable[[QueuedLink], Reader],
         complain: Callable[[str], None] = lambda _: None,
-        broken: Callable[[str], None] = lambda _: None,
+        broken: Callable[[str], None] | None = None,
     ) -> None:
         """Take connections; `serve` returns what handles one that knows the key.
 
         complain: called once with the reason why connections cannot be accepted now; they are tried again.
-        broken:   called with the reason why nothing is read any more.
+        broken:   called with the reason why nothing is read any more; by default it is said on stderr, and all
+                  connections end, by which the other ends know.
         """
-        self._serve, self._complain, self._broken = serve, complain, broken
+        self._serve, self._complain, self._broken = serve, complain, broken or self._end_all
         threading.Thread(target=self._run, daemon=True).start()
 
     def close(self, patience_s: float = 0.0) -> None:
@@ -123,6 +125,13 @@ class Listener:
             self._read()
         except Exception as error:  # as where no thread can be started
             self._broken(f"{type(error).__name__}: {error}")
+
+    def _end_all(self, why: str) -> None:
+        print(f"ringrun cannot read its connections any more, and ends them: {why}", file=sys.stderr)
+        for sock, _ in self._sockets.values():
+            sock.close()
+        for reader in list(self._readers.values()):
+            reader.link.end()
 
     def _read(self) -> None:
         look_at_s, accepts = 0.0, True

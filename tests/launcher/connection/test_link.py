@@ -9,6 +9,7 @@ import socket
 import struct
 import threading
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -345,6 +346,28 @@ def test_strangers_that_say_nothing_are_few_at_a_time_and_not_for_ever(
     for each in (slow, *strangers, *friends):
         each.close()
     listener.close()
+
+
+def test_where_nothing_is_read_any_more_each_other_end_knows(listener, capsys):
+    """Who started it has given no other way to hear of it."""
+    taken = []
+
+    def take(link):
+        taken.append(link)
+        if len(taken) == 2:
+            raise RuntimeError("can't start new thread")
+        return Served(link)
+
+    listener.start(take)
+    with contextlib.closing(connect(listener.address, listener.authkey)) as ours:
+        connect(listener.address, listener.authkey).close()
+        with pytest.raises((EOFError, OSError)):
+            ours.receive()
+    wait_until(lambda: not link_module.is_listening(str(Path(listener.address.path).parent)))
+    taken[1].close()
+    assert capsys.readouterr().err == (
+        "ringrun cannot read its connections any more, and ends them: RuntimeError: can't start new thread\n"
+    )
 
 
 def test_a_connection_for_which_no_descriptor_is_free_is_taken_later(listener, served):
