@@ -41,6 +41,8 @@ class Server:
         self._name = f"ring_{secrets.token_hex(_NAME_BYTES)}"
         self._answers: Answers | None = None  # once all ranks are there
         self._talking: dict[int, socket.socket] = {}  # by rank, with its MPI
+        self._is_over = False  # one is lost while MPI starts
+        self._broken = ""  # why nothing is heard of any rank any more
         addresses: tuple[str, ...] = ("127.0.0.1",)
         with contextlib.suppress(MachineError):  # a host without a network
             addresses = (*own_addresses((), ()), *addresses)
@@ -52,14 +54,15 @@ class Server:
 
     def serve(self, starter: int) -> None:
         """Be there until all ranks have gone. starter: a descriptor that ends when who started this process does."""
-        self._listener.start(lambda link: Member(self, link))
+        self._listener.start(lambda link: Member(self, link), broken=self._break)
         orphaned, told_s = threading.Event(), time.monotonic()
         threading.Thread(target=_await_end, args=(starter, orphaned.set), daemon=True).start()
         alone_s = 0.0
         while True:
             with self._changed:
                 self._changed.wait(_LOOK_S)
-                if self._came and self._left == self._came and (self._answers or orphaned.is_set()):
+                all_left = self._came and self._left == self._came
+                if self._broken or (all_left and (self._answers or orphaned.is_set())):
                     break
                 alone_s = alone_s + _LOOK_S if orphaned.is_set() and not self._came else 0.0
                 if alone_s > _NOBODY_S:
@@ -107,9 +110,17 @@ class Server:
                 self._came -= 1
                 self._left -= 1
             elif not self._answers.has_started:  # the others wait in MPI_Init, where no thread of theirs runs
+                self._is_over = True
                 for each in self._talking.values():
                     with contextlib.suppress(OSError):
                         each.shutdown(socket.SHUT_RDWR)
+
+    def _break(self, why: str) -> None:
+        """Nothing is read any more: this process's end tells all ranks."""
+        print(f"the process that tells MPI of the ranks ends: {why}", file=sys.stderr)
+        with self._changed:
+            self._broken = why
+            self._changed.notify()
 
     def _tell(self, message: wire.Message) -> None:
         for each in self._members.values():
@@ -122,10 +133,13 @@ class Server:
             sock.settimeout(HANDSHAKE_TIMEOUT_S)
             rank, shown = lines.readline(_LINE_BYTES).decode().split()
             key = self._listener.authkey
-            if not hmac.compare_digest(shown, shows(key, self._name, int(rank))) or int(rank) in self._talking:
+            if not hmac.compare_digest(shown, shows(key, self._name, int(rank))):
                 return
             sock.settimeout(None)
-            self._talking[int(rank)] = sock
+            with self._changed:
+                if self._is_over or int(rank) in self._talking:
+                    return
+                self._talking[int(rank)] = sock
             while line := lines.readline(_LINE_BYTES):
                 with self._changed:
                     if self._answers:

@@ -194,6 +194,35 @@ def test_while_mpi_starts_a_loss_ends_the_others_connections(served, rank_of):
     assert lines.readline() == ""
 
 
+def test_an_mpi_that_comes_after_a_loss_is_not_left_waiting(served, rank_of):
+    """Its rank joined before; where it calls MPI_Init only now, nobody else would tell it."""
+    address, _, _ = served(2)
+    ranks = [rank_of(address, number, 2) for number in range(2)]
+    joined = ranks[0].hears(wire.Joined)
+    ranks[1].end()
+    assert ranks[0].hears(wire.Lost).rank == 1
+    assert ask(ranks[0].talk(joined), "cmd=get_maxes") == ""
+
+
+def test_a_server_that_can_hear_nobody_any_more_ends_and_all_see_it(served, rank_of, monkeypatch, capsys):
+    address, _, thread = served(3)
+    first = rank_of(address, 0)
+    first.hears(wire.Awaited)
+
+    def fail(*_):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(server.Server, "admit", fail)
+    rank_of(address, 1)
+    with pytest.raises((EOFError, OSError)):
+        first.hears(wire.Joined)
+    thread.join(WAIT_S)
+    assert not thread.is_alive()
+    assert capsys.readouterr().err == (
+        "the process that tells MPI of the ranks ends: RuntimeError: can't start new thread\n"
+    )
+
+
 def test_who_is_missing_is_said_and_then_it_is_an_error(served, rank_of):
     address, _, _ = served(4)
     others = [rank_of(address, number, 4) for number in (0, 3)]
