@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from ringreduce.execution.plan import Plan
 from ringreduce.execution.signature import Signature, TensorSignature
 from ringreduce.negotiation.negotiator import Group, Negotiator
 from ringreduce.negotiation.protocol import decode, encode
@@ -33,6 +34,7 @@ class Job:
     def __init__(self, size: int, local: int) -> None:
         self.seconds, self.sent = [0.0] * size, [0] * size
         self._messages: deque[tuple[int, int, bytes]] = deque()
+        self._plans: list[dict[int, Plan]] = [{} for _ in range(size)]  # by rank, then by the tensors' order
         blocks = [np.zeros(group_bytes(CAPACITY), np.uint8) for _ in range(size)]
         hosts = [rank // local for rank in range(size)]
         self.negotiators = []
@@ -66,13 +68,19 @@ class Job:
         everyone = range(len(self.negotiators))
         now = time.monotonic()
         for batch in np.array_split(np.arange(len(tensors)), batches):
-            own = [
-                SimpleNamespace(
-                    signature=tensors[k], key=tensors[k].key, line="train.py:41", waits=False, submitted_s=now, step=-1
-                )
-                for k in batch
-            ]
-            for rank in everyone:
+            for rank, plans in enumerate(self._plans):
+                own = [
+                    SimpleNamespace(
+                        plan=plans.setdefault(k, Plan(tensors[k])),
+                        signature=tensors[k],
+                        key=tensors[k].key,
+                        line="train.py:41",
+                        waits=False,
+                        submitted_s=now,
+                        step=-1,
+                    )
+                    for k in batch
+                ]
                 self.work(rank, lambda each, own=own: each.announce(own))
             self.settle()
             for rank in everyone:

@@ -22,6 +22,7 @@ from ringreduce.collectives import direct, doubling, halving, hierarchical, ring
 from ringreduce.collectives.cost_model import BUCKETS_IN_FLIGHT, Constants, Units, segment_bytes
 from ringreduce.collectives.overlap import AnyOf, overlapped
 from ringreduce.collectives.shared import Part
+from ringreduce.execution.plan import Plan
 from ringreduce.execution.signature import Signature, TensorSignature
 from ringreduce.negotiation.negotiator import Group, Negotiator
 from ringreduce.negotiation.protocol import decode, encode
@@ -110,7 +111,8 @@ class Training:
             )
         shapes = resnet50()[::-1]
         tensors = [TensorSignature(f"layer{k}.weight", "float32", shape, "cpu") for k, shape in enumerate(shapes)]
-        self.signatures = [Signature("allreduce", each.name, (each,)) for each in tensors]
+        signatures = [Signature("allreduce", each.name, (each,)) for each in tensors]
+        self.plans = [[Plan(each) for each in signatures] for _ in range(size)]  # by rank
         self.counts = [math.prod(shape) for shape in shapes]
         self.batches = np.array_split(np.arange(len(shapes)), BATCHES)
 
@@ -141,7 +143,7 @@ class Training:
             moved = False
             if coming and not missing:
                 missing, moved = len(coming[0]), True
-                negotiator.announce([self._submission(k) for k in coming[0]])
+                negotiator.announce([self._submission(rank, k) for k in coming[0]])
             for source, content in cluster.recv_control(rank):
                 negotiator.receive(source, decode(content))
                 moved = True
@@ -163,8 +165,7 @@ class Training:
                 mail.step()
                 yield AnyOf([mail, *itertools.islice(queue, 1)])
 
-    def _submission(self, k: int) -> Any:
-        signature = self.signatures[k]
-        return SimpleNamespace(
-            signature=signature, key=signature.key, line="", waits=False, submitted_s=time.monotonic(), step=-1
-        )
+    def _submission(self, rank: int, k: int) -> Any:
+        plan = self.plans[rank][k]
+        of = {"plan": plan, "signature": plan.signature, "key": plan.key}
+        return SimpleNamespace(**of, line="", waits=False, submitted_s=time.monotonic(), step=-1)

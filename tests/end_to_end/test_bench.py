@@ -216,6 +216,7 @@ def test_growth(tmp_path):
     assert {row["who"].strip() for row in parts["predicted"]} == {"ring", "hierarchical"}
 
 
+@pytest.mark.adapters
 def test_scale(tmp_path):
     finished = run([PYTHON, BENCH / "scale.py", "--quick", *files(tmp_path)])
     kept = kept_by(finished, tmp_path)
@@ -225,6 +226,28 @@ def test_scale(tmp_path):
     assert 0 < rows["hierarchical"]["share"] < 1
     assert rows["negotiation"]["messages"] > 0
     assert 0 < rows["ResNet-50"]["adds"] < 0.05
+
+
+@pytest.mark.adapters
+def test_what_negotiation_takes_with_many_ranks():
+    finished = run([PYTHON, BENCH / "negotiation.py", "--ranks", 8, 16])
+    assert finished.returncode == 0, finished.stdout
+    _, *lines = finished.stdout.splitlines()
+    rows = [[float(word) for word in line.split()] for line in lines]
+    assert [row[:2] for row in rows] == [[8, 1], [16, 2]]
+    assert rows[0][5] == 0 < rows[1][5], "one host's ranks send nothing of what is known"
+
+
+def test_what_agreement_takes_without_data(tmp_path):
+    finished = ringrun(PYTHON, 2, BENCH / "agreement.py", "--runs", 1, "--json", tmp_path / "rows.json")
+    assert len(kept_by(finished, tmp_path)["rows"]) == 6
+
+
+@pytest.mark.adapters
+def test_what_a_commit_takes():
+    finished = run([PYTHON, BENCH / "elastic_commit.py", "--megabytes", 1, "--rounds", 2])
+    assert finished.returncode == 0, finished.stdout
+    assert [line.split()[0] for line in finished.stdout.splitlines()[1:4]] == ["commit", "deepcopy", "one"]
 
 
 def test_hosts(tmp_path):
