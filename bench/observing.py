@@ -58,8 +58,9 @@ def recorded() -> Iterator[Reporting]:
     engine = runtime.current("observing").engine
     algorithms, fusion_bytes = engine.states[0].algorithms, engine.fusion_buffer.total_bytes
     engine.record(always=False)
-    us = reporting.about(engine.host, engine.settings, algorithms, 0.0)
-    made = Reporting(engine.recorder, engine.transport, engine.host, us, fusion_bytes, for_s=3600.0)
+    about = reporting.about(engine.host, engine.settings, algorithms, 0.0)
+    of = engine.recorder, engine.transport, engine.host, about, algorithms, fusion_bytes
+    made = Reporting(*of, for_s=3600.0)
     try:
         yield made
     finally:
