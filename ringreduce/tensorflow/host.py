@@ -45,7 +45,7 @@ def on_host(what: str, function: OnHost, tensors: Sequence[Any], results: Sequen
         with called_from(line):
             return [tf.convert_to_tensor(each) for each in function([np.asarray(each) for each in tensors])]
 
-    outputs = tf.py_function(operation, [_order().handle, *tensors], [each.dtype for each in results])
+    outputs = tf.py_function(operation, [_order(), *tensors], [each.dtype for each in results])
     outputs = outputs if results else []
     for output, expected in zip(outputs, results, strict=True):
         output.set_shape(expected.shape)
@@ -53,9 +53,16 @@ def on_host(what: str, function: OnHost, tensors: Sequence[Any], results: Sequen
 
 
 @functools.cache
-def _order() -> tf.Variable:
+def _order() -> Any:
+    """The variable, as what operations take.
+
+    It is made when a function is traced, perhaps not for the first time: there tf.function forbids a tf.Variable, and
+    earlier, at import, TensorFlow would take the GPU before the user has said how.
+    """
     with tf.init_scope(), tf.device("CPU"):  # of no graph
-        return tf.Variable(0, trainable=False, name="ringreduce/order")
+        handle = tf.raw_ops.VarHandleOp(dtype=tf.int32, shape=[], shared_name="ringreduce/order")
+        tf.raw_ops.AssignVariableOp(resource=handle, value=tf.constant(0))
+        return handle
 
 
 def _refuse_xla(what: str) -> None:

@@ -8,6 +8,7 @@ import tensorflow as tf
 import ringreduce.tensorflow as hvd
 import ringreduce.tensorflow.keras
 from ringreduce import runtime
+from ringreduce.tensorflow import host
 
 RANK, SIZE = hvd.rank(), hvd.size()
 TABLE, FACTORS, UNUSED = tf.Variable(tf.ones([5, 2])), tf.Variable([1.0, 2.0]), tf.Variable(1.0)
@@ -55,6 +56,15 @@ def test_options_of_a_tape():
         gradients(gradient_predivide_factor=0)
     with pytest.raises(ValueError, match=r"gradient_predivide_factor=2.0 with op=Sum; it works with op=Average only"):
         gradients(gradient_predivide_factor=2.0, op=hvd.Sum)
+
+
+@pytest.mark.quick
+def test_the_first_graph_with_a_collective_may_be_one_that_is_traced_again():
+    """As in Horovod's elastic example, whose first step builds the model without the other ranks."""
+    host._order.cache_clear()
+    step = tf.function(lambda x, together: hvd.allreduce(x, op=hvd.Sum) if together else x)
+    results = [float(step(tf.constant(RANK + 1.0), together)) for together in (False, True)]
+    assert results == [RANK + 1, SIZE * (SIZE + 1) / 2]
 
 
 @pytest.mark.quick
