@@ -100,7 +100,7 @@ MODULES = {
         "Compression Compressor FP16Compressor NoneCompressor",
     ),
     "horovod.tensorflow.elastic": Module(
-        "ringreduce.keras.elastic",
+        "ringreduce.tensorflow.elastic",
         "TensorFlowKerasState TensorFlowState run",
     ),
     "horovod.tensorflow.functions": Module(
@@ -125,12 +125,12 @@ MODULES = {
         "remove_process_set rocm_built shutdown size start_timeline stop_timeline",
     ),
     "horovod.tensorflow.keras.callbacks": Module(
-        "ringreduce.keras.callbacks",
+        "ringreduce.tensorflow.keras.callbacks",
         "BestModelCheckpoint BroadcastGlobalVariablesCallback LearningRateScheduleCallback "
         "LearningRateWarmupCallback MetricAverageCallback is_version_greater_equal_than",
     ),
     "horovod.tensorflow.keras.elastic": Module(
-        "ringreduce.keras.elastic",
+        "ringreduce.tensorflow.keras.elastic",
         "CommitStateCallback KerasState UpdateBatchStateCallback UpdateEpochStateCallback run",
     ),
     "horovod.tensorflow.mpi_ops": Module(
@@ -251,8 +251,6 @@ INSTEAD = {
     "HostUpdateResult WorkerNotificationManager notification_manager": _INTERNAL,
     "PartialDistributedGradientTape PartialDistributedOptimizer": _OWN_LAYERS,
     "SyncBatchNormalization": "it is not supported yet; ringreduce.torch has SyncBatchNorm",
-    "TensorFlowKerasState": "use ringreduce.keras.elastic.KerasState",
-    "TensorFlowState": "use ringreduce.elastic.ObjectState, with arrays",
     "LocalGradientAggregationHelper LocalGradientAggregationHelperEager": _ACCUMULATES,
     "ModelStateHandler OptimizerStateHandler SamplerStateHandler StateHandler": _STATE,
     "apply_op_to_not_none_tensors get_not_none_from_list refs_to_vars vars_to_refs split_list is_iterable": _INTERNAL,
@@ -260,7 +258,6 @@ INSTEAD = {
     "broadcast_object_fn": "it is of TensorFlow 1; use broadcast_object(obj, root_rank)",
     "callbacks": "they are for Keras, in ringreduce.keras.callbacks",
     "check_num_rank_power_of_2 num_rank_is_power_2 is_version_greater_equal_than": _INTERNAL,
-    "elastic": "use ringreduce.keras.elastic, whose KerasState keeps a model and its optimizer, or ringreduce.elastic",
     "get_average_backwards_compatibility_fun handle_average_backwards_compatibility": _INTERNAL,
     "get_handler_registry set_handler_registry": _STATE,
     "gpu_available": "use cuda_built()",

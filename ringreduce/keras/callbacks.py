@@ -12,10 +12,12 @@ from ringreduce.api.objects import allgather_object
 from ringreduce.api.reduce import grouped_allreduce
 from ringreduce.api.world import size
 from ringreduce.errors import InputError
-from ringreduce.keras.local import DiLoCoCallback as DiLoCoCallback
-from ringreduce.keras.local import LocalSGDCallback as LocalSGDCallback
+from ringreduce.keras.local import DiLoCoCallback, LocalSGDCallback
 from ringreduce.keras.ops import broadcast_variables
 from ringreduce.keras.together import TakesAllRanks
+
+__all__ = ["BroadcastGlobalVariablesCallback", "DiLoCoCallback", "LearningRateScheduleCallback"]
+__all__ += ["LearningRateWarmupCallback", "LocalSGDCallback", "MetricAverageCallback"]
 
 
 class BroadcastGlobalVariablesCallback(TakesAllRanks, keras.callbacks.Callback):  # type: ignore[misc]

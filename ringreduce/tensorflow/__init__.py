@@ -5,6 +5,7 @@
 host       runs a function of NumPy arrays on tensors: at once, or as an operation of the graph
 ops        the collectives, with their gradients; sparse gradients (IndexedSlices)
 training   DistributedGradientTape, DistributedOptimizer, broadcast_variables
+elastic    states of a Keras model, and of variables
 keras      `horovod.tensorflow.keras`, which is ringreduce.keras
 """
 # ruff: noqa: F403
@@ -18,6 +19,7 @@ except ImportError as exc:
 
 from ringreduce.frameworks.common import *
 from ringreduce.frameworks.horovod import end_of as _end_of
+from ringreduce.tensorflow import elastic as elastic
 from ringreduce.tensorflow.ops import *
 from ringreduce.tensorflow.training import *
 

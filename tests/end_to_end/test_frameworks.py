@@ -94,3 +94,12 @@ def test_fit_goes_on_without_a_rank_that_is_killed(frameworks, backend, killed):
     ended = jobs.run(command, env=environment, stderr=subprocess.STDOUT, returncode=0)
     left = [rank for rank in range(3) if rank != killed]
     assert f"replayed {[[0, 1, 2]] * 3 + [left] * 4}, epochs: 1" in ended.stdout
+
+
+@pytest.mark.parametrize(("killed", "kind"), [(1, []), (0, ["variables"])], ids=["a model", "variables"])
+def test_horovods_elastic_loop_for_tensorflow_goes_on_without_a_rank_that_is_killed(frameworks, killed, kind):
+    program = ["-m", "tests.tensorflow.elastic_program", killed, 3, *kind]
+    command = [jobs.ringrun(PYTHON), "--elastic", "-np", 3, "--min-np", 2, PYTHON, *program]
+    ended = jobs.run(command, env=jobs.environment(**frameworks), stderr=subprocess.STDOUT, returncode=0)
+    left = [rank for rank in range(3) if rank != killed]
+    assert f"replayed {[[0, 1, 2]] * 3 + [left] * 4}, resets: 1" in ended.stdout

@@ -166,3 +166,8 @@ def test_functions_on_tensors_of_the_backend():
 
 def test_what_is_ours_has_its_names():
     names.assert_has_them(hvd)
+
+
+def test_every_name_of_horovods_is_there_or_says_what_to_use():
+    with names.standing_in():
+        assert names.unexplained("horovod.keras") == []

@@ -172,6 +172,11 @@ def test_what_is_ours_has_its_names():
     names.assert_has_them(hvd)
 
 
+def test_every_name_of_horovods_is_there_or_says_what_to_use():
+    with names.standing_in():
+        assert names.unexplained("horovod.tensorflow") == []
+
+
 def test_xla_is_refused():
     with pytest.raises(Exception, match=r"XLA cannot call it .* pass jit_compile=False to model.compile"):
         tf.function(lambda x: hvd.allreduce(x), jit_compile=True)(own(2))
