@@ -237,7 +237,6 @@ _STATE = "a state takes any object with state_dict() and load_state_dict(), whic
 _AUTOGRAD = "call the function, such as allreduce(tensor): autograd goes through it"
 _ACCUMULATES = "pass backward_passes_per_step to DistributedOptimizer"
 _OWN_LAYERS = "it is not supported yet: all gradients are reduced; leave a layer of one rank's own out of the optimizer"
-_WHEN_IT_RUNS = "it is not supported yet; rank(), size() and the like have no graph"
 _LOADER = "use torch.utils.data.DataLoader, whose workers load ahead"
 INSTEAD = {
     "AsyncDataLoaderMixin BaseDataLoader": _LOADER,
@@ -262,7 +261,6 @@ INSTEAD = {
     "get_handler_registry set_handler_registry": _STATE,
     "gpu_available": "use cuda_built()",
     "keras": "use import ringreduce.keras",
-    "local_rank_op local_size_op process_set_included_op rank_op size_op": _WHEN_IT_RUNS,
     "mpi_ops compression functions optimizer": "what Horovod has there stands beside rank() and size() here",
     "mxnet": MXNET,
     "ray": _ENGINES,

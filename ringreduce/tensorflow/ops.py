@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from ringreduce import runtime
 from ringreduce.api import broadcast as broadcasts
 from ringreduce.api import control, gather, reduce
 from ringreduce.api.process_sets import ProcessSet, global_process_set
@@ -29,6 +30,7 @@ from ringreduce.frameworks.collective import (
 from ringreduce.ops import Average, ReduceOp, Sum
 from ringreduce.runtime.submit import taken_apart
 from ringreduce.tensorflow.host import on_host, unconverted
+from ringreduce.tensorflow.world import size_op
 
 __all__ = ["allgather", "allreduce", "alltoall", "barrier", "broadcast", "grouped_allgather", "grouped_allreduce"]
 __all__ += ["grouped_reducescatter", "reducescatter"]
@@ -92,9 +94,26 @@ def _gathered_slices(slices: Any, name: str | None, op: ReduceOp, scale: float, 
     if op not in (Average, Sum):
         raise InputError(f"allreduce: op={op!r} of IndexedSlices; expected Average or Sum, or tf.convert_to_tensor")
     values, indices = grouped_allgather([slices.values, slices.indices], name, process_set)
-    scale /= (process_set.size() or 1) if op is Average else 1
-    values = values if scale == 1 else values * tf.cast(scale, values.dtype)
-    return tf.IndexedSlices(values, indices, slices.dense_shape)
+    gathered = tf.IndexedSlices(values, indices, slices.dense_shape)
+    gathered = gathered if scale == 1 else scaled(gathered, scale)
+    return averaged(gathered, process_set) if op is Average else gathered
+
+
+def averaged(tensor: Any, process_set: ProcessSet) -> Any:
+    """A tensor, or IndexedSlices, divided by the number of ranks, in an elastic job that when the graph runs."""
+    size, number = process_set.size() or 1, process_set.process_set_id
+    if number is not None and runtime.current("allreduce").is_elastic:
+        return scaled(tensor, 1 / tf.cast(size_op(number), tf.float64))
+    return tensor if size == 1 else scaled(tensor, 1 / size)
+
+
+def scaled(tensor: Any, factor: Any) -> Any:
+    """A tensor, or IndexedSlices, times a number; whole numbers are truncated."""
+    if isinstance(tensor, tf.IndexedSlices):
+        return tf.IndexedSlices(scaled(tensor.values, factor), tensor.indices, tensor.dense_shape)
+    if tensor.dtype.is_integer:
+        return tf.cast(tf.cast(tensor, tf.float64) * tf.cast(factor, tf.float64), tensor.dtype)
+    return tensor * tf.cast(factor, tensor.dtype)
 
 
 @_collective(gather.allgather)

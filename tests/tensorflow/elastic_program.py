@@ -20,17 +20,20 @@ KILLED, AT, *KIND = sys.argv[1:]
 hvd.init()
 keras.utils.set_random_seed(hvd.rank())
 model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(5, activation="tanh"), keras.layers.Dense(1)])
+table = tf.Variable(tf.ones([9, 1]))  # its gradients are IndexedSlices
 optimizer = keras.optimizers.SGD(0.1, momentum=0.9)
 
 
 @tf.function
 def training_step(x, y, allreduce=True):
     with tf.GradientTape() as tape:
-        loss = tf.reduce_mean((model(x, training=True) - y) ** 2)
+        words = tf.cast(tf.abs(x[:, 0]) * 3, tf.int32) % 9
+        loss = tf.reduce_mean((model(x, training=True) + tf.nn.embedding_lookup(table, words) - y) ** 2)
     if allreduce:
         tape = hvd.DistributedGradientTape(tape)
-    gradients = tape.gradient(loss, model.trainable_variables)
+    of_table, *gradients = tape.gradient(loss, [table, *model.trainable_variables])
     optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
+    table.assign_sub(0.1 * tf.convert_to_tensor(of_table))
     return loss
 
 
@@ -39,6 +42,16 @@ def batch_of(step, *ranks):
     parts = [np.random.default_rng([step, rank]).normal(size=(ROWS, 4)) for rank in ranks]
     x = np.concatenate(parts).astype(np.float32)
     return tf.constant(x), tf.constant(x.sum(1, keepdims=True))
+
+
+class Table:
+    """As an attribute of a state of another model."""
+
+    def state_dict(self):
+        return {"values": table.numpy()}
+
+    def load_state_dict(self, state):
+        table.assign(state["values"])
 
 
 @hvd.elastic.run
@@ -54,11 +67,11 @@ def train(state):
 
 
 training_step(*batch_of(99, ORIGIN), allreduce=False)  # each rank's own: the state is synchronized
-variables = [*model.variables, *optimizer.variables]
+variables = [table, *model.variables, *optimizer.variables]
 if KIND:
     state = hvd.elastic.TensorFlowState(variables, batch=0, history=[], resets=0)
 else:
-    state = hvd.elastic.TensorFlowKerasState(model, optimizer, batch=0, history=[], resets=0)
+    state = hvd.elastic.TensorFlowKerasState(model, optimizer, table=Table(), batch=0, history=[], resets=0)
 state.sync()
 first = [each.numpy() for each in variables]
 

@@ -147,6 +147,13 @@ def test_sparse(run, op):
         run(lambda: hvd.allreduce(slices(), op=hvd.Max))()
 
 
+def test_sparse_whole_numbers_are_averaged_as_dense_ones(run):
+    rows = tf.IndexedSlices(tf.constant([[7 * RANK + 5]]), tf.constant([1]), tf.constant([2, 1]))
+    result = tf.convert_to_tensor(run(lambda: hvd.allreduce(rows))())
+    assert result.dtype == tf.int32
+    assert result.numpy().tolist() == [[0], [sum((7 * rank + 5) // SIZE for rank in RANKS)]]
+
+
 def test_in_loops_and_branches_all_has_its_order():
     """Unordered, ranks would do different operations at once: each has other shapes."""
 
