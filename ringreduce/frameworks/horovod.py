@@ -236,7 +236,6 @@ _INTERNAL = "it is internal to Horovod, and nothing here needs it"
 _STATE = "a state takes any object with state_dict() and load_state_dict(), which needs no handler"
 _AUTOGRAD = "call the function, such as allreduce(tensor): autograd goes through it"
 _ACCUMULATES = "pass backward_passes_per_step to DistributedOptimizer"
-_OWN_LAYERS = "it is not supported yet: all gradients are reduced; leave a layer of one rank's own out of the optimizer"
 _LOADER = "use torch.utils.data.DataLoader, whose workers load ahead"
 INSTEAD = {
     "AsyncDataLoaderMixin BaseDataLoader": _LOADER,
@@ -248,12 +247,10 @@ INSTEAD = {
     "HorovodBasics": "rank(), size() and the like are functions of ringreduce, and of each framework's module",
     "HorovodVersionMismatchError check_extension extension_available": _CHECK_BUILD,
     "HostUpdateResult WorkerNotificationManager notification_manager": _INTERNAL,
-    "PartialDistributedGradientTape PartialDistributedOptimizer": _OWN_LAYERS,
     "SyncBatchNormalization": "it is not supported yet; ringreduce.torch has SyncBatchNorm",
     "LocalGradientAggregationHelper LocalGradientAggregationHelperEager": _ACCUMULATES,
     "ModelStateHandler OptimizerStateHandler SamplerStateHandler StateHandler": _STATE,
     "apply_op_to_not_none_tensors get_not_none_from_list refs_to_vars vars_to_refs split_list is_iterable": _INTERNAL,
-    "broadcast_": "use broadcast_variables(variables, root_rank)",
     "broadcast_object_fn": "it is of TensorFlow 1; use broadcast_object(obj, root_rank)",
     "callbacks": "they are for Keras, in ringreduce.keras.callbacks",
     "check_num_rank_power_of_2 num_rank_is_power_2 is_version_greater_equal_than": _INTERNAL,

@@ -3,7 +3,7 @@
     import ringreduce.keras as hvd
 
 ops        allreduce, allgather, … on the tensors of Keras' backend; broadcast_variables
-optimizer  DistributedOptimizer, load_model; saved: its options in a saved model
+optimizer  DistributedOptimizer, load_model; saved: its options in a saved model; own: variables it does not reduce
 callbacks  for model.fit; local: those with local steps; together: when all ranks end it
 parts      what check=divergence compares
 elastic    KerasState, and callbacks that commit it; committed: models and optimizers in it

@@ -9,11 +9,13 @@ import keras
 import numpy as np
 
 from ringreduce.api.objects import allgather_object
+from ringreduce.api.process_sets import global_process_set
 from ringreduce.api.reduce import grouped_allreduce
 from ringreduce.api.world import size
 from ringreduce.errors import InputError
 from ringreduce.keras.local import DiLoCoCallback, LocalSGDCallback
 from ringreduce.keras.ops import broadcast_variables
+from ringreduce.keras.own import OwnVariables
 from ringreduce.keras.together import TakesAllRanks
 
 __all__ = ["BroadcastGlobalVariablesCallback", "DiLoCoCallback", "LearningRateScheduleCallback"]
@@ -28,7 +30,7 @@ class BroadcastGlobalVariablesCallback(TakesAllRanks, keras.callbacks.Callback):
 
     root_rank:       the rank whose variables all get.
     device:          Horovod's, without effect.
-    local_variables: variables that stay each rank's own.
+    local_variables: variables that stay each rank's own, with what the optimizer keeps of them, such as a momentum.
     Source: Horovod's callback of this name.
     """
 
@@ -54,9 +56,11 @@ class BroadcastGlobalVariablesCallback(TakesAllRanks, keras.callbacks.Callback):
 
     def _broadcast(self) -> None:
         model = self.model
-        variables = [*model.weights, *getattr(model.optimizer, "variables", ())]
-        kept = {id(each) for each in self._local}
-        broadcast_variables([each for each in variables if id(each) not in kept], self._root_rank)
+        variables, own = [*model.weights, *getattr(model.optimizer, "variables", ())], OwnVariables(global_process_set)
+        for each in self._local:
+            own.add(each)
+        kept = own.slots(variables)
+        broadcast_variables([each for each in variables if each not in own and id(each) not in kept], self._root_rank)
         self._done = True
 
 

@@ -22,13 +22,14 @@ from ringreduce.compression import AnyCompressor, Compression
 from ringreduce.errors import InputError, MissingExtraError
 from ringreduce.keras import parts, saved
 from ringreduce.keras.ops import adapter, grouped_allreduce
+from ringreduce.keras.own import OwnVariables, local_variables
 from ringreduce.keras.together import decide_together
 from ringreduce.log import JOB
 from ringreduce.ops import Average, Min, ReduceOp
 from ringreduce.optim.exchange import Exchange, check_passes
 from ringreduce.runtime import is_initialized
 
-__all__ = ["DistributedOptimizer", "load_model"]
+__all__ = ["DistributedOptimizer", "PartialDistributedOptimizer", "load_model"]
 
 PRIVATE = "_clip_gradients", "_trainable_variables", "_iterations"
 """Names of an optimizer that Keras does not promise to keep, as is check_finite of its LossScaleOptimizer."""
@@ -48,6 +49,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     num_groups: int = 0,
     groups: Any = None,
     process_set: ProcessSet = global_process_set,
+    scale_local_gradients: bool = True,
 ) -> Any:
     """Make a Keras optimizer reduce the gradients over all ranks before it uses them; returns the optimizer.
 
@@ -62,7 +64,10 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     compression, gradient_predivide_factor, process_set: see `ringreduce.DistributedOptimizer`.
     device_dense, device_sparse, num_groups, groups: Horovod's, without effect: all gradients of a step are one group,
         and are reduced where they are.
+    scale_local_gradients: divide the gradients of variables that `register_local_var` was called with by the number of
+        ranks, whatever `op` is: they are then those of the loss that is averaged over the ranks.
 
+    The optimizer's `register_local_var(variable)` lets a variable be this rank's own: its gradient is not reduced.
     From then on ranks end a `model.fit` together, whoever sets model.stop_training; see docs/keras.md.
 
     Cost:   one `grouped_allreduce` of all gradients a step, and a small one an epoch of `model.fit`; one more a batch,
@@ -77,7 +82,10 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     exchange.check_world()
     after = exchange.scales[1] * _accumulate(inner, backward_passes_per_step, average_aggregated_gradients)
     options = exchange.arguments | {"postscale_factor": after}
-    reduction = _Reduction(inner, name, sparse_as_dense, options)
+    passes = after / exchange.scales[1]
+    reduction = _Reduction(
+        inner, name, sparse_as_dense, options, OwnVariables(process_set, scale_local_gradients), passes
+    )
     own = {
         "name": name,
         "compression": compression,
@@ -87,12 +95,50 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         "backward_passes_per_step": int(backward_passes_per_step),
         "average_aggregated_gradients": bool(average_aggregated_gradients),
         "process_set": process_set,
+        "scale_local_gradients": bool(scale_local_gradients),
     }
     # not by setattr: Keras and TensorFlow would keep track of it
-    vars(inner).update(_clip_gradients=reduction, apply=reduction.apply, save_assets=_writing(saved.kept(own)))
+    writing = functools.partial(reduction.save, saved.kept(own))
+    vars(inner).update(_clip_gradients=reduction, apply=reduction.apply, save_assets=writing)
+    for each in (inner, optimizer):
+        vars(each)["register_local_var"] = reduction.own.add
     _agree_on_finite_gradients()
     decide_together()
     return optimizer
+
+
+def PartialDistributedOptimizer(  # noqa: N802 - Horovod's name
+    optimizer: Any,
+    name: str | None = None,
+    device_dense: str = "",
+    device_sparse: str = "",
+    compression: AnyCompressor = Compression.none,
+    sparse_as_dense: bool = False,
+    gradient_predivide_factor: float = 1.0,
+    op: ReduceOp = Average,
+    backward_passes_per_step: int = 1,
+    average_aggregated_gradients: bool = False,
+    num_groups: int = 0,
+    groups: Any = None,
+    process_set: ProcessSet = global_process_set,
+    local_layers: Any = None,
+    scale_local_gradients: bool = True,
+) -> Any:
+    """As `DistributedOptimizer`, but some layers are this rank's own: their gradients are not reduced.
+
+    local_layers: layers, or one of them, which are built; other ranks may have others. Pass their variables to
+        BroadcastGlobalVariablesCallback, too: local_variables=layer.trainable_variables.
+
+    Raises: also InputError (a ValueError) for what is no layer, or is not built.
+    Source: Horovod's PartialDistributedOptimizer.
+    """
+    own = local_variables("PartialDistributedOptimizer", local_layers)
+    before = name, device_dense, device_sparse, compression, sparse_as_dense, gradient_predivide_factor, op
+    after = backward_passes_per_step, average_aggregated_gradients, num_groups, groups, process_set
+    wrapped = DistributedOptimizer(optimizer, *before, *after, scale_local_gradients)
+    for variable in own:
+        wrapped.register_local_var(variable)
+    return wrapped
 
 
 def _checked(optimizer: Any) -> Any:
@@ -151,14 +197,27 @@ def _uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
 class _Reduction:
     """Stands for the `_clip_gradients` of one optimizer."""
 
-    def __init__(self, optimizer: Any, name: str | None, sparse_as_dense: bool, options: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        optimizer: Any,
+        name: str | None,
+        sparse_as_dense: bool,
+        options: dict[str, Any],
+        own: OwnVariables,
+        passes: float,
+    ) -> None:
         self._optimizer, self._given_name, self._options = optimizer, name, options
-        self._sparse_as_dense = sparse_as_dense
+        self._sparse_as_dense, self.own, self._passes = sparse_as_dense, own, passes
         self._applied, self._called = 0, False
+        self._variables: list[Any] = []  # of the gradients that are applied now
 
-    def apply(self, *args: Any, **kwargs: Any) -> None:
+    def apply(self, grads: Any, trainable_variables: Any = None, **kwargs: Any) -> None:
         """The optimizer's `apply`; raises InputError where that has not reduced: ranks would train alone."""
-        type(self._optimizer).apply(self._optimizer, *args, **kwargs)
+        optimizer = self._optimizer
+        given = [] if trainable_variables is None else [list(trainable_variables)]
+        known = given[0] if given else getattr(optimizer, "_trainable_variables", ())
+        self._variables = [each for each, gradient in zip(known, grads, strict=False) if gradient is not None]
+        type(optimizer).apply(optimizer, grads, *given, **kwargs)
         self._applied += 1
         if not self._called and self._applied >= (self._optimizer.gradient_accumulation_steps or 1):
             raise InputError(
@@ -184,10 +243,16 @@ class _Reduction:
         """The ranks that train together."""
         return self._options["process_set"]  # type: ignore[no-any-return]
 
+    def save(self, kept: dict[str, Any], folder: str) -> None:
+        """Keep the options there, and which variables are a rank's own, by their places."""
+        variables = self._optimizer._trainable_variables if self._optimizer.built else ()
+        own = [number for number, each in enumerate(variables) if each in self.own]
+        saved.write(kept | ({"local_variables": own} if own else {}), folder)
+
     @property
     def _name(self) -> str:
         """By default of what it reduces: how many optimizers a rank has made, for evaluation say, is its own affair."""
-        variables = self._optimizer._trainable_variables
+        variables = [each for each in self._optimizer._trainable_variables if each not in self.own]
         count = sum(math.prod(each.shape) for each in variables)
         return self._given_name or f"DistributedOptimizer of {len(variables)} variables, {count} elements"
 
@@ -201,16 +266,27 @@ class _Reduction:
         return keras.ops.cast(least, "bool")
 
     def _reduced(self, gradients: Sequence[Any]) -> list[Any]:
-        if self._sparse_as_dense:
-            gradients = [keras.ops.convert_to_tensor(each) for each in gradients]
-        variables = self._optimizer._trainable_variables
-        known = [each.name for each in variables] if len(variables) == len(gradients) else [""] * len(gradients)
-        names = [f"{number}.{each}" for number, each in enumerate(known)]
-        return _uncompiled(self._exchange)(gradients, names)  # type: ignore[no-any-return]
+        variables = self._variables
+        if len(variables) != len(gradients):
+            if self.own:
+                raise InputError(
+                    f"DistributedOptimizer: {len(gradients)} gradients of {len(variables)} variables, some of them "
+                    "a rank's own; call optimizer.apply(gradients, variables) with one for each"
+                )
+            variables = [None] * len(gradients)
+        return _uncompiled(self._exchange)(gradients, variables)  # type: ignore[no-any-return]
 
-    def _exchange(self, gradients: Sequence[Any], names: Sequence[str]) -> list[Any]:
-        parts.compare(self._optimizer, self.process_set, names)
-        return grouped_allreduce(gradients, names, self._name, ends_step=True, **self._options)
+    def _exchange(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
+        shared = [number for number, each in enumerate(variables) if each not in self.own]
+        names = [f"{at}.{getattr(variables[number], 'name', '')}" for at, number in enumerate(shared)]
+        parts.compare(self._optimizer, self.process_set, names, self.own)
+        dense = keras.ops.convert_to_tensor if self._sparse_as_dense else lambda each: each
+        own = [dense(gradients[number]) for number in shared]
+        reduced = dict(zip(shared, grouped_allreduce(own, names, self._name, True, **self._options), strict=True))
+        return [
+            reduced[number] if number in reduced else self.own.gradient(each, self._passes)
+            for number, each in enumerate(gradients)
+        ]
 
 
 def _agree_on_finite_gradients() -> None:
@@ -294,7 +370,11 @@ def load_model(
     known = {**(custom_objects or {}), **{each.__name__: each for each in custom_optimizers or ()}}
     model = keras.models.load_model(filepath, custom_objects=known, **options)
     if getattr(model, "optimizer", None) is not None:
-        DistributedOptimizer(model.optimizer, **_options_of(model.optimizer, given, filepath))
+        given = _options_of(model.optimizer, given, filepath)
+        own = given.pop("local_variables", ())
+        DistributedOptimizer(model.optimizer, **given)
+        for number in own:
+            model.optimizer.register_local_var(model.trainable_variables[number])
     return model
 
 

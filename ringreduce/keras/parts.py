@@ -12,17 +12,23 @@ import keras
 from ringreduce.api.process_sets import ProcessSet
 from ringreduce.checks.blame import BUFFER, NUMBER, OWNED, TRAINS
 from ringreduce.checks.divergence import compare_parts, compares, numbered, part_of
+from ringreduce.keras.own import OwnVariables
 
 
-def compare(optimizer: Any, process_set: ProcessSet, names: Sequence[str]) -> None:
-    """Compare what an optimizer of Keras has before gradients of these names are reduced, if the check is on."""
+def compare(optimizer: Any, process_set: ProcessSet, names: Sequence[str], own: OwnVariables) -> None:
+    """Compare what an optimizer of Keras has before gradients of these names are reduced, if the check is on.
+
+    own: not these, which are this rank's own, nor what the optimizer keeps of them.
+    """
     backend = keras.backend.backend()
     adapter = None if backend == "torch" else importlib.import_module(f"ringreduce.{backend}.parts")
     if not compares(optimizer, adapter is not None and adapter.in_program()):
         return
-    sums = {id(each) for each in getattr(optimizer, "_accumulated_gradients", None) or ()}  # each rank's own
-    values = {name: (each, TRAINS | OWNED) for name, each in named(optimizer._trainable_variables)}
-    for name, each in named([each for each in optimizer.variables if id(each) not in sums]):
+    left_out = {id(each) for each in getattr(optimizer, "_accumulated_gradients", None) or ()}  # each rank's own
+    left_out |= own.slots(optimizer.variables)
+    shared = [each for each in optimizer._trainable_variables if each not in own]
+    values = {name: (each, TRAINS | OWNED) for name, each in named(shared)}
+    for name, each in named([each for each in optimizer.variables if id(each) not in left_out]):
         values[f"optimizer.{name}"] = each, TRAINS | OWNED if len(each.shape) else NUMBER
     if adapter is not None:
         tensors = {name: (each.value, flags) for name, (each, flags) in values.items()}

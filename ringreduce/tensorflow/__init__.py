@@ -5,7 +5,8 @@
 host       runs a function of NumPy arrays on tensors: at once, or as an operation of the graph
 ops        the collectives, with their gradients; sparse gradients (IndexedSlices)
 world      size_op and the like: numbers of ranks when a graph runs
-training   DistributedGradientTape, DistributedOptimizer, broadcast_variables
+tape       DistributedGradientTape, PartialDistributedGradientTape
+training   DistributedOptimizer, broadcast_variables
 elastic    states of a Keras model, and of variables
 keras      `horovod.tensorflow.keras`, which is ringreduce.keras
 """
@@ -22,6 +23,7 @@ from ringreduce.frameworks.common import *
 from ringreduce.frameworks.horovod import end_of as _end_of
 from ringreduce.tensorflow import elastic as elastic
 from ringreduce.tensorflow.ops import *
+from ringreduce.tensorflow.tape import *
 from ringreduce.tensorflow.training import *
 from ringreduce.tensorflow.world import *
 

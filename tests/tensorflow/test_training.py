@@ -127,3 +127,11 @@ def test_steps_are_recorded_also_in_a_graph(run):
         step()
     recorder.recording = False
     assert [each.number for each in recorder.steps][-4:] == [1, 2, 3, 4]
+
+
+def test_broadcast_returns_the_values(run):
+    variables = [tf.Variable([1.0, 2.0 + RANK]), tf.Variable(RANK)]
+    values = run(lambda: hvd.broadcast_(variables, SIZE - 1, name="mine"))()
+    for value, variable, expected in zip(values, variables, ([1, 1 + SIZE], SIZE - 1), strict=True):
+        np.testing.assert_array_equal(value, expected)
+        np.testing.assert_array_equal(variable, expected)

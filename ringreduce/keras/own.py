@@ -1,0 +1,71 @@
+"""Variables that are one rank's own: an optimizer does not reduce their gradients, and other ranks may lack them."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterable
+from typing import Any
+
+import keras
+
+from ringreduce.api.process_sets import ProcessSet
+from ringreduce.errors import InputError
+
+
+def local_variables(function: str, layers: Any) -> list[Any]:
+    """The trainable variables of a layer, or of several; None: of none."""
+    several = layers if isinstance(layers, Iterable) else [] if layers is None else [layers]
+    found: list[Any] = []
+    for layer in several:
+        if not isinstance(layer, keras.Layer):
+            raise InputError(f"{function}: local_layers has {layer!r}; expected layers of Keras")
+        if not layer.built:
+            raise InputError(
+                f"{function}: layer {layer.name!r} of local_layers is not built, so it has no variables yet"
+            )
+        found += layer.trainable_variables
+    return found
+
+
+class OwnVariables:
+    """Those of one optimizer, or of one tape.
+
+    process_set: the ranks that reduce the others' gradients.
+    scales:      divide the gradients of these by the number of ranks: they are then those of the averaged loss.
+    """
+
+    def __init__(self, process_set: ProcessSet, scales: bool = True) -> None:
+        self._process_set, self.scales = process_set, scales
+        self._variables: dict[int, Any] = {}  # those of TensorFlow have no hash
+
+    def __bool__(self) -> bool:
+        return bool(self._variables)
+
+    def __contains__(self, variable: Any) -> bool:
+        return _identity(variable) in self._variables
+
+    def add(self, variable: Any) -> None:
+        """Let it be one of them."""
+        self._variables[_identity(variable)] = variable
+
+    def slots(self, variables: Iterable[Any]) -> set[int]:
+        """The ids of an optimizer's variables, of these, that Keras has made for one of the own, as its momentum."""
+        paths = [each.path for each in self._variables.values() if hasattr(each, "path")]
+        prefixes = tuple(f"{path.replace('/', '_')}_" for path in paths)
+        return {id(each) for each in variables if prefixes and each.name.startswith(prefixes)}
+
+    def gradient(self, gradient: Any, factor: float = 1.0) -> Any:
+        """The gradient of one of them, times a number."""
+        if gradient is None:
+            return None
+        if type(gradient).__module__.startswith("tensorflow."):
+            operations = importlib.import_module("ringreduce.tensorflow.ops")  # it may be IndexedSlices
+            gradient = operations.averaged(gradient, self._process_set) if self.scales else gradient
+            return gradient if factor == 1 else operations.scaled(gradient, factor)
+        factor /= (self._process_set.size() or 1) if self.scales else 1
+        return gradient if factor == 1 else gradient * factor
+
+
+def _identity(variable: Any) -> int:
+    """In TensorFlow a Keras variable and its tf.Variable are one."""
+    return id(getattr(variable, "handle", variable))
