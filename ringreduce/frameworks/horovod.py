@@ -247,7 +247,6 @@ INSTEAD = {
     "HorovodBasics": "rank(), size() and the like are functions of ringreduce, and of each framework's module",
     "HorovodVersionMismatchError check_extension extension_available": _CHECK_BUILD,
     "HostUpdateResult WorkerNotificationManager notification_manager": _INTERNAL,
-    "SyncBatchNormalization": "it is not supported yet; ringreduce.torch has SyncBatchNorm",
     "LocalGradientAggregationHelper LocalGradientAggregationHelperEager": _ACCUMULATES,
     "ModelStateHandler OptimizerStateHandler SamplerStateHandler StateHandler": _STATE,
     "apply_op_to_not_none_tensors get_not_none_from_list refs_to_vars vars_to_refs split_list is_iterable": _INTERNAL,

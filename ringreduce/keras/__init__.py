@@ -6,6 +6,7 @@ ops        allreduce, allgather, … on the tensors of Keras' backend; broadcast
 optimizer  DistributedOptimizer, load_model; saved: its options in a saved model; own: variables it does not reduce
 callbacks  for model.fit; local: those with local steps; together: when all ranks end it
 parts      what check=divergence compares
+sync_batch_norm  SyncBatchNormalization
 elastic    KerasState, and callbacks that commit it; committed: models and optimizers in it
 """
 # ruff: noqa: F403
@@ -27,5 +28,6 @@ from ringreduce.keras import callbacks as callbacks
 from ringreduce.keras import elastic as elastic
 from ringreduce.keras.ops import *
 from ringreduce.keras.optimizer import *
+from ringreduce.keras.sync_batch_norm import *
 
 __all__, __getattr__ = _end_of(globals())

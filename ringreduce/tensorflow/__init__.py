@@ -21,6 +21,7 @@ except ImportError as exc:
 
 from ringreduce.frameworks.common import *
 from ringreduce.frameworks.horovod import end_of as _end_of
+from ringreduce.keras.sync_batch_norm import *
 from ringreduce.tensorflow import elastic as elastic
 from ringreduce.tensorflow.ops import *
 from ringreduce.tensorflow.tape import *
