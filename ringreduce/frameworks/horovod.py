@@ -239,7 +239,6 @@ _ACCUMULATES = "pass backward_passes_per_step to DistributedOptimizer"
 _LOADER = "use torch.utils.data.DataLoader, whose workers load ahead"
 INSTEAD = {
     "AsyncDataLoaderMixin BaseDataLoader": _LOADER,
-    "BestModelCheckpoint": "use keras.callbacks.ModelCheckpoint(path, save_best_only=True) on rank 0",
     "BroadcastGlobalVariablesHook broadcast_global_variables": _OF_TF1,
     "ElasticRayExecutor": _ENGINES,
     "HorovodAllgather HorovodAllreduce HorovodAlltoall HorovodBroadcast HorovodGroupedAllgather": _AUTOGRAD,

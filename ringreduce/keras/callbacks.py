@@ -11,14 +11,14 @@ import numpy as np
 from ringreduce.api.objects import allgather_object
 from ringreduce.api.process_sets import global_process_set
 from ringreduce.api.reduce import grouped_allreduce
-from ringreduce.api.world import size
+from ringreduce.api.world import rank, size
 from ringreduce.errors import InputError
 from ringreduce.keras.local import DiLoCoCallback, LocalSGDCallback
 from ringreduce.keras.ops import broadcast_variables
 from ringreduce.keras.own import OwnVariables
 from ringreduce.keras.together import TakesAllRanks
 
-__all__ = ["BroadcastGlobalVariablesCallback", "DiLoCoCallback", "LearningRateScheduleCallback"]
+__all__ = ["BestModelCheckpoint", "BroadcastGlobalVariablesCallback", "DiLoCoCallback", "LearningRateScheduleCallback"]
 __all__ += ["LearningRateWarmupCallback", "LocalSGDCallback", "MetricAverageCallback"]
 
 
@@ -87,6 +87,40 @@ class MetricAverageCallback(TakesAllRanks, keras.callbacks.Callback):  # type: i
         values = [np.float64(logs[name]) for name in names]
         averages = grouped_allreduce(values, name="MetricAverageCallback", names=names)
         logs.update(zip(names, map(float, averages), strict=True))
+
+
+class BestModelCheckpoint(TakesAllRanks, keras.callbacks.ModelCheckpoint):  # type: ignore[misc]
+    """Save the model whenever it is the best so far: rank 0 does, on behalf of all.
+
+    filepath, monitor, verbose, save_weights_only, mode, save_freq: as of keras.callbacks.ModelCheckpoint, with
+        save_best_only=True. Put MetricAverageCallback before it, so that it is the best for all ranks.
+    Raises: InputError without a path: in Horovod its estimators for Spark set it.
+    Source: Horovod's callback of this name.
+    """
+
+    def __init__(
+        self,
+        monitor: str = "val_loss",
+        verbose: int = 0,
+        save_weights_only: bool = False,
+        mode: str = "auto",
+        save_freq: Any = "epoch",
+        *,
+        filepath: Any = None,
+    ) -> None:
+        if filepath is None:
+            raise InputError("BestModelCheckpoint: no path to save to; pass it: filepath='best.keras'")
+        super().__init__(filepath, monitor, verbose, True, save_weights_only, mode, save_freq)
+
+    def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        """Save, with save_freq=N."""
+        if rank() == 0:
+            super().on_train_batch_end(batch, logs)
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Save."""
+        if rank() == 0:
+            super().on_epoch_end(epoch, logs)
 
 
 class LearningRateScheduleCallback(keras.callbacks.Callback):  # type: ignore[misc]

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 import ringreduce.keras as hvd
-from tests.keras.models import BATCHES, RANK, SIZE, data, equal_on_all_ranks, fit, model, numbers, share
+from tests.keras.models import BATCHES, RANK, SIZE, close, data, equal_on_all_ranks, fit, fit_on, model, numbers, share
 from tests.support import names
 from tests.support.tiers import extended, parted
 
@@ -171,3 +171,29 @@ def test_what_is_ours_has_its_names():
 def test_every_name_of_horovods_is_there_or_says_what_to_use():
     with names.standing_in():
         assert names.unexplained("horovod.keras") == []
+
+
+@pytest.mark.quick
+def test_rank_0_saves_the_best_model_for_all(tmp_path_factory, said):
+    """By the metric that all ranks have: the best epoch of each alone is another one."""
+    path = hvd.broadcast_object(str(tmp_path_factory.mktemp("best") / "best.keras"), 0)
+    own = [[3.0, 1.0, 2.0, 0.5], [1.0, 1.5, 9.0, 9.0], [2.0, 0.5, 2.0, 9.0]][RANK % 3]  # the mean is least in epoch 2
+    kept = []
+
+    class Metric(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch, logs=None):
+            logs["quality"] = own[epoch]
+            kept.append(numbers(self.model.weights))
+
+    best = hvd.callbacks.BestModelCheckpoint("quality", mode="min", filepath=path)
+    trained = model()
+    trained.compile(optimizer=hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)), loss="mse")
+    fit_on(trained, [Metric(), hvd.callbacks.MetricAverageCallback(), best], epochs=4)
+    hvd.barrier()
+    close(numbers(keras.models.load_model(path).weights), kept[3 if SIZE == 1 else 1])
+    assert said == []
+    assert best.monitor == "quality"
+    with pytest.raises(
+        hvd.InputError, match=r"BestModelCheckpoint: no path to save to; pass it: filepath='best\.keras'"
+    ):
+        hvd.callbacks.BestModelCheckpoint()
