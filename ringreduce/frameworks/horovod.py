@@ -78,9 +78,19 @@ MODULES = {
         "ringreduce.keras.elastic",
         "CommitStateCallback KerasState UpdateBatchStateCallback UpdateEpochStateCallback run",
     ),
+    "horovod.ray": Module(
+        "ringreduce.ray",
+        "BaseHorovodWorker ElasticRayExecutor RayExecutor",
+    ),
+    "horovod.ray.elastic": Module("ringreduce.ray", "ElasticRayExecutor"),
+    "horovod.ray.runner": Module("ringreduce.ray", "RayExecutor"),
     "horovod.runner": Module(
         "ringreduce",
         "run",
+    ),
+    "horovod.spark": Module(
+        "ringreduce.spark",
+        "run run_elastic",
     ),
     "horovod.tensorflow": Module(
         "ringreduce.tensorflow",
@@ -220,12 +230,15 @@ MXNET = (
     "as NumPy arrays: ringreduce.allreduce(array.asnumpy())"
 )
 _RINGRUN = "ranks are started by `ringrun`, or from Python by ringreduce.run(function, np=N)"
-_ENGINES = "docs/engines.md says what works on Ray and Spark; `ringrun -np N python train.py` works without them"
+_RAY = "ringreduce.ray has RayExecutor, and run(function, np=N), whose jobs may be elastic"
+_SPARK = (
+    "ringreduce.spark has run and run_elastic, and rank for mapInArrow; there are no estimators, see docs/choose.md"
+)
 WITHOUT = {
     "horovod.mxnet": MXNET,
-    "horovod.ray": _ENGINES,
+    "horovod.ray": _RAY,
     "horovod.runner": _RINGRUN,
-    "horovod.spark": _ENGINES,
+    "horovod.spark": _SPARK,
     "horovod.tensorflow.data": "use tf.data's own service, tf.data.experimental.service",
 }
 """Modules of Horovod's of which nothing is here, those below them too, and what to use instead."""
@@ -240,7 +253,8 @@ _LOADER = "use torch.utils.data.DataLoader, whose workers load ahead"
 INSTEAD = {
     "AsyncDataLoaderMixin BaseDataLoader": _LOADER,
     "BroadcastGlobalVariablesHook broadcast_global_variables": _OF_TF1,
-    "ElasticRayExecutor": _ENGINES,
+    "BaseHorovodWorker": _INTERNAL,
+    "ElasticRayExecutor": "use ringreduce.ray.run(function, np=N, elastic=True)",
     "HorovodAllgather HorovodAllreduce HorovodAlltoall HorovodBroadcast HorovodGroupedAllgather": _AUTOGRAD,
     "HorovodGroupedAllreduce HorovodGroupedReducescatter HorovodReducescatter": _AUTOGRAD,
     "HorovodBasics": "rank(), size() and the like are functions of ringreduce, and of each framework's module",
@@ -258,10 +272,10 @@ INSTEAD = {
     "keras": "use import ringreduce.keras",
     "mpi_ops compression functions optimizer": "what Horovod has there stands beside rank() and size() here",
     "mxnet": MXNET,
-    "ray": _ENGINES,
-    "run_elastic": "it is not supported yet; start an elastic script with `ringrun --elastic -np N python train.py`",
+    "ray": f"use import ringreduce.ray: {_RAY}",
+    "run_elastic": "it is in ringreduce.spark; elsewhere start a script with `ringrun --elastic -np N python train.py`",
     "run_fn": "use ringreduce.elastic.run",
-    "spark": _ENGINES,
+    "spark": f"use import ringreduce.spark: {_SPARK}",
     "tensorflow": "use import ringreduce.tensorflow",
     "torch": "use import ringreduce.torch",
 }

@@ -46,7 +46,9 @@ class _Finder:
 
 def _without(name: str) -> str:
     """Why there is no such module, and what to use; empty where there is one, or where Horovod has none."""
-    above = () if name in MODULES else WITHOUT
+    parent, _, last = name.rpartition(".")
+    is_other_name = parent in MODULES and last in MODULES[parent].names.split()  # of which its parent tells
+    above = () if name in MODULES or is_other_name else WITHOUT
     return next((WITHOUT[each] for each in above if f"{name}.".startswith(f"{each}.")), "")
 
 

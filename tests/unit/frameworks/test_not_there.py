@@ -17,8 +17,8 @@ MODULES = ["ringreduce", "ringreduce.torch"]
 @pytest.mark.parametrize(
     ("name", "says"),
     [
-        ("run_elastic", "is not supported yet; start an elastic script with `ringrun --elastic -np N"),
-        ("spark", r"docs/engines\.md says what works on Ray and Spark"),
+        ("run_elastic", "it is in ringreduce.spark; elsewhere start a script with `ringrun --elastic -np N"),
+        ("ElasticRayExecutor", r"use ringreduce\.ray\.run\(function, np=N, elastic=True\)"),
         ("callbacks", "they are for Keras, in ringreduce.keras.callbacks"),
         ("mxnet", "MXNet was archived in 2023"),
         ("no_such_thing", "has no attribute 'no_such_thing'$"),

@@ -8,6 +8,8 @@ import sys
 import pytest
 
 import ringreduce
+import ringreduce.ray
+import ringreduce.spark
 import ringreduce.torch
 from ringreduce.frameworks.horovod import INSTEAD, MODULES, instead
 from ringrun.environment import HOROVOD_DIRECTORY
@@ -27,7 +29,9 @@ def imported(line):
     return names[line.split()[-1]]
 
 
-@pytest.mark.parametrize("prefix", ["horovod.torch", "horovod.common", "horovod.data", "horovod.runner"])
+@pytest.mark.parametrize(
+    "prefix", [f"horovod.{each}" for each in ("torch", "common", "data", "ray", "runner", "spark")]
+)
 def test_every_name_is_there_or_says_what_to_use(prefix):
     assert unexplained(prefix) == []
 
@@ -38,16 +42,7 @@ def test_the_table_names_nothing_twice_and_explains_only_names_that_there_are():
         names = module.names.split()
         assert names == sorted(set(names))
     assert len(instead()) == sum(len(names.split()) for names in INSTEAD)
-    ways_of_changed_imports = {
-        "keras",
-        "mxnet",
-        "ray",
-        "run_elastic",
-        "spark",
-        "tensorflow",
-        "torch",
-        "ElasticRayExecutor",
-    }
+    ways_of_changed_imports = {"keras", "mxnet", "tensorflow", "torch"}
     submodules = {name.rpartition(".")[2] for name in MODULES}
     assert instead().keys() - everything - submodules <= ways_of_changed_imports
 
@@ -66,6 +61,8 @@ def test_the_table_names_nothing_twice_and_explains_only_names_that_there_are():
         ("from horovod.common.util import gloo_built", "gloo_built"),
         ("from horovod.runner import run", "run"),
         ("from horovod import run", "run"),
+        ("from horovod.ray import RayExecutor", "ray.RayExecutor"),
+        ("from horovod.spark import run_elastic", "spark.run_elastic"),
     ],
 )
 def test_what_scripts_and_libraries_import_is_ringreduces(line, ours):
@@ -95,7 +92,9 @@ def test_libraries_that_look_for_it_find_it(horovod):
         ("from ringreduce.torch import check_extension", "from 'ringreduce.torch': `ringrun --check-build` prints"),
         ("import horovod.mxnet", "there is no horovod.mxnet in ringreduce: MXNet was archived"),
         ("from horovod.runner.launch import run_commandline", "ranks are started by `ringrun`"),
-        ("from horovod.spark.keras import KerasEstimator", "Spark"),
+        ("from horovod.spark.keras import KerasEstimator", "there are no estimators, see docs/choose.md"),
+        ("from horovod.ray import ElasticRayExecutor", "use ringreduce.ray.run(function, np=N, elastic=True)"),
+        ("from horovod.ray.strategy import PackStrategy", "ringreduce.ray has RayExecutor"),
         ("from horovod.torch import no_such_thing", "cannot import name 'no_such_thing' from 'horovod.torch'"),
     ],
 )
