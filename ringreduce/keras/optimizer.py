@@ -20,6 +20,7 @@ from ringreduce.api.process_sets import ProcessSet, global_process_set
 from ringreduce.api.world import rank, size
 from ringreduce.compression import AnyCompressor, Compression
 from ringreduce.errors import InputError, MissingExtraError
+from ringreduce.frameworks.not_there import check_adapter
 from ringreduce.keras import parts, saved
 from ringreduce.keras.ops import adapter, grouped_allreduce
 from ringreduce.keras.own import OwnVariables, local_variables
@@ -145,6 +146,8 @@ def _checked(optimizer: Any) -> Any:
     """The optimizer that is to reduce; raises what `DistributedOptimizer` does for one that it cannot wrap."""
     if not isinstance(optimizer, keras.optimizers.Optimizer):
         kind = type(optimizer)
+        if kind.__module__.startswith("tf_keras."):
+            check_adapter(optimizer)
         raise TypeError(
             f"DistributedOptimizer: expected a Keras 3 optimizer, got a {kind.__module__}.{kind.__qualname__}; "
             "as in DistributedOptimizer(keras.optimizers.Adam(1e-3))"

@@ -222,7 +222,7 @@ def made_by(library):
         (made_by("keras"), r"use ringreduce.keras.DistributedOptimizer; if .* pip install --upgrade keras"),
         (
             made_by("tf_keras"),
-            r"an optimizer of Keras 2; use those of Keras 3, keras.optimizers, with ringreduce.keras",
+            r"an optimizer of Keras 2; unset TF_USE_LEGACY_KERAS, so that tf.keras is Keras 3, and use keras",
         ),
     ],
 )
