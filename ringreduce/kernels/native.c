@@ -810,6 +810,13 @@ static PyObject *recode(PyObject *module, PyObject *args) {
     Py_RETURN_NONE;
 }
 
+/* fence(): see transport/window.py */
+static PyObject *fence(PyObject *module, PyObject *none) {
+    (void)module, (void)none;
+    __atomic_thread_fence(__ATOMIC_SEQ_CST);
+    Py_RETURN_NONE;
+}
+
 static PyMethodDef region_methods[] = {{"allreduce", (PyCFunction)region_allreduce, METH_VARARGS, NULL},
                                        {"exchange", (PyCFunction)region_exchange, METH_VARARGS, NULL},
                                        {0}};
@@ -832,6 +839,7 @@ static PyType_Spec run_spec = {"ringreduce.kernels._native.Run", sizeof(Run), 0,
 static PyMethodDef functions[] = {{"reduce", reduce, METH_VARARGS, NULL},
                                   {"convert", convert, METH_VARARGS, NULL},
                                   {"recode", recode, METH_VARARGS, NULL},
+                                  {"fence", fence, METH_NOARGS, NULL},
                                   {0}};
 
 static int fill(PyObject *module) {

@@ -55,8 +55,8 @@ _LOCK = threading.Lock()
 _IS_X86 = platform.machine() in ("x86_64", "AMD64")
 
 
-def memory_fence() -> None:
-    """Order this thread's reads and writes of shared memory before it against those after it, for other processes too.
+def fence_by_lock() -> None:
+    """As `memory_fence`, where there is no compiled module; takes six times as long.
 
     Nothing moves down past a lock's release or up past an acquire, and a release and a later acquire keep their order.
     On x86 one lock suffices: each of its instructions is a fence.
@@ -66,6 +66,10 @@ def memory_fence() -> None:
     if not _IS_X86:
         _LOCK.acquire()
         _LOCK.release()
+
+
+memory_fence: Callable[[], None] = native.module.fence if native.module else fence_by_lock
+"""Orders this thread's reads and writes of shared memory before it against those after it, for other processes too."""
 
 
 @dataclasses.dataclass(frozen=True)

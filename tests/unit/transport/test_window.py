@@ -54,6 +54,23 @@ def views_of(shared, number, members):
     return [Region(shared, number, SLOT_BYTES, members, ranks, rank) for rank in range(len(members))]
 
 
+@pytest.mark.parametrize("fence", sorted({window.memory_fence, window.fence_by_lock}, key=repr))
+def test_no_flag_is_seen_before_its_data(fence):
+    shared, count = host_window(2, fence), 1000
+
+    def program(own):
+        for number in range(count):
+            slots = own.slots(number, np.dtype(np.int64))
+            slots[own.rank][...] = 2 * number + own.rank
+            own.publish(PACKED, number)
+            own.arrival(PACKED, number).wait()
+            assert [each.tolist() for each in slots] == [[2 * number + k] * len(each) for k, each in enumerate(slots)]
+        return count
+
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(program, views_of(shared, 1, [0, 1]), timeout=60)) == [count] * 2
+
+
 @pytest.mark.parametrize("dtype", [np.uint8, np.float16, np.float32, np.complex128])
 def test_every_slot_of_every_region_is_memory_of_its_own(dtype):
     shared = host_window(3)
