@@ -131,6 +131,8 @@ host_process_set: ProcessSet = _HostProcessSet()
 
 def number_of(process_set: ProcessSet, function: str) -> int:
     """The engine's number of a set; raises InputError when it was not added."""
+    if process_set is global_process_set:
+        return GLOBAL
     if not isinstance(process_set, ProcessSet):
         raise InputError(f"{function}: process_set={process_set!r}; expected a ProcessSet")
     number = process_set.ensure()

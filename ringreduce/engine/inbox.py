@@ -129,7 +129,8 @@ class Inbox:
         try:
             if may_be_interrupted() or not self.drive(handle):
                 self.call_soon(lambda: None)  # a mere wake could come just before the engine's thread sleeps
-            handle.block(timeout_s)
+            if not handle.ended:
+                handle.block(timeout_s)
         finally:
             with self.lock:
                 self._waiting.remove(handle)
@@ -247,9 +248,9 @@ def has_signal_handlers() -> bool:
     That could run in the middle of a poll in this thread, and raise, as torch's does when a data loader's worker dies,
     or call a collective. Real-time signals are left out: to look at all takes twice as long.
     """
-    if threading.get_ident() != threading.main_thread().ident:
-        return False
     try:
-        return not NOT_A_SCRIPTS.issuperset(map(getsignal, SIGNALS))
+        if NOT_A_SCRIPTS.issuperset(map(getsignal, SIGNALS)):
+            return False
     except TypeError:  # an object that cannot be hashed handles one
-        return True
+        pass
+    return threading.get_ident() == threading.main_thread().ident

@@ -93,8 +93,6 @@ class Handle(Generic[Result]):
 
     def block(self, timeout_s: float = -1) -> None:
         """Return when the operation is complete or has failed, or after a timeout >= 0."""
-        if self.ended:
-            return
         with _MAKING_GATES:
             if self._gate is None:
                 gate = threading.Lock()

@@ -68,7 +68,8 @@ def arguments_of(
     compression: object = None,
 ) -> Arguments:
     """The arguments of a call, checked as far as possible without the tensors."""
-    return _same_arguments(function, average, op, float(prescale), float(postscale), wire_of(compression))
+    wire = None if compression is None else wire_of(compression)
+    return _same_arguments(function, average, op, float(prescale), float(postscale), wire)
 
 
 def details_of(op: ReduceOp, prescale: float, postscale: float, wire: Quantized | None = None) -> Details:

@@ -18,7 +18,7 @@ from ringreduce.kernels import native
 from ringreduce.testing import run_ranks
 from ringreduce.transport.window import Flags
 
-NAMED, ORDERED = 120, 5  # of a rank that comes last, its engine's among them
+NAMED, ORDERED = 100, 5  # of a rank that comes last, its engine's among them
 POLL, POLL_ALL, LOOK = 12, 24, 8  # of what a thread that waits polls; of all services; before a sleep
 ROUNDS = 4000  # at most
 WARM = 16

@@ -94,7 +94,7 @@ def test_a_thread_that_waits_polls_also_while_the_engine_is_awake(monkeypatch):
     monkeypatch.setattr(inbox, "may_be_interrupted", lambda: False)
     box, driven = Inbox(None, SETTINGS, one_host=True), []
     box.drive = lambda handle: not driven.append(handle)
-    handle = SimpleNamespace(block=lambda _: None, recorder=None)
+    handle = SimpleNamespace(block=lambda _: None, recorder=None, ended=False)
     assert not box._asleep
     box.wait(handle)
     assert driven == [handle]
