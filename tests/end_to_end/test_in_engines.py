@@ -54,6 +54,14 @@ def test_ray_s_actors_keep_their_state(start):
     ], found
 
 
+def test_ray_s_trainer_trains_over_ring_and_starts_its_workers_again(start, tmp_path):
+    """Rank 1 is killed once, before step 3; the group that Ray makes then goes on from the last checkpoint."""
+    found = start(PROGRAMS / "in_torch_trainer.py", tmp_path)
+    said = [line for line in found if line.startswith(("trained", "killed", "the same", "as alone"))]
+    assert re.fullmatch("trained over ring to step 5 from [123]", said[0]), found
+    assert said[1:] == ["killed True ranks 2", "the same bits True", "as alone True"], found
+
+
 def test_spark_s_barrier_tasks_are_ranks_and_its_distributor_trains(start):
     found = start(PROGRAMS / "in_spark.py")
     said = [line for line in found if line.startswith(("ranks", "the same", "raised", "distributor"))]
