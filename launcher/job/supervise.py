@@ -81,6 +81,7 @@ class Supervisor:
         self._conclusion: Conclusion | None = None  # if the job ends for another reason than a rank's failure
         self._was_signalled = False  # by a signal to end the job
         self._failed = False  # a rank has failed, or was lost
+        self._without_slot: set[int] = set()  # ranks whose lender has left, and not their host
         self.scales_up = False
         """Whether this attempt has ended so that the next one has more hosts."""
         self.keeps_commits = False
@@ -109,12 +110,14 @@ class Supervisor:
     def in_use(self) -> InUse | None:
         """Return what there is of the job now; another thread asks. A host all of whose agents are gone is lost.
 
+        So is a slot whose lender has left; another one may lend it again.
         None also at the end, when all of them go.
         """
         if self._ranks.missing or self.is_over():
             return None
         job, gone = self._job, Counter(map(self._job.host_of, self._channel.gone.copy()))
-        slots = {host.name: count * (gone[host.name] < count) for host, count in job.hosts}
+        left = Counter(map(job.host_of, self._without_slot.copy()))
+        slots = {host.name: (count - left[host.name]) * (gone[host.name] < count) for host, count in job.hosts}
         return InUse(job.size - len(self._ranks.ends), job.size, slots)
 
     def is_over(self) -> bool:
@@ -201,7 +204,9 @@ class Supervisor:
             case events.HostsCame() if self._losses and self._shutdown is None:
                 self._losses.announce(event)
             case events.HostLeft(host, lender):
-                for rank in self._job.lent_by(host, lender):
+                cut = self._job.lent_by(host, lender)
+                self._without_slot.update(cut if lender != -1 else ())
+                for rank in cut:
                     self._channel.cut(rank, f"`ringrun join` has ended on host {host}, which so has left the job")
             case events.Reported(rank, report):
                 self._on_report(rank, report)

@@ -206,3 +206,15 @@ def test_a_host_is_lost_with_its_agents_however_its_ranks_have_ended(ends, gone,
     while events.qsize():
         supervisor.take_step()
     assert supervisor.in_use() == InUse(4 - len(ends), 4, {"h1": 2, "h2": slots})
+
+
+def test_slots_of_a_lender_that_has_left_are_not_in_use():
+    """Else one that comes in its place would bring nothing new: the host has as many slots as at first."""
+    fake = Fake()
+    fake.gone, fake.cut = set(), lambda *_: fake.gone.add(3)
+    events = queue_of(*arrived(0, 1, 2, 3), HostLeft("h2", 7))
+    job = Job(4, ["x"], hosts=[(Host("h1"), 1), (Host("h2", 3, ((4, 2), (7, 1))), 3)], elastic=Elastic())
+    supervisor = Supervisor(job, fake, fake, fake, events)
+    while events.qsize():
+        supervisor.take_step()
+    assert supervisor.in_use() == InUse(4, 4, {"h1": 1, "h2": 2})
