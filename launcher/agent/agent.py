@@ -315,6 +315,8 @@ class Agent:
             self._log_loss(self._lost)
         if message.keeps_commits:
             kept_commits.keep(self._commits_folder, is_locked=self._link.is_local)
+        elif self._lost:  # perhaps it alone is cut off
+            kept_commits.remove_if_last(self._commits_folder)
         else:
             kept_commits.remove(self._commits_folder)
         self._leave()

@@ -21,6 +21,8 @@ from .shm_cleanup import SHARED_MEMORY
 
 _NAME = re.compile(rf"{SHARED_MEMORY}/ringrun-[0-9a-f]{{16}}\.commits")
 
+_locked: dict[str, int] = {}  # a descriptor of each folder that this process has prepared
+
 _ABANDONED_S = 3600.0
 """A folder that has not been written for so long, and is not locked, belongs to no job: no pause is longer."""
 
@@ -42,7 +44,8 @@ def prepared(folder: str) -> str:
             os.mkdir(folder, 0o700)
         found = os.lstat(folder)
         if stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o077:
-            fcntl.flock(os.open(folder, os.O_RDONLY), fcntl.LOCK_SH)
+            _locked[folder] = os.open(folder, os.O_RDONLY)
+            fcntl.flock(_locked[folder], fcntl.LOCK_SH)
             return folder
     return ""
 
@@ -52,6 +55,14 @@ def keep(folder: str, *, is_locked: bool) -> None:
     if _NAME.fullmatch(folder):
         with contextlib.suppress(OSError):
             os.utime(folder, (0.0, 0.0) if is_locked else None)
+
+
+def remove_if_last(folder: str) -> None:
+    """Remove it unless another process of the job has it locked: commits of a host are all its ranks'."""
+    if folder in _locked:
+        with contextlib.suppress(OSError):  # where that fails this process has no lock any more
+            fcntl.flock(_locked[folder], fcntl.LOCK_EX | fcntl.LOCK_NB)
+            remove(folder)
 
 
 def sweep() -> None:

@@ -95,6 +95,18 @@ def test_an_agent_removes_the_folder_of_commits_that_ringrun_has_named_and_no_ot
     assert shown == [["--of", ":"]] * 4
 
 
+def test_an_agent_that_is_cut_off_leaves_the_commits_to_the_others_of_its_host():
+    """The last one removes them: where ringrun is gone nobody else does."""
+    folder = kept_commits.new_name()
+    leaves = "kept_commits.prepared(sys.argv[1]); kept_commits.remove_if_last(sys.argv[1])"
+    command = [sys.executable, "-c", f"import sys; from ringrun.agent import kept_commits; {leaves}", folder]
+    assert kept_commits.prepared(folder)
+    jobs.run(command)
+    assert Path(folder).exists()
+    kept_commits.remove_if_last(folder)
+    assert not Path(folder).exists()
+
+
 def test_commits_that_a_killed_ringrun_has_left_are_swept_away():
     """At once on its own host, after an hour on others, where nobody holds a lock in the pause before a restart."""
     here, there, long_ago, locked = (kept_commits.new_name() for _ in range(4))
