@@ -55,6 +55,52 @@ INTERRUPTED = """
     assert all(map(gone, pids(folder)))
     print("done")
 """
+TWO_NODES = """
+import sys, time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+import psutil, ray
+from ray.cluster_utils import Cluster
+import ringreduce.ray
+from tests.support.engines import go_on, train, trained
+
+folder = Path(sys.argv[1])
+
+def ranks_that_saw(number):  # of the sizes that the world has had
+    return [each for each in folder.iterdir() if each.name.startswith(f"{number} ")]
+
+def lends(process):
+    return "--lend=1" in process.cmdline()
+
+def lose_a_node():
+    # all is on one host, whose agent and ranks are the first lender's children: it is the other one
+    raylet = lambda node: psutil.Process(node.all_processes["raylet"][0].process.pid)
+    below = {each: raylet(each).children(recursive=True) for each in nodes}
+    second = [node for node, found in below.items() if any(lends(each) and not each.children() for each in found)]
+    begin_s = time.monotonic()
+    cluster.remove_node(*second, allow_graceful=False)
+    wait_for(lambda: ranks_that_saw(2))
+    print(f"a node lost, went on after {time.monotonic() - begin_s:.1f} s", flush=True)
+
+def wait_for(condition):
+    while not condition():
+        assert not job.done(), job.result()
+        time.sleep(0.01)
+
+if __name__ == "__main__":
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
+    nodes = [cluster.add_node(num_cpus=1) for _ in range(2)]
+    ray.init(cluster.address)
+    slow = {"timeout_s": 200, "start_timeout": 200}
+    assert ringreduce.ray.run(train, (2,), np=2, **slow) == trained(2, 2)
+    with ThreadPoolExecutor() as pool:  # Ray starts nodes in the main thread only
+        elastic = {"elastic": True, "min_np": 1, "max_np": 2}
+        job = pool.submit(ringreduce.ray.run, go_on, (folder, 3), np=2, **elastic, **slow)
+        wait_for(lambda: len(ranks_that_saw(1)) == 2)
+        lose_a_node()
+        cluster.add_node(num_cpus=1)
+        print("sizes", job.result(), flush=True)
+"""
 
 
 @pytest.fixture
@@ -77,3 +123,13 @@ def test_ranks_run_on_ray_again_and_again(on_ray):
 def test_ctrl_c_ends_all_ranks_and_frees_the_cpus(on_ray, tmp_path):
     (folder := tmp_path / "ranks").mkdir()
     assert "\ninterrupted\ndone\n" in on_ray(INTERRUPTED, folder)
+
+
+@pytest.mark.adapters
+@pytest.mark.timeout(600)
+def test_ranks_on_two_nodes_of_which_one_is_lost_and_another_comes(on_engine, tmp_path):
+    """Each node has room for one rank. Both are on this host; the one that is lost is not that of its first lender."""
+    (folder := tmp_path / "ranks").mkdir()
+    said = on_engine(TWO_NODES, folder)
+    assert re.search(r"a node lost, went on after \d+\.\d s\n", said)
+    assert "sizes [[2, 1, 2], [2, 1, 2]]\n" in said

@@ -48,24 +48,23 @@ def gone(pid):
 
 
 def go_on(folder, most):
-    """Step until there are `most` ranks fewer than at first; return the sizes of the worlds that were."""
+    """Step until the world has had so many sizes; return them."""
     rr.init()
-    sizes = []
 
     @rr.elastic.run
     def loop(state):
-        while not sizes or len(sizes) < most:
+        while len(state.sizes) < most:
             total = rr.allreduce(np.ones(2), op=rr.Sum)
-            if not sizes or sizes[-1] != rr.size():
-                sizes.append(rr.size())
+            if not state.sizes or state.sizes[-1] != rr.size():
+                state.sizes.append(rr.size())
                 assert total[0] == rr.size()
-                Path(folder, f"{len(sizes)} {rr.rank()} {os.getpid()} {os.getppid()}").touch()
+                Path(folder, f"{len(state.sizes)} {rr.rank()} {os.getpid()} {os.getppid()}").touch()
             time.sleep(0.05)
             state.step += 1
             state.commit()
+        return state.sizes
 
-    loop(rr.elastic.ObjectState(step=0))
-    return sizes
+    return loop(rr.elastic.ObjectState(step=0, sizes=[]))
 
 
 def grow(folder, size):
