@@ -68,7 +68,9 @@ def test_hosts_that_cannot_be_reached_are_told_with_their_cures_and_the_others_m
 def test_a_host_whose_link_is_down_is_given_up(own_hosts):
     own_hosts.link_down(3)
     done = doctor(own_hosts, Path(sys.executable), "-H", "h0,h3", "--start-timeout", "3", returncode=3)
-    assert re.search(r"\n  h3: it did not answer in time \(.*\); check that h3 is up .*--start-timeout S\n", done.stdout)
+    assert re.search(
+        r"\n  h3: it did not answer in time \(.*\); check that h3 is up .*--start-timeout S\n", done.stdout
+    )
     own_hosts.assert_nothing_is_left()
 
 

@@ -540,5 +540,7 @@ def test_recording_steps(tmp_path):
     finished = ringrun(PYTHON, 2, BENCH / "observing.py", "--quick", "--json", tmp_path / "rows.json")
     rows = kept_by(finished, tmp_path)["rows"]
     assert [row["who"].strip() for row in rows] == ["not recorded", "recorded, reported", *CHECKED]
-    assert re.search(r"# an operation: [\d.]+ us, [12]\.00 in a step", finished.stdout), "one bucket, or what was ready before the rest"
+    assert re.search(r"# an operation: [\d.]+ us, [12]\.00 in a step", finished.stdout), (
+        "one bucket, or what was ready before the rest"
+    )
     assert "# together " in finished.stdout
