@@ -69,6 +69,8 @@ class Hub:
         self._hosts: dict[str, tuple[_Part, ...]] = {own.host: (_Part(0, own, None),)}
         self.programs: dict[int, Program] = {}
         """Those that nodes have been asked to run, and somebody still waits for."""
+        self._cut: set[QueuedLink | None] = set()
+        """Nodes that went while they ran something, as was seen at that first."""
         self._numbers = itertools.count()
         self._release: wire.Release | None = None  # the job has ended
         callers = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -142,7 +144,8 @@ class Hub:
             for part in [each for each in parts if each.link is link]:
                 programs = [each for each in self.programs.copy().values() if each.runs_on is link]
                 self._hosts[host] = tuple(each for each in parts if each is not part)
-                lender = part.number if part.node.machine and not programs else -1
+                ran = bool(programs) or link in self._cut
+                lender = part.number if part.node.machine and not ran else -1
                 with contextlib.suppress(OSError):  # ringrun has ended
                     self._departures.send(json.dumps([host, lender]).encode(), socket.MSG_DONTWAIT)
                 for program in programs:
@@ -163,8 +166,10 @@ class Hub:
                 code = program.run(caller, streams)
             else:
                 os.write(streams[2], f"host {host} has left the job\n".encode())
-        except (OSError, EOFError, IndexError):
-            pass  # the node, or the caller, has gone
+        except EOFError:  # the node has gone; before the program is, for `left`
+            self._cut.add(program.runs_on)
+        except (OSError, IndexError):
+            pass  # the caller has gone
         except RuntimeError as error:  # there are too many threads
             os.write(streams[2], f"the head cannot run anything on {host}: {error}\n".encode())
         finally:
