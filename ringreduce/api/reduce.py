@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
+
 from ringreduce import runtime
 from ringreduce.api.process_sets import ProcessSet, global_process_set, number_of
 from ringreduce.arrays.view import as_buffers, check_apart, to_write
@@ -88,9 +90,19 @@ def allreduce_(
     process_set: ProcessSet = global_process_set,
 ) -> Array:
     """Reduce `tensor` over all ranks in place, and return it; otherwise as `allreduce`."""
-    reduction = arguments_of("allreduce", average, op, prescale_factor, postscale_factor)
+    express, given = None, (average, op, prescale_factor, postscale_factor)
+    if type(tensor) is np.ndarray and type(name) is str and process_set is global_process_set:
+        express = runtime.current("allreduce").engine.express
+        if begun := express.run(name, tensor, tensor, given):
+            if begun is not True:
+                begun.wait()
+            return tensor
+    reduction = arguments_of("allreduce", *given)
     arrays, names, _ = taken_apart(tensor)
-    submit(arrays, name, names, reduction, process_set, in_place=True, waits=True).wait()
+    handle = submit(arrays, name, names, reduction, process_set, in_place=True, waits=True)
+    handle.wait()
+    if express is not None:
+        express.learn(name, tensor, given, handle)
     return tensor
 
 

@@ -103,13 +103,17 @@ def _packed_one_shot(parts: Sequence[Part], region: Region, reduction: Reduction
     watch(0, DONE)
 
 
-def one_shot(source: Any, target: Any, region: Region, reduction: Reduction) -> Steps[None]:
-    """As `allreduce` of one array for which `is_one_shot` is true."""
-    sequence = region.sequence
-    region.sequence = sequence + 1
+def one_shot(source: Any, target: Any, region: Region, reduction: Reduction, packed: int | None = None) -> Steps[None]:
+    """As `allreduce` of one array for which `is_one_shot` is true.
+
+    packed: the sequence number of the slot where this rank has it already, and has said so.
+    """
+    sequence = region.sequence if packed is None else packed
     slots = [each[: source.size] for each in region.slots(sequence, source.dtype)]
-    slots[region.rank][...] = source
-    region.publish(PACKED, sequence)
+    if packed is None:
+        region.sequence = sequence + 1
+        slots[region.rank][...] = source
+        region.publish(PACKED, sequence)
     if not region.arrived(PACKED, sequence):
         yield region.arrival(PACKED, sequence)
     reduction.reduce_parts(slots, target)

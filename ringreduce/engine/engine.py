@@ -23,6 +23,7 @@ from typing import Any
 from ringreduce import errors
 from ringreduce.collectives import fusion
 from ringreduce.engine.channels import Channels
+from ringreduce.engine.express import Express
 from ringreduce.engine.inbox import LONGEST_SLEEP_S, Inbox, may_be_interrupted
 from ringreduce.engine.negotiation import Negotiation
 from ringreduce.engine.polling import Polling, Service
@@ -100,6 +101,8 @@ class Engine:
         self._polling = Polling(news, work, others, inbox, self._break, self.channels)
         inbox.drive = self._drive
         self.process_sets.begin(process_sets)
+        of_express = busy, inbox, ending, negotiation, self.submitting, recorder, timeline
+        self.express = Express(self._polling.lock, self._break, *of_express)
         self._clock_ahead_us = offsets[world.rank]
         self.reporting: Reporting | None = None
         if settings.report:

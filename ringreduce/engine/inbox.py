@@ -179,8 +179,12 @@ class Inbox:
         with self.lock:
             submissions, self._submissions, self._urgent = self._submissions, [], False
             last = submissions[-1]
-            self._last = last.signature, last.line, last.submitted_s
+            self._last = last.signature, last.line, last.submitted_s  # as `took`: a call less
         return [*itertools.filterfalse(HAS_ENDED, submissions)]
+
+    def took(self, last: Submission) -> None:
+        """This one came another way, as the last; with `lock` held."""
+        self._last = last.signature, last.line, last.submitted_s
 
     def holds_any(self) -> bool:
         """True while submissions or callbacks wait for a poll."""

@@ -59,6 +59,7 @@ class Negotiation:
         self._early: dict[int, list[tuple[int, Message]]] = {}
         """Messages for process sets that this rank has not added yet."""
         self._debugs, self._traces = LOGGER.isEnabledFor(logging.DEBUG), LOGGER.isEnabledFor(TRACE)
+        self.logs = self._debugs or self._traces  # each operation
         mailbox.handlers |= dict.fromkeys((Announcement, Response, Ready, Scheduled, Overdue), self._receive)
 
     def poll(self) -> bool:

@@ -14,7 +14,7 @@ from ringreduce.engine.process_sets import ProcessSets
 from ringreduce.errors import CollectiveError
 from ringreduce.execution import errors_for
 from ringreduce.execution.channel import Channel
-from ringreduce.execution.plan import Plans
+from ringreduce.execution.plan import Plan, Plans
 from ringreduce.execution.signature import REFUSED, Signature, calling_line
 from ringreduce.execution.steps import StepRecorder
 from ringreduce.execution.submission import Handle, Submission
@@ -66,7 +66,7 @@ class Submitting:
         self._world, self._inbox, self._ending, self._check_gpu = world, inbox, ending, check_gpu
         self._process_sets, self._states, self._channels = process_sets, process_sets.states, process_sets.channels
         self._on = inbox.wait, inbox.on_poll
-        self._plans, self._rank = Plans(), f"rank {world.rank} of {world.size}"
+        self._plans, self.rank = Plans(), f"rank {world.rank} of {world.size}"
         self._recorder = recorder
 
     def submit(
@@ -121,21 +121,17 @@ class Submitting:
             known_as = state.name if name is None or process_set < GLOBAL else name
             known = tensors, details, names, by_rows, tensors is inputs, check, together
             plan = self._plans.find(process_set, kind, name, known_as, *known)
-            before, taken = plan.submitted, self._recorder.taken
-            plan.submitted += state.counts
             signature = plan.signature if name is not None else state.numbered(plan.signature)
             made = Submission(
                 signature, process_set, inputs, outputs, finish, payload, line, waits, plan, *self._on, then
             )
             made.deadline_s = made.submitted_s + timeout_s
             made.recorder, made.submitted_s = recorder, since_s or made.submitted_s
-            made.rank = self._rank
+            made.rank = self.rank
             if on_gpu:
                 made.ready = ready(on_gpu)
-            if not taken:
-                made.step = before
-            elif of_step or (before and before % taken == 0):  # so often in each step
-                made.step = taken
+            made.step = self.step_of(plan, of_step) if self._recorder.taken else plan.submitted
+            plan.submitted += state.counts
             for watch, its in seen:
                 if its is not None:
                     watch.begin(made, its, of_step)
@@ -143,6 +139,13 @@ class Submitting:
         if not waits:
             self._inbox.announce_soon()
         return made
+
+    def step_of(self, plan: Plan, of_step: bool = False) -> int:
+        """See `Submission.step`: of the next submission of this plan."""
+        before, taken = plan.submitted, self._recorder.taken
+        if not taken:
+            return before
+        return taken if of_step or (before and before % taken == 0) else -1  # so often in each step
 
     def refuse(self, kind: str, name: str | None, process_set: int, why: str, line: str) -> None:
         """This rank has refused a call, with an InputError, and may go on; other ranks may wait in theirs.
@@ -196,7 +199,7 @@ class Submitting:
         key = submission.key
         if state.joined:
             raise errors_for.after_join(submission)
-        if key in state.pending or key in state.running:
+        if key in state.pending or key in state.running or key == state.express:
             raise errors_for.name_is_pending(submission, self._world.rank)
         state.pending[key] = submission
         state.joined = submission.signature.kind == JOIN

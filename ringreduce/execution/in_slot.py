@@ -84,8 +84,11 @@ class InSlot(NamedTuple):
         for each, low, high in zip(slots, bounds, bounds[1:], strict=False):
             region.read(each[low:high], target[low:high])
 
-    def compiled(self, signatures: Signatures, signature: int) -> Any:
-        """The compiled module's form of it, and None where there is none.  signature: its hash."""
+    def compiled(self, signatures: Signatures | Region, signature: int) -> Any:
+        """The compiled module's form of it, and None where there is none.  signature: its hash.
+
+        signatures: the region itself for an operation of a schedule, which signs nothing.
+        """
         numbers: tuple[Any, ...] | None = (0, 0, 1.0, 1.0, 1.0)
         if self.reduction is not None:
             numbers = self.reduction.compiled

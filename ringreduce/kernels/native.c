@@ -734,6 +734,133 @@ static PyObject *exchange_run(Exchange *e, PyObject *const *args, Py_ssize_t cou
     return found < 0 ? NULL : PyLong_FromLong(found);
 }
 
+/* ---- the same for a named operation, in the order of its process set's schedule: transport/counters.py ---- */
+
+enum { TOTAL = 0, READ = 1, END = 8, GROUP_WORDS = 16, LOG = 16, RING = 4096 };
+#define NUMBERS INT64_C(0x7FFFFFFF) /* in the log they are modulo this + 1 */
+
+typedef struct {
+    PyObject_HEAD
+    int size, member; /* member 0 leads */
+    Py_ssize_t capacity;
+    int64_t *words[MOST];
+    uint32_t *counters[MOST], *passed; /* of the leader only: how often each id was ready */
+    int32_t *ring;
+    int nviews;
+    Py_buffer views[MOST + 1];
+} Group;
+
+static PyTypeObject *group_type;
+
+static void group_dealloc(Group *g) {
+    release(g->views, g->nviews);
+    freed((PyObject *)g);
+}
+
+/* Group(blocks, member, passed or None): of each member, the leader's first; for the leader how often each id was ready */
+static PyObject *group_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
+    PyObject *blocks, *passed;
+    int member;
+    Py_ssize_t head = 8 * (GROUP_WORDS + LOG) + 4 * RING;
+    (void)kwargs;
+    if (!PyArg_ParseTuple(args, "O!iO", &PyList_Type, &blocks, &member, &passed)) return NULL;
+    Py_ssize_t size = PyList_Size(blocks), all = size + (passed != Py_None);
+    if (size < 1 || size > MOST || member < 0 || member >= size || (member == 0) != (passed != Py_None))
+        return PyErr_Format(PyExc_ValueError, "%zd members, member %d", size, member);
+    Group *g = PyObject_New(Group, type);
+    if (g == NULL) return NULL;
+    g->size = (int)size, g->member = member;
+    for (g->nviews = 0; g->nviews < all; g->nviews++) {
+        PyObject *from = g->nviews < size ? PyList_GetItem(blocks, g->nviews) : passed;
+        if (PyObject_GetBuffer(from, g->views + g->nviews, PyBUF_WRITABLE)) return Py_DECREF(g), NULL;
+    }
+    g->capacity = PY_SSIZE_T_MAX;
+    for (int k = 0; k < all; k++) {
+        Py_ssize_t n = (g->views[k].len - (k < size ? head : 0)) / 4;
+        g->capacity = n < g->capacity ? n : g->capacity;
+    }
+    for (int k = 0; k < size; k++) g->words[k] = g->views[k].buf, g->counters[k] = (uint32_t *)((char *)g->views[k].buf + head);
+    g->ring = (int32_t *)(g->words[0] + GROUP_WORDS + LOG), g->passed = all > size ? g->views[size].buf : NULL;
+    return (PyObject *)g;
+}
+
+static void count(Group *g, uint32_t id) { /* as Counters.submit */
+    int64_t *words = g->words[g->member], total = words[TOTAL];
+    uint32_t *counter = g->counters[g->member] + id;
+    __atomic_store_n(counter, *counter + 1, __ATOMIC_RELEASE);
+    __atomic_store_n(words + GROUP_WORDS + total % LOG, (total & NUMBERS) << 32 | id, __ATOMIC_RELEASE);
+    __atomic_store_n(words + TOTAL, total + 1, __ATOMIC_RELEASE);
+}
+
+static int schedule(Group *g, uint32_t id) { /* the leader's: once all have counted it; nothing else can be ready */
+    int64_t end = g->words[0][END], read = INT64_MAX;
+    for (int k = 0; k < g->size; k++)
+        if (__atomic_load_n(g->counters[k] + id, __ATOMIC_ACQUIRE) == g->passed[id]) return LATE;
+    for (int k = 1; k < g->size; k++) {
+        int64_t word = __atomic_load_n(g->words[k] + READ, __ATOMIC_ACQUIRE);
+        read = word < read ? word : read;
+    }
+    if (end + 2 > read + RING) return LATE; /* there is no room, until the slowest has read on */
+    g->ring[end % RING] = 1, g->ring[(end + 1) % RING] = (int32_t)id;
+    g->passed[id]++;
+    __atomic_store_n(g->words[0] + END, end + 2, __ATOMIC_RELEASE);
+    return DONE;
+}
+
+static int follow(Group *g, uint32_t id) { /* another's: reads the next entry, if that is this id alone */
+    int64_t *read = g->words[g->member] + READ, at = *read;
+    if (__atomic_load_n(g->words[0] + END, __ATOMIC_ACQUIRE) == at) return LATE;
+    if (g->ring[at % RING] != 1 || g->ring[(at + 1) % RING] != (int32_t)id) return DIFFERENT;
+    __atomic_store_n(read, at + 2, __ATOMIC_RELEASE);
+    return DONE;
+}
+
+static int scheduled(Exchange *e, Group *g, uint32_t id, char *source, char *target, Py_ssize_t length, int64_t sequence,
+                     double patience_us) {
+    Region *r = e->region;
+    int found = LATE;
+    copy(r->memory[r->rank] + sequence % r->slots * r->slot_bytes, source, length); /* what nobody reads before PACKED */
+    count(g, id);
+    double until = now_us() + patience_us;
+    for (int i = 0; found == LATE && (i < SPINS || now_us() < until); i++) {
+        found = g->member ? follow(g, id) : schedule(g, id);
+        if (i >= SPINS) sched_yield();
+#ifdef __x86_64__
+        else __builtin_ia32_pause();
+#endif
+    }
+    if (found != DONE) return found;
+    publish(r, PACKED, sequence);
+    if (!arrived(r, PACKED, sequence, patience_us)) return SUMS_LATE;
+    combine(e, sequence % r->slots * r->slot_bytes, 0, length / e->itemsize, target, NULL);
+    return DONE;
+}
+
+/* Exchange.scheduled(group, id, source, target, sequence, patience_us): counts it, and runs it when it is scheduled
+ * -> 0: it is done; 1: another entry is the next; 2: it is not scheduled yet, but counted in both cases; 3: it is scheduled
+ * and packed, but others are late. Nothing is taken back: it goes on by other means. */
+static PyObject *exchange_scheduled(Exchange *e, PyObject *const *args, Py_ssize_t count) {
+    Py_buffer source = {.len = 0}, target = {.len = 0};
+    int found = -1;
+    if (count != 6 || Py_TYPE(args[0]) != group_type) return PyErr_Format(PyExc_TypeError, "%zd arguments", count);
+    Group *g = (Group *)args[0];
+    Py_ssize_t id = PyLong_AsSsize_t(args[1]);
+    int64_t sequence = PyLong_AsLongLong(args[4]);
+    double patience_us = PyFloat_AsDouble(args[5]);
+    if (PyErr_Occurred()) return NULL;
+    if (PyObject_GetBuffer(args[2], &source, PyBUF_SIMPLE) || PyObject_GetBuffer(args[3], &target, PyBUF_WRITABLE))
+        return PyBuffer_Release(&source), NULL;
+    if (e->what != REDUCED || id < 0 || id >= g->capacity || source.len > e->region->slot_bytes || target.len != source.len) {
+        PyErr_Format(PyExc_ValueError, "id %zd, %zd B into %zd", id, source.len, target.len);
+    } else {
+        Py_BEGIN_ALLOW_THREADS
+        found = scheduled(e, g, (uint32_t)id, source.buf, target.buf, source.len, sequence, patience_us);
+        Py_END_ALLOW_THREADS
+    }
+    PyBuffer_Release(&source), PyBuffer_Release(&target);
+    return found < 0 ? NULL : PyLong_FromLong(found);
+}
+
 /* reduce(parts, out, also or None, type, op, prescale, divisor, postscale, stochastic=False, key=0) */
 static PyObject *reduce(PyObject *module, PyObject *args) {
     PyObject *parts, *out, *also;
@@ -829,12 +956,17 @@ static PyMethodDef run_methods[] = {{"advance", (PyCFunction)run_advance, METH_V
                                     {"waits_for", (PyCFunction)run_waits_for, METH_NOARGS, NULL},
                                     {0}};
 static PyType_Slot run_slots[] = {{Py_tp_dealloc, run_dealloc}, {Py_tp_methods, run_methods}, {0, NULL}};
-static PyMethodDef exchange_methods[] = {{"run", (PyCFunction)(void (*)(void))exchange_run, METH_FASTCALL, NULL}, {0}};
+static PyMethodDef exchange_methods[] = {{"run", (PyCFunction)(void (*)(void))exchange_run, METH_FASTCALL, NULL},
+                                         {"scheduled", (PyCFunction)(void (*)(void))exchange_scheduled, METH_FASTCALL, NULL},
+                                         {0}};
 static PyType_Slot exchange_slots[] = {{Py_tp_dealloc, exchange_dealloc}, {Py_tp_methods, exchange_methods}, {0, NULL}};
 static PyType_Spec exchange_spec = {"ringreduce.kernels._native.Exchange", sizeof(Exchange), 0,
                                     Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION, exchange_slots};
 static PyType_Spec run_spec = {"ringreduce.kernels._native.Run", sizeof(Run), 0,
                                Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION, run_slots};
+
+static PyType_Slot group_slots[] = {{Py_tp_new, group_new}, {Py_tp_dealloc, group_dealloc}, {0, NULL}};
+static PyType_Spec group_spec = {"ringreduce.kernels._native.Group", sizeof(Group), 0, Py_TPFLAGS_DEFAULT, group_slots};
 
 static PyMethodDef functions[] = {{"reduce", reduce, METH_VARARGS, NULL},
                                   {"convert", convert, METH_VARARGS, NULL},
@@ -846,7 +978,10 @@ static int fill(PyObject *module) {
     PyObject *region = PyType_FromSpec(&region_spec);
     run_type = (PyTypeObject *)PyType_FromSpec(&run_spec);
     exchange_type = (PyTypeObject *)PyType_FromSpec(&exchange_spec);
-    return region == NULL || run_type == NULL || exchange_type == NULL || PyModule_AddObject(module, "Region", region) ? -1 : 0;
+    group_type = (PyTypeObject *)PyType_FromSpec(&group_spec);
+    if (region == NULL || run_type == NULL || exchange_type == NULL || group_type == NULL) return -1;
+    Py_INCREF((PyObject *)group_type);
+    return PyModule_AddObject(module, "Region", region) || PyModule_AddObject(module, "Group", (PyObject *)group_type) ? -1 : 0;
 }
 
 static PyModuleDef_Slot module_slots[] = {

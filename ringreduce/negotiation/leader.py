@@ -55,7 +55,9 @@ class Leader:
         self._words, self._logs = [each.words for each in blocks], [each.log for each in blocks]
         self._below = {child: np.zeros(capacity, np.uint32) for child in children}
         self._rows = [*(each.counters for each in blocks), *self._below.values()]
-        self._passed = np.zeros(capacity, np.uint32)  # how often each id was ready here: what the root has scheduled
+        self.passed = self._passed = np.zeros(
+            capacity, np.uint32
+        )  # how often each id was ready here: what the root has scheduled
         self._scheduled = self._passed if is_root else np.zeros(capacity, np.uint32)
         self._known = np.zeros(capacity, bool)
         self._high = 0  # ids from here on were never used
@@ -137,6 +139,11 @@ class Leader:
         self._reported = self.applied()
         withdrawn, self._withdrawn = self._withdrawn, []
         return Ready(self._process_set, ids, withdrawn, self._reported, partial)
+
+    @property
+    def is_idle(self) -> bool:
+        """True when this rank has read all of the schedule, and there is nothing more to write."""
+        return self._schedule.is_empty
 
     def times(self, number: int) -> int:
         """How often this id was ready here."""

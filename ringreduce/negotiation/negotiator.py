@@ -8,6 +8,7 @@ next()                  what all ranks do next, in one order: run a batch, or ap
 
 from __future__ import annotations
 
+import functools
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
@@ -17,6 +18,7 @@ import numpy as np
 
 from ringreduce.execution.signature import SubmissionRecord
 from ringreduce.execution.submission import Submission
+from ringreduce.kernels import native
 from ringreduce.negotiation.cache import Cache
 from ringreduce.negotiation.coordinator import UNNAMED_WAIT_S, Coordinator
 from ringreduce.negotiation.leader import Leader, children_of, parent_of
@@ -75,7 +77,9 @@ class Negotiator:
         self._group = group
         self._send = send
         self._resubmit = resubmit
-        views = [GroupBlock(each, capacity) for each in blocks or [np.zeros(group_bytes(capacity), np.uint8)]]
+        self._views = views = [
+            GroupBlock(each, capacity) for each in blocks or [np.zeros(group_bytes(capacity), np.uint8)]
+        ]
         self._counters = Counters(views, group.ranks.index(rank), fence)
         self._leader: Leader | None = None
         self._read = self._counters.read
@@ -89,6 +93,7 @@ class Negotiator:
         """The unnamed submissions that are not ready, in their order: the id by which each was counted, if it was."""
         self._responses: dict[int, Response] = {}
         self._awaits_response = False
+        self._rank = rank
         self._short, self._held = short, [Held(each, fence) for each in views[1:]]
 
     def announce(self, submissions: Sequence[Submission], join: Submission | None = None, leave: str = "") -> int:
@@ -129,6 +134,26 @@ class Negotiator:
                 self._lead()  # what was counted before a rank joined or left is scheduled before
                 self.coordinator.announce(self.coordinator_rank, announcement)
         return len(ids)
+
+    # For engine/express.py, which counts and follows by itself
+
+    @functools.cached_property
+    def compiled(self) -> Any | None:
+        """The compiled module's view of this group's memory; None where that is not all of the negotiation."""
+        ranks = self._group.ranks
+        if native.module is None or not 1 < len(self._members) == len(ranks) <= native.MOST_PARTS:
+            return None
+        passed = None if self._leader is None else self._leader.passed
+        return native.module.Group([each.block for each in self._views], ranks.index(self._rank), passed)
+
+    @property
+    def is_idle(self) -> bool:
+        """Where nothing is pending: no entry is left that this rank has to follow first, as far as it knows."""
+        return not self._awaits_response and (self._leader is None or self._leader.is_idle)
+
+    def counted(self, number: int, submission: Submission) -> None:
+        """This submission was counted, and is to be followed."""
+        self._counted[number].append(submission)
 
     def _counted_ids(self) -> list[int]:
         """Of this rank's submissions that are not ready."""

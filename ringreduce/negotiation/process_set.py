@@ -23,6 +23,7 @@ class ProcessSetState(Running):
         self.submitted = 0  # how many unnamed submissions there were: they are numbered
         self.pending: dict[str, Submission] = {}
         """Submissions that are not ready on all ranks, by key, the oldest first."""
+        self.express = ""  # not empty: the key of an operation that a thread runs by itself: engine/express.py
         self.followed = 0  # entries of the schedule
         self.joined = False
         self.left: set[int] = set()  # on the coordinator: the members that have left

@@ -12,7 +12,8 @@ Each member of a group, the ranks of a process set on one host, owns a block; on
 A member first counts and logs, then raises its TOTAL, with a fence between; the leader (leader.py) first looks at the
 totals, then at the log and the counters. The log is a hint, where to look: a number that is not the expected one says
 that it was overwritten. The leader writes an entry, then END; the others read END first. It overwrites what all have
-READ only. Its own rank needs no ring, and a group of one has none.
+READ only. Its own rank needs no ring, and a group of one has none. The compiled module does the same for one operation
+(engine/express.py), so no word is kept elsewhere, too.
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ class GroupBlock:
         """block: 1-D uint8, zero at first."""
         log, schedule = 8 * WORDS, 8 * (WORDS + LOG)
         counters = schedule + 4 * RING
+        self.block = block
         # a memoryview's items are read ten times faster than an array's
         self.words = memoryview(block[:log].view(np.int64))
         self.log = memoryview(block[log:schedule].view(np.int64))
@@ -89,7 +91,6 @@ class Counters:
         self._schedule = blocks[0].schedule
         self._end = blocks[0].words[END:]
         self._fence = fence
-        self._position = 0
         self._held = blocks[member].held if member else None
 
     def submit(self, ids: Sequence[int], elements: Any | None = None) -> None:
@@ -126,24 +127,24 @@ class Counters:
 
     def read(self) -> Entry | None:
         """The next entry of the schedule; None when there is none."""
-        if self._end[0] == self._position:
+        position = self._words[READ]
+        if self._end[0] == position:
             return None
         self._fence()
-        length, elements = self._schedule[self._position % RING], b""
+        length, elements = self._schedule[position % RING], b""
         if length < 0:
-            ids = self._take(1, 1)
+            ids = self._take(position + 1, 1)
             nbytes, length = -length, 1 + -(length // 4)
-            elements = array("i", self._take(2, length - 1)).tobytes()[:nbytes]
+            elements = array("i", self._take(position + 2, length - 1)).tobytes()[:nbytes]
         else:
-            ids = self._take(1, length)
-        self._position += 1 + length
+            ids = self._take(position + 1, length)
         self._fence()
-        self._words[READ] = self._position
+        self._words[READ] = position + 1 + length
         return ids, elements
 
     def _take(self, low: int, length: int) -> list[int]:
-        """Words of the schedule from `low` on, counted from the position."""
-        schedule, low = self._schedule, (self._position + low) % RING
+        """Words of the schedule from position `low` on."""
+        schedule, low = self._schedule, low % RING
         words: list[int] = schedule[low : low + length].tolist()
         return words + schedule[: length - len(words)].tolist()  # from the ring's beginning
 
@@ -158,7 +159,6 @@ class Schedule:
         self._others = [each.words for each in blocks[1:]]
         self._words, self._ring = blocks[0].words, blocks[0].schedule
         self._fence = fence
-        self._end = 0
         self._own: deque[Entry] = deque()
         self.waiting: deque[Entry] = deque()  # for room in the ring
 
@@ -176,15 +176,21 @@ class Schedule:
         """See `Counters.read`; the leader's own."""
         return self._own.popleft() if self._own else None
 
+    @property
+    def is_empty(self) -> bool:
+        """True when this rank has read all, and all is in the ring."""
+        return not (self._own or self.waiting)
+
     def flush(self) -> None:
         """Write waiting entries, of which there are some."""
-        before, end = self._end, min([words[READ] for words in self._others]) + RING
+        before = at = self._words[END]
+        end = min([words[READ] for words in self._others]) + RING
         self._fence()
         while self.waiting:
             ids, elements = self.waiting[0]
-            words, low = array("i", (-len(elements) or len(ids), *ids)), self._end % RING
+            words, low = array("i", (-len(elements) or len(ids), *ids)), at % RING
             words.frombytes(elements + bytes(-len(elements) % 4))
-            if self._end + len(words) > end:
+            if at + len(words) > end:
                 break
             self.waiting.popleft()
             room = RING - low
@@ -192,7 +198,7 @@ class Schedule:
                 self._ring[low : low + len(words)] = words
             else:
                 self._ring[low:], self._ring[: len(words) - room] = words[:room], words[room:]
-            self._end += len(words)
-        if self._end != before:
+            at += len(words)
+        if at != before:
             self._fence()
-            self._words[END] = self._end
+            self._words[END] = at

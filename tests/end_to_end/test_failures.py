@@ -55,6 +55,19 @@ def test_one_rank_ends_and_the_others_wait_for_it(python, tmp_path, kind):
     assert run(["pgrep", "-f", str(tmp_path)]).stdout == "", "nothing is left"
 
 
+@pytest.mark.adapters
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_is_killed_among_short_sums(python, tmp_path, rank):
+    """Where each call is one of the compiled module's (engine/express.py): whichever step of it was the last."""
+    program = PROGRAMS / "dies_among_short_sums.py"
+    finished = ringrun(python, 3, program, rank, timeout_s=60, returncode=137, PYTHONPATH=str(ROOT))
+    ended = time.time()
+    failing = re.search(r"failing at ([\d.]+)", finished.stdout)
+    assert failing, finished.stdout
+    assert re.search(rf"rank {rank} of 3 failed first -+\nhow .*SIGKILL", finished.stdout), finished.stdout
+    assert ended - float(failing.group(1)) < patient(5)
+
+
 LEAVES = {
     "raise SystemExit(7)": 7,
     "argparse.ArgumentParser().error('x')": 2,

@@ -13,12 +13,13 @@ import pytest
 
 import ringreduce as rr
 from ringreduce import runtime
+from ringreduce.engine.express import Express
 from ringreduce.engine.polling import Polling
 from ringreduce.kernels import native
 from ringreduce.testing import run_ranks
 from ringreduce.transport.window import Flags
 
-NAMED, ORDERED = 100, 5  # of a rank that comes last, its engine's among them
+EXPRESS, NAMED, ORDERED = 14, 100, 5  # of a rank that comes last, its engine's among them
 POLL, POLL_ALL, LOOK = 12, 24, 8  # of what a thread that waits polls; of all services; before a sleep
 ROUNDS = 4000  # at most
 WARM = 16
@@ -111,6 +112,13 @@ def fewest(counts, make, bound):
 
 
 def test_a_known_named_call(counts):
+    found = fewest(counts, lambda: functools.partial(rr.allreduce_, np.ones(1024, np.float32), name="w"), EXPRESS)
+    assert max(found) <= EXPRESS, found
+
+
+def test_a_known_named_call_that_is_submitted(counts, monkeypatch):
+    monkeypatch.setattr(Express, "run", lambda *_: False)
+    monkeypatch.setattr(Express, "learn", lambda *_: None)
     found = fewest(counts, lambda: functools.partial(rr.allreduce_, np.ones(1024, np.float32), name="w"), NAMED)
     assert max(found) <= NAMED, found
 

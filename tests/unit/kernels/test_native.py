@@ -35,6 +35,7 @@ def test_ci_has_the_compiled_module():
 LITMUS = "no_flag_is_seen"
 TESTS = [
     "ranks/collectives/test_compiled",
+    "ranks/engine/test_express",
     "ranks/execution/test_lane",
     "unit/test_ops",
     "unit/kernels/test_half",

@@ -1,0 +1,427 @@
+"""Short named sums in the caller's thread: beside ranks that submit them, and when ranks are late, differ or end."""
+
+import contextvars
+import dataclasses
+import json
+import random
+import re
+import threading
+import time
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+import ringreduce as rr
+from ringreduce import runtime
+from ringreduce.engine import express
+from ringreduce.engine.express import DONE, LATE, OTHER, SUMS_LATE
+from ringreduce.kernels import native
+from ringreduce.settings import Settings
+from ringreduce.testing import run_ranks
+from ringreduce.transport.counters import END, READ
+from tests.support.patience import wait_until
+from tests.support.tiers import parted
+
+pytestmark = [
+    pytest.mark.timeout(60),
+    pytest.mark.skipif(native.module is None, reason=f"the compiled module: {native.MISSING}"),
+]
+WARM = 8
+
+
+def own():
+    return runtime.current("a test").engine.express
+
+
+@dataclasses.dataclass
+class Counting:
+    """In place of the `Exchange` of a name: it counts what that returns; its first call goes by `how`, if set."""
+
+    original: object
+    counts: list[int]
+    how: Callable | None = None
+
+    def scheduled(self, *arguments):
+        how, self.how = self.how, None
+        found = how(self.original.scheduled, *arguments) if how else self.original.scheduled(*arguments)
+        self.counts[found] += 1
+        return found
+
+
+def watched(name, counts, how=None):
+    """Count, for this rank, how the calls of this name end."""
+    known = own()._known
+    if name in known and not isinstance(known[name].exchange, Counting):
+        known[name] = known[name]._replace(exchange=Counting(known[name].exchange, counts, how))
+
+
+def fast(name, array):
+    """A call that goes this way, once nothing else is under way: the engine's thread may look around just now."""
+    begun = []
+    wait_until(lambda: begun.append(own().run(name, array, array, (None, rr.Sum, 1.0, 1.0))) or begun[-1])
+    if begun[-1] is not True:
+        begun[-1].wait()
+
+
+def element(rank, name, number, count=64):
+    return np.arange(count, dtype=np.float32) % 7 + 100 * rank + 10 * "abc".index(name) + number
+
+
+def warm(names="abc"):
+    """Until each name has its id, and was learned, on all ranks."""
+    for name in names:
+        for number in range(WARM):
+            rr.allreduce_(element(rr.rank(), name, number), name=name, op=rr.Sum)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("seed", parted(range(4), lambda seed: seed < 2))
+def test_sums_are_the_same_whichever_way_each_rank_takes(size, seed, monkeypatch):
+    """Names in any order of the ranks' own; some ranks are late; some calls differ, so ids are forgotten in between."""
+    monkeypatch.setattr(express, "PATIENCE_US", 1000.0)
+    shared, rounds = random.Random(seed), 120
+    differing = {number: shared.randrange(size) for number in range(9, rounds, 25)}
+
+    def program():
+        mine, counts = random.Random(f"{seed} {rr.rank()}"), [0] * 4
+        warm()
+        for number in range(rounds):
+            names = mine.sample("abc", 3) if number % 3 else list("abc")
+            arrays = {name: element(rr.rank(), name, number) for name in names}
+            pending, fast = [], own()
+            for name in names:
+                watched(name, counts)
+                time.sleep(0.002 * (mine.random() < 0.03))
+                if mine.random() < 0.2 or names != list("abc"):
+                    pending.append(rr.allreduce_async_(arrays[name], name=name, op=rr.Sum))
+                elif mine.random() < 0.2:
+                    handle = rr.allreduce_async_(arrays[name], name=name, op=rr.Sum)
+                    handle.wait()
+                else:
+                    assert rr.allreduce_(arrays[name], name=name, op=rr.Sum) is arrays[name]
+            for each in pending:
+                each.wait()
+            assert own() is fast
+            for name in names:
+                total = sum(element(rank, name, number).astype(np.float64) for rank in range(size))
+                np.testing.assert_array_equal(arrays[name], total)
+            if number in differing and size > 1:
+                with pytest.raises(rr.MismatchError, match="'b'"):
+                    rr.allreduce_(np.ones(3 + (rr.rank() == differing[number]), np.float32), name="b", op=rr.Sum)
+        return counts
+
+    for counts in run_ranks(size, program, timeout_s=40):
+        assert (counts[DONE] > 10) == (size > 1), counts
+
+
+@pytest.mark.parametrize("found", [OTHER, LATE])
+def test_a_response_forgets_the_id_by_which_it_was_counted(found):
+    """Rank 0's call differs; the response comes while rank 1 waits for the schedule, or when it has handed over."""
+    begun, counts = threading.Event(), [0] * 4
+
+    def how(scheduled, *arguments):
+        if found == LATE:
+            ends = scheduled(*arguments[:-1], 0.0)
+            begun.set()
+            return ends
+        begun.set()
+        views = own()._state.negotiator._views
+        wait_until(lambda: views[0].words[END] != views[1].words[READ])
+        return scheduled(*arguments)
+
+    def program():
+        warm()
+        rr.barrier()
+        if rr.rank() == 1:
+            watched("a", counts, how)
+            with pytest.raises(rr.MismatchError, match="allreduce 'a'") as caught:
+                fast("a", np.ones(64, np.float32))
+        else:
+            assert begun.wait(20)
+            with pytest.raises(rr.MismatchError) as caught:
+                rr.allreduce_(np.ones(65, np.float32), name="a", op=rr.Sum)
+        text = r"rank 1 of 2, allreduce 'a' \(test_express\.py:\d+\): float32\[64\]"
+        assert re.match(text, str(caught.value)), "the caller's line"
+        warm()
+        return rr.allreduce_(np.ones(64, np.float32), name="a", op=rr.Sum)[0]
+
+    assert run_ranks(2, program) == [2.0, 2.0]
+    assert counts[found] >= 1
+
+
+@pytest.mark.parametrize("late", [0, 1])
+def test_others_have_counted_but_not_packed(late):
+    """The sum goes on as an operation under way, behind which others come in their order."""
+    packed, counts = threading.Event(), [0] * 4
+
+    def until_counted(scheduled, *arguments):
+        negotiator = own()._state.negotiator
+        if late == 1:
+            wait_until(lambda: negotiator._views[1].counters[arguments[1]] != negotiator._leader.passed[arguments[1]])
+        found = scheduled(*arguments[:-1], 1e5)
+        packed.set()
+        return found
+
+    def program():
+        array, other = (element(rr.rank(), name, 1) for name in "ab")
+        warm()
+        rr.barrier()
+        if rr.rank() == late:
+            executor = own()._state.executor
+            run = executor.run
+            executor.run = lambda *given: (packed.wait(20), run(*given))
+            rr.allreduce_async_(array, name="a", op=rr.Sum).wait()
+        else:
+            watched("a", counts, until_counted)
+            fast("a", array)
+        return array, rr.allreduce_(other, name="b", op=rr.Sum)
+
+    for array, other in run_ranks(2, program):
+        np.testing.assert_array_equal(array, element(0, "a", 1) + element(1, "a", 1))
+        np.testing.assert_array_equal(other, element(0, "b", 1) + element(1, "b", 1))
+    assert counts == [0, 0, 0, 1]
+
+
+def test_what_was_handed_over_is_counted_once():
+    """Each rank calls another name first: neither is scheduled before both have called both."""
+    both_late = threading.Barrier(2)
+
+    def program():
+        warm()
+        names = "ab" if rr.rank() else "ba"
+        for number in range(10):
+            first, second = (element(rr.rank(), name, number) for name in names)
+            handles, counts = [], [0] * 4
+
+            def how(scheduled, *arguments, handles=handles, second=second):
+                found = scheduled(*arguments[:-1], 0.0)
+                both_late.wait(20)
+                handles.append(rr.allreduce_async_(second, name=names[1], op=rr.Sum))
+                return found
+
+            known = own()._known
+            known[names[0]] = known[names[0]]._replace(exchange=Counting(known[names[0]].exchange, counts, how))
+            fast(names[0], first)
+            handles[0].wait()
+            assert counts == [0, 0, 1, 0]
+            for name, each in zip(names, (first, second), strict=True):
+                np.testing.assert_array_equal(each, sum(element(rank, name, number) for rank in (0, 1)))
+        return own()._state.negotiator._views[rr.rank()].counters[:2].tolist()
+
+    counted, others = run_ranks(2, program)
+    assert counted == others
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_it_overtakes_nothing_that_is_pending(first):
+    """Else two operations of this rank could be ready at once, and be one entry of the schedule."""
+    called = threading.Event()
+
+    def program():
+        arrays = [element(rr.rank(), name, 1) for name in "ab"]
+        warm()
+        rr.barrier()
+        time.sleep(0.05)
+        if rr.rank() == first:
+            handle = rr.allreduce_async_(arrays[1], name="b", op=rr.Sum)
+            handle.poll()  # so it is announced
+            wait_until(lambda: not own()._inbox.holds_any())
+            time.sleep(0.05)
+            assert own().run("a", arrays[0], arrays[0], (None, rr.Sum, 1.0, 1.0)) is False
+            called.set()
+        else:
+            assert called.wait(20)
+            handle = rr.allreduce_async_(arrays[1], name="b", op=rr.Sum)
+        handle.wait()
+        fast("a", arrays[0])
+        return arrays
+
+    expected = [element(0, name, 1) + element(1, name, 1) for name in "ab"]
+    for arrays in run_ranks(2, program):
+        np.testing.assert_array_equal(arrays, expected)
+
+
+@pytest.mark.parametrize("late", [0, 1])
+def test_a_late_rank_is_named(late):
+    """A call that was handed over is pending as any other: its stall is reported, with the caller's line."""
+
+    def program():
+        warm()
+        rr.barrier()
+        if rr.rank() == late:
+            time.sleep(0.9)
+            return
+        with pytest.raises(rr.StalledError, match=rf"(?s)allreduce 'a'.*test_express\.py:\d+.*rank {late}"):
+            rr.allreduce_(element(0, "a", 0), name="a", op=rr.Sum)
+
+    run_ranks(2, program, settings=Settings(stall_check_s=0.2, stall_abort_s=0.4))
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_rank_joins(size):
+    def program():
+        warm()
+        total = 0.0
+        for _ in range(20 + 10 * rr.rank()):
+            total += float(rr.allreduce_(np.ones(64, np.float32), name="a", op=rr.Sum)[0])
+        last = rr.join()
+        again = [float(rr.allreduce_(np.ones(64, np.float32), name="a", op=rr.Sum)[0]) for _ in range(2 * WARM)]
+        assert again == [size] * (2 * WARM)
+        return total, last
+
+    totals = [20.0 * size + sum(size - 1 - step // 10 for step in range(10 * rank)) for rank in range(size)]
+    assert run_ranks(size, program) == [(each, size - 1) for each in totals]
+
+
+@pytest.mark.parametrize("leaver", [0, 1, 2])
+def test_a_rank_leaves(leaver):
+    def program():
+        warm()
+        rr.barrier()
+        if rr.rank() == leaver:
+            return
+        with pytest.raises(rr.PeerLostError, match=rf"allreduce 'a' .*: rank {leaver} has left the job"):
+            rr.allreduce_(element(0, "a", 0), name="a", op=rr.Sum)
+
+    run_ranks(3, program)
+
+
+@pytest.mark.parametrize("found", [DONE, LATE, SUMS_LATE])
+def test_an_interruption_ends_the_engine_and_the_others_hear_of_it(found):
+    """As one in the middle of a poll does."""
+
+    def call():
+        for _ in range(10_000):
+            rr.allreduce_(element(0, "a", 0), name="a", op=rr.Sum)
+
+    class Interrupted(Counting):
+        def scheduled(self, *arguments):
+            if found == SUMS_LATE:  # it is then scheduled at once, but the other has not packed yet
+                negotiator, until_s = own()._state.negotiator, time.monotonic() + 0.01
+                while negotiator._views[1].counters[arguments[1]] == negotiator._leader.passed[arguments[1]]:
+                    if time.monotonic() > until_s:
+                        break
+            ends = self.original.scheduled(*arguments[:-1], 1e3 if found == DONE else 0.0)
+            if ends == found:
+                raise KeyboardInterrupt
+            return ends
+
+    def program():
+        warm("a")
+        if rr.rank() == 0:
+            known = own()._known
+            known["a"] = known["a"]._replace(exchange=Interrupted(known["a"].exchange, [0] * 4))
+            with pytest.raises(KeyboardInterrupt):
+                call()
+            with pytest.raises(rr.CollectiveError, match="rank 0 of 2 failed inside an operation: KeyboardInterrupt"):
+                call()
+        else:
+            with pytest.raises(rr.CollectiveError, match="rank 0 of 2 failed inside an operation"):
+                call()
+
+    run_ranks(2, program)
+
+
+def test_checks_and_the_timeline_see_each_call(tmp_path):
+    """While one is on, none goes this way; a report has them all."""
+    path = tmp_path / "timeline.json"
+
+    def program():
+        warm()
+        counts, bad = [0] * 4, np.full(64, np.nan, np.float32)
+        watched("a", counts)
+
+        def some():
+            for number in range(10):
+                rr.allreduce_(element(rr.rank(), "a", number), name="a", op=rr.Sum)
+            return sum(counts)
+
+        before = some()
+        rr.start_timeline(str(path))
+        rr.barrier()
+        assert some() == before
+        rr.stop_timeline()
+        rr.check("nan:raise")
+        assert some() == before
+        with pytest.raises(rr.NanError, match="'a'"):
+            rr.allreduce_(bad, name="a", op=rr.Sum)
+        rr.check("")
+        engine = runtime.current("a test").engine
+        engine.recorder.start(True)
+        assert some() == before
+        return before
+
+    assert min(run_ranks(2, program)) > 0
+    names = [each["name"] for each in json.loads(path.read_text()) if each and each.get("ph") in "BX"]
+    assert names.count("ALLREDUCE") >= 10
+
+
+def test_what_does_not_fit_goes_the_usual_way():
+    """Other types, shapes, ops and scales under the name, memory that is not contiguous or read-only, other sets."""
+
+    def program():
+        warm()
+        for array in (np.ones((8, 8), np.float32), np.ones(64), np.ones(1, np.float32), np.zeros(0, np.float32)):
+            assert (rr.allreduce_(array.copy(), name="a", op=rr.Sum) == 2 * array).all()
+        warm()
+        assert rr.allreduce_(np.ones(64, np.float32), name="a")[0] == 1
+        assert rr.allreduce_(np.ones(64, np.float32), name="a", op=rr.Sum, prescale_factor=2)[0] == 4
+        warm()
+        every_second = np.ones(128, np.float32)[::2]
+        assert (rr.allreduce_(every_second, name="a", op=rr.Sum) == 2).all()
+        fixed = np.ones(64, np.float32)
+        fixed.flags.writeable = False
+        with pytest.raises(rr.InputError, match="read-only"):
+            rr.allreduce_(fixed, name="a", op=rr.Sum)
+        warm()
+        return True
+
+    assert run_ranks(2, program) == [True, True]
+
+
+def test_ids_are_forgotten_all_the_time():
+    """There is room for two of three names, so the least recently used one loses its id."""
+
+    def program():
+        for number in range(60):
+            for name in "abbccc":
+                array = element(rr.rank(), name, number)
+                rr.allreduce_(array, name=name, op=rr.Sum)
+                np.testing.assert_array_equal(array, element(0, name, number) + element(1, name, number))
+
+    run_ranks(2, program, settings=Settings(cache_capacity=2))
+
+
+def test_a_name_that_another_thread_calls_meanwhile_is_pending():
+    def program():
+        context, refused = contextvars.copy_context(), []
+
+        def other():
+            with pytest.raises(rr.InputError, match="'a'") as caught:
+                rr.allreduce_async_(np.ones(64, np.float32), name="a", op=rr.Sum)
+            refused.append(str(caught.value))
+
+        def meanwhile(scheduled, *arguments):
+            thread = threading.Thread(target=context.run, args=(other,))
+            thread.start()
+            thread.join()
+            return scheduled(*arguments)
+
+        warm()
+        watched("a", [0] * 4, meanwhile)
+        array = np.ones(64, np.float32)
+        fast("a", array)
+        assert array[0] == 2
+        return len(refused)
+
+    assert run_ranks(2, program) == [1, 1]
+
+
+@pytest.mark.parametrize("hosts", [(0, 0, 1), (0, 1)])
+def test_between_hosts_none_goes_this_way(hosts):
+    def program():
+        warm()
+        return own()._known
+
+    assert run_ranks(len(hosts), program, hosts=hosts) == [{}] * len(hosts)
