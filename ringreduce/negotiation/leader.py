@@ -55,9 +55,8 @@ class Leader:
         self._words, self._logs = [each.words for each in blocks], [each.log for each in blocks]
         self._below = {child: np.zeros(capacity, np.uint32) for child in children}
         self._rows = [*(each.counters for each in blocks), *self._below.values()]
-        self.passed = self._passed = np.zeros(
-            capacity, np.uint32
-        )  # how often each id was ready here: what the root has scheduled
+        self.passed = self._passed = np.zeros(capacity, np.uint32)
+        """How often each id was ready here: what the root has scheduled."""
         self._scheduled = self._passed if is_root else np.zeros(capacity, np.uint32)
         self._known = np.zeros(capacity, bool)
         self._high = 0  # ids from here on were never used

@@ -77,9 +77,8 @@ class Negotiator:
         self._group = group
         self._send = send
         self._resubmit = resubmit
-        self._views = views = [
-            GroupBlock(each, capacity) for each in blocks or [np.zeros(group_bytes(capacity), np.uint8)]
-        ]
+        own = blocks or [np.zeros(group_bytes(capacity), np.uint8)]
+        self._views = views = [GroupBlock(each, capacity) for each in own]
         self._counters = Counters(views, group.ranks.index(rank), fence)
         self._leader: Leader | None = None
         self._read = self._counters.read
