@@ -4,6 +4,8 @@ import re
 
 import pytest
 
+pytestmark = pytest.mark.xdist_group("frameworks")  # not beside others that take all cores
+
 CLUSTER = """
 import os, signal, sys, threading, time
 from pathlib import Path
@@ -125,7 +127,6 @@ def test_ctrl_c_ends_all_ranks_and_frees_the_cpus(on_ray, tmp_path):
     assert "\ninterrupted\ndone\n" in on_ray(INTERRUPTED, folder)
 
 
-@pytest.mark.adapters
 @pytest.mark.timeout(600)
 def test_ranks_on_two_nodes_of_which_one_is_lost_and_another_comes(on_engine, tmp_path):
     """Each node has room for one rank. Both are on this host; the one that is lost is not that of its first lender."""
