@@ -85,9 +85,7 @@ def test_a_rank_that_ends_while_others_wait_in_mpi(failure, code, words, ringrun
     assert f"where       host {os.uname().nodename}, pid " in "\n".join(card[2:4])
     # under hydra a rank that calls MPI_Abort takes the others with it before they can be asked
     if "Abort" not in failure:
-        where = "script.py:14, in <module>: world.Barrier()"
-        told = "\n".join(card)  # on a loaded machine one of them may not answer in time
-        assert f"the others  ranks 0,2: {where}" in card or ("; it is busy" in told and f": {where}" in told)
+        assert "the others  ranks 0,2: script.py:14, in <module>: world.Barrier()" in card
 
 
 def test_atexit_functions_run_after_an_uncaught_exception(ringrun, program):
