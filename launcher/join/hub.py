@@ -145,6 +145,7 @@ class Hub:
                 programs = [each for each in self.programs.copy().values() if each.runs_on is link]
                 self._hosts[host] = tuple(each for each in parts if each is not part)
                 ran = bool(programs) or link in self._cut
+                self._cut.discard(link)
                 lender = part.number if part.node.machine and not ran else -1
                 with contextlib.suppress(OSError):  # ringrun has ended
                     self._departures.send(json.dumps([host, lender]).encode(), socket.MSG_DONTWAIT)
