@@ -55,9 +55,9 @@ class Leader:
         self._words, self._logs = [each.words for each in blocks], [each.log for each in blocks]
         self._below = {child: np.zeros(capacity, np.uint32) for child in children}
         self._rows = [*(each.counters for each in blocks), *self._below.values()]
-        self.passed = self._passed = np.zeros(capacity, np.uint32)
+        self.passed = np.zeros(capacity, np.uint32)
         """How often each id was ready here: what the root has scheduled."""
-        self._scheduled = self._passed if is_root else np.zeros(capacity, np.uint32)
+        self._scheduled = self.passed if is_root else np.zeros(capacity, np.uint32)
         self._known = np.zeros(capacity, bool)
         self._high = 0  # ids from here on were never used
         self._fence = fence
@@ -68,7 +68,7 @@ class Leader:
         self._below_submitted: list[int] = []
         self._learned = False  # true: any id may have been submitted before this leader learned it
         self._views = [_items(each) for each in self._rows]
-        self._passed_view, self._known_view = _items(self._passed), _items(self._known)
+        self._passed_view, self._known_view = _items(self.passed), _items(self._known)
         self._withdrawn: list[int] = []
         self._applied_below = dict.fromkeys(self._below, 0)
         self._reported = self._awaited = 0  # responses: the last one reported as applied; the last that is to be
@@ -123,12 +123,12 @@ class Leader:
     def _ready(self) -> list[int]:
         """Of all ids, those that have become ready."""
         high = self._high
-        times = self._rows[0][:high] - self._passed[:high]  # unsigned: right beyond 2**32, too
+        times = self._rows[0][:high] - self.passed[:high]  # unsigned: right beyond 2**32, too
         for row in self._rows[1:]:
-            times = np.minimum(times, row[:high] - self._passed[:high])
+            times = np.minimum(times, row[:high] - self.passed[:high])
         times *= self._known[:high]
         ready = times.nonzero()[0]
-        self._passed[:high] += times
+        self.passed[:high] += times
         return ready.repeat(times[ready]).tolist()  # type: ignore[no-any-return]
 
     def report(self, ids: list[int], partial: bytes = b"") -> Ready | None:
@@ -162,9 +162,9 @@ class Leader:
             self._closed = self._awaited = response
         if forgotten:
             forgotten = list(forgotten)  # NumPy takes a tuple for an index of several dimensions
-            lost = self._passed[forgotten] - self._scheduled[forgotten]
+            lost = self.passed[forgotten] - self._scheduled[forgotten]
             self._withdrawn += np.repeat(forgotten, lost).tolist()
-            self._passed[forgotten] = self._scheduled[forgotten]
+            self.passed[forgotten] = self._scheduled[forgotten]
             self._known[forgotten] = False
             self._awaited = response
         if learned:
