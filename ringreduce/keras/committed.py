@@ -16,12 +16,8 @@ import numpy as np
 from ringreduce.errors import InputError
 
 CURE = "commit when you have changed a model, and build it as at the commit when the training function begins"
-_OWN = (
-    "_clip_gradients",
-    "apply",
-    "register_local_var",
-    "save_assets",
-)  # of an optimizer, what DistributedOptimizer has put there
+_OWN = "_clip_gradients", "apply", "register_local_var", "save_assets"
+"""Of an optimizer, what DistributedOptimizer has put there."""
 
 
 class Variables(NamedTuple):

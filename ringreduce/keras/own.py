@@ -35,7 +35,7 @@ class OwnVariables:
     """
 
     def __init__(self, process_set: ProcessSet, scales: bool = True) -> None:
-        self._process_set, self.scales = process_set, scales
+        self._process_set, self._scales = process_set, scales
         self._variables: dict[int, Any] = {}  # those of TensorFlow have no hash
 
     def __bool__(self) -> bool:
@@ -60,9 +60,9 @@ class OwnVariables:
             return None
         if type(gradient).__module__.startswith("tensorflow."):
             operations = importlib.import_module("ringreduce.tensorflow.ops")  # it may be IndexedSlices
-            gradient = operations.averaged(gradient, self._process_set) if self.scales else gradient
+            gradient = operations.averaged(gradient, self._process_set) if self._scales else gradient
             return gradient if factor == 1 else operations.scaled(gradient, factor)
-        factor /= (self._process_set.size() or 1) if self.scales else 1
+        factor /= (self._process_set.size() or 1) if self._scales else 1
         return gradient if factor == 1 else gradient * factor
 
 

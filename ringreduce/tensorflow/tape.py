@@ -52,8 +52,8 @@ def DistributedGradientTape(  # noqa: N802 - Horovod's name
     Cost:   one `allreduce` of all gradients, as a group, a call.
     Source: Horovod's DistributedGradientTape.
     """
-    exchange, own = Exchange(op, compression, gradient_predivide_factor, process_set), OwnVariables(process_set)
-    own.scales = scale_local_gradients
+    exchange = Exchange(op, compression, gradient_predivide_factor, process_set)
+    own = OwnVariables(process_set, scale_local_gradients)
     gradtape.gradient = unconverted(_Reduction(gradtape, exchange, own, sparse_as_dense, name).gradient)
     gradtape.register_local_source = unconverted(own.add)
     return gradtape
