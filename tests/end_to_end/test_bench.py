@@ -541,6 +541,6 @@ def test_recording_steps(tmp_path):
     rows = kept_by(finished, tmp_path)["rows"]
     assert [row["who"].strip() for row in rows] == ["not recorded", "recorded, reported", *CHECKED]
     assert re.search(r"# an operation: [\d.]+ us, [12]\.00 in a step", finished.stdout), (
-        "one bucket, or what was ready before the rest"
+        "the gradients, and in some steps whether learning rates agree"
     )
     assert "# together " in finished.stdout
