@@ -35,7 +35,7 @@ def group(size, capacity=CAPACITY, fence=nothing, start=0):
     for each in blocks:
         each.counters[...] = each.words[TOTAL] = start
     leader._totals = [start] * size
-    leader._passed[...] = start
+    leader.passed[...] = start
     leader.change(1, (), range(capacity))
     return [Counters(blocks, member, fence) for member in range(size)], leader
 
