@@ -33,12 +33,12 @@ def allreduce(
     Cost:     as `shared.allreduce`.
     """
     count, itemsize = sum([each.size for each in targets]), reduction.element.itemsize
-    nbytes, capacity = count * itemsize, region.slot_bytes // itemsize
+    nbytes, capacity = count * itemsize, region.piece_bytes // itemsize
     alone = count <= capacity and is_one_shot(nbytes, region.size)
     stores = region.stores.of(nbytes) if nbytes >= LARGE_BYTES else None
     way = PLAIN if stores is None else stores.begin()
     numbers: Any = reduction.compiled
-    run = region.compiled.allreduce([*sources], [*targets], *numbers, region.sequence, alone, way)
+    run = region.compiled.allreduce([*sources], [*targets], *numbers, region.sequence, alone, capacity, way)
     region.sequence += -(-count // capacity)
     finished = -1
     while finished < count:

@@ -560,22 +560,26 @@ static void run_dealloc(Run *run) {
     freed((PyObject *)run);
 }
 
-/* Region.allreduce(sources, targets, type, op, prescale, divisor, postscale, sequence, alone, streams=0) -> Run */
+/* Region.allreduce(sources, targets, type, op, prescale, divisor, postscale, sequence, alone, capacity, streams=0) -> Run
+ * capacity: how many elements go through a slot at a time */
 static PyObject *region_allreduce(Region *r, PyObject *args) {
     PyObject *sources, *targets;
     int type, op, alone, streams = 0;
     Factors f = {0};
     long long first;
-    if (!PyArg_ParseTuple(args, "O!O!iidddLp|i", &PyList_Type, &sources, &PyList_Type, &targets, &type, &op, &f.prescale,
-                          &f.divisor, &f.postscale, &first, &alone, &streams) || !kernel_of(type, op))
+    Py_ssize_t capacity;
+    if (!PyArg_ParseTuple(args, "O!O!iidddLpn|i", &PyList_Type, &sources, &PyList_Type, &targets, &type, &op, &f.prescale,
+                          &f.divisor, &f.postscale, &first, &alone, &capacity, &streams) || !kernel_of(type, op))
         return NULL;
+    if (capacity < 1 || capacity > r->slot_bytes / (Py_ssize_t)TYPES[type].itemsize)
+        return PyErr_Format(PyExc_ValueError, "%zd elements in %zd B", capacity, r->slot_bytes);
     Run *run = PyObject_New(Run, run_type);
     if (run == NULL) return NULL;
     memset((char *)run + sizeof(PyObject), 0, sizeof(Run) - sizeof(PyObject));
     Py_ssize_t count = PyList_Size(sources), itemsize = TYPES[type].itemsize;
     Py_INCREF((PyObject *)r);
     run->region = r, run->kernel = TYPES[type].kernels[op], run->factors = f, run->itemsize = itemsize;
-    run->first = first, run->alone = alone, run->streams = alone ? 0 : streams, run->capacity = r->slot_bytes / itemsize;
+    run->first = first, run->alone = alone, run->streams = alone ? 0 : streams, run->capacity = capacity;
     run->views = PyMem_Malloc(2 * (count + 1) * sizeof(Py_buffer));
     run->sources = PyMem_Malloc(2 * (count + 1) * sizeof(char *));
     run->starts = PyMem_Malloc((count + 2) * sizeof(Py_ssize_t));

@@ -49,7 +49,7 @@ def allreduce(arrays, region, reduction, by_numpy, progress=lambda count: None):
     """Arrays in one go, in place, or into others where `by_numpy` is None; returns the results."""
     targets = [np.zeros_like(each) for each in arrays] if by_numpy is None else arrays
     if by_numpy:
-        capacity = SLOT_BYTES // reduction.element.itemsize
+        capacity = region.piece_bytes // reduction.element.itemsize
         bounds = list(itertools.accumulate([each.size for each in arrays], initial=0))
         slots = [[] for _ in range(-(-bounds[-1] // capacity))]
         for array, start in zip(arrays, bounds, strict=False):
@@ -71,7 +71,11 @@ counts = st.lists(st.sampled_from([0, 1, 2, 7, 300, 5000, 20001]), min_size=1, m
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(st.tuples(st.sampled_from(CASES), counts), min_size=1, max_size=4), st.integers(2, 5), st.randoms())
 def test_as_numpy_does_on_any_of_the_ranks(all_are_large, operations, size, draw):
-    """One operation after the other; each rank's own choice of the two, of in place or not, and of what it streams."""
+    """One operation after the other; each rank's own choice of the two, of in place or not, and of what it streams.
+
+    Each goes through the slots in pieces of another length, alike on all ranks.
+    """
+    pieces = [draw.choice([SLOT_BYTES, SLOT_BYTES // 4, 3 * 64]) for _ in operations]
     ways = [[draw.randrange(WAYS) for _ in operations] for _ in range(size)]
     kinds = [[draw.choice([True, False, None]) for _ in operations] for _ in range(size)]
     draws = [
@@ -82,7 +86,7 @@ def test_as_numpy_does_on_any_of_the_ranks(all_are_large, operations, size, draw
     def program(region):
         results = []
         for number, ((name, op), _) in enumerate(operations):
-            region.stores = Always(ways[region.rank][number])
+            region.stores, region.piece_bytes = Always(ways[region.rank][number]), pieces[number]
             arrays = [each.copy().view(TABLE[name].storage) for each in draws[number][region.rank]]
             reduction = Reduction(op, TABLE[name], size)
             results.append(
@@ -209,10 +213,13 @@ def test_arguments_that_do_not_fit_are_refused():
     region = native.module.Region(flags, memory, 0, 4)
     ones, numbers = np.ones(4, np.float32), Reduction(Average, TABLE["float32"], 2).compiled
     with pytest.raises(ValueError, match="array 0: 12 B into 16"):
-        region.allreduce([ones[:3]], [ones], *numbers, 0, False)
+        region.allreduce([ones[:3]], [ones], *numbers, 0, False, 16)
+    for capacity in (0, 17):
+        with pytest.raises(ValueError, match=f"{capacity} elements in 64 B"):
+            region.allreduce([ones], [ones], *numbers, 0, False, capacity)
     for number, op in [(14, 0), (12, 1)]:  # blocks are only summed
         with pytest.raises(ValueError, match=f"type {number}, op {op}"):
-            region.allreduce([ones], [ones], number, op, *numbers[2:], 0, False)
+            region.allreduce([ones], [ones], number, op, *numbers[2:], 0, False, 1)
     with pytest.raises(ValueError, match="array 1: 12 B, not 16"):
         native.module.reduce([ones, ones[:3]], ones.copy(), None, *numbers)
     with pytest.raises(ValueError, match="2 members, rank 2"):

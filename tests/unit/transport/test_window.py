@@ -171,7 +171,7 @@ def test_who_sleeps_is_woken(monkeypatch, either_kernels):
             if native.module is None:
                 other.publish(PACKED, number)
             else:
-                other.compiled.allreduce([array], [array], 0, 0, 1.0, 1.0, 1.0, number, False).advance(0.0, 0.0)
+                other.compiled.allreduce([array], [array], 0, 0, 1.0, 1.0, 1.0, number, False, 8).advance(0.0, 0.0)
             assert found.result()
 
 
