@@ -103,28 +103,32 @@ typedef void (*Kernel)(const char *const *parts, int count, char *out, char *als
         typedef ANYWHERE(TYPE) T;                                                                                     \
         F prescale = (F)f->prescale, divisor = (F)f->divisor, postscale = (F)f->postscale;                            \
         int exponent, exact = frexp(f->divisor, &exponent) == 0.5; /* a power of two: the same bits, and faster */    \
-        F reciprocal = (F)(exact ? 1 / f->divisor : 1);                                                               \
+        F reciprocal = (F)(exact ? 1 / f->divisor : 1), last = postscale == 1 ? reciprocal : 1;                       \
         S acc[BLOCK / sizeof(S)];                                                                                     \
         for (size_t low = 0, n; low < length; low += n) {                                                             \
             n = length - low < BLOCK / sizeof(S) ? length - low : BLOCK / sizeof(S);                                  \
             T *out = (T *)out_ + low, *also = (T *)also_ + low;                                                       \
-            const T *part = (const T *)parts[0] + low;                                                                \
-            EACH acc[i] = LOAD(part[i]);                                                                              \
+            const T *part = (const T *)parts[0] + low, *next = (const T *)parts[count > 1] + low;                     \
+            int plain = prescale == 1 && count > 1; /* the usual case: two parts in one pass */                       \
+            if (plain)                                                                                                \
+                EACH acc[i] = COMBINE((S)LOAD(part[i]), LOAD(next[i]));                                               \
+            else                                                                                                      \
+                EACH acc[i] = LOAD(part[i]);                                                                          \
             SCALE(acc, prescale);                                                                                     \
-            for (int k = 1; k < count; k++) {                                                                         \
+            for (int k = 1 + plain; k < count; k++) {                                                                 \
                 part = (const T *)parts[k] + low;                                                                     \
                 if (prescale == 1)                                                                                    \
                     EACH acc[i] = COMBINE(acc[i], LOAD(part[i]));                                                     \
                 else                                                                                                  \
                     EACH acc[i] = COMBINE(acc[i], LOAD(part[i]) * prescale);                                          \
             }                                                                                                         \
-            SCALE(acc, reciprocal);                                                                                   \
+            if (last != reciprocal) SCALE(acc, reciprocal);                                                           \
             if (!exact) EACH acc[i] /= divisor;                                                                       \
             SCALE(acc, postscale);                                                                                    \
             if (also_ == NULL)                                                                                        \
-                EACH out[i] = STORE(acc[i]);                                                                          \
+                EACH out[i] = STORE(acc[i] * last);                                                                   \
             else                                                                                                      \
-                _Pragma("GCC ivdep") EACH also[i] = out[i] = STORE(acc[i]);                                           \
+                _Pragma("GCC ivdep") EACH also[i] = out[i] = STORE(acc[i] * last);                                    \
         }                                                                                                             \
     }
 #define FLOATS(NAME, T, S, LOAD, STORE)                                                                               \
