@@ -14,6 +14,8 @@ from ringreduce.collectives.compiled import PATIENCE_US
 from ringreduce.execution import lane as of_lane
 from ringreduce.kernels import native
 from ringreduce.runtime.own_channel import OwnChannel
+from ringreduce.transport.window import PACKED
+from tests.support.patience import wait_until
 from tests.support.tiers import parted
 from tests.support.world import on_every_world, on_every_world_and_hosts
 
@@ -198,6 +200,9 @@ def test_late_ranks_and_operations_that_differ(world, size):
         counts = counted(channel)
         time.sleep(0.05 * (rank == 0))
         channel.allreduce_(ones, op=rr.Sum)  # not known yet
+        signatures = channel._lane._channel.signatures
+        if rank == 0 and signatures is not None:
+            wait_until(lambda: all(each[PACKED] > signatures.sequence for each in signatures._flags[1:]))
         time.sleep(0.05 * (rank == 0))
         channel.allreduce_(ones, op=rr.Sum)  # known, and rank 0 is late
         late, total = list(counts), ones.tolist()
