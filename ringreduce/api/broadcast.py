@@ -30,7 +30,16 @@ def broadcast(
             PeerLostError.
     Source: Horovod's broadcast.
     """
-    return _broadcast_one(tensor, root_rank, name, process_set, in_place=False, waits=True).wait()
+    express = runtime.express_of("broadcast", process_set, tensor)
+    if express is not None:
+        result: Any = tensor.copy()  # type: ignore[attr-defined]
+        if express.run("broadcast", name, result, result, (root_rank,)):
+            return result  # type: ignore[no-any-return]
+    handle = _broadcast_one(tensor, root_rank, name, process_set, in_place=False, waits=True)
+    result = handle.wait()
+    if express is not None:
+        express.learn("broadcast", name, tensor, (root_rank,), handle)
+    return result  # type: ignore[no-any-return]
 
 
 def broadcast_async(
@@ -44,7 +53,14 @@ def broadcast_(
     tensor: Array, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Array:
     """Overwrite `tensor` with the root's, and return it; otherwise as `broadcast`."""
-    return _broadcast_one(tensor, root_rank, name, process_set, in_place=True, waits=True).wait()
+    express = runtime.express_of("broadcast", process_set, tensor)
+    if express is not None and express.run("broadcast", name, tensor, tensor, (root_rank,)):
+        return tensor
+    handle = _broadcast_one(tensor, root_rank, name, process_set, in_place=True, waits=True)
+    handle.wait()
+    if express is not None:
+        express.learn("broadcast", name, tensor, (root_rank,), handle)
+    return tensor
 
 
 def broadcast_async_(

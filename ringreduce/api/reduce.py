@@ -54,10 +54,22 @@ def allreduce(
     >>> allreduce(np.float32(rank()))                                                                  # doctest: +SKIP
     np.float32(1.5)
     """
+    given = average, op, prescale_factor, postscale_factor
+    array: Any = np.asarray(tensor) if isinstance(tensor, float | np.generic) else tensor
+    express = runtime.express_of("allreduce", process_set, array) if compression is Compression.none else None
+    if express is not None:
+        result = np.empty(array.shape, array.dtype)
+        if express.run("allreduce", name, array, result, given):
+            return result if array is tensor else result[()]  # type: ignore[return-value]
+    reduction = arguments_of("allreduce", *given, compression)
     arrays, names, whole = taken_apart(tensor)
-    scales = prescale_factor, postscale_factor
-    reduced = grouped_allreduce(arrays, average, name, compression, op, *scales, process_set, names=names)
-    return whole(reduced)  # type: ignore[no-any-return]
+    if compression is not Compression.none:
+        return whole(_compressed(compression, arrays, name, names, reduction, process_set))  # type: ignore[no-any-return]
+    handle = submit(arrays, name, names, reduction, process_set, waits=True)
+    reduced = whole(handle.wait())
+    if express is not None:
+        express.learn("allreduce", name, array, given, handle)
+    return reduced  # type: ignore[no-any-return]
 
 
 def allreduce_async(
@@ -90,19 +102,16 @@ def allreduce_(
     process_set: ProcessSet = global_process_set,
 ) -> Array:
     """Reduce `tensor` over all ranks in place, and return it; otherwise as `allreduce`."""
-    express, given = None, (average, op, prescale_factor, postscale_factor)
-    if type(tensor) is np.ndarray and type(name) is str and process_set is global_process_set:
-        express = runtime.current("allreduce").engine.express
-        if begun := express.run(name, tensor, tensor, given):
-            if begun is not True:
-                begun.wait()
-            return tensor
+    given = average, op, prescale_factor, postscale_factor
+    express = runtime.express_of("allreduce", process_set, tensor)
+    if express is not None and express.run("allreduce", name, tensor, tensor, given):
+        return tensor
     reduction = arguments_of("allreduce", *given)
     arrays, names, _ = taken_apart(tensor)
     handle = submit(arrays, name, names, reduction, process_set, in_place=True, waits=True)
     handle.wait()
     if express is not None:
-        express.learn(name, tensor, given, handle)
+        express.learn("allreduce", name, tensor, given, handle)
     return tensor
 
 

@@ -5,7 +5,7 @@
 engine            the thread, one per process: polls its services
 polling           who polls: the engine's thread, or for a moment a caller's that waits
 submitting        how the user's threads submit operations
-express           short named sums in the caller's thread, where nothing else is under way
+express           short known operations in the caller's thread, where nothing else is under way
 inbox             hands submissions to the engine's thread; batching and sleep
 process_sets      adds and removes process sets, and runs their operations and the channels'
 negotiation       announces this rank's submissions, does a leader's and a coordinator's work, runs what is ready
@@ -21,7 +21,7 @@ Threads and locks. Each takes those of its row from left to right, and waits for
     a user's that submits                                     briefly    Inbox.put, Channel.enqueue
     a user's that waits          held           held          briefly    polls for a moment; the engine's thread sleeps
     a user's in a lane                          held                     one short operation of an idle channel
-    a user's, by express                        held          briefly    one short named sum, while nothing else runs
+    a user's, by express                        held          briefly    one short known operation, while no other runs
     the engine's                                held          briefly    polls: callbacks, negotiation, operations
     any, for a report                                         briefly    looks: stalls, sets, the launcher's questions
 

@@ -1,4 +1,4 @@
-"""Short named sums in the caller's thread: each one call of the compiled module, on one host.
+"""Short known operations in the caller's thread: each one call of the compiled module, on one host.
 
 What an operation needs is learned when one like it has gone the usual way. The protocol is the usual one: the rank
 counts the operation, the leader schedules what all have counted, each follows the schedule. So a rank that goes this
@@ -12,17 +12,16 @@ Only while nothing else of this rank is under way: then the next entry of the sc
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any, NamedTuple
 
 from ringreduce.arrays.buffer import numpy_buffer
 from ringreduce.collectives.compiled import PATIENCE_US
-from ringreduce.collectives.shared import one_shot
 from ringreduce.engine.inbox import Inbox, may_be_interrupted
 from ringreduce.engine.negotiation import Negotiation
 from ringreduce.engine.submitting import Submitting
 from ringreduce.execution.executor import Executor
-from ringreduce.execution.in_slot import Gets, InSlot
+from ringreduce.execution.in_slot import Gets, InSlot, in_slot
 from ringreduce.execution.plan import Plan
 from ringreduce.execution.signature import calling_line
 from ringreduce.execution.steps import StepRecorder
@@ -30,12 +29,13 @@ from ringreduce.execution.submission import Handle, Submission
 from ringreduce.execution.timeline import Timeline
 from ringreduce.negotiation.ending import Ending
 from ringreduce.negotiation.protocol import GLOBAL
-from ringreduce.ops import Reduction
 from ringreduce.transport.base import Steps
-from ringreduce.transport.window import Region
+from ringreduce.transport.window import PACKED
 
 MOST_KNOWN = 1024
 DONE, OTHER, LATE, SUMS_LATE = range(4)  # as in kernels/native.c
+SCHEDULED = Gets.REDUCED, Gets.IN_CHUNKS, Gets.OF_ROOT, Gets.NOTHING
+"""What a process set does in one slot, whichever way it goes; allgather and reducescatter use slots otherwise there."""
 
 
 class Known(NamedTuple):
@@ -44,8 +44,8 @@ class Known(NamedTuple):
     arguments: tuple[Any, ...]  # the array's type and shape, and those of the call
     plan: Plan
     exchange: Any  # the compiled module's
-    region: Region
-    reduction: Reduction
+    fits: InSlot
+    is_numbered: bool  # it is of calls without a name
 
 
 class Express:
@@ -72,29 +72,44 @@ class Express:
         self._recorder, self._timeline = recorder, timeline
         self._state = negotiation.states[GLOBAL]
         self._group = self._state.negotiator.compiled
-        self._known: dict[str, Known] = {}
+        self._known: dict[Hashable, Known] = {}
 
-    def learn(self, name: str | None, array: Any, arguments: tuple[Any, ...], handle: Handle) -> None:
-        """Operations of this name and these arguments are as this one, which is over."""
-        if self._group is None or name is None or not isinstance(handle, Submission) or handle.plan.way is None:
+    def learn(self, kind: str, name: str | None, array: Any, arguments: tuple[Any, ...], handle: Handle) -> None:
+        """Operations of this name, or of this kind without one, and of these arguments are as this one, which is over.
+
+        array: None for an operation that has none.
+        """
+        if self._group is None or not isinstance(handle, Submission):
             return
-        plan, region, reduction = handle.plan, self._state.algorithms.shared_region, handle.plan.way.short
-        arguments = array.dtype, array.shape, *arguments
-        known = self._known.get(name)
-        if region is None or reduction is None or reduction.size != region.size:
-            return
+        key: Hashable = (kind,) if name is None else name
+        plan, known = handle.plan, self._known.get(key)
+        arguments = (array.dtype, array.shape, *arguments) if array is not None else arguments
         if known is not None and known.plan is plan and known.arguments == arguments:
             return
-        exchange = InSlot(Gets.REDUCED, region, 0, reduction).compiled(region, 0)
+        fits = in_slot(handle, self._state.executor.context)
+        if fits is None or fits.gets not in SCHEDULED or (array is not None and array.nbytes > fits.region.piece_bytes):
+            return
+        if fits.reduction is not None and fits.reduction.size != fits.region.size:
+            return
+        exchange = fits.compiled(fits.region, 0)
         if exchange is not None:
             if len(self._known) >= MOST_KNOWN:
                 self._known.clear()
-            self._known[name] = Known(arguments, plan, exchange, region, reduction)
+            self._known[key] = Known(arguments, plan, exchange, fits, handle.signature.numbered)
 
-    def run(self, name: str, source: Any, target: Any, arguments: tuple[Any, ...]) -> Handle | bool:
-        """Run it; True when it is done, False when it must be submitted, else what is to be waited for."""
-        known = self._known.get(name)
-        if known is None or known.arguments != (source.dtype, source.shape, *arguments):
+    def run(self, kind: str, name: str | None, source: Any, target: Any, arguments: tuple[Any, ...]) -> bool:
+        """Run it, and wait until it is done; False when it must be submitted."""
+        if name is not None and type(name) is not str:
+            return False
+        known = self._known.get((kind,) if name is None else name)
+        if known is None:
+            return False
+        if source is not None:
+            arguments = source.dtype, source.shape, *arguments
+        try:
+            if known.arguments != arguments:
+                return False
+        except ValueError:  # an array of several elements, where a number is expected
             return False
         if may_be_interrupted() or not self._polling.acquire(blocking=False):
             return False
@@ -106,17 +121,29 @@ class Express:
                     return False
                 state.express = plan.key
             try:
-                at = self._group, number, source, target, known.region.sequence, PATIENCE_US
-                found = known.exchange.scheduled(*at)
+                found = known.exchange.run(source, target, number, known.fits.region.sequence, PATIENCE_US, self._group)
             except (BufferError, ValueError):  # not contiguous, or read-only: nothing was counted
                 return False
-            return self._counted(known, number, found) or self._hand_over(known, number, found, source, target)
+            self._negotiation.known_submissions += 1  # as each that is counted
+            self._submitting.count += 1
+            if found in (DONE, SUMS_LATE):  # and scheduled
+                state.followed += 1
+                if (coordinator := state.negotiator.coordinator) is not None:
+                    coordinator.ids.use([number])
+            if found == DONE:
+                known.fits.region.sequence += known.fits.gets is not Gets.NOTHING
+                plan.submitted += 1
+                state.submitted += known.is_numbered
+                return True
+            made = self._hand_over(known, number, found, source, target)
         except BaseException as exc:
             self._on_error(exc)
             raise
         finally:
             state.express = ""
             self._polling.release()
+        made.wait()
+        return True
 
     def _is_idle(self) -> bool:
         """True while nothing else is under way, and nobody looks at what is submitted; with the inbox's lock held."""
@@ -129,27 +156,17 @@ class Express:
             return False
         return state.negotiator.is_idle
 
-    def _counted(self, known: Known, number: int, found: int) -> bool:
-        """What each operation that was counted changes, and one that is scheduled; True when it is done."""
-        state = self._state
-        self._negotiation.known_submissions += 1
-        self._submitting.count += 1
-        if found in (DONE, SUMS_LATE):
-            known.region.sequence += 1
-            state.followed += 1
-            if (coordinator := state.coordinator) is not None:
-                coordinator.ids.use([number])
-        known.plan.submitted += found == DONE
-        return found == DONE
-
     def _hand_over(self, known: Known, number: int, found: int, source: Any, target: Any) -> Submission:
         """What others are late for, as the submission that it would be if it had not come this way."""
         plan, state, inbox = known.plan, self._state, self._inbox
-        inputs, outputs = ([numpy_buffer(each, True)] for each in (source, target))
+        inputs, outputs = ([] if each is None else [numpy_buffer(each, False)] for each in (source, target))
         own = plan, inbox.wait, inbox.on_poll
-        made = Submission(plan.signature, GLOBAL, inputs, outputs, lambda _: None, None, calling_line(3), True, *own)
-        made.rank, made.divisor, made.step = self._submitting.rank, known.reduction.size, self._submitting.step_of(plan)
         with inbox.lock:
+            signature = state.numbered(plan.signature) if known.is_numbered else plan.signature
+            made = Submission(signature, GLOBAL, inputs, outputs, lambda _: None, None, calling_line(3), True, *own)
+            made.rank, made.step = self._submitting.rank, self._submitting.step_of(plan)
+            if known.fits.reduction is not None:
+                made.divisor = known.fits.reduction.size
             plan.submitted += 1
             if found == SUMS_LATE:
                 made.begin(state.running)
@@ -158,12 +175,13 @@ class Express:
                 state.negotiator.counted(number, made)
             inbox.took(made)
         if found == SUMS_LATE:
-            state.executor.enqueue(_sum(made, known.region, known.reduction))
+            state.executor.enqueue(_rest(made, known.fits, target))
         return made
 
 
-def _sum(submission: Submission, region: Region, reduction: Reduction) -> Steps[None]:
+def _rest(submission: Submission, fits: InSlot, target: Any) -> Steps[None]:
     """What is left of an operation that this rank has packed."""
-    packed = region.sequence - 1
-    yield from one_shot(submission.inputs[0].flat, submission.outputs[0].flat, region, reduction, packed)
+    if not fits.region.arrived(PACKED, fits.region.sequence):
+        yield fits.region.arrival(PACKED, fits.region.sequence)
+    yield from fits.finish([target.reshape(-1)])
     submission.complete()

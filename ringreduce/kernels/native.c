@@ -684,18 +684,14 @@ static void combine(Exchange *e, size_t offset, Py_ssize_t low, Py_ssize_t high,
     e->kernel(parts, r->size, target, also, high - low, &e->factors);
 }
 
-static int exchanged(Exchange *e, char *source, Py_ssize_t packed, char *target, Py_ssize_t length, int64_t number,
-                     int64_t sequence, double patience_us) {
-    Region *r = e->region, *s = e->signatures;
+static void pack_slot(Exchange *e, const char *source, Py_ssize_t n, int64_t sequence) {
+    Region *r = e->region;
+    if (n && (e->what != OF_ROOT || r->rank == e->root)) copy(r->memory[r->rank] + sequence % r->slots * r->slot_bytes, source, n);
+}
+
+static int finished(Exchange *e, Py_ssize_t packed, char *target, Py_ssize_t length, int64_t sequence, double patience_us) {
+    Region *r = e->region; /* all have packed */
     size_t offset = sequence % r->slots * r->slot_bytes, size = e->itemsize;
-    int64_t *line = s->flags[s->rank];
-    if (packed && (e->what != OF_ROOT || r->rank == e->root)) copy(r->memory[r->rank] + offset, source, packed);
-    line[1 + number % 2] = e->hash, line[3 + number % 2] = e->word;
-    publish(s, PACKED, number);
-    if (e->what == OF_FIRST) publish(s, SUMMED, number);
-    if (!arrived(s, e->what == OF_FIRST ? SUMMED : PACKED, number, patience_us)) return LATE;
-    for (int k = 0; k < s->size; k++)
-        if (s->flags[k][1 + number % 2] != e->hash || s->flags[k][3 + number % 2] != e->word) return DIFFERENT;
     if (e->what == REDUCED || e->what == OWN_PART) {
         Py_ssize_t low = e->what == REDUCED ? 0 : e->low;
         combine(e, offset, low, low + length / size, target, NULL);
@@ -716,30 +712,18 @@ static int exchanged(Exchange *e, char *source, Py_ssize_t packed, char *target,
     return DONE;
 }
 
-/* Exchange.run(source or None, target, number, sequence, patience_us)
- * -> 0: it is done; 1: ranks differ; 2: some are late; 3: all have called it, but some of their sums are late.
- * Then it goes on by other means: it is signed and packed, in the last case also summed. Checked here is only what could
- * write beside the slot, or the target. */
-static PyObject *exchange_run(Exchange *e, PyObject *const *args, Py_ssize_t count) {
-    Py_buffer source = {.len = 0}, target = {.len = 0};
-    int found = -1;
-    if (count != 5) return PyErr_Format(PyExc_TypeError, "%zd arguments", count);
-    int64_t number = PyLong_AsLongLong(args[2]), sequence = PyLong_AsLongLong(args[3]);
-    double patience_us = PyFloat_AsDouble(args[4]);
-    if (PyErr_Occurred()) return NULL;
-    if (e->what != NOTHING && (PyObject_GetBuffer(args[0], &source, PyBUF_SIMPLE) ||
-                               PyObject_GetBuffer(args[1], &target, PyBUF_WRITABLE)))
-        return PyBuffer_Release(&source), NULL;
-    Py_ssize_t slot = e->region->slot_bytes, end = e->what == OWN_PART ? e->low * e->itemsize + target.len : target.len;
-    if (source.len > slot || (e->what == GATHERED ? end != source.len * e->region->size : end > source.len)) {
-        PyErr_Format(PyExc_ValueError, "%zd B into %zd, by a slot of %zd", source.len, target.len, slot);
-    } else {
-        Py_BEGIN_ALLOW_THREADS
-        found = exchanged(e, source.buf, source.len, target.buf, target.len, number, sequence, patience_us);
-        Py_END_ALLOW_THREADS
-    }
-    PyBuffer_Release(&source), PyBuffer_Release(&target);
-    return found < 0 ? NULL : PyLong_FromLong(found);
+static int signed_one(Exchange *e, char *source, Py_ssize_t packed, char *target, Py_ssize_t length, int64_t number,
+                      int64_t sequence, double patience_us) {
+    Region *s = e->signatures;
+    int64_t *line = s->flags[s->rank];
+    pack_slot(e, source, packed, sequence);
+    line[1 + number % 2] = e->hash, line[3 + number % 2] = e->word;
+    publish(s, PACKED, number);
+    if (e->what == OF_FIRST) publish(s, SUMMED, number);
+    if (!arrived(s, e->what == OF_FIRST ? SUMMED : PACKED, number, patience_us)) return LATE;
+    for (int k = 0; k < s->size; k++)
+        if (s->flags[k][1 + number % 2] != e->hash || s->flags[k][3 + number % 2] != e->word) return DIFFERENT;
+    return finished(e, packed, target, length, sequence, patience_us);
 }
 
 /* ---- the same for a named operation, in the order of its process set's schedule: transport/counters.py ---- */
@@ -823,11 +807,10 @@ static int follow(Group *g, uint32_t id) { /* another's: reads the next entry, i
     return DONE;
 }
 
-static int scheduled(Exchange *e, Group *g, uint32_t id, char *source, char *target, Py_ssize_t length, int64_t sequence,
-                     double patience_us) {
-    Region *r = e->region;
+static int scheduled_one(Exchange *e, Group *g, uint32_t id, char *source, Py_ssize_t packed, char *target, Py_ssize_t length,
+                         int64_t sequence, double patience_us) {
     int found = LATE;
-    copy(r->memory[r->rank] + sequence % r->slots * r->slot_bytes, source, length); /* what nobody reads before PACKED */
+    pack_slot(e, source, packed, sequence); /* what nobody reads before PACKED */
     count(g, id);
     double until = now_us() + patience_us;
     for (int i = 0; found == LATE && (i < SPINS || now_us() < until); i++) {
@@ -837,32 +820,39 @@ static int scheduled(Exchange *e, Group *g, uint32_t id, char *source, char *tar
         else __builtin_ia32_pause();
 #endif
     }
-    if (found != DONE) return found;
-    publish(r, PACKED, sequence);
-    if (!arrived(r, PACKED, sequence, patience_us)) return SUMS_LATE;
-    combine(e, sequence % r->slots * r->slot_bytes, 0, length / e->itemsize, target, NULL);
-    return DONE;
+    if (found != DONE || e->what == NOTHING) return found;
+    publish(e->region, PACKED, sequence);
+    if (!arrived(e->region, PACKED, sequence, patience_us)) return SUMS_LATE;
+    return finished(e, packed, target, length, sequence, patience_us);
 }
 
-/* Exchange.scheduled(group, id, source, target, sequence, patience_us): counts it, and runs it when it is scheduled
- * -> 0: it is done; 1: another entry is the next; 2: it is not scheduled yet, but counted in both cases; 3: it is scheduled
- * and packed, but others are late. Nothing is taken back: it goes on by other means. */
-static PyObject *exchange_scheduled(Exchange *e, PyObject *const *args, Py_ssize_t count) {
+/* Exchange.run(source or None, target, number, sequence, patience_us, group=None); number: the signature's
+ * -> 0: it is done; 1: ranks differ; 2: some are late; 3: all have called it, but some of their sums are late.
+ * Then it goes on by other means: it is signed and packed, in the last case perhaps summed.
+ * With a group it signs nothing: `number` is an id that is counted, and run when it is scheduled
+ * -> 1: another entry is the next; 2: it is not scheduled yet; 3: it is, and packed, but others are late. Nothing is taken
+ * back. Checked here is only what could write beside the slot, the counters or the target. */
+static PyObject *exchange_run(Exchange *e, PyObject *const *args, Py_ssize_t count) {
     Py_buffer source = {.len = 0}, target = {.len = 0};
     int found = -1;
-    if (count != 6 || Py_TYPE(args[0]) != group_type) return PyErr_Format(PyExc_TypeError, "%zd arguments", count);
-    Group *g = (Group *)args[0];
-    Py_ssize_t id = PyLong_AsSsize_t(args[1]);
-    int64_t sequence = PyLong_AsLongLong(args[4]);
-    double patience_us = PyFloat_AsDouble(args[5]);
+    if (count < 5 || count > 6 || (count == 6 && Py_TYPE(args[5]) != group_type))
+        return PyErr_Format(PyExc_TypeError, "%zd arguments", count);
+    Group *g = count == 6 ? (Group *)args[5] : NULL;
+    int64_t number = PyLong_AsLongLong(args[2]), sequence = PyLong_AsLongLong(args[3]);
+    double patience_us = PyFloat_AsDouble(args[4]);
     if (PyErr_Occurred()) return NULL;
-    if (PyObject_GetBuffer(args[2], &source, PyBUF_SIMPLE) || PyObject_GetBuffer(args[3], &target, PyBUF_WRITABLE))
+    if (e->what != NOTHING && (PyObject_GetBuffer(args[0], &source, PyBUF_SIMPLE) ||
+                               PyObject_GetBuffer(args[1], &target, PyBUF_WRITABLE)))
         return PyBuffer_Release(&source), NULL;
-    if (e->what != REDUCED || id < 0 || id >= g->capacity || source.len > e->region->slot_bytes || target.len != source.len) {
-        PyErr_Format(PyExc_ValueError, "id %zd, %zd B into %zd", id, source.len, target.len);
+    Py_ssize_t slot = e->region->slot_bytes, end = e->what == OWN_PART ? e->low * e->itemsize + target.len : target.len;
+    if (source.len > slot || (e->what == GATHERED ? end != source.len * e->region->size : end > source.len)) {
+        PyErr_Format(PyExc_ValueError, "%zd B into %zd, by a slot of %zd", source.len, target.len, slot);
+    } else if (g && (number < 0 || number >= g->capacity)) {
+        PyErr_Format(PyExc_ValueError, "id %lld of %zd", (long long)number, g->capacity);
     } else {
         Py_BEGIN_ALLOW_THREADS
-        found = scheduled(e, g, (uint32_t)id, source.buf, target.buf, source.len, sequence, patience_us);
+        if (g) found = scheduled_one(e, g, number, source.buf, source.len, target.buf, target.len, sequence, patience_us);
+        else found = signed_one(e, source.buf, source.len, target.buf, target.len, number, sequence, patience_us);
         Py_END_ALLOW_THREADS
     }
     PyBuffer_Release(&source), PyBuffer_Release(&target);
@@ -965,7 +955,6 @@ static PyMethodDef run_methods[] = {{"advance", (PyCFunction)run_advance, METH_V
                                     {0}};
 static PyType_Slot run_slots[] = {{Py_tp_dealloc, run_dealloc}, {Py_tp_methods, run_methods}, {0, NULL}};
 static PyMethodDef exchange_methods[] = {{"run", (PyCFunction)(void (*)(void))exchange_run, METH_FASTCALL, NULL},
-                                         {"scheduled", (PyCFunction)(void (*)(void))exchange_scheduled, METH_FASTCALL, NULL},
                                          {0}};
 static PyType_Slot exchange_slots[] = {{Py_tp_dealloc, exchange_dealloc}, {Py_tp_methods, exchange_methods}, {0, NULL}};
 static PyType_Spec exchange_spec = {"ringreduce.kernels._native.Exchange", sizeof(Exchange), 0,

@@ -142,7 +142,7 @@ class Leader:
     @property
     def is_idle(self) -> bool:
         """True when this rank has read all of the schedule, and there is nothing more to write."""
-        return self._schedule.is_empty
+        return not (self._schedule.own or self._schedule.waiting)
 
     def times(self, number: int) -> int:
         """How often this id was ready here."""

@@ -153,6 +153,8 @@ class Negotiator:
     def counted(self, number: int, submission: Submission) -> None:
         """This submission was counted, and is to be followed."""
         self._counted[number].append(submission)
+        if submission.signature.numbered:
+            self._unnamed[submission.key] = number
 
     def _counted_ids(self) -> list[int]:
         """Of this rank's submissions that are not ready."""

@@ -15,13 +15,17 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from ringreduce.arrays import device_selection
 from ringreduce.engine.engine import Engine
+from ringreduce.engine.express import Express
 from ringreduce.engine.submitting import Watch
 from ringreduce.errors import CollectiveError, NotInitializedError, StalledError
 from ringreduce.execution.host import Host
 from ringreduce.monitor import launcher_link, stall_report
 from ringreduce.monitor.launcher_link import StatusServer
+from ringreduce.negotiation.protocol import GLOBAL
 from ringreduce.settings import Checks, Settings
 from ringreduce.transport.message import MessageTransport
 from ringreduce.transport.threads import ThreadTransport
@@ -188,6 +192,13 @@ def current(function: str) -> Runtime:
             f"{function}(): ringreduce has not been initialized; {parent or 'use ringreduce.init()'}"
         )
     return runtime
+
+
+def express_of(function: str, process_set: Any, array: Any = None) -> Express | None:
+    """What runs known operations of all ranks on a NumPy array, or on none, at once; None for others."""
+    if getattr(process_set, "process_set_id", None) != GLOBAL or (array is not None and type(array) is not np.ndarray):
+        return None
+    return (_bound_runtime.get() or process.runtime or current(function)).engine.express  # each call counts
 
 
 def stepped(who: object) -> None:

@@ -159,14 +159,14 @@ class Schedule:
         self._others = [each.words for each in blocks[1:]]
         self._words, self._ring = blocks[0].words, blocks[0].schedule
         self._fence = fence
-        self._own: deque[Entry] = deque()
+        self.own: deque[Entry] = deque()
         self.waiting: deque[Entry] = deque()  # for room in the ring
 
     def append(self, entry: list[int], elements: bytes = b"") -> None:
         """Append a batch, or a response (no ids), and write what there is room for.  elements: see `Entry`."""
         for low in range(0, max(len(entry), 1), MOST_IDS):
             part = entry[low : low + MOST_IDS], elements
-            self._own.append(part)
+            self.own.append(part)
             if self._others:
                 self.waiting.append(part)
         if self.waiting:
@@ -174,12 +174,7 @@ class Schedule:
 
     def read(self) -> Entry | None:
         """See `Counters.read`; the leader's own."""
-        return self._own.popleft() if self._own else None
-
-    @property
-    def is_empty(self) -> bool:
-        """True when this rank has read all, and all is in the ring."""
-        return not (self._own or self.waiting)
+        return self.own.popleft() if self.own else None
 
     def flush(self) -> None:
         """Write waiting entries, of which there are some."""

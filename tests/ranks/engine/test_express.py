@@ -1,7 +1,8 @@
-"""Short named sums in the caller's thread: beside ranks that submit them, and when ranks are late, differ or end."""
+"""Short known operations in the caller's thread: beside ranks that submit them; ranks that are late, differ or end."""
 
 import contextvars
 import dataclasses
+import functools
 import json
 import random
 import re
@@ -14,6 +15,7 @@ import pytest
 
 import ringreduce as rr
 from ringreduce import runtime
+from ringreduce.api.control import barrier_async
 from ringreduce.engine import express
 from ringreduce.engine.express import DONE, LATE, OTHER, SUMS_LATE
 from ringreduce.kernels import native
@@ -42,11 +44,16 @@ class Counting:
     counts: list[int]
     how: Callable | None = None
 
-    def scheduled(self, *arguments):
+    def run(self, *arguments):
         how, self.how = self.how, None
-        found = how(self.original.scheduled, *arguments) if how else self.original.scheduled(*arguments)
+        found = how(self.original.run, *arguments) if how else self.original.run(*arguments)
         self.counts[found] += 1
         return found
+
+
+def within(run, patience_us, source, target, number, sequence, _, group):
+    """The call, with another patience."""
+    return run(source, target, number, sequence, patience_us, group)
 
 
 def watched(name, counts, how=None):
@@ -58,10 +65,7 @@ def watched(name, counts, how=None):
 
 def fast(name, array):
     """A call that goes this way, once nothing else is under way: the engine's thread may look around just now."""
-    begun = []
-    wait_until(lambda: begun.append(own().run(name, array, array, (None, rr.Sum, 1.0, 1.0))) or begun[-1])
-    if begun[-1] is not True:
-        begun[-1].wait()
+    wait_until(lambda: own().run("allreduce", name, array, array, (None, rr.Sum, 1.0, 1.0)))
 
 
 def element(rank, name, number, count=64):
@@ -79,7 +83,7 @@ def warm(names="abc"):
 @pytest.mark.parametrize("seed", parted(range(4), lambda seed: seed < 2))
 def test_sums_are_the_same_whichever_way_each_rank_takes(size, seed, monkeypatch):
     """Names in any order of the ranks' own; some ranks are late; some calls differ, so ids are forgotten in between."""
-    monkeypatch.setattr(express, "PATIENCE_US", 1000.0)
+    monkeypatch.setattr(express, "PATIENCE_US", 5000.0)
     shared, rounds = random.Random(seed), 120
     differing = {number: shared.randrange(size) for number in range(9, rounds, 25)}
 
@@ -115,20 +119,115 @@ def test_sums_are_the_same_whichever_way_each_rank_takes(size, seed, monkeypatch
         assert (counts[DONE] > 10) == (size > 1), counts
 
 
+def values(rank, number, count):
+    return np.arange(count, dtype=np.float64) % 5 + 10 * rank + number
+
+
+def some_operation(draw, size):
+    """One of those that go this way: what every rank calls, what it may submit instead, and what they return."""
+    count, root = draw.choice([1, 64, 3000, 20_000]), draw.randrange(size)
+    name = draw.choice([None, f"of {count}"])
+    last = size - 1
+    return draw.choice(
+        [
+            (lambda x: rr.allreduce(x, name=name, op=rr.Sum), rr.allreduce_async, {"op": rr.Sum}, count, name, sum),
+            (lambda x: rr.allreduce_(x, name=name, op=rr.Max), rr.allreduce_async, {"op": rr.Max}, count, name, max_of),
+            (lambda x: rr.broadcast_(x, root, name), rr.broadcast_async, {"root_rank": root}, count, name, at(root)),
+            (lambda x: rr.broadcast(x, last, name), rr.broadcast_async, {"root_rank": last}, count, name, at(last)),
+            (lambda x: rr.barrier() or x, lambda x, **_: barrier_async().mapped(lambda _: x), {}, 1, None, None),
+        ]
+    )
+
+
+def max_of(parts):
+    return functools.reduce(np.maximum, parts)
+
+
+def at(root):
+    return lambda parts: parts[root]
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("seed", parted(range(4), lambda seed: seed < 2))
+def test_all_kinds_whichever_way_each_rank_takes(size, seed, monkeypatch):
+    """In the program's order, since some have no name; each rank calls or submits, and is late now and then."""
+    monkeypatch.setattr(express, "PATIENCE_US", 5000.0)
+    shared = random.Random(seed)
+    operations = [some_operation(shared, size) for _ in range(12)]
+    order = [shared.choice(operations) for _ in range(250)]
+
+    def program():
+        mine, counts = random.Random(f"{seed} {rr.rank()}"), {}
+        for number, (call, submit, options, count, name, expected) in enumerate(order):
+            for key, known in own()._known.items():
+                if not isinstance(known.exchange, Counting):
+                    counted = Counting(known.exchange, counts.setdefault(known.plan.signature.kind, [0] * 4))
+                    own()._known[key] = known._replace(exchange=counted)
+            time.sleep(0.003 * (mine.random() < 0.05))
+            array = values(rr.rank(), number, count)
+            result = submit(array, name=name, **options).wait() if mine.random() < 0.25 else call(array)
+            parts = [values(rank, number, count) for rank in range(size)]
+            np.testing.assert_array_equal(result, array if expected is None else expected(parts), strict=True)
+        return counts
+
+    found = run_ranks(size, program, timeout_s=40)
+    for kind in {"allreduce", "broadcast", "barrier"} & {key for counts in found for key in counts}:
+        assert sum(counts.get(kind, [0])[DONE] for counts in found) > 0, (kind, found)
+    assert any(found)
+
+
+def test_numbers_are_summed_this_way_too():
+    def program():
+        counts, results = [0] * 4, []
+        for number in range(4 * WARM):
+            results.append(rr.allreduce(float(rr.rank() + number), name="loss"))
+            results.append(rr.allreduce(np.float32(number), name="accuracy", op=rr.Sum))
+            for name in ("loss", "accuracy"):
+                watched(name, counts)
+        return counts, results
+
+    for counts, results in run_ranks(2, program):
+        assert counts[DONE] > 0
+        assert results[::2] == [number + 0.5 for number in range(4 * WARM)]
+        assert results[1::2] == [2 * number for number in range(4 * WARM)]
+        assert {type(each) for each in results[::2]} == {np.float64}
+        assert {type(each) for each in results[1::2]} == {np.float32}
+
+
+@pytest.mark.parametrize("late", [0, 1])
+@pytest.mark.parametrize("count", [64, 20_000])
+def test_a_broadcast_and_a_large_sum_whose_others_are_late_go_on(late, count, monkeypatch):
+    """Scheduled and packed, with no patience left: the rest is an operation under way."""
+
+    def program():
+        mine = express.PATIENCE_US
+        for number in range(3 * WARM):
+            array = values(rr.rank(), number, count)
+            summed = rr.allreduce_(array.copy(), name="s", op=rr.Sum)
+            np.testing.assert_array_equal(summed, values(0, number, count) + values(1, number, count))
+            np.testing.assert_array_equal(rr.broadcast_(array, 1, "b"), values(1, number, count))
+            if number == WARM:
+                monkeypatch.setattr(express, "PATIENCE_US", 0.0)
+            time.sleep(0.001 * (rr.rank() == late))
+        return mine
+
+    run_ranks(2, program)
+
+
 @pytest.mark.parametrize("found", [OTHER, LATE])
 def test_a_response_forgets_the_id_by_which_it_was_counted(found):
     """Rank 0's call differs; the response comes while rank 1 waits for the schedule, or when it has handed over."""
     begun, counts = threading.Event(), [0] * 4
 
-    def how(scheduled, *arguments):
+    def how(run, *arguments):
         if found == LATE:
-            ends = scheduled(*arguments[:-1], 0.0)
+            ends = within(run, 0.0, *arguments)
             begun.set()
             return ends
         begun.set()
         views = own()._state.negotiator._views
         wait_until(lambda: views[0].words[END] != views[1].words[READ])
-        return scheduled(*arguments)
+        return run(*arguments)
 
     def program():
         warm()
@@ -155,11 +254,11 @@ def test_others_have_counted_but_not_packed(late):
     """The sum goes on as an operation under way, behind which others come in their order."""
     packed, counts = threading.Event(), [0] * 4
 
-    def until_counted(scheduled, *arguments):
+    def until_counted(run, *arguments):
         negotiator = own()._state.negotiator
         if late == 1:
-            wait_until(lambda: negotiator._views[1].counters[arguments[1]] != negotiator._leader.passed[arguments[1]])
-        found = scheduled(*arguments[:-1], 1e5)
+            wait_until(lambda: negotiator._views[1].counters[arguments[2]] != negotiator._leader.passed[arguments[2]])
+        found = within(run, 1e5, *arguments)
         packed.set()
         return found
 
@@ -194,8 +293,8 @@ def test_what_was_handed_over_is_counted_once():
             first, second = (element(rr.rank(), name, number) for name in names)
             handles, counts = [], [0] * 4
 
-            def how(scheduled, *arguments, handles=handles, second=second):
-                found = scheduled(*arguments[:-1], 0.0)
+            def how(run, *arguments, handles=handles, second=second):
+                found = within(run, 0.0, *arguments)
                 both_late.wait(20)
                 handles.append(rr.allreduce_async_(second, name=names[1], op=rr.Sum))
                 return found
@@ -228,7 +327,7 @@ def test_it_overtakes_nothing_that_is_pending(first):
             handle.poll()  # so it is announced
             wait_until(lambda: not own()._inbox.holds_any())
             time.sleep(0.05)
-            assert own().run("a", arrays[0], arrays[0], (None, rr.Sum, 1.0, 1.0)) is False
+            assert own().run("allreduce", "a", arrays[0], arrays[0], (None, rr.Sum, 1.0, 1.0)) is False
             called.set()
         else:
             assert called.wait(20)
@@ -296,13 +395,13 @@ def test_an_interruption_ends_the_engine_and_the_others_hear_of_it(found):
             rr.allreduce_(element(0, "a", 0), name="a", op=rr.Sum)
 
     class Interrupted(Counting):
-        def scheduled(self, *arguments):
+        def run(self, *arguments):
             if found == SUMS_LATE:  # it is then scheduled at once, but the other has not packed yet
                 negotiator, until_s = own()._state.negotiator, time.monotonic() + 0.01
-                while negotiator._views[1].counters[arguments[1]] == negotiator._leader.passed[arguments[1]]:
+                while negotiator._views[1].counters[arguments[2]] == negotiator._leader.passed[arguments[2]]:
                     if time.monotonic() > until_s:
                         break
-            ends = self.original.scheduled(*arguments[:-1], 1e3 if found == DONE else 0.0)
+            ends = within(self.original.run, 1e3 if found == DONE else 0.0, *arguments)
             if ends == found:
                 raise KeyboardInterrupt
             return ends
@@ -402,11 +501,11 @@ def test_a_name_that_another_thread_calls_meanwhile_is_pending():
                 rr.allreduce_async_(np.ones(64, np.float32), name="a", op=rr.Sum)
             refused.append(str(caught.value))
 
-        def meanwhile(scheduled, *arguments):
+        def meanwhile(run, *arguments):
             thread = threading.Thread(target=context.run, args=(other,))
             thread.start()
             thread.join()
-            return scheduled(*arguments)
+            return run(*arguments)
 
         warm()
         watched("a", [0] * 4, meanwhile)

@@ -19,7 +19,7 @@ from ringreduce.kernels import native
 from ringreduce.testing import run_ranks
 from ringreduce.transport.window import Flags
 
-EXPRESS, NAMED, ORDERED = 14, 100, 5  # of a rank that comes last, its engine's among them
+EXPRESS, NAMED, ORDERED = 10, 100, 5  # of a rank that comes last, its engine's among them
 POLL, POLL_ALL, LOOK = 12, 24, 8  # of what a thread that waits polls; of all services; before a sleep
 ROUNDS = 4000  # at most
 WARM = 16
@@ -111,8 +111,17 @@ def fewest(counts, make, bound):
     return run_ranks(2, program)
 
 
-def test_a_known_named_call(counts):
-    found = fewest(counts, lambda: functools.partial(rr.allreduce_, np.ones(1024, np.float32), name="w"), EXPRESS)
+KNOWN = {
+    "allreduce_": lambda: functools.partial(rr.allreduce_, np.ones(1024, np.float32), name="w"),
+    "allreduce": lambda: functools.partial(rr.allreduce, np.ones(1024, np.float32)),
+    "broadcast_": lambda: functools.partial(rr.broadcast_, np.ones(1024, np.float32), 0, "w"),
+    "barrier": lambda: rr.barrier,
+}
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_a_known_call(counts, name):
+    found = fewest(counts, KNOWN[name], EXPRESS)
     assert max(found) <= EXPRESS, found
 
 
