@@ -33,7 +33,7 @@ def broadcast(
     express = runtime.express_of("broadcast", process_set, tensor)
     if express is not None:
         result: Any = tensor.copy()  # type: ignore[attr-defined]
-        if express.run("broadcast", name, result, result, (root_rank,)):
+        if express.run("broadcast", name, result, result, (root_rank,)) is not None:
             return result  # type: ignore[no-any-return]
     handle = _broadcast_one(tensor, root_rank, name, process_set, in_place=False, waits=True)
     result = handle.wait()
@@ -54,7 +54,7 @@ def broadcast_(
 ) -> Array:
     """Overwrite `tensor` with the root's, and return it; otherwise as `broadcast`."""
     express = runtime.express_of("broadcast", process_set, tensor)
-    if express is not None and express.run("broadcast", name, tensor, tensor, (root_rank,)):
+    if express is not None and express.run("broadcast", name, tensor, tensor, (root_rank,)) is not None:
         return tensor
     handle = _broadcast_one(tensor, root_rank, name, process_set, in_place=True, waits=True)
     handle.wait()

@@ -41,7 +41,16 @@ def allgather(
     Raises: InputError (a ValueError) for a 0-d tensor, or another `out`; MismatchError; PeerLostError.
     Source: Horovod's allgather.
     """
-    return _allgather([tensor], name, process_set, waits=True, out=out).wait()[0]
+    express = runtime.express_of("allgather", process_set, tensor) if out is None else None
+    if express is not None:
+        result: Any = express.run("allgather", name, tensor, None, ())
+        if result is not None:
+            return result  # type: ignore[no-any-return]
+    handle = _allgather([tensor], name, process_set, waits=True, out=out)
+    (result,) = handle.wait()
+    if express is not None:
+        express.learn("allgather", name, tensor, (), handle)
+    return result  # type: ignore[no-any-return]
 
 
 def allgather_async(

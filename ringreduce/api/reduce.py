@@ -58,9 +58,9 @@ def allreduce(
     array: Any = np.asarray(tensor) if isinstance(tensor, float | np.generic) else tensor
     express = runtime.express_of("allreduce", process_set, array) if compression is Compression.none else None
     if express is not None:
-        result = np.empty(array.shape, array.dtype)
-        if express.run("allreduce", name, array, result, given):
-            return result if array is tensor else result[()]  # type: ignore[return-value]
+        result = express.run("allreduce", name, array, None, given)
+        if result is not None:
+            return result if array is tensor else result[()]  # type: ignore[no-any-return]
     reduction = arguments_of("allreduce", *given, compression)
     arrays, names, whole = taken_apart(tensor)
     if compression is not Compression.none:
@@ -104,7 +104,7 @@ def allreduce_(
     """Reduce `tensor` over all ranks in place, and return it; otherwise as `allreduce`."""
     given = average, op, prescale_factor, postscale_factor
     express = runtime.express_of("allreduce", process_set, tensor)
-    if express is not None and express.run("allreduce", name, tensor, tensor, given):
+    if express is not None and express.run("allreduce", name, tensor, tensor, given) is not None:
         return tensor
     reduction = arguments_of("allreduce", *given)
     arrays, names, _ = taken_apart(tensor)
@@ -232,7 +232,18 @@ def reducescatter(
             raise refused("reducescatter", error, number_of(process_set, "reducescatter"), name)
         scales = prescale_factor, postscale_factor
         return reducescatter_async(tensor, name, op, process_set, *scales, out=out, waits=True).wait()
-    return grouped_reducescatter([tensor], name, compression, op, process_set, prescale_factor, postscale_factor)[0]
+    if compression is not Compression.none:
+        return grouped_reducescatter([tensor], name, compression, op, process_set, prescale_factor, postscale_factor)[0]
+    given, express = (op, prescale_factor, postscale_factor), runtime.express_of("reducescatter", process_set, tensor)
+    if express is not None:
+        result: Any = express.run("reducescatter", name, tensor, None, given)
+        if result is not None:
+            return result  # type: ignore[no-any-return]
+    handle = reducescatter_async(tensor, name, op, process_set, prescale_factor, postscale_factor, waits=True)
+    result = handle.wait()
+    if express is not None:
+        express.learn("reducescatter", name, tensor, given, handle)
+    return result  # type: ignore[no-any-return]
 
 
 def reducescatter_async(

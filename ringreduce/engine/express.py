@@ -15,13 +15,17 @@ import threading
 from collections.abc import Callable, Hashable, Mapping
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from ringreduce.arrays.buffer import numpy_buffer
 from ringreduce.collectives.compiled import PATIENCE_US
 from ringreduce.engine.inbox import Inbox, may_be_interrupted
 from ringreduce.engine.negotiation import Negotiation
 from ringreduce.engine.submitting import Submitting
+from ringreduce.execution import operations
+from ringreduce.execution.context import Context
 from ringreduce.execution.executor import Executor
-from ringreduce.execution.in_slot import Gets, InSlot, in_slot
+from ringreduce.execution.in_slot import Gets, InSlot, in_slot_of_set
 from ringreduce.execution.plan import Plan
 from ringreduce.execution.signature import calling_line
 from ringreduce.execution.steps import StepRecorder
@@ -30,21 +34,20 @@ from ringreduce.execution.timeline import Timeline
 from ringreduce.negotiation.ending import Ending
 from ringreduce.negotiation.protocol import GLOBAL
 from ringreduce.transport.base import Steps
-from ringreduce.transport.window import PACKED
 
 MOST_KNOWN = 1024
 DONE, OTHER, LATE, SUMS_LATE = range(4)  # as in kernels/native.c
-SCHEDULED = Gets.REDUCED, Gets.IN_CHUNKS, Gets.OF_ROOT, Gets.NOTHING
-"""What a process set does in one slot, whichever way it goes; allgather and reducescatter use slots otherwise there."""
 
 
 class Known(NamedTuple):
     """An operation that was learned."""
 
     arguments: tuple[Any, ...]  # the array's type and shape, and those of the call
+    types: list[type]  # of these: 1 and 1.0 are equal, but not both a rank
     plan: Plan
     exchange: Any  # the compiled module's
     fits: InSlot
+    shape: tuple[int, ...]  # of the result
     is_numbered: bool  # it is of calls without a name
 
 
@@ -86,44 +89,54 @@ class Express:
         arguments = (array.dtype, array.shape, *arguments) if array is not None else arguments
         if known is not None and known.plan is plan and known.arguments == arguments:
             return
-        fits = in_slot(handle, self._state.executor.context)
-        if fits is None or fits.gets not in SCHEDULED or (array is not None and array.nbytes > fits.region.piece_bytes):
+        fits = in_slot_of_set(handle, self._state.executor.context)
+        if fits is None or (fits.reduction is not None and fits.reduction.size != fits.region.size):
             return
-        if fits.reduction is not None and fits.reduction.size != fits.region.size:
+        if fits.gets is Gets.IN_CHUNKS and array.nbytes > fits.region.piece_bytes:  # it takes more than one slot
+            return
+        shape = handle.outputs[0].shape if handle.outputs else ()
+        if fits.gets is Gets.BY_ROWS and shape[0] != fits.where * fits.region.size:
             return
         exchange = fits.compiled(fits.region, 0)
         if exchange is not None:
             if len(self._known) >= MOST_KNOWN:
                 self._known.clear()
-            self._known[key] = Known(arguments, plan, exchange, fits, handle.signature.numbered)
+            self._known[key] = Known(
+                arguments, [*map(type, arguments)], plan, exchange, fits, shape, handle.signature.numbered
+            )
 
-    def run(self, kind: str, name: str | None, source: Any, target: Any, arguments: tuple[Any, ...]) -> bool:
-        """Run it, and wait until it is done; False when it must be submitted."""
+    def run(self, kind: str, name: str | None, source: Any, target: Any, arguments: tuple[Any, ...]) -> Any:
+        """Run it, and wait until it is done; returns the target, and None when it must be submitted.
+
+        target: None for a new array, of the result's shape and the source's type; also where there is no result.
+        """
         if name is not None and type(name) is not str:
-            return False
+            return None
         known = self._known.get((kind,) if name is None else name)
         if known is None:
-            return False
+            return None
         if source is not None:
             arguments = source.dtype, source.shape, *arguments
         try:
-            if known.arguments != arguments:
-                return False
+            if known.arguments != arguments or known.types != [*map(type, arguments)]:
+                return None
         except ValueError:  # an array of several elements, where a number is expected
-            return False
+            return None
         if may_be_interrupted() or not self._polling.acquire(blocking=False):
-            return False
+            return None
         state, plan = self._state, known.plan
         try:
             number = plan.id
             with self._inbox.lock:  # what another thread submits from now on comes after this
                 if number is None or state.pending or not self._is_idle():
-                    return False
+                    return None
                 state.express = plan.key
+            if target is None:
+                target = True if source is None else np.empty(known.shape, source.dtype)
             try:
                 found = known.exchange.run(source, target, number, known.fits.region.sequence, PATIENCE_US, self._group)
             except (BufferError, ValueError):  # not contiguous, or read-only: nothing was counted
-                return False
+                return None
             self._negotiation.known_submissions += 1  # as each that is counted
             self._submitting.count += 1
             if found in (DONE, SUMS_LATE):  # and scheduled
@@ -134,7 +147,7 @@ class Express:
                 known.fits.region.sequence += known.fits.gets is not Gets.NOTHING
                 plan.submitted += 1
                 state.submitted += known.is_numbered
-                return True
+                return target
             made = self._hand_over(known, number, found, source, target)
         except BaseException as exc:
             self._on_error(exc)
@@ -143,7 +156,7 @@ class Express:
             state.express = ""
             self._polling.release()
         made.wait()
-        return True
+        return made.outputs[0].array() if known.fits.gets is Gets.BY_ROWS else target  # others may have other rows
 
     def _is_idle(self) -> bool:
         """True while nothing else is under way, and nobody looks at what is submitted; with the inbox's lock held."""
@@ -159,7 +172,7 @@ class Express:
     def _hand_over(self, known: Known, number: int, found: int, source: Any, target: Any) -> Submission:
         """What others are late for, as the submission that it would be if it had not come this way."""
         plan, state, inbox = known.plan, self._state, self._inbox
-        inputs, outputs = ([] if each is None else [numpy_buffer(each, False)] for each in (source, target))
+        inputs, outputs = ([] if source is None else [numpy_buffer(each, False)] for each in (source, target))
         own = plan, inbox.wait, inbox.on_poll
         with inbox.lock:
             signature = state.numbered(plan.signature) if known.is_numbered else plan.signature
@@ -175,13 +188,11 @@ class Express:
                 state.negotiator.counted(number, made)
             inbox.took(made)
         if found == SUMS_LATE:
-            state.executor.enqueue(_rest(made, known.fits, target))
+            state.executor.enqueue(_rest(made, known.fits, state.executor.context))
         return made
 
 
-def _rest(submission: Submission, fits: InSlot, target: Any) -> Steps[None]:
+def _rest(submission: Submission, fits: InSlot, context: Context) -> Steps[None]:
     """What is left of an operation that this rank has packed."""
-    if not fits.region.arrived(PACKED, fits.region.sequence):
-        yield fits.region.arrival(PACKED, fits.region.sequence)
-    yield from fits.finish([target.reshape(-1)])
-    submission.complete()
+    if not (yield from operations.through_slot(submission, fits, context, is_packed=True)):
+        yield from operations.gather_rows(submission, context)

@@ -19,7 +19,7 @@ from ringreduce.execution.context import Context
 from ringreduce.execution.submission import Submission
 from ringreduce.ops import Reduction
 from ringreduce.transport.base import Steps
-from ringreduce.transport.window import SUMMED, Region, Signatures
+from ringreduce.transport.window import CACHE_LINE_BYTES, SUMMED, Region, Signatures
 
 
 class Gets(enum.IntEnum):
@@ -32,6 +32,7 @@ class Gets(enum.IntEnum):
     OF_ROOT = 4
     NOTHING = 5
     OF_FIRST = 6  # what the first rank has reduced, together with other hosts: across.py
+    BY_ROWS = 7  # each rank's, one after the other, which follow the number of its rows
 
 
 class InSlot(NamedTuple):
@@ -39,15 +40,20 @@ class InSlot(NamedTuple):
 
     gets: Gets
     region: Region
-    where: int = 0  # the root, or the own part's first element
+    where: int = 0  # the root, the own part's first element, or the number of own rows
     reduction: Reduction | None = None
     rows: int | None = None  # of the output, which is made then
     word: int = 0  # signed beside the hash; it is in one slot only where all ranks sign the same
 
     def pack(self, sources: Sequence[Any]) -> None:
         """Copy sources of one type, one after the other, into this rank's next slot."""
-        if self.gets is not Gets.OF_ROOT or self.region.rank == self.where:
-            low = 0
+        region, low = self.region, 0
+        if self.gets is Gets.BY_ROWS:
+            (source,) = sources
+            region.slots(region.sequence, np.dtype(np.int64))[region.rank][0] = self.where
+            low = CACHE_LINE_BYTES // source.itemsize
+            sources = sources if source.nbytes <= self.room_behind_rows else ()
+        if self.gets is not Gets.OF_ROOT or region.rank == self.where:
             for each in sources:
                 self._slots(each.dtype, low, low + each.size)[self.region.rank][...] = each
                 low += each.size
@@ -59,6 +65,12 @@ class InSlot(NamedTuple):
         region, target = self.region, targets[0]
         if self.gets is Gets.IN_CHUNKS:
             yield from self._chunk_by_chunk(target)
+        elif self.gets is Gets.BY_ROWS:
+            rows, low = self.rows_of_all(), 0
+            for each, count in zip(self._slots(target.dtype, 0, None), rows, strict=True):
+                behind, count = CACHE_LINE_BYTES // target.itemsize, count * target.size // max(sum(rows), 1)
+                target[low : low + count] = each[behind : behind + count]
+                low += count
         elif self.gets is Gets.GATHERED:
             parts = targets if len(targets) == region.size else np.split(target, region.size)
             for each, into in zip(self._slots(target.dtype, 0, parts[0].size), parts, strict=True):
@@ -71,6 +83,15 @@ class InSlot(NamedTuple):
             else:
                 self.reduction.reduce_parts(slots, target)
         region.sequence += 1
+
+    @property
+    def room_behind_rows(self) -> int:
+        """Bytes of a slot that starts with a number of rows, on a cache line of its own."""
+        return self.region.slot_bytes - CACHE_LINE_BYTES
+
+    def rows_of_all(self) -> list[int]:
+        """By rank, when all have packed."""
+        return [int(each[0]) for each in self._slots(np.dtype(np.int64), 0, 1)]
 
     def _chunk_by_chunk(self, target: Any) -> Steps[None]:
         region, bounds = self.region, chunk_bounds(target.size, self.region.size)
@@ -96,7 +117,7 @@ class InSlot(NamedTuple):
             return None
         return self.region.compiled.exchange(signatures.compiled, signature, self.word, self.gets, *numbers, self.where)
 
-    def _slots(self, dtype: np.dtype[Any], low: int, high: int) -> list[Any]:
+    def _slots(self, dtype: np.dtype[Any], low: int, high: int | None) -> list[Any]:
         return [each[low:high] for each in self.region.slots(self.region.sequence, dtype)]
 
 
@@ -131,3 +152,15 @@ def in_slot(submission: Submission, context: Context) -> InSlot | None:
         is_equal = len({each.count for each in inputs}) == len({each.element for each in inputs}) == 1
         return InSlot(Gets.OWN_PART, region, region.rank * inputs[0].count, reduction) if is_equal else None
     return InSlot(Gets.REDUCED if is_one_shot(nbytes, region.size) else Gets.IN_CHUNKS, region, 0, reduction)
+
+
+def in_slot_of_set(submission: Submission, context: Context) -> InSlot | None:
+    """As `in_slot`, of an operation of a process set; ranks compare no words there, so rows go with the elements.
+
+    Of an allgather this rank's own affair only: others may have too many elements for a slot.
+    """
+    fits = in_slot(submission, context)
+    if fits is None or fits.gets is not Gets.GATHERED:
+        return fits
+    fits = fits._replace(gets=Gets.BY_ROWS, where=submission.inputs[0].shape[0])
+    return fits if submission.inputs[0].nbytes <= fits.room_behind_rows else None

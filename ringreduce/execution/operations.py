@@ -22,11 +22,12 @@ from ringreduce.execution.allreduce import ADASUM, allreduce
 from ringreduce.execution.batch import Batch, batches
 from ringreduce.execution.context import Context, Operation
 from ringreduce.execution.halves import Arrays
+from ringreduce.execution.in_slot import Gets, InSlot, in_slot
 from ringreduce.execution.packing import buckets_of, carry
 from ringreduce.execution.submission import Submission
 from ringreduce.ops import Reduction
 from ringreduce.transport.base import Steps
-from ringreduce.transport.window import Region
+from ringreduce.transport.window import PACKED, Region
 
 
 def run(submissions: Sequence[Submission], context: Context) -> Steps[None]:
@@ -111,17 +112,53 @@ def _broadcast_in_window(batch: Batch, root: int, region: Region, context: Conte
 
 
 def _allgather(submissions: Sequence[Submission], context: Context) -> Steps[None]:
-    """Gathers the ranks' row counts first, of all tensors of a group together."""
+    """Gathers the ranks' row counts first, of all tensors of a group together; with the rows, where there is room."""
+    region = context.algorithms.shared_region
+    for submission in submissions:
+        if region is not None and len(submission.inputs) == 1 and not submission.inputs[0].on_gpu:
+            (source,) = submission.inputs
+            fits = InSlot(Gets.BY_ROWS, region, source.shape[0])
+            if (yield from through_slot(submission, fits, context)):
+                continue
+        else:
+            mine = np.array([tensor.shape[0] for tensor in submission.inputs], np.int64)
+            submission.payload = yield from halves.integers_of_all(mine, context)
+        yield from gather_rows(submission, context)
 
-    def move(sources: Arrays, targets: Arrays, bounds: list[list[int]]) -> Steps[None]:
+
+def gather_rows(submission: Submission, context: Context) -> Steps[None]:
+    """An allgather whose payload has every rank's rows of each tensor."""
+
+    def move(sources: Arrays, targets: Arrays) -> Steps[None]:
         yield from halves.allgather(sources, by_chunk(targets, bounds, context.transport.size), context, targets)
 
-    for submission in submissions:
-        mine = np.array([tensor.shape[0] for tensor in submission.inputs], np.int64)
-        submission.payload = gathered = yield from halves.integers_of_all(mine, context)
-        rows = gathered.T.tolist()
-        make_outputs(submission, [sum(each) for each in rows], context)
-        yield from halves.on_host([submission], "ALLGATHER", partial(move, bounds=_bounds(submission, rows)), context)
+    rows = submission.payload.T.tolist()
+    make_outputs(submission, [sum(each) for each in rows], context)
+    bounds = _bounds(submission, rows)
+    yield from halves.on_host([submission], "ALLGATHER", move, context)
+
+
+def through_slot(submission: Submission, fits: InSlot, context: Context, is_packed: bool = False) -> Steps[bool]:
+    """Run it in one slot; False when the rows of all ranks, now its payload, have no room there."""
+    region = fits.region
+    if not is_packed:
+        fits.pack([each.flat for each in submission.inputs])
+        region.publish(PACKED, region.sequence)
+    if not region.arrived(PACKED, region.sequence):
+        yield region.arrival(PACKED, region.sequence)
+    rows = fits.rows
+    if fits.gets is Gets.BY_ROWS:
+        all_rows, nbytes = fits.rows_of_all(), submission.inputs[0].element.itemsize
+        submission.payload, rows = np.array(all_rows, np.int64)[:, np.newaxis], sum(all_rows)
+        if max(all_rows) * math.prod(submission.inputs[0].shape[1:]) * nbytes > fits.room_behind_rows:
+            region.sequence += 1
+            return False
+    if rows is not None:
+        make_outputs(submission, [rows], context)
+    with context.timeline.phase([submission], submission.signature.kind.removesuffix("_object").upper()):
+        yield from fits.finish([each.flat for each in submission.outputs])
+    submission.complete()
+    return True
 
 
 def alltoall(submissions: Sequence[Submission], context: Context) -> Steps[None]:
@@ -150,6 +187,10 @@ def _reducescatter(submissions: Sequence[Submission], context: Context) -> Steps
 
     rank, size = context.transport.rank, context.transport.size
     for submission in submissions:
+        fits = in_slot(submission, context)
+        if fits is not None:
+            yield from through_slot(submission, fits, context)
+            continue
         ends = [chunk_bounds(tensor.shape[0], size) for tensor in submission.inputs]
         rows = [[high - low for low, high in itertools.pairwise(each)] for each in ends]
         make_outputs(submission, [each[rank] for each in rows], context)

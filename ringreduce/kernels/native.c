@@ -639,7 +639,7 @@ static PyObject *run_waits_for(Run *run, PyObject *unused) {
 /* ---- a short operation whose flag is a signature: all ranks have called the same, and packed ---- */
 /* What this rank gets of the slots: all, combined, by each rank or chunk by chunk; its own part, combined; each rank's,
  * one after the other; the root's; there is none; the first one's, which has waited for all, and asked other hosts. */
-enum { REDUCED, IN_CHUNKS, OWN_PART, GATHERED, OF_ROOT, NOTHING, OF_FIRST }; /* execution/in_slot.py */
+enum { REDUCED, IN_CHUNKS, OWN_PART, GATHERED, OF_ROOT, NOTHING, OF_FIRST, BY_ROWS }; /* execution/in_slot.py */
 enum { DONE, DIFFERENT, LATE, SUMS_LATE };
 
 typedef struct {
@@ -647,7 +647,7 @@ typedef struct {
     Region *region, *signatures; /* of the latter the flags' lines: two hashes and two words behind each flag */
     long long hash, word; /* which is published beside it */
     int what, root;
-    Py_ssize_t low, itemsize; /* the own part's first element */
+    Py_ssize_t low, itemsize; /* low: the own part's first element, or the number of rows */
     Kernel kernel;
     Factors factors;
 } Exchange;
@@ -658,7 +658,7 @@ static void exchange_dealloc(Exchange *e) {
 }
 
 /* Region.exchange(signatures, hash, word, what, type, op, prescale, divisor, postscale, where) -> Exchange;
- * where: the root, or the own part's first element */
+ * where: the root, the own part's first element, or the number of rows */
 static PyObject *region_exchange(Region *r, PyObject *args) {
     PyObject *signatures;
     long long hash, word;
@@ -686,7 +686,9 @@ static void combine(Exchange *e, size_t offset, Py_ssize_t low, Py_ssize_t high,
 
 static void pack_slot(Exchange *e, const char *source, Py_ssize_t n, int64_t sequence) {
     Region *r = e->region;
-    if (n && (e->what != OF_ROOT || r->rank == e->root)) copy(r->memory[r->rank] + sequence % r->slots * r->slot_bytes, source, n);
+    char *slot = r->memory[r->rank] + sequence % r->slots * r->slot_bytes;
+    if (e->what == BY_ROWS) *(int64_t *)slot = e->low, slot += LINE;
+    if (n && (e->what != OF_ROOT || r->rank == e->root)) copy(slot, source, n);
 }
 
 static int finished(Exchange *e, Py_ssize_t packed, char *target, Py_ssize_t length, int64_t sequence, double patience_us) {
@@ -695,7 +697,10 @@ static int finished(Exchange *e, Py_ssize_t packed, char *target, Py_ssize_t len
     if (e->what == REDUCED || e->what == OWN_PART) {
         Py_ssize_t low = e->what == REDUCED ? 0 : e->low;
         combine(e, offset, low, low + length / size, target, NULL);
-    } else if (e->what == GATHERED) {
+    } else if (e->what == GATHERED || e->what == BY_ROWS) {
+        for (int k = 0; k < r->size && e->what == BY_ROWS; k++)
+            if (*(int64_t *)(r->memory[k] + offset) != e->low) return SUMS_LATE; /* it has other rows: the caller's affair */
+        if (e->what == BY_ROWS) offset += LINE;
         for (int k = 0; k < r->size; k++) copy(target + k * packed, r->memory[k] + offset, packed);
     } else if (e->what == OF_FIRST || (e->what == OF_ROOT && r->rank != e->root)) {
         copy(target, r->memory[e->root] + offset, length);
@@ -845,7 +850,8 @@ static PyObject *exchange_run(Exchange *e, PyObject *const *args, Py_ssize_t cou
                                PyObject_GetBuffer(args[1], &target, PyBUF_WRITABLE)))
         return PyBuffer_Release(&source), NULL;
     Py_ssize_t slot = e->region->slot_bytes, end = e->what == OWN_PART ? e->low * e->itemsize + target.len : target.len;
-    if (source.len > slot || (e->what == GATHERED ? end != source.len * e->region->size : end > source.len)) {
+    if (e->what == BY_ROWS) slot -= LINE;
+    if (source.len > slot || (e->what == GATHERED || e->what == BY_ROWS ? end != source.len * e->region->size : end > source.len)) {
         PyErr_Format(PyExc_ValueError, "%zd B into %zd, by a slot of %zd", source.len, target.len, slot);
     } else if (g && (number < 0 || number >= g->capacity)) {
         PyErr_Format(PyExc_ValueError, "id %lld of %zd", (long long)number, g->capacity);

@@ -87,10 +87,12 @@ def test_the_wheel_has_both_packages_and_no_tests(clone):
     name = f"ringreduce-{rr.__version__}"
     assert re.fullmatch(rf"{name}-cp311-abi3-manylinux[\w.]+_{platform.machine()}\.whl", wheel_of(clone).name)
     files = set(zipfile.ZipFile(wheel_of(clone)).namelist())
-    there = {f"ringreduce/{each.relative_to(clone / 'ringreduce')}" for each in (clone / "ringreduce").rglob("*.*")}
-    there |= {f"ringrun/{each.relative_to(clone / 'launcher')}" for each in (clone / "launcher").rglob("*.*")}
+    folders = {clone / "ringreduce": "ringreduce", clone / "launcher": "ringrun"}
+    there = {
+        f"{to}/{each.relative_to(top)}" for top, to in folders.items() for each in top.rglob("*") if each.is_file()
+    }
     there = there - {"ringreduce/kernels/native.c"} | {COMPILED}
-    assert {each for each in files if ".dist-info/" not in each and not each.endswith("/")} == there
+    assert {each for each in files if not each.startswith(f"{name}.dist-info/") and not each.endswith("/")} == there
     assert {"ringreduce/py.typed", "ringreduce/__init__.pyi", "ringrun/py.typed", "ringreduce/gpu/kernels.cu"} <= files
     assert f"{name}.dist-info/licenses/LICENSE" in files
 

@@ -65,7 +65,7 @@ def watched(name, counts, how=None):
 
 def fast(name, array):
     """A call that goes this way, once nothing else is under way: the engine's thread may look around just now."""
-    wait_until(lambda: own().run("allreduce", name, array, array, (None, rr.Sum, 1.0, 1.0)))
+    wait_until(lambda: own().run("allreduce", name, array, array, (None, rr.Sum, 1.0, 1.0)) is not None)
 
 
 def element(rank, name, number, count=64):
@@ -134,6 +134,15 @@ def some_operation(draw, size):
             (lambda x: rr.allreduce_(x, name=name, op=rr.Max), rr.allreduce_async, {"op": rr.Max}, count, name, max_of),
             (lambda x: rr.broadcast_(x, root, name), rr.broadcast_async, {"root_rank": root}, count, name, at(root)),
             (lambda x: rr.broadcast(x, last, name), rr.broadcast_async, {"root_rank": last}, count, name, at(last)),
+            (lambda x: rr.allgather(x, name), rr.allgather_async, {}, count, name, np.concatenate),
+            (
+                lambda x: rr.reducescatter(x, name, op=rr.Sum),
+                rr.reducescatter_async,
+                {"op": rr.Sum},
+                count,
+                name,
+                lambda parts: np.array_split(sum(parts), size)[rr.rank()],
+            ),
             (lambda x: rr.barrier() or x, lambda x, **_: barrier_async().mapped(lambda _: x), {}, 1, None, None),
         ]
     )
@@ -171,9 +180,33 @@ def test_all_kinds_whichever_way_each_rank_takes(size, seed, monkeypatch):
         return counts
 
     found = run_ranks(size, program, timeout_s=40)
-    for kind in {"allreduce", "broadcast", "barrier"} & {key for counts in found for key in counts}:
+    kinds = {kind for counts in found for kind in counts}
+    for kind in kinds:
         assert sum(counts.get(kind, [0])[DONE] for counts in found) > 0, (kind, found)
-    assert any(found)
+    assert kinds
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("most", [3, 40_000])
+def test_rows_that_differ_now_and_then_are_gathered_all_the_same(size, most, monkeypatch):
+    """Those who know an allgather of equal rows find others' in the slot, or that these have no room there."""
+    monkeypatch.setattr(express, "PATIENCE_US", 5000.0)
+
+    def rows(rank, number):
+        return most if number % 7 == 6 and rank == number % size else 2
+
+    def program():
+        counts = [0] * 4
+        for number in range(60):
+            watched("rows", counts)
+            array = np.full((rows(rr.rank(), number), 4), 10.0 * rr.rank() + number)
+            expected = [np.full((rows(rank, number), 4), 10.0 * rank + number) for rank in range(size)]
+            np.testing.assert_array_equal(rr.allgather(array, "rows"), np.concatenate(expected))
+        return counts
+
+    found = run_ranks(size, program)
+    assert sum(counts[DONE] for counts in found) > 0, found
+    assert sum(counts[SUMS_LATE] for counts in found) > 0, found
 
 
 def test_numbers_are_summed_this_way_too():
@@ -327,7 +360,7 @@ def test_it_overtakes_nothing_that_is_pending(first):
             handle.poll()  # so it is announced
             wait_until(lambda: not own()._inbox.holds_any())
             time.sleep(0.05)
-            assert own().run("allreduce", "a", arrays[0], arrays[0], (None, rr.Sum, 1.0, 1.0)) is False
+            assert own().run("allreduce", "a", arrays[0], arrays[0], (None, rr.Sum, 1.0, 1.0)) is None
             called.set()
         else:
             assert called.wait(20)
