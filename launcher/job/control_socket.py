@@ -16,7 +16,8 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 
-from ..connection.listener import Listener
+from ..connection.listener import Listener, Reader
+from ..connection.queued import QueuedLink
 from .events import Events, StacksWanted, TotalsWanted
 
 STACKS, TOTALS = b"stacks\n", b"totals\n"
@@ -42,14 +43,27 @@ class RunningJob:
     socket: str
 
 
-def open_control_socket(directory: str, size: int, command: Sequence[str], events: Events, listener: Listener) -> None:
-    """ringrun's own side: describe its job, and have questions answered, as long as `listener` takes connections."""
-    path = Path(directory)
-    job = RunningJob(os.getpid(), time.monotonic(), size, tuple(command), str(path / _SOCKET))
-    (path / _FILE).write_text(json.dumps(asdict(job)))
-    control = socket.socket(socket.AF_UNIX)
-    control.bind(job.socket)
-    listener.listen(control, partial(_serve, events))
+class ControlSocket:
+    """ringrun's own side: it describes its job in `directory`, and has questions answered by `events`."""
+
+    def __init__(self, directory: str, size: int, command: Sequence[str], events: Events) -> None:
+        self._directory, self._events = directory, events
+        path = Path(directory)
+        job = RunningJob(os.getpid(), time.monotonic(), size, tuple(command), str(path / _SOCKET))
+        (path / _FILE).write_text(json.dumps(asdict(job)))
+        self._socket = socket.socket(socket.AF_UNIX)
+        self._socket.bind(job.socket)
+
+    def start(self, listener: Listener | None = None) -> None:
+        """Take questions as long as `listener` takes connections; by default one of its own, which nobody may join."""
+        if listener is None:
+            listener = Listener(self._directory, [], 1)
+            listener.start(_unknown)
+        listener.listen(self._socket, partial(_serve, self._events))
+
+
+def _unknown(link: QueuedLink) -> Reader:
+    raise AssertionError("nobody has been told this listener's key")
 
 
 def _serve(events: Events, connection: socket.socket) -> None:

@@ -23,7 +23,7 @@ from ..output.files import OutputFiles
 from ..processes import raise_open_files
 from ..run_report import Collector, Metrics, Writer
 from . import plan, restarts
-from .control_socket import open_control_socket
+from .control_socket import ControlSocket
 from .departures import Departures
 from .events import Events
 from .growth import Blacklist, Growth, HostWatch, InUse
@@ -186,7 +186,7 @@ def _start_and_supervise(
             exit_s=EXIT_S if job.grace_s is None else job.grace_s,
         )
         departures = Departures(job.reach.departures, events)
-        open_control_socket(directory, job.size, job.command, events, listener)
+        ControlSocket(directory, job.size, job.command, events).start(listener)
         environment = plan.job_environment(detected, job, os.environ, settings, listener.authkey)
         for name, text in job.reach.files(plan.aliases(job)).items():
             Path(directory, name).write_bytes(os.fsencode(text))

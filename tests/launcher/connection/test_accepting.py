@@ -9,7 +9,7 @@ import pytest
 
 from ringrun.connection import listener as listener_module
 from ringrun.connection.listener import Listener
-from ringrun.job.control_socket import STACKS, RunningJob, ask, open_control_socket
+from ringrun.job.control_socket import STACKS, ControlSocket, RunningJob, ask
 from tests.support.patience import wait_until
 
 
@@ -53,7 +53,7 @@ def test_a_question_for_which_no_thread_can_be_started_is_closed_and_the_next_on
     listener, tmp_path, monkeypatch
 ):
     events = queue.SimpleQueue()
-    open_control_socket(str(tmp_path), 1, ["true"], events, listener)
+    ControlSocket(str(tmp_path), 1, ["true"], events).start(listener)
     job = RunningJob(1, 0.0, 1, ("true",), str(tmp_path / "control"))
     listener.start(lambda link: None)
     start = threading.Thread.start
