@@ -199,16 +199,17 @@ class Listener:
 
     def _greet(self, descriptor: int) -> None:
         greeting = self._greetings[descriptor]
-        try:
-            if not (nonces := greeting.proceed()):
+        with self._removed:  # from here on the other end may know that it is taken: `close` waits for it, too
+            try:
+                if not (nonces := greeting.proceed()):
+                    return
+                from_agent, to_agent = keys(self.authkey, nonces)
+                link = QueuedLink(greeting.socket, self.address.lost_after_s, to_agent, from_agent, self._poll)
+            except OSError:  # not one of our agents, or one that died
+                self._greetings.pop(descriptor).socket.close()
                 return
-            from_agent, to_agent = keys(self.authkey, nonces)
-            link = QueuedLink(greeting.socket, self.address.lost_after_s, to_agent, from_agent, self._poll)
-        except OSError:  # not one of our agents, or one that died
-            self._greetings.pop(descriptor).socket.close()
-            return
-        del self._greetings[descriptor]
-        self._readers[descriptor] = self._serve(link)
+            del self._greetings[descriptor]
+            self._readers[descriptor] = self._serve(link)
 
     def _drop_greetings(self, now_s: float, silent_s: float, address: object = None) -> None:
         """End the connections, of one address or of all, that have not shown for so long that they know the key.

@@ -101,6 +101,25 @@ def test_messages_go_both_ways(pair, is_local):
         theirs.receive()
 
 
+def test_one_that_is_taken_just_now_is_waited_for_at_the_close(tmp_path, served):
+    """It knows that it is taken, so it counts on a last word."""
+
+    def slowly(link):
+        time.sleep(0.3)
+        return keeping(served)(link)
+
+    listener = Listener(str(tmp_path), [], 1)
+    listener.start(slowly)
+    ours = connect(listener.address, listener.authkey)
+    closing = threading.Thread(target=listener.close, args=(10.0,))
+    closing.start()
+    served.get(timeout=10).send(Signal(15))
+    assert ours.receive() == Signal(15)
+    ours.close()
+    closing.join(timeout=10)
+    assert not closing.is_alive()
+
+
 def test_a_stranger_gets_nowhere_and_holds_nobody_up(listener, served):
     listener.start(keeping(served))
     silent = socket.create_connection(("127.0.0.1", listener.address.port))
