@@ -41,9 +41,9 @@ def allgather(
     Raises: InputError (a ValueError) for a 0-d tensor, or another `out`; MismatchError; PeerLostError.
     Source: Horovod's allgather.
     """
-    express = runtime.express_of("allgather", process_set, tensor) if out is None else None
+    express = runtime.express_of("allgather", process_set, tensor)
     if express is not None:
-        result: Any = express.run("allgather", name, tensor, None, ())
+        result: Any = express.run("allgather", name, tensor, out, ())
         if result is not None:
             return result  # type: ignore[no-any-return]
     handle = _allgather([tensor], name, process_set, waits=True, out=out)

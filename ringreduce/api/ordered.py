@@ -18,7 +18,7 @@ from ringreduce.api import reduce as reductions
 from ringreduce.api.objects import pickled
 from ringreduce.api.process_sets import ProcessSet, global_process_set, number_of
 from ringreduce.arrays.buffer import Buffer
-from ringreduce.arrays.view import as_buffers, to_write
+from ringreduce.arrays.view import as_buffers, see_changed, takes, to_write
 from ringreduce.errors import InputError
 from ringreduce.execution.lane import Lane
 from ringreduce.execution.submission import Handle, Submission
@@ -51,20 +51,26 @@ def _at_once(function: Callable[..., Any], begin: Callable[..., Handle]) -> Call
         lane = self._lane
         tensor: Any = args[0] if args else None
         array: Any = tensor if tensor is None or type(tensor) is np.ndarray else _host_array(tensor)
+        out = kwargs.get("out")
         if array is not None:
             is_usual = not makes_new or (array.ndim > 0 and len(args) == 1 and "compression" not in kwargs)
         else:
             is_usual = takes_none and not args and not kwargs
         if lane is None or not is_usual or runtime.current("ordered").world is not self.world:
             return function(*args, **kwargs, process_set=self)
-        key = (begin,) if array is None else (begin, array.dtype, array.shape, *args[1:], *kwargs.items())
+        options = kwargs.items() if out is None else [each for each in kwargs.items() if each[0] != "out"]
+        key = (begin,) if array is None else (begin, array.dtype, array.shape, *args[1:], *options)
         known = lane.find(key)
         if known is not None:
             result, target = tensor, array
-            if makes_new:
+            if out is not None:
+                result = target = out if takes(out, array, known.shape) else None
+            elif makes_new:
                 result = np.empty(known.shape, array.dtype) if array is tensor else tensor.new_empty(known.shape)
                 target = _host_array(result)
-            if lane.run(known, array, target):
+            if (target is not None or array is None) and lane.run(known, array, target):
+                if target is array is not tensor:
+                    see_changed(tensor)
                 return result
         handle = begin(*args, **kwargs, process_set=self)
         result = handle.wait()

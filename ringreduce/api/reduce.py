@@ -226,20 +226,18 @@ def reducescatter(
     Raises: InputError (a ValueError) for a 0-d tensor, another op or another `out`; and as `allreduce`.
     Source: Horovod's reducescatter; the first half of the ring.
     """
-    if out is not None:
-        if compression is not Compression.none:
+    scales = prescale_factor, postscale_factor
+    if compression is not Compression.none:
+        if out is not None:
             error = InputError(f"reducescatter: out, with compression={compression!r}; pass one of the two")
             raise refused("reducescatter", error, number_of(process_set, "reducescatter"), name)
-        scales = prescale_factor, postscale_factor
-        return reducescatter_async(tensor, name, op, process_set, *scales, out=out, waits=True).wait()
-    if compression is not Compression.none:
-        return grouped_reducescatter([tensor], name, compression, op, process_set, prescale_factor, postscale_factor)[0]
-    given, express = (op, prescale_factor, postscale_factor), runtime.express_of("reducescatter", process_set, tensor)
+        return grouped_reducescatter([tensor], name, compression, op, process_set, *scales)[0]
+    given, express = (op, *scales), runtime.express_of("reducescatter", process_set, tensor)
     if express is not None:
-        result: Any = express.run("reducescatter", name, tensor, None, given)
+        result: Any = express.run("reducescatter", name, tensor, out, given)
         if result is not None:
             return result  # type: ignore[no-any-return]
-    handle = reducescatter_async(tensor, name, op, process_set, prescale_factor, postscale_factor, waits=True)
+    handle = reducescatter_async(tensor, name, op, process_set, *scales, out=out, waits=True)
     result = handle.wait()
     if express is not None:
         express.learn("reducescatter", name, tensor, given, handle)

@@ -31,8 +31,8 @@ def as_buffer(array: Any, writable: bool = False) -> Buffer:
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(array, torch.Tensor):
         buffer = torch_buffer(array, writable)
-        if writable and not array.is_inference():  # autograd may have saved it, and must see the change
-            torch.autograd.graph.increment_version(array)
+        if writable:
+            see_changed(array)
         return buffer
     if isinstance(array, bool | int | float | complex | np.generic):
         if writable:
@@ -53,6 +53,12 @@ def as_buffer(array: Any, writable: bool = False) -> Buffer:
     if hasattr(type(array), "__dlpack__"):  # not through __getattr__: a container that forwards to its array is not one
         return dlpack_buffer(array, writable)
     raise UnsupportedArrayError(f"{a_kind_of(array)} is not an array; {_instead_of(array)}")
+
+
+def see_changed(tensor: Any) -> None:
+    """Let autograd, which may have saved this tensor of torch's, see that its elements change."""
+    if not tensor.is_inference():
+        sys.modules["torch"].autograd.graph.increment_version(tensor)
 
 
 def _instead_of(array: Any) -> str:
@@ -105,6 +111,13 @@ def to_write(arrays: Sequence[Any]) -> tuple[list[Buffer], Callable[[], None]]:
         exc.at = len(buffers)
         raise
     return buffers, functools.partial(_call_all, backs) if backs else nothing
+
+
+def takes(target: Any, source: np.ndarray[Any, Any], shape: tuple[int, ...]) -> bool:
+    """Whether it is a NumPy array of this shape and the source's type, apart from the source."""
+    if type(target) is not np.ndarray or target.shape != shape or target.dtype != source.dtype:
+        return False
+    return not np.may_share_memory(target, source)
 
 
 def check_apart(buffers: Sequence[Buffer]) -> None:

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ringreduce.arrays.buffer import numpy_buffer
+from ringreduce.arrays.view import takes
 from ringreduce.collectives.compiled import PATIENCE_US
 from ringreduce.engine.inbox import Inbox, may_be_interrupted
 from ringreduce.engine.negotiation import Negotiation
@@ -133,6 +134,8 @@ class Express:
                 state.express = plan.key
             if target is None:
                 target = True if source is None else np.empty(known.shape, source.dtype)
+            elif target is not source and not takes(target, source, known.shape):
+                return None
             try:
                 found = known.exchange.run(source, target, number, known.fits.region.sequence, PATIENCE_US, self._group)
             except (BufferError, ValueError):  # not contiguous, or read-only: nothing was counted

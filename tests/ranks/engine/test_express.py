@@ -136,6 +136,14 @@ def some_operation(draw, size):
             (lambda x: rr.broadcast(x, last, name), rr.broadcast_async, {"root_rank": last}, count, name, at(last)),
             (lambda x: rr.allgather(x, name), rr.allgather_async, {}, count, name, np.concatenate),
             (
+                lambda x: rr.allgather(x, name, out=np.empty(size * count)),
+                rr.allgather_async,
+                {},
+                count,
+                name,
+                np.concatenate,
+            ),
+            (
                 lambda x: rr.reducescatter(x, name, op=rr.Sum),
                 rr.reducescatter_async,
                 {"op": rr.Sum},

@@ -7,6 +7,7 @@ import time
 
 import numpy as np
 import pytest
+import torch
 
 import ringreduce as rr
 from ringreduce.arrays.view import to_write
@@ -14,6 +15,7 @@ from ringreduce.collectives.compiled import PATIENCE_US
 from ringreduce.execution import lane as of_lane
 from ringreduce.kernels import native
 from ringreduce.runtime.own_channel import OwnChannel
+from ringreduce.testing import run_ranks
 from ringreduce.transport.window import PACKED
 from tests.support.patience import wait_until
 from tests.support.tiers import parted
@@ -265,3 +267,37 @@ def test_memory_that_the_lane_cannot_take(world, size):
         total = size * (size - 1) / 2 * size**2
         assert wide == [[total, float(rank)] * 3] * 4
         assert small == [[size], [2 * size]]
+
+
+def test_results_into_memory_that_is_kept_take_the_lane(monkeypatch):
+    def program():
+        channel, rank = rr.ordered(), rr.rank()
+        rows, own = np.empty(128), np.empty(32)
+        counts = None
+        for number in range(20):
+            assert channel.allgather(element(rank, number, 64).astype(np.float64), out=rows) is rows
+            np.testing.assert_array_equal(rows, np.concatenate([element(each, number, 64) for each in range(2)]))
+            assert channel.reducescatter(np.full(64, 1.0 + rank), op=rr.Sum, out=own) is own
+            assert (own == 3).all()
+            counts = counts or counted(channel)
+        with pytest.raises(rr.InputError, match="out"):
+            channel.reducescatter(np.ones(64), op=rr.Sum, out=np.empty(32, np.float32))
+        whole = np.ones(128)
+        with pytest.raises(rr.InputError, match="out"):
+            channel.allgather(whole[:64], out=whole)
+        return counts[0]
+
+    assert min(run_ranks(2, program)) > 0
+
+
+def test_autograd_sees_what_the_lane_changes():
+    def program():
+        channel, weight = rr.ordered(), torch.ones(3, requires_grad=True)
+        for _ in range(3):
+            kept = torch.ones(3)
+            loss = (weight * kept).sum()
+            channel.broadcast_(kept, 0)
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                loss.backward()
+
+    run_ranks(2, program)

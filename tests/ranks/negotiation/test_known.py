@@ -105,6 +105,16 @@ WRONG_AFTER_KNOWN = {
         lambda: rr.allgather(np.float64(1), name="w"),
         "0-d tensor",
     ),
+    "an out that is a part of the tensor": (
+        lambda: rr.allgather(np.ones(4)[:1], name="w", out=np.empty(2)),
+        lambda: (lambda whole: rr.allgather(whole[:1], name="w", out=whole[:2]))(np.ones(4)),
+        "share memory|in common|overlap|pass another array as out",
+    ),
+    "an out of another type": (
+        lambda: rr.reducescatter(np.ones(4), name="w", out=np.empty(2)),
+        lambda: rr.reducescatter(np.ones(4), name="w", out=np.empty(2, np.float32)),
+        "out is float32 on cpu; expected float64",
+    ),
     "no op of bool": (
         lambda: rr.allreduce(np.ones(2, np.uint8), name="w", op=rr.Sum),
         lambda: rr.allreduce(np.ones(2, bool), name="w", op=rr.Average),
