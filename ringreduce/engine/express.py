@@ -12,6 +12,7 @@ Only while nothing else of this rank is under way: then the next entry of the sc
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Hashable, Mapping
 from typing import Any, NamedTuple
 
@@ -28,7 +29,7 @@ from ringreduce.execution.context import Context
 from ringreduce.execution.executor import Executor
 from ringreduce.execution.in_slot import Gets, InSlot, in_slot_of_set
 from ringreduce.execution.plan import Plan
-from ringreduce.execution.signature import calling_line
+from ringreduce.execution.signature import Signature, calling_line
 from ringreduce.execution.steps import StepRecorder
 from ringreduce.execution.submission import Handle, Submission
 from ringreduce.execution.timeline import Timeline
@@ -50,6 +51,7 @@ class Known(NamedTuple):
     fits: InSlot
     shape: tuple[int, ...]  # of the result
     is_numbered: bool  # it is of calls without a name
+    told: tuple[Signature, str]  # what a stall report says of it: also the caller's line
 
 
 class Express:
@@ -102,9 +104,8 @@ class Express:
         if exchange is not None:
             if len(self._known) >= MOST_KNOWN:
                 self._known.clear()
-            self._known[key] = Known(
-                arguments, [*map(type, arguments)], plan, exchange, fits, shape, handle.signature.numbered
-            )
+            types, told = [*map(type, arguments)], (handle.signature, handle.line)
+            self._known[key] = Known(arguments, types, plan, exchange, fits, shape, handle.signature.numbered, told)
 
     def run(self, kind: str, name: str | None, source: Any, target: Any, arguments: tuple[Any, ...]) -> Any:
         """Run it, and wait until it is done; returns the target, and None when it must be submitted.
@@ -150,6 +151,7 @@ class Express:
                 known.fits.region.sequence += known.fits.gets is not Gets.NOTHING
                 plan.submitted += 1
                 state.submitted += known.is_numbered
+                self._inbox.last = *known.told, time.monotonic()
                 return target
             made = self._hand_over(known, number, found, source, target)
         except BaseException as exc:

@@ -57,7 +57,7 @@ class Inbox:
         """one_host: all ranks are on one host.  oversubscribed: they use all its cores."""
         self.lock = threading.Lock()
         self.draining = False  # true: no more submissions follow, so do not batch
-        self._last: tuple[Signature, str, float] | None = None
+        self.last: tuple[Signature, str, float] | None = None
         """Signature, line and time of the last submission that was taken, but no reference to its tensors."""
         self._transport = transport
         self._batch_bytes = (ONE_HOST_BATCH_SLOTS if one_host else BATCH_SLOTS) * settings.fusion_slot_bytes
@@ -179,12 +179,12 @@ class Inbox:
         with self.lock:
             submissions, self._submissions, self._urgent = self._submissions, [], False
             last = submissions[-1]
-            self._last = last.signature, last.line, last.submitted_s  # as `took`: a call less
+            self.last = last.signature, last.line, last.submitted_s  # as `took`: a call less
         return [*itertools.filterfalse(HAS_ENDED, submissions)]
 
     def took(self, last: Submission) -> None:
         """This one came another way, as the last; with `lock` held."""
-        self._last = last.signature, last.line, last.submitted_s
+        self.last = last.signature, last.line, last.submitted_s
 
     def holds_any(self) -> bool:
         """True while submissions or callbacks wait for a poll."""
@@ -195,10 +195,10 @@ class Inbox:
         if self._submissions:
             newest = self._submissions[-1]
             signature, line, when_s = newest.signature, newest.line, newest.submitted_s
-        elif self._last is None:
+        elif self.last is None:
             return "has submitted nothing yet"
         else:
-            signature, line, when_s = self._last
+            signature, line, when_s = self.last
         return f"last submitted {signature.text} ({line}) {time.monotonic() - when_s:.0f} s ago"
 
     def announced(self, pending: int) -> bool:

@@ -9,6 +9,7 @@ import re
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -396,6 +397,23 @@ def test_a_late_rank_is_named(late):
             rr.allreduce_(element(0, "a", 0), name="a", op=rr.Sum)
 
     run_ranks(2, program, settings=Settings(stall_check_s=0.2, stall_abort_s=0.4))
+
+
+def test_a_stall_report_names_what_went_this_way_last(caplog):
+    def program():
+        warm()
+        for number in range(40):
+            rr.broadcast_(element(rr.rank(), "b", number), 0, "last")  # this line
+        if rr.rank() == 1:
+            time.sleep(0.9)
+            return
+        with pytest.raises(rr.StalledError):
+            rr.allreduce_(element(0, "a", 0), name="a", op=rr.Sum)
+
+    run_ranks(2, program, settings=Settings(stall_check_s=0.2, stall_abort_s=0.4))
+    lines = Path(__file__).read_text().splitlines()
+    line = next(number for number, each in enumerate(lines, 1) if each.endswith("# this line"))
+    assert f"rank 1 last submitted broadcast 'last' (test_express.py:{line})" in caplog.text
 
 
 @pytest.mark.parametrize("size", [2, 3])
