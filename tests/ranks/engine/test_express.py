@@ -399,7 +399,7 @@ def test_a_late_rank_is_named(late):
     run_ranks(2, program, settings=Settings(stall_check_s=0.2, stall_abort_s=0.4))
 
 
-def test_a_stall_report_names_what_went_this_way_last(caplog):
+def test_a_stall_report_names_what_went_this_way_last(capsys):
     def program():
         warm()
         for number in range(40):
@@ -413,7 +413,7 @@ def test_a_stall_report_names_what_went_this_way_last(caplog):
     run_ranks(2, program, settings=Settings(stall_check_s=0.2, stall_abort_s=0.4))
     lines = Path(__file__).read_text().splitlines()
     line = next(number for number, each in enumerate(lines, 1) if each.endswith("# this line"))
-    assert f"rank 1 last submitted broadcast 'last' (test_express.py:{line})" in caplog.text
+    assert f"rank 1 last submitted broadcast 'last' (test_express.py:{line})" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("size", [2, 3])
