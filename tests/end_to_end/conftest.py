@@ -43,8 +43,8 @@ def engines():
 def on_engine(engines, script):
     """Runs a program that has Dask, Ray or Spark; returns what it has printed."""
 
-    def start(program, *arguments):
-        python = {"timeout_s": 600, "returncode": 0, "PYSPARK_PYTHON": sys.executable, **engines}
+    def start(program, *arguments, **variables):
+        python = {"timeout_s": 600, "returncode": 0, "PYSPARK_PYTHON": sys.executable, **engines, **variables}
         return run([sys.executable, script(program), *arguments], **python).stdout
 
     return start

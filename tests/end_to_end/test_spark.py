@@ -15,7 +15,7 @@ import ringreduce.spark
 from tests.support.engines import gone, pids, sleep, train, trained
 
 if __name__ == "__main__":
-    made = SparkSession.builder.master("local[2]").config("spark.ui.enabled", "false")
+    made = SparkSession.builder.master(os.environ.get("MASTER", "local[2]")).config("spark.ui.enabled", "false")
     made = made.config("spark.ui.showConsoleProgress", "false").config("spark.log.level", "ERROR")
     spark = made.getOrCreate()
     slow = {"start_timeout": 300}
@@ -45,12 +45,20 @@ INTERRUPTED = """
         time.sleep(0.1)
     print("done")
 """
+TWO_EXECUTORS = """
+    for scale in (2, 3):
+        assert ringreduce.spark.run(train, (scale,), num_proc=2, **slow) == trained(2, scale)
+
+    executors = spark.sparkContext._jsc.sc().statusTracker().getExecutorInfos()
+    print("executors", len(executors) - 1)
+    print("done")
+"""
 
 
 @pytest.fixture
 def in_spark(on_engine):
     """Runs a program in a session of two cores; returns what it has printed."""
-    return lambda program, *arguments: on_engine(SESSION + program, *arguments)
+    return lambda program, *arguments, **variables: on_engine(SESSION + program, *arguments, **variables)
 
 
 @pytest.mark.adapters
@@ -66,3 +74,8 @@ def test_ranks_run_in_a_session_again_and_again(in_spark):
 def test_ctrl_c_ends_all_ranks_and_frees_the_cores(in_spark, tmp_path):
     (folder := tmp_path / "ranks").mkdir()
     assert "\ninterrupted\ndone\n" in in_spark(INTERRUPTED, folder)
+
+
+@pytest.mark.timeout(600)
+def test_ranks_run_on_two_executors_again_and_again(in_spark):
+    assert "\nexecutors 2\ndone\n" in in_spark(TWO_EXECUTORS, MASTER="local-cluster[2,1,1024]")
