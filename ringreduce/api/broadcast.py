@@ -32,8 +32,8 @@ def broadcast(
     """
     express = runtime.express_of("broadcast", process_set, tensor)
     if express is not None:
-        result: Any = tensor.copy()  # type: ignore[attr-defined]
-        if express.run("broadcast", name, result, result, (root_rank,)) is not None:
+        result: Any = express.run("broadcast", name, tensor, None, (root_rank,))
+        if result is not None:
             return result  # type: ignore[no-any-return]
     handle = _broadcast_one(tensor, root_rank, name, process_set, in_place=False, waits=True)
     result = handle.wait()

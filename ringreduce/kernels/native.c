@@ -691,8 +691,10 @@ static void pack_slot(Exchange *e, const char *source, Py_ssize_t n, int64_t seq
     if (n && (e->what != OF_ROOT || r->rank == e->root)) copy(slot, source, n);
 }
 
-static int finished(Exchange *e, Py_ssize_t packed, char *target, Py_ssize_t length, int64_t sequence, double patience_us) {
-    Region *r = e->region; /* all have packed */
+/* All have packed. */
+static int finished(Exchange *e, const char *source, Py_ssize_t packed, char *target, Py_ssize_t length, int64_t sequence,
+                    double patience_us) {
+    Region *r = e->region;
     size_t offset = sequence % r->slots * r->slot_bytes, size = e->itemsize;
     if (e->what == REDUCED || e->what == OWN_PART) {
         Py_ssize_t low = e->what == REDUCED ? 0 : e->low;
@@ -702,7 +704,7 @@ static int finished(Exchange *e, Py_ssize_t packed, char *target, Py_ssize_t len
             if (*(int64_t *)(r->memory[k] + offset) != e->low) return SUMS_LATE; /* it has other rows: the caller's affair */
         if (e->what == BY_ROWS) offset += LINE;
         for (int k = 0; k < r->size; k++) copy(target + k * packed, r->memory[k] + offset, packed);
-    } else if (e->what == OF_FIRST || (e->what == OF_ROOT && r->rank != e->root)) {
+    } else if (e->what == OF_FIRST || (e->what == OF_ROOT && (r->rank != e->root || target != source))) {
         copy(target, r->memory[e->root] + offset, length);
     } else if (e->what == IN_CHUNKS) {
         Py_ssize_t n = length / size, low = bound(n, r->size, r->rank), high = bound(n, r->size, r->rank + 1);
@@ -728,7 +730,7 @@ static int signed_one(Exchange *e, char *source, Py_ssize_t packed, char *target
     if (!arrived(s, e->what == OF_FIRST ? SUMMED : PACKED, number, patience_us)) return LATE;
     for (int k = 0; k < s->size; k++)
         if (s->flags[k][1 + number % 2] != e->hash || s->flags[k][3 + number % 2] != e->word) return DIFFERENT;
-    return finished(e, packed, target, length, sequence, patience_us);
+    return finished(e, source, packed, target, length, sequence, patience_us);
 }
 
 /* ---- the same for a named operation, in the order of its process set's schedule: transport/counters.py ---- */
@@ -828,7 +830,7 @@ static int scheduled_one(Exchange *e, Group *g, uint32_t id, char *source, Py_ss
     if (found != DONE || e->what == NOTHING) return found;
     publish(e->region, PACKED, sequence);
     if (!arrived(e->region, PACKED, sequence, patience_us)) return SUMS_LATE;
-    return finished(e, packed, target, length, sequence, patience_us);
+    return finished(e, source, packed, target, length, sequence, patience_us);
 }
 
 /* Exchange.run(source or None, target, number, sequence, patience_us, group=None); number: the signature's
