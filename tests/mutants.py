@@ -66,7 +66,8 @@ def tree(folder: Path, source: Path) -> Path:
     for name in COPIED:
         path = source / name
         if path.is_dir():
-            shutil.copytree(path, folder / "tree" / name)  # with what is compiled
+            # with what is compiled from C; what pytest has compiled keeps the name of the file that it was made of
+            shutil.copytree(path, folder / "tree" / name, ignore=shutil.ignore_patterns("__pycache__"))
         else:
             shutil.copy2(path, folder / "tree" / name)
     (folder / "imports").mkdir()
