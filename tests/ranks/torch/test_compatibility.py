@@ -8,6 +8,7 @@ import warnings
 import pytest
 import torch
 
+import ringreduce as rr
 import ringreduce.torch as hvd
 from ringreduce.testing import run_ranks
 from tests.support import training
@@ -146,6 +147,19 @@ def test_attributes_that_scripts_read_and_set(op):
             optimizer.step()
         optimizer._should_synchronize = True
     return training.parameters(model)
+
+
+def test_autograd_sees_what_the_lane_changes():
+    def program():
+        channel, weight = rr.ordered(), torch.ones(3, requires_grad=True)
+        for _ in range(3):
+            kept = torch.ones(3)
+            loss = (weight * kept).sum()
+            channel.broadcast_(kept, 0)
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                loss.backward()
+
+    run_ranks(2, program)
 
 
 @each_rank_of(1)
