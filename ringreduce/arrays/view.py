@@ -31,8 +31,8 @@ def as_buffer(array: Any, writable: bool = False) -> Buffer:
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(array, torch.Tensor):
         buffer = torch_buffer(array, writable)
-        if writable:
-            see_changed(array)
+        if writable and not array.is_inference():  # as see_changed: a call less for each gradient
+            torch.autograd.graph.increment_version(array)
         return buffer
     if isinstance(array, bool | int | float | complex | np.generic):
         if writable:
