@@ -67,3 +67,10 @@ def test_a_question_for_which_no_thread_can_be_started_is_closed_and_the_next_on
         ask(job, STACKS)
     threading.Thread(target=lambda: events.get(timeout=10).deliver(["hello"])).start()
     assert ask(job, STACKS) == "hello\n"
+
+
+def test_a_job_without_a_listener_answers_by_one_of_its_own(tmp_path):
+    events = queue.SimpleQueue()
+    ControlSocket(str(tmp_path), 1, ["true"], events).start()
+    threading.Thread(target=lambda: events.get(timeout=10).deliver(["hello"])).start()
+    assert ask(RunningJob(1, 0.0, 1, ("true",), str(tmp_path / "control")), STACKS) == "hello\n"
