@@ -241,8 +241,10 @@ def test_a_broadcast_and_a_large_sum_whose_others_are_late_go_on(late, count, mo
     """Scheduled and packed, with no patience left: the rest is an operation under way."""
 
     def program():
-        mine = express.PATIENCE_US
+        counts = [0] * 4
         for number in range(3 * WARM):
+            for name in "sb":
+                watched(name, counts)
             array = values(rr.rank(), number, count)
             summed = rr.allreduce_(array.copy(), name="s", op=rr.Sum)
             np.testing.assert_array_equal(summed, values(0, number, count) + values(1, number, count))
@@ -250,9 +252,9 @@ def test_a_broadcast_and_a_large_sum_whose_others_are_late_go_on(late, count, mo
             if number == WARM:
                 monkeypatch.setattr(express, "PATIENCE_US", 0.0)
             time.sleep(0.001 * (rr.rank() == late))
-        return mine
+        return counts[LATE] + counts[SUMS_LATE]
 
-    run_ranks(2, program)
+    assert run_ranks(2, program)[1 - late] > 0
 
 
 @pytest.mark.parametrize("found", [OTHER, LATE])

@@ -268,7 +268,7 @@ def test_memory_that_the_lane_cannot_take(world, size):
         assert small == [[size], [2 * size]]
 
 
-def test_results_into_memory_that_is_kept_take_the_lane(monkeypatch):
+def test_results_into_memory_that_is_kept_take_the_lane():
     def program():
         channel, rank = rr.ordered(), rr.rank()
         rows, own = np.empty(128), np.empty(32)
