@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from ringreduce import runtime
@@ -30,16 +31,8 @@ def broadcast(
             PeerLostError.
     Source: Horovod's broadcast.
     """
-    express = runtime.express_of("broadcast", process_set, tensor)
-    if express is not None:
-        result: Any = express.run("broadcast", name, tensor, None, (root_rank,))
-        if result is not None:
-            return result  # type: ignore[no-any-return]
-    handle = _broadcast_one(tensor, root_rank, name, process_set, in_place=False, waits=True)
-    result = handle.wait()
-    if express is not None:
-        express.learn("broadcast", name, tensor, (root_rank,), handle)
-    return result  # type: ignore[no-any-return]
+    begin = partial(_broadcast_one, tensor, root_rank, name, process_set, in_place=False, waits=True)
+    return runtime.at_once("broadcast", name, tensor, None, (root_rank,), process_set, begin)  # type: ignore[no-any-return]
 
 
 def broadcast_async(
@@ -53,14 +46,8 @@ def broadcast_(
     tensor: Array, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Array:
     """Overwrite `tensor` with the root's, and return it; otherwise as `broadcast`."""
-    express = runtime.express_of("broadcast", process_set, tensor)
-    if express is not None and express.run("broadcast", name, tensor, tensor, (root_rank,)) is not None:
-        return tensor
-    handle = _broadcast_one(tensor, root_rank, name, process_set, in_place=True, waits=True)
-    handle.wait()
-    if express is not None:
-        express.learn("broadcast", name, tensor, (root_rank,), handle)
-    return tensor
+    begin = partial(_broadcast_one, tensor, root_rank, name, process_set, in_place=True, waits=True)
+    return runtime.at_once("broadcast", name, tensor, tensor, (root_rank,), process_set, begin)  # type: ignore[no-any-return]
 
 
 def broadcast_async_(

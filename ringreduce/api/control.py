@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from ringreduce import runtime
@@ -104,13 +105,7 @@ def barrier(process_set: ProcessSet = global_process_set) -> None:
     Cost:   one agreement.
     Raises: PeerLostError.
     """
-    express = runtime.express_of("barrier", process_set)
-    if express is not None and express.run("barrier", None, None, None, ()):
-        return
-    handle = barrier_async(process_set, waits=True)
-    handle.wait()
-    if express is not None:
-        express.learn("barrier", None, None, (), handle)
+    runtime.at_once("barrier", None, None, None, (), process_set, partial(barrier_async, process_set, waits=True))
 
 
 def barrier_async(process_set: ProcessSet = global_process_set, *, waits: bool = False) -> Handle:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -41,16 +42,8 @@ def allgather(
     Raises: InputError (a ValueError) for a 0-d tensor, or another `out`; MismatchError; PeerLostError.
     Source: Horovod's allgather.
     """
-    express = runtime.express_of("allgather", process_set, tensor)
-    if express is not None:
-        result: Any = express.run("allgather", name, tensor, out, ())
-        if result is not None:
-            return result  # type: ignore[no-any-return]
-    handle = _allgather([tensor], name, process_set, waits=True, out=out)
-    (result,) = handle.wait()
-    if express is not None:
-        express.learn("allgather", name, tensor, (), handle)
-    return result  # type: ignore[no-any-return]
+    begin = partial(allgather_async, tensor, name, process_set, out=out, waits=True)
+    return runtime.at_once("allgather", name, tensor, out, (), process_set, begin)  # type: ignore[no-any-return]
 
 
 def allgather_async(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -54,22 +55,15 @@ def allreduce(
     >>> allreduce(np.float32(rank()))                                                                  # doctest: +SKIP
     np.float32(1.5)
     """
-    given = average, op, prescale_factor, postscale_factor
-    array: Any = np.asarray(tensor) if isinstance(tensor, float | np.generic) else tensor
-    express = runtime.express_of("allreduce", process_set, array) if compression is Compression.none else None
-    if express is not None:
-        result = express.run("allreduce", name, array, None, given)
-        if result is not None:
-            return result if array is tensor else result[()]  # type: ignore[no-any-return]
-    reduction = arguments_of("allreduce", *given, compression)
-    arrays, names, whole = taken_apart(tensor)
+    scales = prescale_factor, postscale_factor
     if compression is not Compression.none:
-        return whole(_compressed(compression, arrays, name, names, reduction, process_set))  # type: ignore[no-any-return]
-    handle = submit(arrays, name, names, reduction, process_set, waits=True)
-    reduced = whole(handle.wait())
-    if express is not None:
-        express.learn("allreduce", name, array, given, handle)
-    return reduced  # type: ignore[no-any-return]
+        arrays, names, whole = taken_apart(tensor)
+        reduced = grouped_allreduce(arrays, average, name, compression, op, *scales, process_set, names=names)
+        return whole(reduced)  # type: ignore[no-any-return]
+    array: Any = np.asarray(tensor) if isinstance(tensor, float | np.generic) else tensor
+    begin = partial(allreduce_async, tensor, average, name, op, *scales, process_set, waits=True)
+    result = runtime.at_once("allreduce", name, array, None, (average, op, *scales), process_set, begin)
+    return result if array is tensor else result[()]  # type: ignore[no-any-return]
 
 
 def allreduce_async(
@@ -103,16 +97,8 @@ def allreduce_(
 ) -> Array:
     """Reduce `tensor` over all ranks in place, and return it; otherwise as `allreduce`."""
     given = average, op, prescale_factor, postscale_factor
-    express = runtime.express_of("allreduce", process_set, tensor)
-    if express is not None and express.run("allreduce", name, tensor, tensor, given) is not None:
-        return tensor
-    reduction = arguments_of("allreduce", *given)
-    arrays, names, _ = taken_apart(tensor)
-    handle = submit(arrays, name, names, reduction, process_set, in_place=True, waits=True)
-    handle.wait()
-    if express is not None:
-        express.learn("allreduce", name, tensor, given, handle)
-    return tensor
+    begin = partial(allreduce_async_, tensor, average, name, *given[1:], process_set, waits=True)
+    return runtime.at_once("allreduce", name, tensor, tensor, given, process_set, begin)  # type: ignore[no-any-return]
 
 
 def allreduce_async_(
@@ -232,16 +218,8 @@ def reducescatter(
             error = InputError(f"reducescatter: out, with compression={compression!r}; pass one of the two")
             raise refused("reducescatter", error, number_of(process_set, "reducescatter"), name)
         return grouped_reducescatter([tensor], name, compression, op, process_set, *scales)[0]
-    given, express = (op, *scales), runtime.express_of("reducescatter", process_set, tensor)
-    if express is not None:
-        result: Any = express.run("reducescatter", name, tensor, out, given)
-        if result is not None:
-            return result  # type: ignore[no-any-return]
-    handle = reducescatter_async(tensor, name, op, process_set, *scales, out=out, waits=True)
-    result = handle.wait()
-    if express is not None:
-        express.learn("reducescatter", name, tensor, given, handle)
-    return result  # type: ignore[no-any-return]
+    begin = partial(reducescatter_async, tensor, name, op, process_set, *scales, out=out, waits=True)
+    return runtime.at_once("reducescatter", name, tensor, out, (op, *scales), process_set, begin)  # type: ignore[no-any-return]
 
 
 def reducescatter_async(

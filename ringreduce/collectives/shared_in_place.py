@@ -16,9 +16,7 @@ from typing import Any
 from ringreduce.collectives.partition import chunk_bounds
 from ringreduce.ops import Reduction
 from ringreduce.transport.base import Steps
-from ringreduce.transport.window import PACKED, Region
-
-PIECE_BYTES = 256 << 10  # its sum is still in the cache when it is written to the others
+from ringreduce.transport.window import PACKED, PIECE_BYTES, Region
 
 
 def allreduce(arrays: Sequence[Any], region: Region, reduction: Reduction) -> Steps[None]:
@@ -29,7 +27,7 @@ def allreduce(arrays: Sequence[Any], region: Region, reduction: Reduction) -> St
     """
     bounds = chunk_bounds(arrays[0].size, region.size)
     low, high = bounds[region.rank], bounds[region.rank + 1]
-    length = PIECE_BYTES // reduction.element.itemsize
+    length = PIECE_BYTES // reduction.element.itemsize  # its sum is still in the cache when it is written to the others
     for start in range(low, high, length):
         pieces = [each[start : min(start + length, high)] for each in arrays]
         mine = pieces[region.rank]

@@ -19,10 +19,10 @@ import numpy as np
 
 from ringreduce.arrays import device_selection
 from ringreduce.engine.engine import Engine
-from ringreduce.engine.express import Express
 from ringreduce.engine.submitting import Watch
 from ringreduce.errors import CollectiveError, NotInitializedError, StalledError
 from ringreduce.execution.host import Host
+from ringreduce.execution.submission import Handle
 from ringreduce.monitor import launcher_link, stall_report
 from ringreduce.monitor.launcher_link import StatusServer
 from ringreduce.negotiation.protocol import GLOBAL
@@ -194,11 +194,31 @@ def current(function: str) -> Runtime:
     return runtime
 
 
-def express_of(function: str, process_set: Any, array: Any = None) -> Express | None:
-    """What runs known operations of all ranks on a NumPy array, or on none, at once; None for others."""
-    if getattr(process_set, "process_set_id", None) != GLOBAL or (array is not None and type(array) is not np.ndarray):
-        return None
-    return (_bound_runtime.get() or process.runtime or current(function)).engine.express  # each call counts
+def at_once(
+    kind: str,
+    name: str | None,
+    array: Any,
+    target: Any,
+    arguments: tuple[Any, ...],
+    process_set: Any,
+    begin: Callable[[], Handle],
+) -> Any:
+    """The result of an operation that the caller waits for: by the express, if one like it went the usual way before.
+
+    array:  None where there is none; the express takes NumPy's only, and the set of all ranks.
+    target: the array itself where it works in place; None: a new one; arguments: all others of the call.
+    begin:  the usual way.
+    """
+    is_usual = getattr(process_set, "process_set_id", None) != GLOBAL
+    if is_usual or (array is not None and type(array) is not np.ndarray):
+        return begin().wait()
+    express = (_bound_runtime.get() or process.runtime or current(kind)).engine.express  # each call counts
+    result = express.run(kind, name, array, target, arguments)
+    if result is None:
+        handle = begin()
+        result = handle.wait()
+        express.learn(kind, name, array, arguments, handle)
+    return result
 
 
 def stepped(who: object) -> None:
