@@ -27,7 +27,7 @@ def allreduce(arrays: Sequence[Any], region: Region, reduction: Reduction) -> St
     """
     bounds = chunk_bounds(arrays[0].size, region.size)
     low, high = bounds[region.rank], bounds[region.rank + 1]
-    length = PIECE_BYTES // reduction.element.itemsize  # its sum is still in the cache when it is written to the others
+    length = PIECE_BYTES // reduction.element.itemsize  # its sum is in the cache yet when it is written to the others
     for start in range(low, high, length):
         pieces = [each[start : min(start + length, high)] for each in arrays]
         mine = pieces[region.rank]
