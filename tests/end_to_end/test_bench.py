@@ -100,6 +100,15 @@ def test_starting_jobs_of_512_and_4096_ranks(tmp_path):
     assert len(launch(tmp_path, "--ranks", 512, 4096, "--who", "connections")) == 2
 
 
+@pytest.mark.extended
+def test_scaling_s_table_beside_a_clock(tmp_path):
+    command = [PYTHON, BENCH / "scaling.py", "--quick", "--runs", "1", "--scripts", "digits", "--json"]
+    rows = kept_by(run([*command, tmp_path / "rows.json"]), tmp_path)["rows"]
+    assert [(row["script"], row["ranks"]) for row in rows] == [("digits", 1), ("digits", 2)]
+    assert all(row["ratio"] == row["scaling_hz"] / row["hand_hz"] > 0 for row in rows)
+    assert rows[0]["scaling_speedup"] == rows[0]["hand_speedup"] == 1
+
+
 def test_one_buffer(tmp_path):
     finished = ringrun(PYTHON, 2, BENCH / "allreduce.py", "--quick", *files(tmp_path))
     kept = outcome(finished, tmp_path)
