@@ -99,11 +99,11 @@ def by_hand(array: np.ndarray[Any, Any]) -> None:
         comm.Send(array, rank)
 
 
-def slots(array: np.ndarray[Any, Any], nbytes: int) -> list[list[shared.Part]]:
+def slots(array: np.ndarray[Any, Any], nbytes: int) -> list[list[shared.BufferPair]]:
     """The array in pieces of so many bytes; each is reduced in place."""
     length = nbytes // array.itemsize
     pieces = (array[low : low + length] for low in range(0, array.size, length))
-    return [[shared.Part(piece, piece)] for piece in pieces]
+    return [[shared.BufferPair(piece, piece)] for piece in pieces]
 
 
 def gloo_allreduce(array: np.ndarray[Any, Any]) -> None:

@@ -41,7 +41,7 @@ from ringrun.connection.link import introduce
 from ringrun.connection.listener import Listener
 from ringrun.connection.wire import End, Ended, Hello, Output, Setup, Started
 from ringrun.job.plan import Job
-from ringrun.job.ranks import Channel, RankSetup
+from ringrun.job.ranks import Agents, RankSetup
 from ringrun.job.supervise import Supervisor
 from ringrun.output.display import Output as Printer
 from ringrun.processes import raise_open_files
@@ -101,24 +101,24 @@ def connections(size: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="ringrun-") as folder, open(os.devnull, "wb") as nowhere:
         listener = Listener(folder, ["127.0.0.1"], size)
         began_s = time.perf_counter()
-        agents = os.fork()
-        if not agents:
+        child = os.fork()
+        if not child:
             _exit_with(lambda: _be_agents(listener, size))
         printed = _Counting(size, {}, stdout=nowhere.fileno())
         events: Any = queue.SimpleQueue()
         job = Job(size, ["true"])
-        channel = _Watched(listener, job, RankSetup(remote={"NAME": "value" * 1000}), printed, events)
-        mpirun = SimpleNamespace(name="mpirun", code=0, tail=[], end=lambda steps: os.waitpid(agents, 0))
-        channel.start()
+        agents = _Watched(listener, job, RankSetup(remote={"NAME": "value" * 1000}), printed, events)
+        mpirun = SimpleNamespace(name="mpirun", code=0, tail=[], end=lambda steps: os.waitpid(child, 0))
+        agents.start()
         before = resource.getrusage(resource.RUSAGE_SELF)
-        code = Supervisor(job, mpirun, channel, printed, events).run()  # type: ignore[arg-type]
+        code = Supervisor(job, mpirun, agents, printed, events).run()  # type: ignore[arg-type]
         took_s = time.perf_counter() - began_s
         cpu_s = _processor_s(before, resource.getrusage(resource.RUSAGE_SELF))
-    found = {"s": took_s, "cpu_s": cpu_s, "threads": channel.threads, "descriptors": channel.descriptors}
+    found = {"s": took_s, "cpu_s": cpu_s, "threads": agents.threads, "descriptors": agents.descriptors}
     return {**found, "wrong": size if code else size - printed.lines}
 
 
-class _Watched(Channel):
+class _Watched(Agents):
     threads = descriptors = 0
 
     def start(self) -> None:

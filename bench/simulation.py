@@ -21,7 +21,7 @@ from ringreduce.arrays.dtypes import TABLE
 from ringreduce.collectives import direct, doubling, halving, hierarchical, ring
 from ringreduce.collectives.cost_model import BUCKETS_IN_FLIGHT, Constants, Units, segment_bytes
 from ringreduce.collectives.overlap import AnyOf, overlapped
-from ringreduce.collectives.shared import Part
+from ringreduce.collectives.shared import BufferPair
 from ringreduce.execution.plan import Plan
 from ringreduce.execution.signature import Signature, TensorSignature
 from ringreduce.negotiation.negotiator import Group, Negotiator
@@ -75,7 +75,7 @@ class Reducing:
             hierarchy.chunks = self.chunks
             self.own[rank] = hierarchy, self.cluster.region(rank, SLOT_BYTES)
         hierarchy, region = self.own[rank]
-        parts = [[Part(unit, unit)] for unit in units]
+        parts = [[BufferPair(unit, unit)] for unit in units]
         return hierarchical.allreduce(parts, region, hierarchy, self.reduction, self.segment_bytes)
 
     def _one(self, unit: Any, channel: Transport) -> Steps[None]:

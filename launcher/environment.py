@@ -33,12 +33,12 @@ HOROVOD_DIRECTORY = str(Path(__file__).parent / "horovod")
 """Where `import horovod` finds ringreduce."""
 
 _OF_HOROVOD = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
-"""What Horovod's ranks have in the environment, by Place's order; libraries take it for the sign of horovodrun."""
+"""What Horovod's ranks have in the environment, by RankInfo's order; libraries take it for the sign of horovodrun."""
 
 _TRUE = ("1", "true", "yes", "on")
 
 
-class Place(NamedTuple):
+class RankInfo(NamedTuple):
     """Which rank this is, of how many, in the job and on its host."""
 
     rank: int
@@ -84,7 +84,7 @@ def error_file(directory: str, rank: int) -> Path:
 
 
 def rank_environment(
-    place: Place,
+    rank_info: RankInfo,
     setup: Setup,
     directory: str,
     inherited: Mapping[str, str],
@@ -92,7 +92,7 @@ def rank_environment(
     only_gpu: str | None = None,
     placed_gpu: str = "",
 ) -> dict[str, str]:
-    """Return the environment of the command of the rank at `place`, which has cores for `threads` threads.
+    """Return the environment of the command of the rank `rank_info`, which has cores for `threads` threads.
 
     directory:  where the rank may leave its error file
     only_gpu:   what CUDA_VISIBLE_DEVICES calls the one GPU that the rank is to see; None leaves the choice to it.
@@ -113,16 +113,16 @@ def rank_environment(
     path = [HOOK_DIRECTORY, everything.get("PYTHONPATH")]
     if everything.get("RINGREDUCE_HOROVOD", "").lower() in _TRUE:
         path.insert(1, HOROVOD_DIRECTORY)
-        environment |= {f"HOROVOD_{name}": str(value) for name, value in zip(_OF_HOROVOD, place, strict=True)}
+        environment |= {f"HOROVOD_{name}": str(value) for name, value in zip(_OF_HOROVOD, rank_info, strict=True)}
     environment |= {
-        "RANK": str(place.rank),
-        "LOCAL_RANK": str(place.local_rank),
-        "WORLD_SIZE": str(place.size),
-        "LOCAL_WORLD_SIZE": str(place.local_size),
-        "ROLE_RANK": str(place.rank),
-        "ROLE_WORLD_SIZE": str(place.size),
+        "RANK": str(rank_info.rank),
+        "LOCAL_RANK": str(rank_info.local_rank),
+        "WORLD_SIZE": str(rank_info.size),
+        "LOCAL_WORLD_SIZE": str(rank_info.local_size),
+        "ROLE_RANK": str(rank_info.rank),
+        "ROLE_WORLD_SIZE": str(rank_info.size),
         "TORCHELASTIC_RESTART_COUNT": everything.get(COUNT_VARIABLE, "0"),
-        "RINGREDUCE_ERROR_FILE": str(error_file(directory, place.rank)),
+        "RINGREDUCE_ERROR_FILE": str(error_file(directory, rank_info.rank)),
         "RINGREDUCE_PLACED_GPU": placed_gpu,
         COMMITS_VARIABLE: setup.commits,
         "PYTHONPATH": os.pathsep.join(filter(None, path)),

@@ -200,7 +200,7 @@ def _wait(client: Any, futures: Sequence[Any], names: Sequence[str]) -> None:
 
 
 def _where() -> tuple[str, int, Any]:
-    return socket.gethostname(), os.getpid(), joined.place()
+    return socket.gethostname(), os.getpid(), joined.membership()
 
 
 def _rank(fn: Callable[..., Any], parts: list[Any], empty: list[Any], address: str, rank: int, size: int) -> Any:

@@ -156,9 +156,9 @@ def rank(fn: Callable[[Iterator[Any]], Iterable[Any]]) -> Callable[[Iterator[Any
 
         context = BarrierTaskContext.get()
         number, size = context.partitionId(), len(context.getTaskInfos())
-        said = [json.loads(each) for each in context.allGather(json.dumps([number, joined.place()]))]
-        places = [place and joined.Place(*place) for _, place in sorted(said, key=lambda each: each[0])]
-        ranks = joined.ranks_again(places, "set spark.python.worker.reuse=false")
+        said = [json.loads(each) for each in context.allGather(json.dumps([number, joined.membership()]))]
+        before = [each and joined.Membership(*each) for _, each in sorted(said, key=lambda each: each[0])]
+        ranks = joined.ranks_again(before, "set spark.python.worker.reuse=false")
         address = ""
         if ranks is None:
             address = next(filter(None, context.allGather("" if number else joining.start(size))))

@@ -23,7 +23,7 @@ import numpy as np
 from ringreduce import log, runtime
 from ringreduce.checks.switch import start
 from ringreduce.errors import InputError, PeerLostError
-from ringreduce.execution.host import Host, window_bytes
+from ringreduce.execution.host import HostResources, window_bytes
 from ringreduce.runtime import lifecycle
 from ringreduce.settings import Settings
 from ringreduce.transport.threads import Message, ThreadNetwork
@@ -95,7 +95,7 @@ class _Job:
         window = Window(
             [block for block, host in zip(self.blocks, self.hosts, strict=True) if host == self.hosts[rank]]
         )
-        host = Host(world, transport, self.settings, window)
+        host = HostResources(world, transport, self.settings, window)
         own = runtime.Runtime(runtime.Setup(world, transport, host, process_sets=sets), self.settings)
         why = "its function returned"
         try:

@@ -32,7 +32,7 @@ from .. import processes
 from ..connection import wire
 from ..connection.link import HostSilentError, Link, connect, is_listening
 from ..engines import DAEMONS, ENGINES
-from ..environment import Place, Settings, error_file, rank_environment
+from ..environment import RankInfo, Settings, error_file, rank_environment
 from ..errors import MachineError
 from ..folders import make_private_folder
 from ..machine.cpus import usable_cpus
@@ -54,22 +54,22 @@ _CHUNK_BYTES = 1 << 16
 class Agent:
     """One rank's agent, from its connection to ringrun until ringrun ends it."""
 
-    def __init__(self, link: Link, place: Place, settings: Settings, daemon: int) -> None:
+    def __init__(self, link: Link, rank_info: RankInfo, settings: Settings, daemon: int) -> None:
         """daemon: the process that started this agent's shim."""
         self._daemon = daemon
         self._since_s = time.time()
         self._link = link
-        self._place = place
+        self._rank_info = rank_info
         self._settings = settings
-        self._who = f"rank {place.rank} of {place.size} on host {socket.gethostname()}"
+        self._who = f"rank {rank_info.rank} of {rank_info.size} on host {socket.gethostname()}"
         # where the rank may leave files; on its own host ringrun removes them, if it can
         self._directory = settings.directory if link.is_local else make_private_folder()
-        self._rank_socket = RankSocket(error_file(self._directory, place.rank), self._pass_on)
+        self._rank_socket = RankSocket(error_file(self._directory, rank_info.rank), self._pass_on)
         self._join_watch = JoinWatch()
         self._crowd = ""  # to be said once the rank joins others: the host has too few cores for its ranks
-        self._dumper = StackDumper(self._directory, place.rank, self._rank_socket, self._send)
+        self._dumper = StackDumper(self._directory, rank_info.rank, self._rank_socket, self._send)
         self._oom = OomWatch()
-        self._shm_cleanup = ShmCleanup(self._directory, place.rank)
+        self._shm_cleanup = ShmCleanup(self._directory, rank_info.rank)
         self._device = ""
         self._commits_folder = ""
         self._started_at_s = 0.0
@@ -85,12 +85,12 @@ class Agent:
 
     def run(self) -> NoReturn:
         """Run the command that ringrun sends to its end, and stay until ringrun says so."""
-        self._port = MasterPort(self._settings.master_port) if self._place.rank == 0 else None
+        self._port = MasterPort(self._settings.master_port) if self._rank_info.rank == 0 else None
         port = self._port.number if self._port else 0
-        self._send(wire.Hello(*self._place, socket.gethostname(), port, _boot(), format_spans(usable_cpus())))
+        self._send(wire.Hello(*self._rank_info, socket.gethostname(), port, _boot(), format_spans(usable_cpus())))
         setup = self._await_setup()
         processes.show_as([*sys.orig_argv, *setup.command])
-        if self._place.local_rank == 0:
+        if self._rank_info.local_rank == 0:
             kept_commits.sweep()
         setup = setup._replace(commits=kept_commits.prepared(setup.commits))
         self._commits_folder = setup.commits
@@ -106,7 +106,7 @@ class Agent:
                 lambda mapped: self._on_init(child.pid, mapped), lambda *said: self._on_exit(child.pid, *said)
             )
             self._shm_cleanup.watch(child.pid)
-            if self._place.size > 1:
+            if self._rank_info.size > 1:
                 self._join_watch.start(child.pid)
             ended = self._watch(child.pid)
             if child.stdin is not None:
@@ -132,11 +132,12 @@ class Agent:
         topology = read_topology({**os.environ, **setup.variables})
         share = self._share(topology)
         binds, masks = self._settings.bind, self._settings.mask_gpus
-        threads = threads_of(share, topology, self._place.local_size, bound=binds)
+        threads = threads_of(share, topology, self._rank_info.local_size, bound=binds)
         only_gpu = share.gpu.name if masks and share.gpu else None
         self._device = f"GPU {share.gpu.name}" if share.gpu else ""
         placed_gpu = share.gpu.bus_id if share.gpu else ""
-        environment = rank_environment(self._place, setup, self._directory, os.environ, threads, only_gpu, placed_gpu)
+        gpus = only_gpu, placed_gpu
+        environment = rank_environment(self._rank_info, setup, self._directory, os.environ, threads, *gpus)
         environment |= self._shm_cleanup.variables(ENGINES[self._settings.engine], environment)
         if self._port:
             self._port.release()
@@ -158,12 +159,12 @@ class Agent:
 
     def _share(self, topology: Topology) -> Share:
         """Return what the rank gets of its host; the first rank there reports what all get."""
-        shares = place(topology, self._place.local_size)
-        if self._place.local_rank == 0:
-            for text in _notes(shares, self._place, self._settings, len(topology.gpus)):
+        shares = place(topology, self._rank_info.local_size)
+        if self._rank_info.local_rank == 0:
+            for text in _notes(shares, self._rank_info, self._settings, len(topology.gpus)):
                 self._send(wire.Note(text))
-            self._crowd = crowd(topology, self._place.local_size, socket.gethostname(), _noun(self._place))
-        return shares[self._place.local_rank]
+            self._crowd = crowd(topology, self._rank_info.local_size, socket.gethostname(), _noun(self._rank_info))
+        return shares[self._rank_info.local_rank]
 
     def _stdin(self, setup: wire.Setup) -> int:
         """Return what the command reads: one rank ringrun's stdin, or from another host a pipe with it."""
@@ -220,7 +221,7 @@ class Agent:
         self._shm_cleanup.note(mapped)
 
         def watch() -> None:
-            code = await_death(error_file(self._directory, self._place.rank), pid)
+            code = await_death(error_file(self._directory, self._rank_info.rank), pid)
             if code is not None:
                 self._died(code)
 
@@ -283,7 +284,7 @@ class Agent:
         ended_at_s = self._ended_at_s
         if code and self._exit:
             code, ended_at_s = self._exit  # what the script ended with, before MPI or a signal did
-        error = _read_error(self._directory, self._place.rank)
+        error = _read_error(self._directory, self._rank_info.rank)
         oom = self._oom.verdict(code, [pid, *self._dumper.pids()])
         ran_s = self._ended_at_s - self._started_at_s
         self._send(wire.Ended(code, ended_at_s, tuple(self._sent), error, ran_s, oom))
@@ -392,7 +393,7 @@ def _why_not_started(error: OSError, program: str) -> str:
     return why
 
 
-def _notes(shares: Sequence[Share], where: Place, settings: Settings, gpus: int) -> Iterator[str]:
+def _notes(shares: Sequence[Share], where: RankInfo, settings: Settings, gpus: int) -> Iterator[str]:
     """Yield what is worth telling about the shares of all ranks of this host, which has so many `gpus`."""
     host, has_gpus = socket.gethostname(), shares[0].gpu is not None
     masks = settings.mask_gpus and has_gpus
@@ -408,7 +409,7 @@ def _notes(shares: Sequence[Share], where: Place, settings: Settings, gpus: int)
         yield line
 
 
-def _noun(where: Place) -> str:
+def _noun(where: RankInfo) -> str:
     """Return what the ranks of this host are called, whose numbers are those of ranks where there is no other host."""
     return "rank" if where.size == where.local_size else "local rank"
 
@@ -463,7 +464,7 @@ def main() -> NoReturn:
     try:
         authkey = bytes.fromhex(os.environ[wire.AUTHKEY_VARIABLE])
         settings = Settings.from_environment(os.environ)
-        place = ENGINES[settings.engine].place(os.environ)
+        rank = ENGINES[settings.engine].rank_info(os.environ)
     except (KeyError, ValueError, TypeError) as error:
         sys.exit(f"ringrun.agent is started by ringrun, not by hand: {error!r}")
     daemon = os.getppid()
@@ -476,13 +477,13 @@ def main() -> NoReturn:
         link = connect(settings.address, authkey)
     except (OSError, EOFError) as error:
         sys.exit(
-            f"rank {place.rank} on {socket.gethostname()} cannot reach ringrun on {settings.address.host}: {error}; "
+            f"rank {rank.rank} on {socket.gethostname()} cannot reach ringrun on {settings.address.host}: {error}; "
             "name a network that all hosts share with --network-interfaces, and let its firewall pass TCP between them"
         )
     try:
-        agent = Agent(link, place, settings, daemon)
+        agent = Agent(link, rank, settings, daemon)
     except (OSError, MachineError) as error:
-        sys.exit(f"rank {place.rank} on {socket.gethostname()} cannot start: {error}")
+        sys.exit(f"rank {rank.rank} on {socket.gethostname()} cannot start: {error}")
     with open(os.devnull, "w") as null:
         for pipe in (1, 2):  # mpirun's, which waits for their ends before it exits
             os.dup2(null.fileno(), pipe)

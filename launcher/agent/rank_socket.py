@@ -31,7 +31,7 @@ _REPORTS: dict[str, Callable[[dict[str, Any]], wire.Report]] = {
     "reformed": lambda said: wire.Reformed(int(said["reformed"])),
     "meeting": lambda said: wire.Meeting(int(said["meeting"])),
     "left": lambda said: wire.Left(str(said["left"])),
-    "ready": lambda said: wire.Ready(str(said["ready"])),
+    "committed": lambda said: wire.Committed(str(said["committed"])),
     "measured": lambda said: wire.Measured(json.dumps(said["measured"])),
     "finding": lambda said: wire.Finding(str(said["finding"])),
     "notice": lambda said: wire.Notice(str(said["notice"])),

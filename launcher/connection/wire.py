@@ -266,7 +266,7 @@ class Left(NamedTuple):
     why: str
 
 
-class Ready(NamedTuple):
+class Committed(NamedTuple):
     """Of an elastic job: the rank has committed since `hosts` came, and awaits the restart with them."""
 
     hosts: str
@@ -376,7 +376,7 @@ class Notice(NamedTuple):
 
 
 Report: TypeAlias = (
-    Answer | Stalled | InInit | Initialized | Grouped | Alone | Suspects | Reformed | Meeting | Left | Ready
+    Answer | Stalled | InInit | Initialized | Grouped | Alone | Suspects | Reformed | Meeting | Left | Committed
 ) | (Measured | Finding | Notice)
 """What the agent passes on of its rank, at any time."""
 

@@ -5,7 +5,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from ..environment import Place
+from ..environment import RankInfo
 from ..network import LOST_AFTER_S
 
 if TYPE_CHECKING:  # an agent does not need what it imports
@@ -69,7 +69,7 @@ class Engine(ABC):
     version_pattern: str
     """Of what `launcher --version` prints, with the version's numbers as groups, of which the last may be missing."""
 
-    place_variables: tuple[str, str, str, str]
+    rank_variables: tuple[str, str, str, str]
     """By which a process knows its rank, the size, its rank on its host, and how many are there."""
 
     lost_peer_code: int | None = None
@@ -126,9 +126,9 @@ class Engine(ABC):
         """Return variables that put a rank's files in shared memory into `directory`, its own; none by default."""
         return {}
 
-    def place(self, environ: Mapping[str, str]) -> Place:
+    def rank_info(self, environ: Mapping[str, str]) -> RankInfo:
         """Return which rank the process with these variables is; KeyError if this engine has not started it."""
-        return Place(*(int(environ[name]) for name in self.place_variables))
+        return RankInfo(*(int(environ[name]) for name in self.rank_variables))
 
 
 def slots(across: Across) -> str:

@@ -65,7 +65,7 @@ def refuse_being_many(environ: Mapping[str, str], starter: str) -> None:
 
     What a rank starts has its variables, too, and may be a ringrun: it has another starter.
     """
-    for _, size, *_ in (engine.place_variables for engine in MPIS) if starter in (*STARTERS, "ringrun") else ():
+    for _, size, *_ in (engine.rank_variables for engine in MPIS) if starter in (*STARTERS, "ringrun") else ():
         if (times := environ.get(size, "1")) != "1":
             raise UsageError(
                 f"{starter} has started ringrun {times} times ({size}={times}), and each would start all ranks; "

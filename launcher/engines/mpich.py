@@ -17,7 +17,7 @@ class MPICH(Engine):
     launcher_names = ("mpiexec.hydra", "mpirun", "mpiexec", "mpirun.mpich", "mpiexec.mpich")
     library_begins = "MPICH Version"
     version_pattern = r"HYDRA build details:\s+Version:\s+(\d+)\.(\d+)(?:\.(\d+))?"
-    place_variables = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
+    rank_variables = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
 
     def command(
         self, launcher: Launcher, size: int, program: Sequence[str], *, as_root: bool, across: Across | None = None

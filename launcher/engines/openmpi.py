@@ -26,7 +26,7 @@ class OpenMPI(Engine):
     needs_own_names = True
     library_begins = "Open MPI"
     version_pattern = r"\((?:Open MPI|OpenRTE)\) (\d+)\.(\d+)\.(\d+)"
-    place_variables = (
+    rank_variables = (
         "OMPI_COMM_WORLD_RANK",
         "OMPI_COMM_WORLD_SIZE",
         "OMPI_COMM_WORLD_LOCAL_RANK",

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 
-from ..environment import Place
+from ..environment import RankInfo
 from ..errors import UsageError
 from .base import Across, Engine, Launcher
 
@@ -22,7 +22,7 @@ class Srun(Engine):
     title = "Slurm's srun"
     launcher_names = ("srun",)
     version_pattern = r"^slurm(?:-wlm)? (\d+)\.(\d+)(?:\.(\d+))?"  # distributions write slurm-wlm
-    place_variables = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE")
+    rank_variables = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE")
 
     def __init__(self, pmi: str = "pmi2") -> None:
         """pmi: the value of --mpi, pmi2 or pmix."""
@@ -55,11 +55,11 @@ class Srun(Engine):
         """
         return {"MPIR_CVAR_CH4_NETMOD": "ofi"}
 
-    def place(self, environ: Mapping[str, str]) -> Place:
+    def rank_info(self, environ: Mapping[str, str]) -> RankInfo:
         """Return which rank it is; Slurm tells how many are on each node."""
-        *_, tasks = self.place_variables
+        *_, tasks = self.rank_variables
         here = _tasks_of_node(environ[tasks], int(environ["SLURM_NODEID"]))
-        return super().place({**environ, tasks: str(here)})
+        return super().rank_info({**environ, tasks: str(here)})
 
 
 def _tasks_of_node(text: str, node: int) -> int:

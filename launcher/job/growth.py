@@ -1,7 +1,7 @@
 """Hosts that come, or come back, while an elastic job runs; and hosts that fail, and are left out for a while.
 
     the hosts that are named ── every POLL_S ── some are not used, and answer ── HostsCame ── ranks hear of it,
-    and commit ── the first to do so reports Ready ── the attempt ends, and the next one has the hosts
+    and commit ── the first to do so reports Committed ── the attempt ends, and the next one has the hosts
 
 Horovod's names: --host-discovery-script, HostsUpdatedInterrupt, --blacklist-cooldown-range.
 """

@@ -17,7 +17,7 @@ from ..report.outcome import RankEnd, in_words
 from ..text import listed, numbered
 from .events import Aborted, Event, HostsCame, RankDied, RankEnded, Reported
 from .membership import CannotGoOn, Kill, Members, Wake
-from .ranks import Channel
+from .ranks import Agents
 
 TOGETHER_S = 0.05
 """After an agent is lost its host may be, whose others follow: nobody is to re-form with ranks that are just going."""
@@ -31,7 +31,7 @@ class Losses:
         self,
         size: int,
         elastic: Elastic,
-        channel: Channel,
+        agents: Agents,
         output: Output,
         note: Callable[[str], None] = lambda _: None,
     ) -> None:
@@ -39,7 +39,7 @@ class Losses:
         self._note = note
         self._size = size
         self._elastic = elastic
-        self._channel = channel
+        self._agents = agents
         self._output = output
         self._members = Members(size, elastic)
         self._reports: dict[int, str] = {}  # of the ranks that ringrun has killed: why
@@ -93,7 +93,7 @@ class Losses:
             self._say_recoveries()
             return decision.why
         if isinstance(decision, Membership):
-            self._channel.broadcast(decision)
+            self._agents.broadcast(decision)
         for event in events:
             if not isinstance(event, RankEnded):
                 continue
@@ -119,7 +119,7 @@ class Losses:
         if came.size <= ranks:
             return
         hosts = listed(came.hosts)
-        self._channel.broadcast(Hosts(hosts))
+        self._agents.broadcast(Hosts(hosts))
         again = f"after its next commit the job starts again, with {came.size} ranks instead of {ranks}"
         self._say(f"{hosts} joined; {again}")
 
@@ -140,13 +140,13 @@ class Losses:
             self._kill(late, f"{_WAITED}: it did not meet them within {self._elastic.stalled_s:g} s after a loss")
         elif isinstance(late, Wake):
             for rank in late.ranks:
-                self._channel.send(rank, WakeUp())
+                self._agents.send(rank, WakeUp())
         return late.why if isinstance(late, CannotGoOn) else ""
 
     def _kill(self, decision: Kill, why: str) -> None:
         self._reports |= dict.fromkeys(decision.ranks, why)
         for rank in decision.ranks:
-            self._channel.send(rank, Signal(signal.SIGKILL))
+            self._agents.send(rank, Signal(signal.SIGKILL))
 
     def _decide(self, event: Event, now_s: float) -> Membership | CannotGoOn | None:
         members = self._members

@@ -50,7 +50,7 @@ class RankSetup:
     """More variables, by the names of hosts."""
 
 
-class Channel:
+class Agents:
     """The connections to the agents of a job."""
 
     def __init__(self, listener: Listener, job: Job, setup: RankSetup, printer: Output, events: Events) -> None:
@@ -162,15 +162,15 @@ class Channel:
 class _Agent:
     """An agent's connection; see `Reader`."""
 
-    def __init__(self, link: QueuedLink, channel: Channel) -> None:
+    def __init__(self, link: QueuedLink, agents: Agents) -> None:
         self.link = link
-        self._channel = channel
+        self._agents = agents
         self._rank: _RankReader | None = None  # once it has said which it is
 
     def handle(self, message: wire.Message | Gone) -> bool:
         if self._rank is not None:
             return self._rank.handle(message)
-        self._rank = self._channel.admit(message, self.link)
+        self._rank = self._agents.admit(message, self.link)
         return self._rank is not None
 
 

@@ -30,7 +30,7 @@ from .growth import Blacklist, Growth, HostWatch, InUse
 from .misplaced import require_own_names
 from .mpirun import MpiLauncher
 from .plan import Job
-from .ranks import Channel, RankSetup
+from .ranks import Agents, RankSetup
 from .restarts import Ending, Reallocate, SignalRelay
 from .supervise import Supervisor
 
@@ -198,20 +198,20 @@ def _start_and_supervise(
         folder = job.folder or _current_folder()
         of_hosts = plan.network_variables(detected, job, os.environ)
         setup = RankSetup(folder, local | for_all, remote | for_all, _ranks_stdin(job), of_hosts)
-        channel = Channel(listener, job, setup, output, events)
+        agents = Agents(listener, job, setup, output, events)
         argv = plan.job_command(detected, job, beyond, as_root=os.geteuid() == 0)
         signals.to(events)
         try:
             launcher = MpiLauncher(argv, environment, events)
         except OSError as error:
             raise MachineError(f"{argv[0]} cannot be executed: {error.strerror}") from error
-        channel.start()
+        agents.start()
         metrics.start(lambda text: output.message([text]))
         signals.start()
         launcher.start(output if job.verbose else None)
         blacklist, lost_peer_code = hosts.growth.blacklist, detected.engine.lost_peer_code
         given = (deadline_s, lost_peer_code, blacklist, collector)
-        supervisor = Supervisor(job, launcher, channel, output, events, *given)
+        supervisor = Supervisor(job, launcher, agents, output, events, *given)
         departures.start()
         watch = hosts.watch(job, supervisor.in_use, events)
         try:

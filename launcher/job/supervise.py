@@ -30,7 +30,7 @@ from .losses import Losses
 from .mpirun import MpiLauncher
 from .plan import Job
 from .questions import Deliver, Question, Questions, nobody
-from .ranks import Channel
+from .ranks import Agents
 
 _LAUNCHER_STEPS = (shutdown.Step(None, 1.0), shutdown.Step(signal.SIGTERM, 0.5), shutdown.Step(signal.SIGKILL, 0.5))
 _STACKS_INTERVAL_S = 60.0
@@ -47,7 +47,7 @@ class Supervisor:
         self,
         job: Job,
         launcher: MpiLauncher,
-        channel: Channel,
+        agents: Agents,
         output: Output,
         inbox: events.Events,
         deadline_s: float | None = None,
@@ -63,7 +63,7 @@ class Supervisor:
         """
         self._job = job
         self._launcher = launcher
-        self._channel = channel
+        self._agents = agents
         self._output = output
         self._inbox = inbox
         self._lost_peer_code = lost_peer_code
@@ -91,7 +91,7 @@ class Supervisor:
         self._last_words: list[str] = []
         self._notices: dict[str, int] = {}  # who has said them
         note = partial(self._collector.note, "elastic")
-        self._losses = Losses(job.size, job.elastic, channel, output, note) if job.elastic else None
+        self._losses = Losses(job.size, job.elastic, agents, output, note) if job.elastic else None
         self._questions = Questions()
         self._stacks_again_s = 0.0  # not before then does a stall print all stacks again
 
@@ -115,7 +115,7 @@ class Supervisor:
         """
         if self._ranks.missing or self.is_over():
             return None
-        job, gone = self._job, Counter(map(self._job.host_of, self._channel.gone.copy()))
+        job, gone = self._job, Counter(map(self._job.host_of, self._agents.gone.copy()))
         left = Counter(map(job.host_of, self._without_slot.copy()))
         slots = {host.name: (count - left[host.name]) * (gone[host.name] < count) for host, count in job.hosts}
         return InUse(job.size - len(self._ranks.ends), job.size, slots)
@@ -135,7 +135,7 @@ class Supervisor:
         self._questions.expire(now_s)
         if self._shutdown and self._shutdown.due(now_s):
             if (number := self._shutdown.advance(now_s)) is not None:
-                self._channel.broadcast(wire.Signal(number))
+                self._agents.broadcast(wire.Signal(number))
             return
         next_s = min(self._deadline_s, self._start_deadline_s, self._progress_s, self._init.due_s, self._init.ask_s)
         next_s = min(next_s, self._losses.due_s if self._losses else math.inf)
@@ -207,13 +207,13 @@ class Supervisor:
                 cut = self._job.lent_by(host, lender)
                 self._without_slot.update(cut if lender != -1 else ())
                 for rank in cut:
-                    self._channel.cut(rank, f"`ringrun join` has ended on host {host}, which so has left the job")
+                    self._agents.cut(rank, f"`ringrun join` has ended on host {host}, which so has left the job")
             case events.Reported(rank, report):
                 self._on_report(rank, report)
             case events.StacksWanted(deliver):
                 self._ask(lambda question: deliver(ranks.stacks(question)))
             case events.TotalsWanted(deliver):
-                self._channel.broadcast(wire.Record(_RECORD_S))
+                self._agents.broadcast(wire.Record(_RECORD_S))
                 deliver(encode(self._collector.latest()))
             case events.Deaf(reason):
                 self._end(shutdown.AFTER_TERMINATE, raising(MachineError(f"ranks can no longer be heard: {reason}")))
@@ -250,7 +250,7 @@ class Supervisor:
             case wire.Left(why):
                 self._init.inside.discard(rank)
                 self._ranks.left[rank] = why
-            case wire.Ready():
+            case wire.Committed():
                 self.scales_up = self._end(shutdown.AFTER_COMMIT, lambda: 1) or self.scales_up
 
     def _show_notice(self, rank: int, text: str) -> None:
@@ -272,10 +272,10 @@ class Supervisor:
             cure = "; set another, or unset it, and ringrun finds a free one"
             self._end(shutdown.AT_ONCE, raising(MachineError(why + cure)))
         if self._shutdown and self._shutdown.latest:
-            self._channel.send(rank, wire.Signal(self._shutdown.latest))
+            self._agents.send(rank, wire.Signal(self._shutdown.latest))
         elif self._shutdown is None and not ranks.missing:
             self._start_deadline_s = self._progress_s = math.inf
-            self._channel.set_up()
+            self._agents.set_up()
 
     def _on_end(self, end: RankEnd) -> None:
         """A failure ends a job that is not elastic."""
@@ -305,7 +305,7 @@ class Supervisor:
         """Ask all ranks that run what they do; `deliver` is called when they have answered, or have not in time."""
         question = self._questions.begin(self._ranks.running, time.monotonic(), deliver)
         for rank in question.asked:
-            self._channel.send(rank, wire.Ask(question.number))
+            self._agents.send(rank, wire.Ask(question.number))
         return question
 
     def _show_stacks(self, headline: str) -> None:
@@ -380,18 +380,18 @@ class Supervisor:
             self._output.message([f"ringrun: got {name} before all ranks had started, and did not pass it on"])
             return
         for rank in running:
-            self._channel.send(rank, wire.Signal(number, forwarded=True))
+            self._agents.send(rank, wire.Signal(number, forwarded=True))
         self._output.message([f"ringrun: passed {name} on to {counted(len(running), 'rank')}"])
 
     def _end_launcher(self) -> None:
         """Let the agents go, and see mpirun's end."""
         self._conclusions.launcher_said = self._launcher.tail  # what it says from here on is our doing
         for rank in self._ranks.running:
-            self._channel.send(rank, wire.Signal(signal.SIGKILL))
+            self._agents.send(rank, wire.Signal(signal.SIGKILL))
         self.keeps_commits = self._may_restart()
-        self._channel.end_agents(wire.End(self.keeps_commits))
+        self._agents.end_agents(wire.End(self.keeps_commits))
         self._launcher.end(_LAUNCHER_STEPS)
-        self._channel.close()
+        self._agents.close()
 
     def _leave_out_host(self, rank: int) -> None:
         """Let restarts do without the host of a rank that has failed, for a while, if that is wanted."""

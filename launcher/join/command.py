@@ -47,7 +47,7 @@ from ..request import Joined, checked
 from .head import Nodes, OverJoin
 from .key import read_key
 from .node import lend, own_node
-from .platforms import MAX_NODES, OF_PLATFORM, Place, find_place
+from .platforms import MAX_NODES, OF_PLATFORM, NodeRank, find_node_rank
 
 _USAGE = "ringrun join [HEAD:PORT] [--nodes N | --lend N] [--key-file FILE] [options] [command [arguments …]]"
 _HEAD = re.compile(r"(?P<host>[\w.-]+|\[[\da-fA-F:.]+\]):(?P<port>\d+)")
@@ -78,27 +78,27 @@ def run(arguments: Sequence[str]) -> int:
 def _join(resolved: config.Config, head: str) -> int:
     options = resolved.options
     timeout_s = parse_seconds(options.join_timeout, "--join-timeout")
-    place = _place(head, options)
+    node_rank = _node_rank(head, options)
     lends_part = options.lend is not None and not options.command
-    if place.count > 1 and place.head in LOOPBACK:  # nor does the head listen there
-        why = f"{place.head} means another host on each of {place.count} nodes ({place.why})"
+    if node_rank.count > 1 and node_rank.head in LOOPBACK:  # nor does the head listen there
+        why = f"{node_rank.head} means another host on each of {node_rank.count} nodes ({node_rank.why})"
         raise UsageError(f"{why}; expected the head's name or address as the others reach it")
     authkey = read_key(options.key_file, os.environ)
     _refuse_hosts(resolved)
     leave_batch_system(os.environ, OF_PLATFORM)  # ranks find other values there
-    least = 1 if place.index else 0
+    least = 1 if node_rank.index else 0
     said = options.lend and whole(options.lend, resolved.flag("lend"), least, MAX_SLOTS)
     slots = automatic_size(read_topology(os.environ)) if said is None else said
     if lends_part:
-        node = own_node(place.index, slots, lends_part=True)
-        return lend(place, authkey, node, timeout_s, parse_seconds(options.lost_after, resolved.flag("lost_after")))
-    if place.index:
+        node = own_node(node_rank.index, slots, lends_part=True)
+        return lend(node_rank, authkey, node, timeout_s, parse_seconds(options.lost_after, resolved.flag("lost_after")))
+    if node_rank.index:
         job = checked(resolved).job  # what is wrong is wrong everywhere
-        return lend(place, authkey, own_node(place.index, slots, lends_part=False), timeout_s, job.lost_after_s)
-    return _be_head(resolved, place, authkey, slots, timeout_s)
+        return lend(node_rank, authkey, own_node(node_rank.index, slots, lends_part=False), timeout_s, job.lost_after_s)
+    return _be_head(resolved, node_rank, authkey, slots, timeout_s)
 
 
-def _place(head: str, options: Namespace) -> Place:
+def _node_rank(head: str, options: Namespace) -> NodeRank:
     if options.command and _HEAD.fullmatch(options.command[0]):
         raise UsageError(f"{options.command[0]} stands where the command begins; put it first: {_USAGE}")
     count = options.nodes and whole(options.nodes, "--nodes", 1, MAX_NODES)
@@ -108,15 +108,15 @@ def _place(head: str, options: Namespace) -> Place:
             raise UsageError(f"{head}: how many nodes are there? expected --nodes N beside it, or as many slots as -np")
         host = match["host"].strip("[]")
         index = 0 if is_here(Host(host)) and not lends_part else -1
-        return Place(index, count or 0, host, parse_port(match["port"], head), head)
+        return NodeRank(index, count or 0, host, parse_port(match["port"], head), head)
     said = {"NNODES": options.nodes} if options.nodes else {}
-    place = find_place({**os.environ, **said}, socket.getfqdn())
-    if place is None:
+    node_rank = find_node_rank({**os.environ, **said}, socket.getfqdn())
+    if node_rank is None:
         raise UsageError(
             "nothing says which node this is; expected NODE_RANK, NNODES and MASTER_ADDR, or the variables of a "
             "platform that ringrun join --help names, or HEAD:PORT and --nodes N"
         )
-    return place
+    return node_rank
 
 
 def _refuse_hosts(resolved: config.Config) -> None:
@@ -125,7 +125,7 @@ def _refuse_hosts(resolved: config.Config) -> None:
             raise UsageError(f"{resolved.flag(name)}: the hosts of this job are the nodes that join; leave it out")
 
 
-def _be_head(resolved: config.Config, place: Place, authkey: bytes, slots: int, timeout_s: float) -> int:
+def _be_head(resolved: config.Config, node_rank: NodeRank, authkey: bytes, slots: int, timeout_s: float) -> int:
     """Wait for the nodes, run the job on them, and let them go."""
     for number in (signal.SIGINT, signal.SIGTERM):  # until the job begins
         signal.signal(number, lambda number, _: sys.exit(128 + number))
@@ -134,16 +134,18 @@ def _be_head(resolved: config.Config, place: Place, authkey: bytes, slots: int, 
         try:
             asked = checked(resolved)
             job = asked.job
-            nodes = Nodes(_listener(directory, place, authkey, job.interfaces, job.lost_after_s), directory, own)
+            nodes = Nodes(_listener(directory, node_rank, authkey, job.interfaces, job.lost_after_s), directory, own)
         except LauncherError as error:
             say(f"ringrun: error: {error}")
             with contextlib.suppress(LauncherError):  # nor can the others be told
-                Nodes(_listener(directory, place, authkey), directory, own).release(error.exit_code, place.count)
+                Nodes(_listener(directory, node_rank, authkey), directory, own).release(
+                    error.exit_code, node_rank.count
+                )
             return error.exit_code
         code, late = 1, 0
         try:
             # the nodes of a platform are known, and how many there are; of others, the slots that the job needs
-            wanted, what = (place.count, "nodes") if place.count else (asked.np or 1, "slots")
+            wanted, what = (node_rank.count, "nodes") if node_rank.count else (asked.np or 1, "slots")
             found = nodes.await_all(wanted, timeout_s, what)
             if found < (1 if job.elastic else wanted):
                 raise MachineError(
@@ -151,7 +153,7 @@ def _be_head(resolved: config.Config, place: Place, authkey: bytes, slots: int, 
                     "on the others, or allow more: --join-timeout"
                 )
             # else -np may be more than there are; new hosts of an elastic job get as many ranks as they have slots
-            with_slots = (job.elastic is not None or not place.count) and not resolved.options.slots_per_host
+            with_slots = (job.elastic is not None or not node_rank.count) and not resolved.options.slots_per_host
             sends = slots > 0  # a head without ranks is another kind of host: a notebook's, an engine's driver
             joined = Joined(
                 lambda: nodes.found(with_slots=with_slots),
@@ -160,7 +162,7 @@ def _be_head(resolved: config.Config, place: Place, authkey: bytes, slots: int, 
             code = cli.run_job(checked(resolved, joined))
         except LauncherError as error:
             say(f"ringrun: error: {error}")
-            code, late = error.exit_code, place.count
+            code, late = error.exit_code, node_rank.count
         except BaseException as error:
             code = getattr(error, "code", None) or code
             raise
@@ -170,9 +172,13 @@ def _be_head(resolved: config.Config, place: Place, authkey: bytes, slots: int, 
 
 
 def _listener(
-    directory: str, place: Place, authkey: bytes, interfaces: Sequence[str] = (), lost_after_s: float = LOST_AFTER_S
+    directory: str,
+    node_rank: NodeRank,
+    authkey: bytes,
+    interfaces: Sequence[str] = (),
+    lost_after_s: float = LOST_AFTER_S,
 ) -> Listener:
-    addresses, port = own_addresses((), interfaces), place.port
+    addresses, port = own_addresses((), interfaces), node_rank.port
     try:
         return Listener(directory, addresses, _BACKLOG, port=port, authkey=authkey, lost_after_s=lost_after_s)
     except OSError as error:

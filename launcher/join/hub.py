@@ -46,7 +46,7 @@ _TOO_LATE = "the job has ended before this node came; see what ringrun has writt
 _LOOK_S = 0.05
 
 
-class _Part(NamedTuple):
+class _Lent(NamedTuple):
     """A node, or what it lends of its host; there is no link to the head itself."""
 
     number: int
@@ -66,7 +66,7 @@ class Hub:
         self._came = {own.host}
         self._listener = listener
         self._own = own
-        self._hosts: dict[str, tuple[_Part, ...]] = {own.host: (_Part(0, own, None),)}
+        self._hosts: dict[str, tuple[_Lent, ...]] = {own.host: (_Lent(0, own, None),)}
         self.programs: dict[int, Program] = {}
         """Those that nodes have been asked to run, and somebody still waits for."""
         self._cut: set[QueuedLink | None] = set()
@@ -131,7 +131,7 @@ class Hub:
         namesakes = [name for name, (part, *_) in self._hosts.items() if part.node.number == node.number >= 0]
         if namesakes and namesakes != [host]:
             return f"node {node.number} has already joined, as host {namesakes[0]}"
-        self._hosts[host] = *there, _Part(next(self._numbers), node, link)
+        self._hosts[host] = *there, _Lent(next(self._numbers), node, link)
         if self._release:  # looked at last: another thread lets go those that it finds
             why = self._release.why or _TOO_LATE * bool(self._release.code)
             link.send(self._release._replace(why=why))
@@ -252,7 +252,7 @@ class _Connection:
         return True
 
 
-def _whole(host: str, parts: Sequence[_Part]) -> tuple[wire.Node, list[tuple[int, int]]]:
+def _whole(host: str, parts: Sequence[_Lent]) -> tuple[wire.Node, list[tuple[int, int]]]:
     """Return the parts of a host as one node, and the slots of each lender."""
     node, slots = parts[0].node, [(part.number, part.node.slots) for part in parts if part.node.machine]
     return node._replace(host=host, slots=sum(part.node.slots for part in parts)), slots

@@ -23,7 +23,7 @@ from ..connection.link import HostSilentError, Link, connect_to
 from ..connection.wire import CONNECT_S
 from ..errors import MachineError
 from ..machine.topology import VISIBLE_VARIABLE
-from .platforms import Place
+from .platforms import NodeRank
 
 _PAUSE_S = 0.5
 _PROGRESS_S = 3.0
@@ -45,10 +45,10 @@ class _SignalledError(Exception):
 
 
 class Lender:
-    """This node, as the head at `place` sees it."""
+    """This node, as the head at `node_rank` sees it."""
 
-    def __init__(self, place: Place, authkey: bytes, lost_after_s: float) -> None:
-        self._place = place
+    def __init__(self, node_rank: NodeRank, authkey: bytes, lost_after_s: float) -> None:
+        self._node_rank = node_rank
         self._authkey = authkey
         self._lost_after_s = lost_after_s
         self.is_node = False
@@ -59,7 +59,7 @@ class Lender:
         with contextlib.closing(self._find_head(timeout_s)) as link:
             link.send(node)
             self.is_node = True
-            say(f"ringrun: {node.host} has joined the job of {self._place.head}")
+            say(f"ringrun: {node.host} has joined the job of {self._node_rank.head}")
             released = self._serve(link)
         if released.why:
             say(f"ringrun: error: {released.why}")
@@ -77,22 +77,22 @@ class Lender:
         except (OSError, EOFError, ValueError) as error:
             silent = f"it has not answered for {self._lost_after_s:g} s (--lost-after)"
             why = silent if isinstance(error, HostSilentError) else str(error) or "it has ended without a word"
-            return wire.Release(1, f"the connection to the head, {self._place.head}, is lost: {why}")
+            return wire.Release(1, f"the connection to the head, {self._node_rank.head}, is lost: {why}")
         return message
 
     def _find_head(self, timeout_s: float) -> Link:
         """Connect to the head, which may start later than this node."""
         begin_s = time.monotonic()
         say_s = begin_s + _PROGRESS_S
-        where = f"{self._place.head} port {self._place.port}"
+        where = f"{self._node_rank.head} port {self._node_rank.port}"
         while True:
             try:
-                return connect_to(self._place.head, self._place.port, self._authkey, self._lost_after_s)
+                return connect_to(self._node_rank.head, self._node_rank.port, self._authkey, self._lost_after_s)
             except OSError as error:
                 is_other = isinstance(error, PermissionError)
                 until_s = begin_s + (min(timeout_s, _OTHER_KEY_S) if is_other else timeout_s)
                 if (now_s := time.monotonic()) > until_s:
-                    raise MachineError(_why_no_head(where, error, timeout_s, self._place.why)) from None
+                    raise MachineError(_why_no_head(where, error, timeout_s, self._node_rank.why)) from None
                 if now_s >= say_s:
                     say_s = now_s + (now_s - begin_s)
                     why, left_s = error.strerror or error, until_s - now_s
@@ -195,12 +195,12 @@ def own_node(number: int, slots: int, *, lends_part: bool) -> wire.Node:
     return wire.Node(number, socket.gethostname(), slots, machine, gpus)
 
 
-def lend(place: Place, authkey: bytes, node: wire.Node, timeout_s: float, lost_after_s: float) -> int:
+def lend(node_rank: NodeRank, authkey: bytes, node: wire.Node, timeout_s: float, lost_after_s: float) -> int:
     """Be this node until the job ends, and leave nothing of it behind; return its exit code.
 
     The first SIGINT or SIGTERM waits a while for the head to end the job, since all nodes may have got it.
     """
-    lender = Lender(place, authkey, lost_after_s)
+    lender = Lender(node_rank, authkey, lost_after_s)
 
     got: list[int] = []
 

@@ -22,7 +22,7 @@ Environ = Mapping[str, str]
 
 
 @dataclass(frozen=True)
-class Place:
+class NodeRank:
     """This node's `index` among the `count` of its job, of which the one with index 0 is the head.
 
     -1 as the index: a node that is not the head, and which one, nobody has said.
@@ -36,7 +36,7 @@ class Place:
     """Which variables say so."""
 
 
-def find_place(environ: Environ, hostname: str) -> Place | None:
+def find_node_rank(environ: Environ, hostname: str) -> NodeRank | None:
     """Return what the platform says; None where none is known. hostname: this host's, with its domain if it has one."""
     for title, variable, read in PLATFORMS:
         if environ.get(variable):
@@ -57,50 +57,50 @@ def _port(environ: Environ, name: str) -> int:
     return parse_port(text, f"{name}={quoted(text)}") if (text := environ.get(name)) else DEFAULT_PORT
 
 
-def _place(index: int, count: int, head: str, port: int = DEFAULT_PORT, why: str = "") -> Place:
+def _node_rank(index: int, count: int, head: str, port: int = DEFAULT_PORT, why: str = "") -> NodeRank:
     if not index < count:
         raise UsageError(f"{why}: this is node {index}, but of {count} nodes the last is {count - 1}")
-    return Place(index, count, head, port, why)
+    return NodeRank(index, count, head, port, why)
 
 
-def _torchrun(prefix: str) -> Callable[[Environ, str], Place]:
-    def read(environ: Environ, _: str) -> Place:
+def _torchrun(prefix: str) -> Callable[[Environ, str], NodeRank]:
+    def read(environ: Environ, _: str) -> NodeRank:
         rank, nodes, address, port = (
             f"{prefix}{name}" for name in ("NODE_RANK", "NNODES", "MASTER_ADDR", "MASTER_PORT")
         )
         most = {nodes: environ[nodes].rpartition(":")[2]}  # 1:4 for torchrun's elastic jobs
         why = f"{rank}={environ[rank]}, {nodes}={environ[nodes]}"
-        return _place(_number(environ, rank), _number(most, nodes, 1), environ[address], _port(environ, port), why)
+        return _node_rank(_number(environ, rank), _number(most, nodes, 1), environ[address], _port(environ, port), why)
 
     return read
 
 
-def _skypilot(environ: Environ, _: str) -> Place:
+def _skypilot(environ: Environ, _: str) -> NodeRank:
     addresses, rank = environ["SKYPILOT_NODE_IPS"].split(), _number(environ, "SKYPILOT_NODE_RANK")
     why = f"SKYPILOT_NODE_RANK={rank}, SKYPILOT_NODE_IPS={quoted(' '.join(addresses))}"
-    return _place(rank, len(addresses), addresses[0], why=why)
+    return _node_rank(rank, len(addresses), addresses[0], why=why)
 
 
-def _sagemaker(environ: Environ, _: str) -> Place:
+def _sagemaker(environ: Environ, _: str) -> NodeRank:
     why = f"SM_HOSTS={environ['SM_HOSTS']}, SM_CURRENT_HOST={environ['SM_CURRENT_HOST']}"
     try:
         hosts = sorted(map(str, json.loads(environ["SM_HOSTS"])))
-        return Place(hosts.index(environ["SM_CURRENT_HOST"]), len(hosts), hosts[0], why=why)
+        return NodeRank(hosts.index(environ["SM_CURRENT_HOST"]), len(hosts), hosts[0], why=why)
     except (ValueError, TypeError):
         raise UsageError(f'{why}: expected a list with this host in it, as in ["algo-1", "algo-2"]') from None
 
 
-def _aws_batch(environ: Environ, hostname: str) -> Place:
+def _aws_batch(environ: Environ, hostname: str) -> NodeRank:
     """Only nodes other than the main one have its address."""
     index, main, count = (
         _number(environ, f"AWS_BATCH_JOB_{name}") for name in ("NODE_INDEX", "MAIN_NODE_INDEX", "NUM_NODES")
     )
     why = f"AWS_BATCH_JOB_NODE_INDEX={index}, AWS_BATCH_JOB_MAIN_NODE_INDEX={main}, AWS_BATCH_JOB_NUM_NODES={count}"
     head = hostname if index == main else environ["AWS_BATCH_JOB_MAIN_NODE_PRIVATE_IPV4_ADDRESS"]
-    return _place((index - main) % count if index < count else index, count, head, why=why)
+    return _node_rank((index - main) % count if index < count else index, count, head, why=why)
 
 
-def _kubernetes(environ: Environ, hostname: str) -> Place:
+def _kubernetes(environ: Environ, hostname: str) -> NodeRank:
     """An Indexed Job, JobSet's too: pods are called NAME-INDEX, and have a domain if there is a headless service."""
     index = _number(environ, "JOB_COMPLETION_INDEX")
     why = f"JOB_COMPLETION_INDEX={index}, NNODES={environ['NNODES']}"
@@ -110,20 +110,20 @@ def _kubernetes(environ: Environ, hostname: str) -> Place:
         raise UsageError(
             f"{why}: this pod is called {name}, and not NAME-{index}; set MASTER_ADDR to the name of pod 0"
         )
-    return _place(index, _number(environ, "NNODES", 1), head, _port(environ, "MASTER_PORT"), why)
+    return _node_rank(index, _number(environ, "NNODES", 1), head, _port(environ, "MASTER_PORT"), why)
 
 
-def _slurm(environ: Environ, _: str) -> Place:
+def _slurm(environ: Environ, _: str) -> NodeRank:
     index, tasks = _number(environ, "SLURM_NODEID"), _number(environ, "SLURM_STEP_NUM_TASKS", 1)
     nodes = expand_nodelist(environ.get("SLURM_STEP_NODELIST") or environ[NODELIST])
     first, span = _SLURM_PORTS
     why = f"SLURM_NODEID={index}, {NODELIST}={environ[NODELIST]}, SLURM_STEP_NUM_TASKS={tasks}"
     if tasks != len(nodes):
         raise UsageError(f"{why}: expected one task on each node: srun --ntasks-per-node=1 ringrun join …")
-    return _place(index, len(nodes), nodes[0], first + _number(environ, "SLURM_JOB_ID", 0, 1 << 32) % span, why)
+    return _node_rank(index, len(nodes), nodes[0], first + _number(environ, "SLURM_JOB_ID", 0, 1 << 32) % span, why)
 
 
-PLATFORMS: tuple[tuple[str, str, Callable[[Environ, str], Place]], ...] = (
+PLATFORMS: tuple[tuple[str, str, Callable[[Environ, str], NodeRank]], ...] = (
     ("torchrun", "NODE_RANK", _torchrun("")),
     ("Kubeflow's Trainer", "PET_NODE_RANK", _torchrun("PET_")),
     ("SkyPilot", "SKYPILOT_NODE_RANK", _skypilot),

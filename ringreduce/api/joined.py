@@ -17,7 +17,7 @@ _OF_RANKS = "PMI_FD", "PMI_RANK", "PMI_SIZE", RANK_VARIABLE
 """Variables of a rank. The process may go on without being one, and start others that are no children of a rank."""
 
 
-class Place(NamedTuple):
+class Membership(NamedTuple):
     """Which rank a process is, in which world; one that has lost a rank is of no use any more."""
 
     world: str
@@ -26,28 +26,28 @@ class Place(NamedTuple):
     lost: str
 
 
-def place() -> Place | None:
+def membership() -> Membership | None:
     """Where this process stands; None: nowhere yet."""
     before = joining.membership()
-    return Place(before.name, before.rank, before.size, before.lost) if before else None
+    return Membership(before.name, before.rank, before.size, before.lost) if before else None
 
 
-def ranks_again(places: Sequence[Place | None], anew: str) -> list[int] | None:
+def ranks_again(memberships: Sequence[Membership | None], anew: str) -> list[int] | None:
     """Return which ranks these processes, in their order, are in the world that they have had before; None: in none.
 
     anew:   how to have new processes of the engine.
     Raises: StartupError where they are not all of one world, since MPI starts once in a process.
     """
-    if not any(places):
+    if not any(memberships):
         return None
-    ranks = [each.rank for each in places if each is not None and not each.lost and each.size == len(places)]
-    worlds = {each.world for each in places if each is not None}
-    if len(ranks) == len(places) and len(worlds) == 1:
+    ranks = [each.rank for each in memberships if each is not None and not each.lost and each.size == len(memberships)]
+    worlds = {each.world for each in memberships if each is not None}
+    if len(ranks) == len(memberships) and len(worlds) == 1:
         return ranks
-    old = sum(each is not None for each in places)
-    lost = next((f", which has lost others ({each.lost})" for each in places if each and each.lost), "")
+    old = sum(each is not None for each in memberships)
+    lost = next((f", which has lost others ({each.lost})" for each in memberships if each and each.lost), "")
     raise StartupError(
-        f"{old} of these {len(places)} processes have been ranks before, in {len(worlds)} world"
+        f"{old} of these {len(memberships)} processes have been ranks before, in {len(worlds)} world"
         f"{'s' * (len(worlds) > 1)} of other processes{lost}; MPI starts once in a process: {anew}"
     )
 

@@ -50,7 +50,7 @@ class Resum:
         self._pending: deque[tuple[Submission, Sample, Handle]] = deque()
 
     def look(self, _: object, __: object, details: Sequence[tuple[str, Any]], inputs: Sequence[Buffer]) -> bool | None:
-        """See `engine.submitting.Watch`. Compare what has come meanwhile."""
+        """See `engine.submitting.Inspector`. Compare what has come meanwhile."""
         while self._pending and self._pending[0][2].poll():
             made, sample, handle = self._pending.popleft()
             self._judge(made, sample, handle.wait())
@@ -59,7 +59,7 @@ class Resum:
         return True if is_sum and inputs and not inputs[0].on_gpu else None
 
     def begin(self, made: Submission, _: object, __: bool) -> None:
-        """See `engine.submitting.Watch`. Keep a part of it, if it is its turn."""
+        """See `engine.submitting.Inspector`. Keep a part of it, if it is its turn."""
         kind, name, *_rest = made.signature.unnumbered
         if kind != "allreduce" or made.process_set < 0:
             return

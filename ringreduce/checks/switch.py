@@ -33,4 +33,4 @@ def start(current: runtime.Runtime) -> None:
     """Begin with the checks of a rank, or with others."""
     current.watch = Nan(current, current.checks.nan) if current.checks.nan else None
     found = [current.watch, current.checks.sdc and Resum(current), current.settings.twice and Twice(current)]
-    current.watches = current.engine.submitting.watches = [each for each in found if each]
+    current.inspectors = current.engine.submitting.inspectors = [each for each in found if each]

@@ -55,7 +55,7 @@ class Twice:
         details: Sequence[tuple[str, Any]],
         inputs: Sequence[Buffer],
     ) -> list[str] | None:
-        """See `engine.submitting.Watch`; raises SystemExit after the last step."""
+        """See `engine.submitting.Inspector`; raises SystemExit after the last step."""
         if "op" not in dict(details) or any(each.on_gpu for each in inputs):
             return None
         found = list(names or [name or UNNAMED])
@@ -64,7 +64,7 @@ class Twice:
         return found
 
     def begin(self, made: Submission, names: list[str], _: bool) -> None:
-        """See `engine.submitting.Watch`."""
+        """See `engine.submitting.Inspector`."""
         rows = []
         for name, each in zip(names, made.inputs, strict=False):
             row = [self._counts[name], name, fingerprint(each.flat.view(np.uint8)), 0]

@@ -31,7 +31,7 @@ import numpy as np
 from ringreduce.collectives import halving, quantized, ring
 from ringreduce.collectives.cost_model import UNITS_AHEAD
 from ringreduce.collectives.overlap import until_ended
-from ringreduce.collectives.shared import COPY, DONE, PACK, REDUCE, Part, Watch, spans_of
+from ringreduce.collectives.shared import COPY, DONE, PACK, REDUCE, BufferPair, OnPhase, spans_of
 from ringreduce.collectives.shared_halves import allgather, reduce_scatter
 from ringreduce.ops import Reduction
 from ringreduce.transport.base import Steps, Task, Transport
@@ -77,12 +77,12 @@ class Hierarchy:
 
 
 def allreduce(
-    units: Sequence[Sequence[Part]],
+    units: Sequence[Sequence[BufferPair]],
     region: Region,
     hierarchy: Hierarchy,
     reduction: Reduction,
     segment_bytes: int = ring.SEGMENT_BYTES,
-    watch: Watch = lambda number, phase: None,
+    watch: OnPhase = lambda number, phase: None,
 ) -> Steps[None]:
     """Reduce the parts of all units over all ranks of all hosts; every rank gets the same bits.
 
@@ -127,7 +127,7 @@ class _Unit:
     """What travels at a time, and this rank's chunk of it: its host's sums, then the finished elements."""
 
     def __init__(
-        self, number: int, parts: Sequence[Part], rank: int, size: int, hierarchy: Hierarchy, reduction: Reduction
+        self, number: int, parts: Sequence[BufferPair], rank: int, size: int, hierarchy: Hierarchy, reduction: Reduction
     ) -> None:
         self.number, self.reduction = number, reduction.of_bucket(number)
         self.crossing: Task[None]

@@ -37,13 +37,13 @@ from ringreduce.ops import Reduction
 from ringreduce.transport.base import Steps
 from ringreduce.transport.window import PACKED, SUMMED, Flags, Region
 
-PACK, REDUCE, COPY, DONE = range(4)  # phases of a slot, as `Watch` reports them
-Watch = Callable[[int, int], None]
+PACK, REDUCE, COPY, DONE = range(4)  # phases of a slot, as `OnPhase` reports them
+OnPhase = Callable[[int, int], None]
 WHOLE_BYTES = 32 << 10
 """Pieces of a chunk at least this long on average are summed one by one in place; shorter ones cost less packed."""
 
 
-class Part(NamedTuple):
+class BufferPair(NamedTuple):
     """Contiguous elements, where from and where to: both 1-D, of equal length and of `element.storage`."""
 
     source: Any
@@ -75,7 +75,10 @@ def cut(lengths: tuple[int, ...], size: int) -> list[tuple[int, int, int, int, i
 
 
 def allreduce(
-    slots: Sequence[Sequence[Part]], region: Region, reduction: Reduction, watch: Watch = lambda number, phase: None
+    slots: Sequence[Sequence[BufferPair]],
+    region: Region,
+    reduction: Reduction,
+    watch: OnPhase = lambda number, phase: None,
 ) -> Steps[None]:
     """Reduce the parts of all slots over all ranks of the host; every rank gets the same bits.
 
@@ -90,7 +93,7 @@ def allreduce(
         yield from pipelined([_in_chunks(parts, region, reduction) for parts in slots], region, watch)
 
 
-def _packed_one_shot(parts: Sequence[Part], region: Region, reduction: Reduction, watch: Watch) -> Steps[None]:
+def _packed_one_shot(parts: Sequence[BufferPair], region: Region, reduction: Reduction, watch: OnPhase) -> Steps[None]:
     watch(0, PACK)
     packed = np.concatenate([source for source, _ in parts])
     watch(0, REDUCE)
@@ -132,7 +135,7 @@ class SlotWork(Protocol):
         """Copy from their owners' slots what they have finished."""
 
 
-def pipelined(slots: Sequence[SlotWork], flags: Flags, watch: Watch) -> Steps[None]:
+def pipelined(slots: Sequence[SlotWork], flags: Flags, watch: OnPhase) -> Steps[None]:
     """Run all slots through their three phases, in the order for which four slots of memory suffice; see above."""
     first, count = flags.sequence, len(slots)
     flags.sequence += count
@@ -155,7 +158,7 @@ def pipelined(slots: Sequence[SlotWork], flags: Flags, watch: Watch) -> Steps[No
             slots[number].sum(sequence)
 
 
-def with_one_wait(slots: Sequence[SlotWork], flags: Flags, watch: Watch) -> Steps[None]:
+def with_one_wait(slots: Sequence[SlotWork], flags: Flags, watch: OnPhase) -> Steps[None]:
     """Run slots whose ranks copy nothing out that another rank sums: pack slot i + 1, wait for all to have packed i.
 
     Four slots of memory suffice here too: before a rank packs slot i + 2, it has seen that all have packed slot i; each
@@ -236,7 +239,7 @@ class Slot:
             read(slots[owner][low:high], target)
 
 
-def spans_of(parts: Sequence[Part], size: int) -> list[Span]:
+def spans_of(parts: Sequence[BufferPair], size: int) -> list[Span]:
     """The spans of a slot with `size` chunks."""
     return [
         Span(owner, low, high, parts[part].source[first:last], parts[part].target[first:last])
@@ -244,7 +247,7 @@ def spans_of(parts: Sequence[Part], size: int) -> list[Span]:
     ]
 
 
-def _in_chunks(parts: Sequence[Part], region: Region, reduction: Reduction) -> Slot:
+def _in_chunks(parts: Sequence[BufferPair], region: Region, reduction: Reduction) -> Slot:
     spans, dtype = spans_of(parts, region.size), reduction.element.storage
     own = [each for each in spans if each.owner == region.rank]
     length = sum([each.high - each.low for each in own])

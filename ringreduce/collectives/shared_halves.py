@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from ringreduce.collectives.fusion import plan
-from ringreduce.collectives.shared import Slot, Span, Watch, with_one_wait
+from ringreduce.collectives.shared import OnPhase, Slot, Span, with_one_wait
 from ringreduce.ops import Reduction
 from ringreduce.transport.base import Steps
 from ringreduce.transport.window import Region
@@ -34,7 +34,7 @@ def reduce_scatter(
     targets: Arrays,
     region: Region,
     reduction: Reduction,
-    watch: Watch = lambda number, phase: None,
+    watch: OnPhase = lambda number, phase: None,
 ) -> Steps[None]:
     """Reduce chunks[r] of all ranks into rank r's targets, in rank order: the bits are those of `shared.allreduce`.
 
@@ -56,7 +56,7 @@ def reduce_scatter(
 
 
 def allgather(
-    sources: Arrays, targets: Sequence[Arrays], region: Region, watch: Watch = lambda number, phase: None
+    sources: Arrays, targets: Sequence[Arrays], region: Region, watch: OnPhase = lambda number, phase: None
 ) -> Steps[None]:
     """Copy every rank r's sources into targets[r] of all ranks.
 

@@ -24,7 +24,7 @@ PutBack = Callable[[Any, Any], Any]  # `Restoration.put_back`, of one restoratio
 _IMMUTABLE = (type(None), bool, int, float, complex, str, bytes, np.generic)
 
 
-class Place(NamedTuple):
+class ArrayInfo(NamedTuple):
     """Where an array has its bytes, and how to read them."""
 
     library: str  # empty: it is a reference, number `start`
@@ -43,8 +43,8 @@ class Commit:
 
     def __init__(self) -> None:
         self.number = 0
-        self.pickled = b""  # all but the arrays, for which it has their numbers in `places`
-        self.places: list[Place] = []
+        self.pickled = b""  # all but the arrays, for which it has their numbers in `infos`
+        self.infos: list[ArrayInfo] = []
         self.memory = np.empty(0, np.uint8)
         self.references: list[Any] = []  # arrays that cannot change, and so are not copied
         self.file: KeptFile | None = None  # of which `memory` is a part
@@ -57,18 +57,18 @@ class Commit:
         """
         pickler = _Pickler(refers)
         pickler.dump(tree)
-        self.begin(pickler.places)
+        self.begin(pickler.infos)
         for name, numbers in pickler.of_library.items():
             LIBRARIES[name].keep([self._rooms[each] for each in numbers], [pickler.arrays[each] for each in numbers])
         self.finish(number, pickler.file.getvalue(), pickler.references)
 
-    def begin(self, places: list[Place]) -> None:
-        """Have memory for arrays at these places; until `finish` this is no commit."""
-        nbytes = max((each.start + each.nbytes for each in places if each.library), default=0)
+    def begin(self, infos: list[ArrayInfo]) -> None:
+        """Have memory for such arrays; until `finish` this is no commit."""
+        nbytes = max((each.start + each.nbytes for each in infos if each.library), default=0)
         memory = self._memory(nbytes)
-        if places != self.places or memory is not self.memory:
-            self.memory, self.places = memory, places
-            self._rooms = [self._room(each) for each in places]
+        if infos != self.infos or memory is not self.memory:
+            self.memory, self.infos = memory, infos
+            self._rooms = [self._room(each) for each in infos]
 
     def _memory(self, nbytes: int) -> Any:
         """As many bytes: the file's if there is one with room, those that there are, or new ones."""
@@ -84,7 +84,7 @@ class Commit:
         self.number, self.pickled, self.references = number, pickled, list(references)
         if self.file is not None:
             with self._keeping(self.file):
-                self.file.finish(number, (self.places, pickled))
+                self.file.finish(number, (self.infos, pickled))
 
     @contextlib.contextmanager
     def _keeping(self, file: KeptFile) -> Iterator[None]:
@@ -99,24 +99,24 @@ class Commit:
 
     def read(self, found: Found) -> None:
         """Be a commit that was kept."""
-        places, pickled = found.rest
-        self.file, self.memory, self.places = None, found.memory, places
-        self._rooms = [self._room(each) for each in places]
+        infos, pickled = found.rest
+        self.file, self.memory, self.infos = None, found.memory, infos
+        self._rooms = [self._room(each) for each in infos]
         self.finish(found.number, pickled)
 
-    def _room(self, place: Place) -> Any:
-        if not place.library:
+    def _room(self, info: ArrayInfo) -> Any:
+        if not info.library:
             return None
-        memory = self.memory[place.start : place.start + place.nbytes]
-        return LIBRARIES[place.library].room(memory, place.dtype, place.shape, place.device)
+        memory = self.memory[info.start : info.start + info.nbytes]
+        return LIBRARIES[info.library].room(memory, info.dtype, info.shape, info.device)
 
     def tree(self) -> Any:
         """The tree; its arrays may lie in this commit's memory: see `Restoration`."""
         return _Unpickler(self.pickled, functools.cache(self._array)).load()
 
     def _array(self, number: int) -> Any:
-        place = self.places[number]
-        return LIBRARIES[place.library].array(self._rooms[number]) if place.library else self.references[place.start]
+        info = self.infos[number]
+        return LIBRARIES[info.library].array(self._rooms[number]) if info.library else self.references[info.start]
 
 
 class _Unpickler(pickle.Unpickler):
@@ -137,7 +137,7 @@ class _Pickler(Pickler):
     def __init__(self, refers: bool) -> None:
         self.file = io.BytesIO()
         super().__init__(self.file)
-        self.places: list[Place] = []
+        self.infos: list[ArrayInfo] = []
         self.arrays: list[Any] = []
         self.of_library: dict[str, list[int]] = collections.defaultdict(list)  # numbers of arrays
         self.references: list[Any] = []
@@ -152,18 +152,18 @@ class _Pickler(Pickler):
         if id(obj) in self._numbers:
             return self._numbers[id(obj)]
         if self._refers and name == "jax":
-            place = Place("", len(self.references), None, (), 0)
+            info = ArrayInfo("", len(self.references), None, (), 0)
             self.references.append(obj)
         elif LIBRARIES[name].fits(obj) and obj.nbytes:
-            place = Place(name, self._nbytes, obj.dtype, tuple(obj.shape), obj.nbytes, LIBRARIES[name].device(obj))
+            info = ArrayInfo(name, self._nbytes, obj.dtype, tuple(obj.shape), obj.nbytes, LIBRARIES[name].device(obj))
             self._nbytes += -(-obj.nbytes // ALIGNMENT) * ALIGNMENT
-            self.of_library[name].append(len(self.places))
+            self.of_library[name].append(len(self.infos))
         else:
             return None
-        self.places.append(place)
+        self.infos.append(info)
         self.arrays.append(obj)
-        self._numbers[id(obj)] = len(self.places) - 1
-        return len(self.places) - 1
+        self._numbers[id(obj)] = len(self.infos) - 1
+        return len(self.infos) - 1
 
 
 class Restoration:

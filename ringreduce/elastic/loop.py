@@ -100,6 +100,6 @@ def _reform(state: State, own: Runtime) -> bool:
 def _await_restart(own: Runtime) -> NoReturn:
     """This rank has committed: let the launcher start the job again, with the hosts that came; it ends this process."""
     JOB.info(f"elastic: {own.hosts_came()} joined; this attempt of the job ends, and the next one continues")
-    launcher_link.report(own.settings.error_file, ready=own.hosts_came())
+    launcher_link.report(own.settings.error_file, committed=own.hosts_came())
     while True:
         time.sleep(1.0)

@@ -205,15 +205,15 @@ class ObjectState(State):
         def committed() -> tuple[Any, ...]:
             if not self.is_sharded:
                 self._commit()
-            return self._committed.number, self._committed.places, self._committed.pickled
+            return self._committed.number, self._committed.infos, self._committed.pickled
 
-        number, places, pickled = broadcast_made(committed, root, objects, global_process_set)
+        number, infos, pickled = broadcast_made(committed, root, objects, global_process_set)
 
         def room() -> Any:
             if is_root:
                 return self._committed.memory
             self._spare.file = self._next_file()
-            self._spare.begin(places)
+            self._spare.begin(infos)
             return self._spare.memory
 
         broadcast_(prepared("broadcast", arrays, GLOBAL, room), root, arrays)

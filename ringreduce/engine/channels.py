@@ -13,7 +13,7 @@ from ringreduce.execution.algorithms import Algorithms
 from ringreduce.execution.allreduce import allreduce
 from ringreduce.execution.channel import Channel
 from ringreduce.execution.context import Context, Operation
-from ringreduce.execution.host import Host, Resources
+from ringreduce.execution.host import HostResources, Resources
 from ringreduce.execution.opening import before_opening
 from ringreduce.execution.operations import alltoall
 from ringreduce.execution.signature import Signature, calling_line
@@ -35,7 +35,7 @@ class Channels:
     def __init__(
         self,
         world: World,
-        host: Host,
+        host: HostResources,
         inbox: Inbox,
         ending: Ending,
         states: Mapping[int, ProcessSetState],

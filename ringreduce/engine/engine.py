@@ -32,7 +32,7 @@ from ringreduce.engine.stalls import StallWatch
 from ringreduce.engine.submitting import Submitting
 from ringreduce.execution.context import Context
 from ringreduce.execution.executor import Executor
-from ringreduce.execution.host import Host
+from ringreduce.execution.host import HostResources
 from ringreduce.execution.lane import Lane
 from ringreduce.execution.steps import StepRecorder
 from ringreduce.execution.submission import Handle
@@ -64,7 +64,7 @@ class Engine:
         world: World,
         transport: EngineTransport,
         settings: Settings,
-        host: Host,
+        host: HostResources,
         clock_offsets_us: Sequence[float] = (),
         process_sets: Sequence[Sequence[int] | str] = (),
     ) -> None:

@@ -168,7 +168,9 @@ class Express:
         state, ending, submitting = self._state, self._ending, self._submitting
         if state.joined or state.closed or ending.error is not None or ending.leaving:
             return False
-        if self._busy or self._inbox.holds_any() or self._inbox.refusals or submitting.watches or submitting.owed > 0:
+        if self._busy or self._inbox.holds_any() or self._inbox.refusals:
+            return False
+        if submitting.inspectors or submitting.owed > 0:
             return False
         if self._timeline.recording or self._recorder.recording or self._negotiation.logs:
             return False

@@ -13,7 +13,7 @@ from ringreduce.engine.negotiation import Negotiation
 from ringreduce.errors import InputError
 from ringreduce.execution.context import Context
 from ringreduce.execution.executor import Ended, Executor, Running
-from ringreduce.execution.host import Host, Resources
+from ringreduce.execution.host import HostResources, Resources
 from ringreduce.execution.submission import Submission
 from ringreduce.negotiation.ending import Ending
 from ringreduce.negotiation.mailbox import Mailbox
@@ -31,7 +31,7 @@ class ProcessSets:
     def __init__(
         self,
         world: World,
-        host: Host,
+        host: HostResources,
         inbox: Inbox,
         mailbox: Mailbox,
         negotiation: Negotiation,

@@ -27,7 +27,7 @@ LONGEST_REASON = 500  # characters
 OF_A_STEP = 16  # elements: of a loss and a few metrics
 
 
-class Watch(Protocol):
+class Inspector(Protocol):
     """What looks at what is submitted, before it can change: checks/nan.py, resum.py, twice.py."""
 
     def look(
@@ -62,7 +62,7 @@ class Submitting:
         """check_gpu: raises InputError for arrays on another GPU than this rank's."""
         self.count = 0  # of all submissions
         self.owed = 0  # elements that a rank which trains is yet to share with others
-        self.watches: Sequence[Watch] = ()
+        self.inspectors: Sequence[Inspector] = ()
         self._world, self._inbox, self._ending, self._check_gpu = world, inbox, ending, check_gpu
         self._process_sets, self._states, self._channels = process_sets, process_sets.states, process_sets.channels
         self._on = inbox.wait, inbox.on_poll
@@ -112,7 +112,7 @@ class Submitting:
         since_s = recorder.passed_s.pop(threading.get_ident(), None) if recorder else None
         line = calling_line(3) if line is None else line
         tensors = inputs if signed is None else signed
-        seen = [(each, each.look(name, names, details, inputs)) for each in self.watches] if self.watches else ()
+        seen = [(each, each.look(name, names, details, inputs)) for each in self.inspectors] if self.inspectors else ()
         on_gpu = (*inputs, *outputs) if any_on_gpu(inputs, outputs) else ()
         with self._inbox.lock:
             state = self._states.get(process_set) or self._channel(kind, process_set)

@@ -124,7 +124,10 @@ class Algorithms:
         return reduction if self.one_host or algorithm == "direct" else reduction.on_wire()
 
     def through_window(
-        self, slots: Sequence[Sequence[shared.Part]], reduction: Reduction, watch: shared.Watch = lambda *_: None
+        self,
+        slots: Sequence[Sequence[shared.BufferPair]],
+        reduction: Reduction,
+        watch: shared.OnPhase = lambda *_: None,
     ) -> Steps[None]:
         """The all-reduce through the region: `shared`, or `hierarchical` among several hosts."""
         if self.region is None:

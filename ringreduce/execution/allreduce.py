@@ -167,7 +167,7 @@ def _through_window(
     inputs = [each.flat for each in batch.inputs]
     outputs = [each.flat for each in batch.outputs]
     parts = [
-        [shared.Part(inputs[number][low:high], outputs[number][low:high]) for number, low, high in bucket.pieces]
+        [shared.BufferPair(inputs[number][low:high], outputs[number][low:high]) for number, low, high in bucket.pieces]
         for bucket in buckets
     ]
     yield from context.algorithms.through_window(parts, reduction, watcher(batch, buckets, context))

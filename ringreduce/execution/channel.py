@@ -23,7 +23,7 @@ from ringreduce.execution.across import NO_ELEMENTS, Across
 from ringreduce.execution.allreduce import travelling
 from ringreduce.execution.context import Context
 from ringreduce.execution.executor import Executor, Running
-from ringreduce.execution.host import Host
+from ringreduce.execution.host import HostResources
 from ringreduce.execution.in_slot import in_slot
 from ringreduce.execution.opening import allgather_object, nothing, opened
 from ringreduce.execution.send_receive import Receiver, send
@@ -71,12 +71,12 @@ class Channel(Running):
         several = signatures is None or not algorithms.one_host
         self.across = Across(algorithms, signatures) if several else None
 
-    def open(self, submission: Submission, host: Host) -> None:
+    def open(self, submission: Submission, host: HostResources) -> None:
         """Make it by its members alone (opening.py); it must be complete before anything else is enqueued."""
         submission.begin(self.running)
         self.executor.enqueue(self._open(submission, host))
 
-    def _open(self, submission: Submission, host: Host) -> Steps[None]:
+    def _open(self, submission: Submission, host: HostResources) -> Steps[None]:
         context = self._context
         others = set(context.members) - {self._world.rank}
         if doubtful := sorted(host.opening & others):

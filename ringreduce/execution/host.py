@@ -51,7 +51,7 @@ def clear_block(window: Window, settings: Settings, local_rank: int) -> None:
     block[block_bytes(settings.shared_slot_bytes, settings.shared_regions) :] = 0
 
 
-class Host:
+class HostResources:
     """This rank's host. `window` is None on all ranks or on none."""
 
     def __init__(

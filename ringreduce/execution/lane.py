@@ -97,7 +97,7 @@ class Lane:
             return False
         try:
             begun = channel.signed is not None or channel.crossing is not None
-            watched = self._submitting.watches or self._submitting.owed > 0
+            watched = self._submitting.inspectors or self._submitting.owed > 0
             if begun or self._executor.busy or channel.closed or self._timeline.recording or watched:
                 return False
             run, signatures, region, slots, in_python, _, what = known

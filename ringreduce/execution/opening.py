@@ -17,7 +17,7 @@ import numpy as np
 from ringreduce.collectives import bruck, ring
 from ringreduce.errors import InputError, MismatchError
 from ringreduce.execution.algorithms import Algorithms
-from ringreduce.execution.host import Host
+from ringreduce.execution.host import HostResources
 from ringreduce.transport.base import Steps, Transport
 from ringreduce.transport.blocks import shared_blocks
 from ringreduce.transport.window import GPU_PACKED, Flags, Region, Signatures, Window, block_bytes
@@ -36,7 +36,7 @@ def allgather_object(value: Any, transport: Transport) -> Steps[list[Any]]:
     return [pickle.loads(each.data) for each in np.split(gathered, np.cumsum(lengths)[:-1])]  # noqa: S301
 
 
-def before_opening(host: Host, members: Sequence[int]) -> Algorithms:
+def before_opening(host: HostResources, members: Sequence[int]) -> Algorithms:
     """What the members open a channel with. All openings have the same tags, so `abandon` does nothing by itself."""
     algorithms = host.own_algorithms(host.first_own_tags, members)
     algorithms.abandon = nothing
@@ -47,7 +47,9 @@ def nothing() -> None:
     """What a channel abandons that has no messages in flight, but whose tags others may use."""
 
 
-def opened(host: Host, members: Sequence[int], name: str, transport: Transport) -> Steps[tuple[Algorithms, Any]]:
+def opened(
+    host: HostResources, members: Sequence[int], name: str, transport: Transport
+) -> Steps[tuple[Algorithms, Any]]:
     """The algorithms of a channel, and its `Signatures`, None where its members share no memory.
 
     transport: of `before_opening`.

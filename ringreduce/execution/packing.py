@@ -19,7 +19,7 @@ Collective = Callable[[Any, Any], Steps[None]]
 """Called with a bucket's elements, changed in place, and its sums where those have a wider type, else None."""
 
 
-def watcher(batch: Batch, buckets: Sequence[fusion.Bucket], context: Context) -> shared.Watch:
+def watcher(batch: Batch, buckets: Sequence[fusion.Bucket], context: Context) -> shared.OnPhase:
     """Records the phases of each bucket in the timeline; after the last one its owners may complete."""
 
     def watch(number: int, phase: int) -> None:

@@ -16,7 +16,7 @@ from weakref import WeakKeyDictionary
 
 from ringreduce.arrays.buffer import Buffer
 from ringreduce.execution.submission import Submission
-from ringreduce.transport.blocks import SHARED_MEMORY, AllgatherObject, Place, mapped
+from ringreduce.transport.blocks import SHARED_MEMORY, AllgatherObject, SharedFile, mapped
 
 WISHED = 1
 ROOM = 2  # times as much memory must be free as all members need
@@ -57,15 +57,15 @@ class SharedArrays:
     def share(self, submission: Submission, members: int, allgather: AllgatherObject) -> Generator[Any, Any, int]:
         """Move this array and map the others'; all members call it. Returns its number, or REFUSED, on all alike."""
         memory: ArrayMemory = submission.payload
-        place, why = None, ""
+        shared_file, why = None, ""
         try:
             _check_room(members * memory.nbytes)
             descriptor, array = memory.move()
             submission.inputs = submission.outputs = [array]
-            place = Place.of(descriptor)
+            shared_file = SharedFile.of(descriptor)
         except OSError as exc:
             why = str(exc)
-        others = yield from allgather((place, why))
+        others = yield from allgather((shared_file, why))
         try:
             arrays = [] if any(why for _, why in others) else [mapped(each, memory.nbytes) for each, _ in others]
         except OSError:

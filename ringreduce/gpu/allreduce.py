@@ -240,7 +240,7 @@ class GpuReduction(GpuBatch):
     def _in_window(self, flat: Any, _: int) -> Steps[None]:
         step = self.context.settings.shared_slot_bytes // flat.itemsize
         pieces = [flat[low : low + step] for low in range(0, flat.size, step)]
-        parts = [[shared.Part(piece, piece)] for piece in pieces]
+        parts = [[shared.BufferPair(piece, piece)] for piece in pieces]
         yield from self.context.algorithms.through_window(parts, self.reduction)
 
 

@@ -107,7 +107,7 @@ def report(error_file: str, **message: object) -> bool:
     suspects, why    ranks (of the job's start) that hold the others up, so that it ends them
     meeting          this rank waits for the others of the list with this number; it ends those that do not say so
     reformed         the world of the list with this number works
-    ready            this rank has committed, and awaits the restart with these hosts
+    committed        this rank has committed, and awaits the restart with these hosts
     measured         what `monitor.reporting` has of this rank's steps
     finding          what a check has found, in words
     notice           what to show of the job, once, though several ranks may say it

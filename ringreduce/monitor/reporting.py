@@ -24,7 +24,7 @@ from typing import Any
 
 from ringreduce._version import __version__
 from ringreduce.execution.algorithms import Algorithms
-from ringreduce.execution.host import Host
+from ringreduce.execution.host import HostResources
 from ringreduce.execution.steps import MOST, Step, StepRecorder
 from ringreduce.monitor import launcher_link, loaders
 from ringreduce.monitor.sampling import Sampler, memory
@@ -50,7 +50,7 @@ class Reporting:
         self,
         recorder: StepRecorder,
         transport: EngineTransport,
-        host: Host,
+        host: HostResources,
         about: Mapping[str, Any],
         algorithms: Algorithms,
         fusion_bytes: int,
@@ -141,7 +141,7 @@ class Reporting:
         return launcher_link.report(self._host.settings.error_file, measured={kind: shortened(body)})
 
 
-def about(host: Host, settings: Settings, algorithms: Algorithms, clock_ahead_us: float) -> dict[str, Any]:
+def about(host: HostResources, settings: Settings, algorithms: Algorithms, clock_ahead_us: float) -> dict[str, Any]:
     """What a rank is; what is equal on all ranks only rank 0 says."""
     world, defaults = host.world, dataclasses.asdict(Settings())
     own = {

@@ -24,7 +24,7 @@ from ringreduce.api.objects import allgather_object
 from ringreduce.errors import InputError
 from ringreduce.execution.submission import Handle
 from ringreduce.optim.exchange import Exchange
-from ringreduce.transport.blocks import SHARED_MEMORY, Place, mapped
+from ringreduce.transport.blocks import SHARED_MEMORY, SharedFile, mapped
 
 ALIGNMENT = 64
 OPTION = "ShardedOptimizer(shared_parameters=True)"
@@ -61,15 +61,15 @@ class SharedParameters:
         return moved
 
     def _memory(self, nbytes: int, kinds: dict[str, str]) -> Any:
-        file, place, memory, why = -1, None, None, ""
+        file, shared_file, memory, why = -1, None, None, ""
         try:
             if self._set.rank() == 0:
                 file = os.open(SHARED_MEMORY, os.O_TMPFILE | os.O_RDWR, 0o600)
                 os.posix_fallocate(file, 0, nbytes)
-                place = Place.of(file)
+                shared_file = SharedFile.of(file)
         except OSError as exc:
             why = f"{SHARED_MEMORY} has no {nbytes / 1e6:.1f} MB ({exc.strerror}); enlarge it (docker run --shm-size=…)"
-        found = allgather_object((self._world.hosts[self._world.rank], place, why, kinds), process_set=self._set)
+        found = allgather_object((self._world.hosts[self._world.rank], shared_file, why, kinds), process_set=self._set)
         if len({host for host, *_ in found}) > 1:
             why = "the ranks are on several hosts; expected one, whose memory they share"
         for number, (*_, theirs) in enumerate(found):

@@ -19,9 +19,9 @@ import numpy as np
 
 from ringreduce.arrays import device_selection
 from ringreduce.engine.engine import Engine
-from ringreduce.engine.submitting import Watch
+from ringreduce.engine.submitting import Inspector
 from ringreduce.errors import CollectiveError, NotInitializedError, StalledError
-from ringreduce.execution.host import Host
+from ringreduce.execution.host import HostResources
 from ringreduce.execution.submission import Handle
 from ringreduce.monitor import launcher_link, stall_report
 from ringreduce.monitor.launcher_link import StatusServer
@@ -40,7 +40,7 @@ class Setup(NamedTuple):
 
     world: World
     transport: MessageTransport | ThreadTransport
-    host: Host
+    host: HostResources
     clock_offsets_us: Sequence[float] = ()  # by rank, how far its clock is ahead of rank 0's; by default 0
     process_sets: ProcessSets = ()
 
@@ -69,7 +69,7 @@ class Runtime:
         self.gpu, self.settings = gpu, settings
         self.checks = Checks.parse(settings.check)  # `check` replaces them, on all ranks
         self.watch: Any = None  # checks.nan.Nan, where the check for NaN is on
-        self.watches: Sequence[Watch] = ()  # every check that looks at submissions
+        self.inspectors: Sequence[Inspector] = ()  # every check that looks at submissions
         self._has_warned = False  # that ranks hang in shutdown()
         self.enter(setup)
         self._status_server = status_server or StatusServer(settings.error_file, str)
@@ -81,7 +81,7 @@ class Runtime:
         self.world, self.transport, host, offsets_us, sets = setup
         self.clock_ahead_s = offsets_us[self.world.rank] / 1e6 if offsets_us else 0.0  # of rank 0's
         self.engine = Engine(self.world, self.transport, self.settings, host, offsets_us, sets)
-        self.engine.submitting.watches = self.watches
+        self.engine.submitting.inspectors = self.inspectors
         self.engine.gpu.default_index = self.gpu.index or 0
 
     def membership_changed(self) -> bool:

@@ -18,7 +18,7 @@ AllgatherObject = Callable[[Any], Steps[Sequence[Any]]]
 """Every rank's value, by rank."""
 
 
-class Place(NamedTuple):
+class SharedFile(NamedTuple):
     """Where this host's processes find a file that has no name, while its own process has it open."""
 
     path: str
@@ -26,7 +26,7 @@ class Place(NamedTuple):
     inode: int
 
     @classmethod
-    def of(cls, descriptor: int) -> Place:
+    def of(cls, descriptor: int) -> SharedFile:
         """Of this process's file."""
         found = os.fstat(descriptor)
         return cls(f"/proc/{os.getpid()}/fd/{descriptor}", found.st_dev, found.st_ino)
@@ -41,36 +41,36 @@ def shared_blocks(
     Returns: the blocks, 1-D uint8, zero, and an empty text; or on all ranks no blocks, and the reason.
     """
     local = [each for each, host in enumerate(hosts) if host == hosts[rank]]
-    steps, places = _allocate(nbytes, len(local)), None
+    steps, shared_files = _allocate(nbytes, len(local)), None
     while True:
-        place, error = None, ""
+        shared_file, error = None, ""
         try:
-            place = steps.send(places)
+            shared_file = steps.send(shared_files)
         except StopIteration as done:
             return done.value, ""
         except OSError as exc:
             error = str(exc)
-        gathered = yield from allgather((place, error))
+        gathered = yield from allgather((shared_file, error))
         errors = [f"rank {number}: {each}" for number, (_, each) in enumerate(gathered) if each]
         if errors:
             steps.close()
             return [], errors[0]
-        places = [gathered[each][0] for each in local]
+        shared_files = [gathered[each][0] for each in local]
 
 
-def _allocate(nbytes: int, local_size: int) -> Generator[Place | None, list[Place] | None, list[Any]]:
+def _allocate(nbytes: int, local_size: int) -> Generator[SharedFile | None, list[SharedFile] | None, list[Any]]:
     """Allocate a block and map those of all ranks of this host; after each step all ranks must agree to go on.
 
     A block is a file that never has a name, so whatever kills a rank leaves nothing. Each rank reserves its own block,
     on its NUMA node; when the memory is missing, that is an OSError here, where a write would raise SIGBUS.
 
-    Yields: its place, in exchange for those of all ranks of this host; then nothing.
+    Yields: its file, in exchange for those of all ranks of this host; then nothing.
     """
     descriptor = os.open(SHARED_MEMORY, os.O_TMPFILE | os.O_RDWR, 0o600)
     with open(descriptor, "rb+") as own:
         own.truncate(nbytes)
-        places = yield Place.of(descriptor)
-        blocks = [mapped(each, nbytes) for each in places or ()]
+        shared_files = yield SharedFile.of(descriptor)
+        blocks = [mapped(each, nbytes) for each in shared_files or ()]
         yield None
         try:
             os.posix_fallocate(descriptor, 0, nbytes + MARGIN_BYTES)
@@ -86,18 +86,18 @@ def _allocate(nbytes: int, local_size: int) -> Generator[Place | None, list[Plac
     return blocks
 
 
-def mapped(place: Place, nbytes: int) -> Any:
+def mapped(shared_file: SharedFile, nbytes: int) -> Any:
     """A rank's block, which is freed when no rank has an array of it any more.
 
     Raises: OSError where its process has another number here, as in another container, or belongs to another user.
     """
     try:
-        with open(place.path, "rb+") as file:
-            if Place.of(file.fileno())[1:] != place[1:]:
+        with open(shared_file.path, "rb+") as file:
+            if SharedFile.of(file.fileno())[1:] != shared_file[1:]:
                 raise FileNotFoundError
             return np.frombuffer(mmap.mmap(file.fileno(), nbytes), np.uint8)
     except (FileNotFoundError, PermissionError) as exc:
         raise OSError(
-            f"{place.path}, the memory of a rank on this host, cannot be opened here: containers must share process "
-            "numbers (docker run --pid=…) and the user"
+            f"{shared_file.path}, the memory of a rank on this host, cannot be opened here: containers must share "
+            "process numbers (docker run --pid=…) and the user"
         ) from exc

@@ -7,7 +7,7 @@ import time
 
 import numpy as np
 
-from ringreduce.collectives.shared import Part
+from ringreduce.collectives.shared import BufferPair
 from ringreduce.transport.window import Region, Window, block_bytes
 from tests.support.patience import patient
 from tests.support.reference import MATRIX
@@ -81,7 +81,7 @@ def slots_of(source, target, capacity, pieces):
     bounds = sorted({0, count, *range(0, count, capacity), *inner})
     slots = [[] for _ in range(0, count, capacity)]
     for low, high in itertools.pairwise(bounds):
-        slots[low // capacity].append(Part(source[low:high], target[low:high]))
+        slots[low // capacity].append(BufferPair(source[low:high], target[low:high]))
     return slots
 
 

@@ -25,7 +25,7 @@ import numpy as np
 from ringreduce.arrays.buffer import numpy_buffer
 from ringreduce.engine.engine import Engine
 from ringreduce.errors import CollectiveError, MismatchError, PeerLostError
-from ringreduce.execution.host import Host, window_bytes
+from ringreduce.execution.host import HostResources, window_bytes
 from ringreduce.execution.submission import Submission
 from ringreduce.negotiation.protocol import decode
 from ringreduce.ops import Sum
@@ -129,7 +129,7 @@ class Rank:
         self.wire = _Wire(job.network, number, job.sent)
         world = World(number, len(job.hosts), job.hosts)
         with mock.patch.object(threading, "Thread", return_value=mock.Mock(spec=["start"])):  # the job polls
-            self.engine = Engine(world, self.wire, job.settings, Host(world, self.wire, job.settings, window))
+            self.engine = Engine(world, self.wire, job.settings, HostResources(world, self.wire, job.settings, window))
         self.negotiation = self.engine.negotiation
         self.negotiation._next_check_s = math.inf  # when anything is late, a step says
         self._run, self.negotiation._run = self.negotiation._run, self._runs

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from ringreduce.errors import CollectiveError
-from ringreduce.execution.host import Host, clear_block
+from ringreduce.execution.host import HostResources, clear_block
 from ringreduce.execution.opening import allgather_object
 from ringreduce.monitor import launcher_link
 from ringreduce.runtime import ProcessSets, Setup
@@ -56,7 +56,7 @@ def setup_of(start: Setup, world: World, transport: MessageTransport, process_se
     if host.window is not None and len(set(world.hosts)) < world.size:  # else, as at the start, no rank has one
         beside = [each for each in world.origins if whole.hosts[each] == whole.hosts[whole.rank]]
         window = Window([host.window.blocks[whole.local_ranks[each]] for each in beside])
-    later = Host(world, transport, host.settings, window, host.constants, host.cores, host.links)
+    later = HostResources(world, transport, host.settings, window, host.constants, host.cores, host.links)
     offsets = [start.clock_offsets_us[each] for each in world.origins]
     return Setup(world, transport, later, [each - offsets[0] for each in offsets], process_sets)
 

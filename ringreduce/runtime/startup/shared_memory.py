@@ -7,7 +7,7 @@ from typing import Any
 
 from ringreduce.collectives.cost_model import Constants
 from ringreduce.execution.algorithms import candidates, check, usable_algorithms
-from ringreduce.execution.host import Host, window_bytes
+from ringreduce.execution.host import HostResources, window_bytes
 from ringreduce.log import JOB
 from ringreduce.runtime.startup import measure
 from ringreduce.settings import Settings
@@ -20,7 +20,7 @@ from ringreduce.transport.world import World
 from ringrun.machine.cpus import cpu_quota, limited, usable_cpus
 
 
-def prepare_host(world: World, transport: MessageTransport, settings: Settings) -> Host:
+def prepare_host(world: World, transport: MessageTransport, settings: Settings) -> HostResources:
     """Make the window, and measure constants and links where several algorithms are possible; every rank must call it.
 
     Without shared memory, and for a slow link, rank 0 logs a warning. Cost: on several hosts up to 500 ms.
@@ -37,7 +37,7 @@ def prepare_host(world: World, transport: MessageTransport, settings: Settings) 
         found = links.measured(world, transport)
     for warning in found.warnings() if world.rank == 0 else ():
         JOB.warning(warning)
-    return Host(world, transport, settings, window, constants, host_cores(world), found)
+    return HostResources(world, transport, settings, window, constants, host_cores(world), found)
 
 
 def host_cores(world: World) -> int:

@@ -19,7 +19,7 @@ from ringrun.agent import kept_commits, shm_cleanup
 from ringrun.agent.agent import Agent
 from ringrun.connection import wire
 from ringrun.connection.link import HostSilentError
-from ringrun.environment import Place, Settings
+from ringrun.environment import RankInfo, Settings
 from ringrun.machine.placement import Share
 from ringrun.machine.topology import Gpu, Topology
 from tests.support import jobs
@@ -85,7 +85,7 @@ def test_an_agent_removes_the_folder_of_commits_that_ringrun_has_named_and_no_ot
             commits=commits,
         )
         agent = Agent(
-            ScriptedLink(setup, wire.End()), Place(0, 1, 0, 1), Settings(HEAD, "openmpi", str(number)), daemon=0
+            ScriptedLink(setup, wire.End()), RankInfo(0, 1, 0, 1), Settings(HEAD, "openmpi", str(number)), daemon=0
         )
         with pytest.raises(SystemExit):
             agent.run()
@@ -147,7 +147,7 @@ def ends_its_rank(link, folder, monkeypatch):
         agent_module.processes, "kill_descendants", lambda: None
     )  # those of this process are other tests'
     with subprocess.Popen(["sleep", "100"], start_new_session=True) as child:
-        agent = Agent(link, Place(1, 3, 0, 1), Settings(HEAD, "openmpi", str(folder)), daemon=child.pid)
+        agent = Agent(link, RankInfo(1, 3, 0, 1), Settings(HEAD, "openmpi", str(folder)), daemon=child.pid)
         with pytest.raises(SystemExit):
             agent._await_end(child.pid)
         agent._rank_socket._socket.close()
@@ -209,7 +209,7 @@ def test_a_death_that_is_heard_in_two_ways_is_reported_once(tmp_path, monkeypatc
     dies = threading.Event()
     monkeypatch.setattr(agent_module, "await_death", lambda files, pid: dies.wait(patient(5)) and 7)
     link = SlowLink()
-    agent = Agent(link, Place(0, 1, 0, 1), Settings(HEAD, "openmpi", str(tmp_path)), daemon=0)
+    agent = Agent(link, RankInfo(0, 1, 0, 1), Settings(HEAD, "openmpi", str(tmp_path)), daemon=0)
     lives = [sys.executable, "-c", "import os, sys; sys.stdin.readline(); os._exit(7)"]
     child = subprocess.Popen(lives, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     agent._on_init(child.pid, [])
@@ -231,7 +231,7 @@ def test_an_agent_that_can_start_no_thread_answers_and_goes_on(tmp_path, monkeyp
         raise RuntimeError("can't start new thread")
 
     link = SlowLink()
-    agent = Agent(link, Place(0, 1, 0, 1), Settings(HEAD, "openmpi", str(tmp_path)), daemon=0)
+    agent = Agent(link, RankInfo(0, 1, 0, 1), Settings(HEAD, "openmpi", str(tmp_path)), daemon=0)
     monkeypatch.setattr(threading.Thread, "start", refuse)
     agent._handle(wire.Ask(7), 1)
     agent._on_init(1, [])
@@ -242,7 +242,7 @@ def test_an_agent_that_can_start_no_thread_answers_and_goes_on(tmp_path, monkeyp
 def test_output_that_ringrun_does_not_take_waits_in_the_rank_until_its_end(tmp_path):
     link = SlowLink()
     link._died.set()
-    agent = Agent(link, Place(0, 1, 0, 1), Settings(HEAD, "openmpi", str(tmp_path)), daemon=0)
+    agent = Agent(link, RankInfo(0, 1, 0, 1), Settings(HEAD, "openmpi", str(tmp_path)), daemon=0)
     chatters = [sys.executable, "-c", f"import os; os.write(1, bytes({9 * wire.MOST_AHEAD_BYTES}))"]
     child = subprocess.Popen(chatters, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
@@ -266,7 +266,7 @@ def test_output_that_ringrun_does_not_take_waits_in_the_rank_until_its_end(tmp_p
 
 def test_a_death_is_reported_before_what_the_rank_wrote_is_read(tmp_path):
     link = SlowLink()
-    agent = Agent(link, Place(0, 1, 0, 1), Settings(HEAD, "openmpi", str(tmp_path)), daemon=0)
+    agent = Agent(link, RankInfo(0, 1, 0, 1), Settings(HEAD, "openmpi", str(tmp_path)), daemon=0)
     last_words = [sys.executable, "-c", "import os; os.write(1, b'last words'); os._exit(7)"]
     child = subprocess.Popen(last_words, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     with child, pytest.raises(SystemExit):
@@ -287,7 +287,7 @@ def test_a_death_is_reported_before_what_the_rank_wrote_is_read(tmp_path):
 def test_gpus_without_a_rank_are_named_once_on_each_host(rank, local_rank, ranks, idle, bind, tmp_path, monkeypatch):
     monkeypatch.setattr(agent_module, "place", lambda topology, size: [Share(())] * size)
     link, settings = ScriptedLink(), Settings(HEAD, "openmpi", str(tmp_path), bind=bind, verbose=True)
-    agent = Agent(link, Place(rank, 8, local_rank, ranks), settings, daemon=0)
+    agent = Agent(link, RankInfo(rank, 8, local_rank, ranks), settings, daemon=0)
     agent._share(Topology((), tuple(Gpu(str(index)) for index in range(8))))
     agent._rank_socket._socket.close()
     text = f"; {idle} of 8 GPUs idle: for a rank on each, raise -np, or Slurm's --ntasks-per-node"

@@ -11,7 +11,7 @@ import pytest
 from ringrun.agent.agent import Agent
 from ringrun.agent.join_watch import JoinWatch
 from ringrun.connection.wire import Alone, Grouped, InInit, Initialized
-from ringrun.environment import Place, Settings
+from ringrun.environment import RankInfo, Settings
 from tests.launcher.agent.test_agent import HEAD, ScriptedLink
 
 FIRST = """
@@ -67,7 +67,7 @@ def test_which_children_may_have_joined_others(own, child, connected, found, tmp
 
 def test_an_agent_passes_on_that_its_rank_is_alone_unless_a_child_is_not(tmp_path):
     link, alone = ScriptedLink(), Alone("torch", ends=True, in_vain=False)
-    agent = Agent(link, Place(0, 2, 0, 1), Settings(HEAD, "openmpi", str(tmp_path)), daemon=0)
+    agent = Agent(link, RankInfo(0, 2, 0, 1), Settings(HEAD, "openmpi", str(tmp_path)), daemon=0)
     agent._pass_on(alone)
     agent._join_watch.may_have_joined = True
     agent._pass_on(alone)

@@ -54,7 +54,7 @@ def test_all_that_a_rank_has_said_is_passed_on_in_order(tmp_path, agents, heard)
     launcher_link.report(files, meeting=3)
     launcher_link.report(files, reformed=3)
     launcher_link.report(files, left="its script ended")
-    launcher_link.report(files, ready="h3:2")
+    launcher_link.report(files, committed="h3:2")
     launcher_link.report(files, measured={"totals": {"step": 4}})
     launcher_link.report(files, finding="rank 1: 'w' is NaN")
     assert heard == [wire.InInit(10.0)], "nobody has read it yet"
@@ -67,7 +67,7 @@ def test_all_that_a_rank_has_said_is_passed_on_in_order(tmp_path, agents, heard)
         wire.Meeting(3),
         wire.Reformed(3),
         wire.Left("its script ended"),
-        wire.Ready("h3:2"),
+        wire.Committed("h3:2"),
         wire.Measured('{"totals": {"step": 4}}'),
         wire.Finding("rank 1: 'w' is NaN"),
     ]

@@ -23,7 +23,7 @@ from ringrun.errors import MachineError
 from ringrun.hosts import Host, Machine, Machines
 from ringrun.job.events import Arrived, Deaf, RankDied, RankEnded, Refused, Reported
 from ringrun.job.plan import Job
-from ringrun.job.ranks import Channel, RankSetup
+from ringrun.job.ranks import Agents, RankSetup
 from ringrun.output.display import Output
 from ringrun.processes import raise_open_files
 from tests.support.patience import patient, wait_until
@@ -45,10 +45,10 @@ def events():
 
 
 @pytest.fixture
-def channel(tmp_path, events):
+def agents(tmp_path, events):
     listener = Listener(str(tmp_path), ["127.0.0.1"], SIZE)
     setup = RankSetup(folder="/work", local={"A": "b"})
-    made = Channel(listener, JOB, setup, Output(SIZE, {}), events)
+    made = Agents(listener, JOB, setup, Output(SIZE, {}), events)
     made.start()
     links = []
 
@@ -82,8 +82,8 @@ NO_MESSAGE = "a message that ringrun does not understand: b"
         (wire.encode(Setup(("x",), "h", 1, "/", {}, gives_stdin=False)), 1, "an agent does not send Setup"),
     ],
 )
-def test_what_no_agent_sends_is_the_end_of_that_rank_and_says_why(channel, events, sent, times, why):
-    link = channel[1](hello(0))
+def test_what_no_agent_sends_is_the_end_of_that_rank_and_says_why(agents, events, sent, times, why):
+    link = agents[1](hello(0))
     assert events.get(timeout=10) == Arrived(0, "h0", 2345)
     link.send(Started(4711))
     link._socket.sendall(link._writer.frame(sent) * times)
@@ -92,13 +92,13 @@ def test_what_no_agent_sends_is_the_end_of_that_rank_and_says_why(channel, event
     assert ended.end.failed
     assert (ended.end.rank, ended.end.pid) == (0, 4711)
     assert ended.end.lost.startswith(f"its connection is broken: {why}")
-    assert channel[0].gone == {0}
+    assert agents[0].gone == {0}
     with pytest.raises((EOFError, OSError)):
         link.receive()  # the agent sees it, and ends its rank
 
 
-def test_a_rank_that_is_cut_off_is_lost_for_that_reason_and_its_agent_sees_the_end(channel, events):
-    made, come = channel
+def test_a_rank_that_is_cut_off_is_lost_for_that_reason_and_its_agent_sees_the_end(agents, events):
+    made, come = agents
     links = [come(hello(rank)) for rank in range(2)]
     assert {events.get(timeout=10).rank for _ in links} == {0, 1}
     made.cut(1, "its node has left")
@@ -127,8 +127,8 @@ def test_a_rank_that_is_cut_off_is_lost_for_that_reason_and_its_agent_sees_the_e
         (None, "an agent begins with what it has not sent: message 0 of this connection was changed"),
     ],
 )
-def test_only_ranks_that_the_job_awaits_are_let_in_and_each_once(channel, events, second, reason):
-    made, come = channel
+def test_only_ranks_that_the_job_awaits_are_let_in_and_each_once(agents, events, second, reason):
+    made, come = agents
     first = come(hello(0))
     assert isinstance(events.get(timeout=10), Arrived)
     refused = come(second)
@@ -146,8 +146,8 @@ def test_all_but_output_is_heard_while_nobody_reads_what_ranks_print(tmp_path, e
     read, write = os.pipe()
     listener = Listener(str(tmp_path), [], 1)
     output = Output(1, {}, write, write)
-    channel = Channel(listener, Job(1, ["true"]), RankSetup(), output, events)
-    channel.start()
+    agents = Agents(listener, Job(1, ["true"]), RankSetup(), output, events)
+    agents.start()
     agent = connect(listener.address, listener.authkey)
     agent.send(hello(0, 1, socket.gethostname()))
     lines = [b"%06d" % number + b"x" * 65000 for number in range(20)]
@@ -172,26 +172,26 @@ def test_all_but_output_is_heard_while_nobody_reads_what_ranks_print(tmp_path, e
     taken = agent.receive()
     assert isinstance(taken, Taken)
     assert taken.nbytes >= 65000
-    assert not channel.gone
+    assert not agents.gone
     agent.close()
-    wait_until(lambda: channel.gone == {0})
-    channel.close()
+    wait_until(lambda: agents.gone == {0})
+    agents.close()
     os.close(write)
 
 
-def test_a_listener_that_breaks_says_so(channel, events, monkeypatch):
+def test_a_listener_that_breaks_says_so(agents, events, monkeypatch):
     def refuse(*_):
         raise RuntimeError("can't start new thread")
 
-    _, come = channel
-    monkeypatch.setattr(Channel, "admit", refuse)
+    _, come = agents
+    monkeypatch.setattr(Agents, "admit", refuse)
     come(hello(0))
     assert events.get(timeout=10) == Deaf("RuntimeError: can't start new thread")
 
 
-def test_each_rank_takes_one_descriptor_and_no_thread(channel, events):
+def test_each_rank_takes_one_descriptor_and_no_thread(agents, events):
     """512 and 4096 of them: tests/end_to_end/test_bench.py."""
-    _, come = channel
+    _, come = agents
     before, threads = open_files(), {*threading.enumerate()}
     for rank in range(SIZE):
         come(hello(rank))
@@ -231,14 +231,14 @@ def test_a_limit_that_is_too_low_for_the_job_is_told_with_the_cure():
 def test_what_all_are_sent_is_encoded_once(monkeypatch):
     encoded = []
     monkeypatch.setattr(wire, "encode", lambda message: encoded.append(message) or b"frame")
-    channel, frames = Channel(None, Job(3, ["true"]), RankSetup(), None, None), []
-    channel._links = dict.fromkeys(range(3), SimpleNamespace(send_encoded=frames.append))
-    channel.broadcast(Note("x"))
+    agents, frames = Agents(None, Job(3, ["true"]), RankSetup(), None, None), []
+    agents._links = dict.fromkeys(range(3), SimpleNamespace(send_encoded=frames.append))
+    agents.broadcast(Note("x"))
     assert (encoded, frames) == ([Note("x")], [b"frame"] * 3)
 
 
-def test_an_agent_that_may_use_other_cores_than_those_of_its_host_is_refused(channel, events):
-    made, come = channel
+def test_an_agent_that_may_use_other_cores_than_those_of_its_host_is_refused(agents, events):
+    made, come = agents
     made._job = replace(JOB, hosts=[(Host("h0"), 3), (Host("h1"), 1)])
     for rank, (host, local_rank, count, cpus) in enumerate(
         [("h0", 0, 3, "0-1"), ("h0", 1, 3, "0-1"), ("h0", 2, 3, "2-3"), ("h1", 0, 1, "2-3")]

@@ -9,7 +9,7 @@ import pytest
 
 from ringrun.engines import ENGINES, MPICH, Across, Launcher, Library, OpenMPI, Srun, detect
 from ringrun.engines.detect import Detected, by_srun, engine_of, find_launcher, probe_library
-from ringrun.environment import Place
+from ringrun.environment import RankInfo
 from ringrun.errors import MachineError, UsageError
 from ringrun.hosts import Host
 from tests.support.jobs import executable
@@ -85,10 +85,10 @@ RANK_VARIABLES = {
 @pytest.mark.parametrize("name", ENGINES)
 def test_a_rank_finds_its_place_by_all_its_variables(name):
     variables = RANK_VARIABLES[name]
-    assert ENGINES[name].place(variables) == Place(rank=5, size=8, local_rank=1, local_size=4)
+    assert ENGINES[name].rank_info(variables) == RankInfo(rank=5, size=8, local_rank=1, local_size=4)
     for missing in variables:
         with pytest.raises(KeyError, match=missing):
-            ENGINES[name].place({key: value for key, value in variables.items() if key != missing})
+            ENGINES[name].rank_info({key: value for key, value in variables.items() if key != missing})
 
 
 ACROSS = Across(

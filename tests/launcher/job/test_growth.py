@@ -151,7 +151,7 @@ def test_a_script_that_fails_changes_nothing_and_is_told_once(clock):
 
 
 class Recorded:
-    """A channel and an output."""
+    """Agents and an output."""
 
     colours = False
 

@@ -58,7 +58,7 @@ def test_ranks_are_asked_each_second_once_one_waits_and_more_and_more_rarely_bef
 
 
 class Answering(Fake):
-    """A channel whose ranks say at once where they are, and end by the signal that they are sent."""
+    """Agents whose ranks say at once where they are, and end by the signal that they are sent."""
 
     def __init__(self, *events):
         super().__init__()

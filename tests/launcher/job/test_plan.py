@@ -14,7 +14,7 @@ import pytest
 from ringrun.connection.wire import Address, Setup
 from ringrun.engines import ENGINES, MPICH, Launcher, Library
 from ringrun.engines.detect import Detected
-from ringrun.environment import HOOK_DIRECTORY, HOROVOD_DIRECTORY, Place, Settings, rank_environment
+from ringrun.environment import HOOK_DIRECTORY, HOROVOD_DIRECTORY, RankInfo, Settings, rank_environment
 from ringrun.errors import MachineError, UsageError
 from ringrun.folders import make_private_folder, private_folder
 from ringrun.hosts import Host, Interface, Machine, Machines
@@ -183,12 +183,12 @@ def test_settings_survive_the_environment():
         Settings.from_environment({})
 
 
-PLACE = Place(rank=5, size=8, local_rank=1, local_size=4)
+INFO = RankInfo(rank=5, size=8, local_rank=1, local_size=4)
 
 
 def test_the_variables_of_a_rank():
     inherited = {**SETTINGS.to_environment(), "RINGRUN_AUTHKEY": "secret", "HOME": "/root", "RANK": "99"}
-    assert rank_environment(PLACE, SETUP, "/tmp/private", inherited, threads=2) == {
+    assert rank_environment(INFO, SETUP, "/tmp/private", inherited, threads=2) == {
         "HOME": "/root",
         "RANK": "5",
         "WORLD_SIZE": "8",
@@ -215,11 +215,11 @@ PLACED = {"RINGREDUCE_PLACED_GPU": "0000:01:00.0", "RINGREDUCE_CUDA_DEVICE": "1"
 
 def test_with_horovod_ranks_and_what_they_start_find_it_and_its_variables():
     inherited = {"RINGREDUCE_HOROVOD": "1", "PYTHONPATH": "/mine"}
-    environment = rank_environment(PLACE, SETUP, "/tmp/private", inherited, threads=2)
+    environment = rank_environment(INFO, SETUP, "/tmp/private", inherited, threads=2)
     assert environment["PYTHONPATH"].split(os.pathsep) == [HOOK_DIRECTORY, HOROVOD_DIRECTORY, "/mine"]
     theirs = {"HOROVOD_RANK": "5", "HOROVOD_SIZE": "8", "HOROVOD_LOCAL_RANK": "1", "HOROVOD_LOCAL_SIZE": "4"}
     assert environment.items() >= theirs.items()
-    without = rank_environment(PLACE, SETUP, "/tmp/private", inherited | {"RINGREDUCE_HOROVOD": "0"}, threads=2)
+    without = rank_environment(INFO, SETUP, "/tmp/private", inherited | {"RINGREDUCE_HOROVOD": "0"}, threads=2)
     assert not {*theirs} & {*without}
     assert HOROVOD_DIRECTORY not in without["PYTHONPATH"]
 
@@ -249,7 +249,7 @@ def test_with_horovod_ranks_and_what_they_start_find_it_and_its_variables():
     ],
 )
 def test_what_becomes_of_variables_that_are_set(sent, inherited, gpu, expected):
-    environment = rank_environment(PLACE, SETUP._replace(variables=sent), "/tmp/private", inherited, threads=2, **gpu)
+    environment = rank_environment(INFO, SETUP._replace(variables=sent), "/tmp/private", inherited, threads=2, **gpu)
     assert environment.items() >= expected.items()
     assert "RINGRUN_X" not in environment
 

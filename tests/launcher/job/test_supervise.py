@@ -19,7 +19,7 @@ from ringrun.report.outcome import RankEnd
 
 
 class Fake:
-    """A channel, an mpirun and an output that only remember what was said."""
+    """Agents, an mpirun and an output that only remember what was said."""
 
     def __init__(self):
         self.said = []

@@ -28,7 +28,7 @@ from ringrun.join.head import Nodes, OverJoin
 from ringrun.join.hub import Hub
 from ringrun.join.key import KEY_VARIABLE, read_key
 from ringrun.join.node import Lender
-from ringrun.join.platforms import PLATFORMS, Place, find_place
+from ringrun.join.platforms import PLATFORMS, NodeRank, find_node_rank
 from tests.support.documents import having
 from tests.support.jobs import ROOT
 from tests.support.patience import wait_until
@@ -81,14 +81,14 @@ PLACES = [
 
 @pytest.mark.parametrize(("title", "environ", "place"), PLACES)
 def test_a_platform_says_which_node_this_is(title, environ, place):
-    found = find_place(environ | {"HOSTNAME": "train-2"}, "train-2.train.default.svc")
+    found = find_node_rank(environ | {"HOSTNAME": "train-2"}, "train-2.train.default.svc")
     assert (found.index, found.count, found.head, found.port) == place
     assert title in {each for each, variable, _ in PLATFORMS if variable in environ}
 
 
 def test_every_platform_is_tried():
     assert {title for title, _, _ in PLACES} == {title for title, _, _ in PLATFORMS}
-    assert find_place({"MASTER_ADDR": "h0", "SLURM_JOB_ID": "1"}, "h0") is None
+    assert find_node_rank({"MASTER_ADDR": "h0", "SLURM_JOB_ID": "1"}, "h0") is None
 
 
 @pytest.mark.parametrize(
@@ -118,7 +118,7 @@ def test_every_platform_is_tried():
 )
 def test_what_a_platform_cannot_have_meant(environ, message):
     with pytest.raises(UsageError, match=message):
-        find_place(environ, "train-2.train.default.svc")
+        find_node_rank(environ, "train-2.train.default.svc")
 
 
 def written(path, text, mode):
@@ -226,7 +226,7 @@ def nodes(tmp_path):
         return link
 
     def add(number, host):
-        place = Place(number, 4, "127.0.0.1", listener.address.port)
+        place = NodeRank(number, 4, "127.0.0.1", listener.address.port)
 
         def be():
             codes[number] = Lender(place, authkey, 30.0).run(wire.Node(number, host, 2), 60.0)
@@ -519,7 +519,7 @@ def test_strangers_get_nothing(nodes, monkeypatch):
     assert asker.await_all(2, 60.0) == 2
     clock = Clock()
     monkeypatch.setattr("ringrun.join.node.time", clock)
-    stranger = Lender(Place(2, 4, "127.0.0.1", nodes.port), b"another key", 30.0)
+    stranger = Lender(NodeRank(2, 4, "127.0.0.1", nodes.port), b"another key", 30.0)
     with pytest.raises(
         MachineError, match=r"127.0.0.1 port \d+: what listens there does not know this job's key; give"
     ):
@@ -568,7 +568,7 @@ def test_nobody_listens(head, why, monkeypatch, capsys):
         monkeypatch.setattr(f"ringrun.join.node.{name}", 0.0)
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        lender = Lender(Place(1, 2, head, probe.getsockname()[1], "NODE_RANK=1"), b"key", 30.0)
+        lender = Lender(NodeRank(1, 2, head, probe.getsockname()[1], "NODE_RANK=1"), b"key", 30.0)
         with pytest.raises(
             MachineError, match=rf"port \d+: no head has answered for 0\.9 s \(.*{why}\); see that the h"
         ):

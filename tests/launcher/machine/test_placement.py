@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from ringrun.agent import agent
 from ringrun.connection.wire import Address, Setup
-from ringrun.environment import Place, Settings
+from ringrun.environment import RankInfo, Settings
 from ringrun.machine.placement import automatic_size, crowd, describe, place
 from ringrun.machine.topology import Core, Gpu, Topology, read_topology
 from ringrun.text import format_spans
@@ -332,7 +332,7 @@ def test_a_rank_on_another_host_is_placed_by_the_variables_that_it_is_sent(tmp_p
     monkeypatch.setattr(agent.subprocess, "Popen", lambda *_, env, **__: given.update(env))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     there = agent.Agent.__new__(agent.Agent)
-    there._place, there._settings = Place(1, 2, 1, 2), Settings(Address("h0", ""), "openmpi", str(tmp_path))
+    there._rank_info, there._settings = RankInfo(1, 2, 1, 2), Settings(Address("h0", ""), "openmpi", str(tmp_path))
     there._directory, there._shm_cleanup = str(tmp_path), SimpleNamespace(variables=lambda *_: {})
     there._port = None
     sent = {"CUDA_VISIBLE_DEVICES": "7,6", "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}

@@ -56,7 +56,7 @@ def allreduce(arrays, region, reduction, by_numpy, progress=lambda count: None):
             cuts = [0, *range(capacity - start % capacity, array.size, capacity), array.size]
             for low, high in itertools.pairwise(cuts):
                 if low < high:
-                    slots[(start + low) // capacity].append(shared.Part(array[low:high], array[low:high]))
+                    slots[(start + low) // capacity].append(shared.BufferPair(array[low:high], array[low:high]))
         complete(shared.allreduce(slots, region, reduction))
     else:
         assert compiled.can(region, reduction)

@@ -11,7 +11,7 @@ import ringreduce as rr
 from ringreduce.arrays.dtypes import TABLE
 from ringreduce.collectives import shared, shared_halves
 from ringreduce.collectives.partition import bounds_of, by_chunk
-from ringreduce.collectives.shared import COPY, DONE, PACK, REDUCE, Part
+from ringreduce.collectives.shared import COPY, DONE, PACK, REDUCE, BufferPair
 from ringreduce.ops import Average, Reduction, Sum
 from ringreduce.transport.base import complete
 from ringreduce.transport.window import SLOTS
@@ -137,7 +137,7 @@ def run_one(region, kind, counts, root, seed, *watch):
         return broadcast(region, "float32", [sum(counts)], root, seed)
     array = data("float32", sum(counts), region.rank, seed)
     length = region.slot_bytes // 4
-    parts = [[Part(array[low : low + length], array[low : low + length])] for low in range(0, array.size, length)]
+    parts = [[BufferPair(array[low : low + length], array[low : low + length])] for low in range(0, array.size, length)]
     complete(shared.allreduce(parts, region, Reduction(Average, TABLE["float32"], region.size), *watch))
     result = array.copy()
     array[...] = np.nan

@@ -12,7 +12,7 @@ import pytest
 import ringreduce as rr
 from ringreduce import runtime
 from ringreduce.engine.engine import Engine
-from ringreduce.execution.host import Host
+from ringreduce.execution.host import HostResources
 from ringreduce.execution.signature import Signature
 from ringreduce.negotiation.protocol import Announcement, Response, Scheduled, ShutdownAck, decode, encode
 from ringreduce.settings import Settings
@@ -33,7 +33,7 @@ def current():
 def engine_of(rank, network, hosts, settings=DYNAMIC):
     """The engine of a rank, without the rank, and its transport."""
     world, transport = World(rank, len(hosts), hosts), network.transport(rank)
-    return Engine(world, transport, settings, Host(world, transport, settings)), transport
+    return Engine(world, transport, settings, HostResources(world, transport, settings)), transport
 
 
 def respond(coordinator, response, rank):
@@ -153,7 +153,7 @@ def test_more_sets_than_mpi_has_tags_for():
     world = World(0, 4, (0, 1, 2, 3))
     transport = ThreadNetwork(4).transport(0)
     transport.most_tags = 6 * TAGS * CHANNELS + 5  # half of them are for channels that their members open alone
-    host = Host(world, transport, Settings())
+    host = HostResources(world, transport, Settings())
     reserved = [host.reserve(members) for members in ([0, 1, 2, 3], [0, 1], [2, 3], [1, 2])]
     assert [each.tags for each in reserved] == [0, 1, 1, 2]
     with pytest.raises(

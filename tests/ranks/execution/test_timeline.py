@@ -17,7 +17,7 @@ import ringreduce as rr
 from ringreduce import log, runtime
 from ringreduce.engine.engine import Engine
 from ringreduce.execution.executor import Executor
-from ringreduce.execution.host import Host
+from ringreduce.execution.host import HostResources
 from ringreduce.execution.signature import Signature
 from ringreduce.execution.timeline import BYTES_A_MINUTE, Event, Timeline, TimelineFile
 from ringreduce.negotiation.neutral import neutral_submission
@@ -347,7 +347,7 @@ def test_nobody_waits_for_an_engine_that_has_failed(tmp_path, words, fresh_log, 
     """Rank 0's of two; the other one never comes."""
     log.configure("warning", timestamps=False)
     world, transport, settings = World(0, 2, (0, 0)), ThreadNetwork(2).transport(0), Settings()
-    engine = Engine(world, transport, settings, Host(world, transport, settings))
+    engine = Engine(world, transport, settings, HostResources(world, transport, settings))
     handle = engine.submit("barrier", "b")
     if "fail" in words:
         transport.send_control = fails

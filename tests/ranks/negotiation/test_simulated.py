@@ -9,7 +9,7 @@ from bench.simulated.cluster import Cluster, Costs
 from ringreduce.arrays.dtypes import TABLE
 from ringreduce.collectives import direct, doubling, halving, hierarchical, ring
 from ringreduce.collectives.partition import chunk_bounds
-from ringreduce.collectives.shared import Part
+from ringreduce.collectives.shared import BufferPair
 from ringreduce.errors import CollectiveError
 from ringreduce.ops import Average, Sum
 from ringreduce.transport.subset import channels
@@ -136,7 +136,7 @@ def by_halving(cluster, arrays, reduction, capacity, halved_bytes=math.inf, chun
         own = channels(cluster.transport(rank), range(cluster.size), 0)
         hierarchy = hierarchical.Hierarchy(own, cluster.hosts, local[rank], halved_bytes)
         hierarchy.chunks = chunks or hierarchy.chunks
-        units = [[Part(each, each)] for each in parts]
+        units = [[BufferPair(each, each)] for each in parts]
         return hierarchical.allreduce(units, cluster.region(rank, 4096), hierarchy, reduction)
 
     cluster.run(program)

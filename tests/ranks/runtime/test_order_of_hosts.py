@@ -7,7 +7,7 @@ import pytest
 
 import ringreduce as rr
 from ringreduce import testing
-from ringreduce.execution.host import Host
+from ringreduce.execution.host import HostResources
 from ringreduce.settings import Settings
 from ringreduce.testing import run_ranks
 from ringreduce.transport.links import Links
@@ -30,7 +30,7 @@ def program():
 @pytest.mark.parametrize("algorithm", ["ring", "halving", "direct", "auto"])
 @pytest.mark.parametrize("hosts", [(10, 11, 12, 13), (10, 11, 12, 13) * 2, (10, 10, 11, 12, 12, 13)])
 def test_all_reduces_over_ordered_hosts(algorithm, hosts, monkeypatch):
-    monkeypatch.setattr(testing, "Host", functools.partial(Host, links=FOUND))
+    monkeypatch.setattr(testing, "HostResources", functools.partial(HostResources, links=FOUND))
     results = run_ranks(len(hosts), program, hosts=hosts, settings=Settings(algorithm=algorithm))
     assert len({bits for bits, _ in results}) == 1, "the same bits everywhere"
     (told,) = {links for _, links in results}
@@ -40,7 +40,7 @@ def test_all_reduces_over_ordered_hosts(algorithm, hosts, monkeypatch):
 
 @pytest.mark.parametrize("hosts", [(10, 11, 12, 13), (10, 11, 12, 13) * 2])
 def test_who_sends_to_whom(hosts, monkeypatch):
-    monkeypatch.setattr(testing, "Host", functools.partial(Host, links=FOUND))
+    monkeypatch.setattr(testing, "HostResources", functools.partial(HostResources, links=FOUND))
     messages = []
     algorithm = "ring" if len(hosts) == 4 else "hierarchical"
 

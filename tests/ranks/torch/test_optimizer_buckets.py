@@ -11,7 +11,7 @@ import torch
 
 import ringreduce
 import ringreduce.torch as hvd
-from ringreduce.execution.host import Host
+from ringreduce.execution.host import HostResources
 from ringreduce.optim import buckets, exchange, reducer
 from ringreduce.testing import run_ranks
 from tests.support import training
@@ -24,7 +24,7 @@ STEPS = 5
 @pytest.fixture(params=[True, False], ids=["as they fill", "at the end"], autouse=True)
 def overlap(request, monkeypatch):
     """Whether backward submits full buckets; they are small here."""
-    monkeypatch.setattr(Host, "overlaps", request.param)
+    monkeypatch.setattr(HostResources, "overlaps", request.param)
     monkeypatch.setattr(buckets, "FIRST_BUCKET_BYTES", 100)
     monkeypatch.setattr(buckets, "BUCKET_BYTES", 1000)
 

@@ -9,7 +9,7 @@ import torch
 
 import ringreduce as rr
 import ringreduce.torch as hvd
-from ringreduce.execution.host import Host
+from ringreduce.execution.host import HostResources
 from ringreduce.optim.reducer import CAUTIOUS_STEPS
 from ringreduce.testing import run_ranks
 
@@ -51,7 +51,7 @@ def fewest_calls(layers):
 @pytest.mark.parametrize("overlaps", [True, False], ids=["as they fill", "at the end"])
 def test_a_step_and_one_more_gradient_call_few_functions(overlaps, monkeypatch):
     """By two ranks. A layer has two gradients, and all share a bucket."""
-    monkeypatch.setattr(Host, "overlaps", overlaps)
+    monkeypatch.setattr(HostResources, "overlaps", overlaps)
     for rank, counts in enumerate(run_ranks(2, lambda: [fewest_calls(layers) for layers in (1, 2, 5)])):
         one, two, five = counts
         assert one <= STEP, f"rank {rank}: {counts}"

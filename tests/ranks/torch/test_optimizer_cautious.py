@@ -12,7 +12,7 @@ import torch
 import ringreduce as rr
 import ringreduce.torch as hvd
 from ringreduce.errors import BackwardError
-from ringreduce.execution.host import Host
+from ringreduce.execution.host import HostResources
 from ringreduce.optim import buckets, reducer
 from ringreduce.settings import Settings
 from ringreduce.testing import run_ranks
@@ -170,7 +170,7 @@ def test_overlap_begins_when_the_steps_have_shown_nothing_else():
 @pytest.mark.parametrize("unclean", ["backward", "zero_grad"])
 def test_overlap_that_was_lost_comes_back_after_clean_steps(unclean, where, monkeypatch, capsys):
     monkeypatch.setattr(reducer, "RECOVERY_STEPS", 11)
-    monkeypatch.setattr(Host, "overlaps", where == "host")
+    monkeypatch.setattr(HostResources, "overlaps", where == "host")
     monkeypatch.setattr(torch.nn.Parameter, "is_cuda", where == "GPU", raising=False)
     monkeypatch.setattr(Gradient, "note_stream", lambda gradient: None)
     monkeypatch.setattr(torch_reducer, "line_of_backward", lambda: "train.py:7")
@@ -202,7 +202,7 @@ def test_overlap_that_was_lost_comes_back_after_clean_steps(unclean, where, monk
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_a_bad_batch_that_all_skip_costs_a_few_steps_of_overlap(size, monkeypatch):
     """And the next one, too, though its gradients are on their way by then; as on one GPU."""
-    monkeypatch.setattr(Host, "overlaps", True)
+    monkeypatch.setattr(HostResources, "overlaps", True)
     bad, steps, begun = (3, 20, 60, 61), 90, []
 
     def program(data, wrapped):
@@ -337,7 +337,7 @@ def test_between_hosts_a_full_bucket_does_not_wait_for_the_next_one(monkeypatch)
     """It arrives while backward computes what is in the next one, though the engine may batch for ever."""
     monkeypatch.setattr(reducer, "CAUTIOUS_STEPS", 0)
     monkeypatch.setattr(buckets, "FIRST_BUCKET_BYTES", 50)
-    monkeypatch.setattr(Host, "overlaps", True)
+    monkeypatch.setattr(HostResources, "overlaps", True)
 
     def program():
         (model, optimizer), arrived = training.wrapped(), []

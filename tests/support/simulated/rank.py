@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from ringreduce import elastic, runtime
 from ringreduce.arrays.device_selection import NOT_ASKED
 from ringreduce.errors import PeerLostError
-from ringreduce.execution.host import Host
+from ringreduce.execution.host import HostResources
 from ringreduce.monitor import launcher_link
 from ringreduce.runtime.recovery.elastic_runtime import ElasticRuntime
 from ringreduce.runtime.recovery.membership import Members
@@ -97,7 +97,7 @@ class Rank:
         whole = World(self.number, plan.size, plan.host_of, comm, comm, comm, origins=tuple(range(plan.size)))
         self._await_init()
         transport = MessageTransport(whole)
-        host = Host(whole, transport, settings, cores=1)
+        host = HostResources(whole, transport, settings, cores=1)
         made = ElasticRuntime(runtime.Setup(whole, transport, host, [0.0] * plan.size), settings, NOT_ASKED)
         with runtime.bound(made):
             state = State(self)

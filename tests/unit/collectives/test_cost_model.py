@@ -20,7 +20,7 @@ from ringreduce.collectives.cost_model import (
     predict_us,
 )
 from ringreduce.execution.algorithms import candidates, check, tuned, usable_algorithms
-from ringreduce.execution.host import Host, window_bytes
+from ringreduce.execution.host import HostResources, window_bytes
 from ringreduce.ops import Average, Reduction, Sum
 from ringreduce.settings import Settings
 from ringreduce.testing import run_ranks
@@ -158,7 +158,7 @@ def routes_of(hosts, settings=None, *, shared=True, constants=None):
     blocks = [np.zeros(nbytes, np.uint8) for host in hosts if host == hosts[0]]
     window = Window(blocks) if shared and len(set(hosts)) < len(hosts) else None
     world = World(0, len(hosts), tuple(hosts))
-    host = Host(world, ThreadNetwork(len(hosts)).transport(0), knobs, window, constants)
+    host = HostResources(world, ThreadNetwork(len(hosts)).transport(0), knobs, window, constants)
     return host.algorithms((0, 0, 0), range(len(hosts)))
 
 

@@ -130,7 +130,7 @@ def test_an_array_that_stands_in_several_places_does_so_again():
     state = {"params": {"w": first, "b": second}, "held": [first, second], "holder": Holder()}
     state["holder"].array = state["holder"].again = first
     commit = taken(state)
-    assert len(commit.places) == 2
+    assert len(commit.infos) == 2
     held = state["held"]
     held.append(np.zeros(3))
     state["params"]["w"] = np.zeros(4)

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from ringreduce.errors import StartupError
-from ringreduce.execution.host import Host, clear_block, window_bytes
+from ringreduce.execution.host import HostResources, clear_block, window_bytes
 from ringreduce.runtime import Setup
 from ringreduce.runtime.recovery.elastic_runtime import check_start, living_sets, lost_error
 from ringreduce.runtime.recovery.membership import Membership
@@ -24,7 +24,7 @@ def start_of(rank):
     own = [each for each in range(5) if HOSTS[each] == HOSTS[rank]]
     window = Window([np.full(window_bytes(SETTINGS), each, np.uint8) for each in own])
     world, transport = World(rank, 5, HOSTS, origins=tuple(range(5))), ThreadNetwork(5).transport(rank)
-    return Setup(world, transport, Host(world, transport, SETTINGS, window), [0.0, 0.0, 70.0, 70.0, 70.0])
+    return Setup(world, transport, HostResources(world, transport, SETTINGS, window), [0.0, 0.0, 70.0, 70.0, 70.0])
 
 
 def later(rank, ranks):

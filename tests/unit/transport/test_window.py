@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from ringreduce.arrays.dtypes import TABLE
-from ringreduce.execution.host import Host
+from ringreduce.execution.host import HostResources
 from ringreduce.kernels import native
 from ringreduce.settings import MOST_REGIONS, Settings
 from ringreduce.transport import blocks, futex, window
@@ -237,7 +237,7 @@ def host_of(rank, hosts, regions=2):
     settings = Settings(fusion_buffer_bytes=8 * 64 * regions, fusion_slot_bytes=64, shared_slot_bytes=64)
     neighbours = hosts.count(hosts[rank])
     blocks = [np.zeros(block_bytes(64, regions), np.uint8) for _ in range(neighbours)]
-    return Host(
+    return HostResources(
         World(rank, len(hosts), tuple(hosts)), ThreadNetwork(len(hosts)).transport(rank), settings, Window(blocks)
     )
 
@@ -276,7 +276,7 @@ def test_a_sets_region_holds_its_members_on_this_host(rank, members, places, ran
 
 def test_without_a_window_no_set_gets_a_region():
     world = World(0, 2, (0, 0))
-    host = Host(world, ThreadNetwork(world.size).transport(0), Settings())
+    host = HostResources(world, ThreadNetwork(world.size).transport(0), Settings())
     assert host.reserve([0, 1])[1:] == (None, None)
     assert host.region(None, [0, 1]) is None
 
