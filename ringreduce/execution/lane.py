@@ -41,7 +41,7 @@ class Lane:
 
     polling:  the lock of the thread that may run operations; on_error: called with what has interrupted one.
     is_unsafe: see inbox.may_be_interrupted.
-    submitting: while it has `watches`, or counts what is `owed`, nothing is run here.
+    submitting: while it has `inspectors`, or counts what is `owed`, nothing is run here.
     """
 
     def __init__(
