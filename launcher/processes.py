@@ -308,3 +308,11 @@ def end_daemon(pid: int, names: Collection[str]) -> None:
         except OSError:
             return  # it is gone, or was never ours
         time.sleep(_PATIENCE_S)
+
+
+def boot() -> str:
+    """Return which boot of the kernel this is, as preflight/probe.py does; empty where that is not known."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""

@@ -24,7 +24,6 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from functools import partial
-from pathlib import Path
 from queue import SimpleQueue
 from typing import IO, NoReturn
 
@@ -87,7 +86,8 @@ class Agent:
         """Run the command that ringrun sends to its end, and stay until ringrun says so."""
         self._port = MasterPort(self._settings.master_port) if self._rank_info.rank == 0 else None
         port = self._port.number if self._port else 0
-        self._send(wire.Hello(*self._rank_info, socket.gethostname(), port, _boot(), format_spans(usable_cpus())))
+        cpus = format_spans(usable_cpus())
+        self._send(wire.Hello(*self._rank_info, socket.gethostname(), port, processes.boot(), cpus))
         setup = self._await_setup()
         processes.show_as([*sys.orig_argv, *setup.command])
         if self._rank_info.local_rank == 0:
@@ -449,14 +449,6 @@ def _end_shim(agent: int, number: int, _: object) -> None:
         os.kill(agent, signal.SIGCONT)
     signal.signal(number, signal.SIG_DFL)
     signal.raise_signal(number)
-
-
-def _boot() -> str:
-    """Return which boot of the kernel this is, as preflight/probe.py does; empty where that is not known."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        return ""
 
 
 def main() -> NoReturn:

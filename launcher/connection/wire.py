@@ -410,6 +410,10 @@ class Joined(NamedTuple):
     port: int
 
 
+class Begun(NamedTuple):
+    """The MPI of all ranks has started."""
+
+
 class Lost(NamedTuple):
     """A rank has ended without a word."""
 
@@ -426,7 +430,7 @@ Message: TypeAlias = (
     | (Hello | Note | Started | NotStarted | Output | InputWanted | Died | Ended)  # of an agent
     | (Setup | Taken | Input | Ask | Record | Signal | WakeUp | Membership | Hosts | End)  # of ringrun
     | (Node | Running | Run | Release)  # between the nodes of `ringrun join`
-    | (Joining | Awaited | Refused | Joined | Lost | Leaving)  # of ranks that something else has started, see pmi/
+    | (Joining | Awaited | Refused | Joined | Begun | Lost | Leaving)  # of ranks, see pmi/
 )
 
 _STREAM_TAGS: dict[str, bytes] = {"stdout": b"o", "stderr": b"e"}

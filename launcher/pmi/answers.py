@@ -1,5 +1,6 @@
 """PMI-1, the server's half: what MPICH asks while it starts and ends, and what it is told."""
 
+import contextlib
 import itertools
 from collections.abc import Callable, Sequence
 
@@ -17,49 +18,38 @@ class Answers:
     """
 
     def __init__(self, name: str, hosts: Sequence[str]) -> None:
-        self.has_started = False
-        """All ranks have met once more after the first time: MPICH has what it needs of the others."""
-        self._name, self._size = name, len(hosts)
+        self._size = len(hosts)
+        self._alike = {
+            "get_maxes": "maxes kvsname_max=256 keylen_max=64 vallen_max=1024 rc=0",
+            "get_appnum": "appnum appnum=0 rc=0",
+            "get_universe_size": f"universe_size size={self._size} rc=0",
+            "get_my_kvsname": f"my_kvsname kvsname={name} rc=0",
+            "finalize": "finalize_ack rc=0",
+        }
         self._values = {"PMI_process_mapping": mapping(hosts)}
-        self._waiting: dict[int, Callable[[str], None]] = {}
-        self._meetings = 0
+        self._waiting: dict[int, Callable[[str], object]] = {}
 
-    def answer(self, rank: int, line: str, send: Callable[[str], None]) -> None:
+    def answer(self, rank: int, line: str, send: Callable[[str], object]) -> None:
         """Answer a line of a rank's MPI by `send`, now or when all ranks have asked the same."""
         asked = dict(word.partition("=")[::2] for word in line.split())
         command = asked.get("cmd", "")
         if command in _TOGETHER:
             self._waiting[rank] = send
             if len(self._waiting) == self._size:
-                self._meetings += 1
-                self.has_started = self._meetings > 1
                 for each in self._waiting.values():
-                    each(f"cmd={_TOGETHER[command]} rc=0\n")
+                    with contextlib.suppress(OSError):  # it is gone
+                        each(f"cmd={_TOGETHER[command]} rc=0\n")
                 self._waiting.clear()
-        else:
-            send(f"cmd={self._alone(command, asked)}\n")
-
-    def _alone(self, command: str, asked: dict[str, str]) -> str:
-        match command:
-            case "get_maxes":
-                return "maxes kvsname_max=256 keylen_max=64 vallen_max=1024 rc=0"
-            case "get_appnum":
-                return "appnum appnum=0 rc=0"
-            case "get_universe_size":
-                return f"universe_size size={self._size} rc=0"
-            case "get_my_kvsname":
-                return f"my_kvsname kvsname={self._name} rc=0"
-            case "put":
-                self._values[asked.get("key", "")] = asked.get("value", "")
-                return "put_result rc=0 msg=success"
-            case "get":
-                value = self._values.get(asked.get("key", ""))
-                found = "rc=-1 msg=key_not_found value=unknown" if value is None else f"rc=0 msg=success value={value}"
-                return f"get_result {found}"
-            case "finalize":
-                return "finalize_ack rc=0"
-            case _:  # such as spawn
-                return f"{command}_result rc=-1 msg=not_supported"
+            return
+        key, answer = asked.get("key", ""), self._alike.get(command, f"{command}_result rc=-1 msg=not_supported")
+        if command == "put":
+            self._values[key] = asked.get("value", "")
+            answer = "put_result rc=0 msg=success"
+        elif command == "get":
+            value = self._values.get(key)
+            found = "rc=-1 msg=key_not_found value=unknown" if value is None else f"rc=0 msg=success value={value}"
+            answer = f"get_result {found}"
+        send(f"cmd={answer}\n")
 
 
 def mapping(hosts: Sequence[str]) -> str:

@@ -9,17 +9,17 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 from ..agent.shm_cleanup import mapped
 from ..connection import wire
 from ..connection.link import Link, connect
+from ..processes import boot
 from .server import shows
 
 START_S = 60.0
 _PROGRAM = (
-    "import json, sys; sys.path[:] = json.loads(sys.argv[2]); "
-    "from ringrun.pmi.server import main; main(int(sys.argv[1]))"
+    "import json, sys; sys.path[:] = json.loads(sys.argv[3]); "
+    "from ringrun.pmi.server import main; main(int(sys.argv[1]), int(sys.argv[2]))"
 )
 _STARTED: list[subprocess.Popen[str]] = []
 
@@ -37,12 +37,14 @@ def start(size: int) -> str:
 
     Raises: NotJoinedError where it does not start.
     """
-    command = [sys.executable, "-c", _PROGRAM, str(size), json.dumps(sys.path)]
-    server = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True)
-    _STARTED.append(server)  # its stdin is open as long as this process is there
+    command = [sys.executable, "-c", _PROGRAM, str(size), str(os.getpid()), json.dumps(sys.path)]
+    quiet = subprocess.DEVNULL
+    server = subprocess.Popen(command, stdin=quiet, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    _STARTED.append(server)  # else Python warns that it outlives its object
     assert server.stdout
-    if not (address := server.stdout.readline().strip()):
-        raise NotJoinedError(f"the process that tells MPI of the ranks ended with exit code {server.wait()}")
+    with server.stdout as said:
+        if not (address := said.readline().strip()):
+            raise NotJoinedError(f"the process that tells MPI of the ranks ended with exit code {server.wait()}")
     return address
 
 
@@ -61,18 +63,17 @@ class Membership:
         os.register_at_fork(after_in_child=self._drop)
         threading.Thread(target=self._listen, name="ringreduce-members", daemon=True).start()
 
-    def when_lost(self, heard: Callable[[Sequence[int], str], object]) -> None:
-        """Have `heard` called, in another thread, with the ranks that are lost and how, whenever one is."""
-        with self._lock:
-            self._heard = heard
-            if self.lost_ranks:
-                heard(self.lost_ranks, self.lost)
+    def has_begun(self, when_lost: Callable[[Sequence[int], str], object]) -> None:
+        """All ranks have started MPI. From now on have `when_lost` called, in another thread, with who is lost and how.
 
-    def remove_files(self) -> None:
-        """Remove the files through which this rank's MPI shares memory, once all ranks have started MPI.
-
-        They map it, and need its name no more; MPI would leave the file behind where a rank is killed.
+        Removes the files through which this rank's MPI shares memory: the ranks map them, and need their names no more;
+        MPI would leave them behind where a rank is killed.
         """
+        with self._lock:
+            self._heard = when_lost
+            if self.lost_ranks:
+                when_lost(self.lost_ranks, self.lost)
+        self._say(wire.Begun())
         for path, _ in mapped(os.getpid()):
             with contextlib.suppress(OSError):
                 os.unlink(path)
@@ -80,8 +81,11 @@ class Membership:
     def leave(self) -> None:
         """Say that this rank's MPI has ended, or will not be used any more."""
         self._has_left = True
-        with contextlib.suppress(OSError):
-            self._link.send(wire.Leaving())
+        self._say(wire.Leaving())
+
+    def _say(self, message: wire.Message) -> None:
+        with contextlib.suppress(OSError):  # `_listen` hears of that
+            self._link.send(message)
 
     def _listen(self) -> None:
         with contextlib.suppress(OSError, EOFError, ValueError):
@@ -119,7 +123,7 @@ def join(address: str, rank: int, size: int, timeout_s: float, say: Callable[[st
         try:
             link = connect(wire.Address.parse(where), authkey)
             at_failure.callback(link.close)
-            link.send(wire.Joining(rank, size, socket.gethostname(), _boot(), os.getpid()))
+            link.send(wire.Joining(rank, size, socket.gethostname(), boot(), os.getpid()))
             while not isinstance(message := link.receive(), wire.Joined):
                 _look_at(message, rank, until_s, timeout_s, say)
             host = "127.0.0.1" if link.is_local else link.peer_address
@@ -134,19 +138,14 @@ def join(address: str, rank: int, size: int, timeout_s: float, say: Callable[[st
 
 
 def _look_at(message: wire.Message, rank: int, until_s: float, timeout_s: float, say: Callable[[str], object]) -> None:
-    if isinstance(message, wire.Refused):
-        raise NotJoinedError(message.why)
-    if isinstance(message, wire.Lost):
-        raise NotJoinedError(f"{message.how} before all were there")
-    if isinstance(message, wire.Awaited):
-        who = f"rank{'s' * (len(message.ranks) > 1)} {', '.join(map(str, message.ranks))}"
-        if time.monotonic() > until_s:
-            raise NotJoinedError(f"{who} did not come within {timeout_s:g} s")
-        if rank == min({*range(len(message.ranks) + 1)} - {*message.ranks}):  # the first that is there
-            say(f"waiting for {who}, not started yet or still on the way to init()")
-
-
-def _boot() -> str:
-    with contextlib.suppress(OSError):
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return ""
+    match message:
+        case wire.Refused(why):
+            raise NotJoinedError(why)
+        case wire.Lost(_, how):
+            raise NotJoinedError(f"{how} before all were there")
+        case wire.Awaited(ranks):
+            who = f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+            if time.monotonic() > until_s:
+                raise NotJoinedError(f"{who} did not come within {timeout_s:g} s")
+            if rank == min({*range(len(ranks) + 1)} - {*ranks}):  # the first that is there
+                say(f"waiting for {who}, not started yet or still on the way to init()")

@@ -81,8 +81,7 @@ def start(comm: Any, process_sets: Sequence[Any], dynamic: bool) -> list[tuple[i
         process.runtime = made(Setup(world, transport, host, clock.offsets_us(world), sets), settings, _gpu)
         _log_init(process.runtime)
         if joined := joining.membership():
-            joined.when_lost(_lose)
-            joined.remove_files()
+            joined.has_begun(_lose)
     except MismatchError:
         world.free()  # raised on all ranks, so all free it
         raise

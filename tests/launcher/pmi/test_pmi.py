@@ -29,27 +29,24 @@ def no_variables_of_a_rank_stay(monkeypatch):
 
 @pytest.fixture
 def served(monkeypatch):
-    """Starts a server in this process; returns its address, and what ends as who started it does."""
+    """Starts a server in this process; returns its address, and the thread that ends when it does."""
     made = []
 
-    def begin(size, late_s=0.2):
+    def begin(size, late_s=0.2, starter=0):
         monkeypatch.setattr(server, "LATE_S", late_s)
         monkeypatch.setattr(server, "_NOBODY_S", 0.5)
         folder = f"/tmp/ringrun-pmi-test-{os.getpid()}-{len(made)}"
         os.mkdir(folder)
         here = server.Server(size, folder)
-        reading, writing = os.pipe()
-        thread = threading.Thread(target=here.serve, args=(reading,), daemon=True)
+        thread = threading.Thread(target=here.serve, args=(starter or os.getppid(),), daemon=True)
         thread.start()
-        made.append((folder, reading, writing, thread))
-        return here.address, writing, thread
+        made.append((folder, here, thread))
+        return here.address, thread
 
     yield begin
-    for folder, reading, writing, thread in made:
-        with contextlib.suppress(OSError):
-            os.close(writing)
+    for folder, here, thread in made:
+        here._break("the test is over")
         thread.join(WAIT_S)
-        os.close(reading)
         with contextlib.suppress(OSError):
             os.unlink(f"{folder}/socket")
         os.rmdir(folder)
@@ -115,7 +112,6 @@ def test_each_question_of_an_mpi_has_its_answer():
         "cmd=response_to_init pmi_version=1 pmi_subversion=1 rc=0\n"
     )
     assert len(said[0]) == 1
-    assert not answers.has_started
     assert ask(0, "cmd=get_maxes\n") == "cmd=maxes kvsname_max=256 keylen_max=64 vallen_max=1024 rc=0\n"
     assert ask(0, "cmd=get_appnum\n") == "cmd=appnum appnum=0 rc=0\n"
     assert ask(1, "cmd=get_universe_size\n") == "cmd=universe_size size=2 rc=0\n"
@@ -130,34 +126,33 @@ def test_each_question_of_an_mpi_has_its_answer():
     ask(0, "cmd=barrier_in\n")
     assert len(said[0]) == before
     assert ask(1, "cmd=barrier_in\n") == "cmd=barrier_out rc=0\n" == said[0][-1]
-    assert answers.has_started
     assert ask(0, "cmd=finalize\n") == "cmd=finalize_ack rc=0\n"
     assert ask(0, "cmd=spawn nprocs=2\n") == "cmd=spawn_result rc=-1 msg=not_supported\n"
     assert ask(0, "\x00\n") == "cmd=_result rc=-1 msg=not_supported\n"
 
 
 def test_all_are_told_when_the_last_has_come_and_of_who_is_lost(served, rank_of):
-    address, _, thread = served(3)
+    address, thread = served(3)
     ranks = [rank_of(address, number, host="a" if number < 2 else "b") for number in range(3)]
     joined = [rank.hears(wire.Joined) for rank in ranks]
     assert len(set(joined)) == 1
     lines = ranks[0].talk(joined[0])
     for rank in ranks[1:]:
-        rank.talk(joined[0]).write("cmd=init\n")
+        rank.link.send(wire.Begun())
     assert "rc=0" in ask(lines, "cmd=get_my_kvsname")
     assert "(vector,(0,1,2),(1,1,1))" in ask(lines, "cmd=get key=PMI_process_mapping")
     ranks[1].end()
     assert ranks[0].hears(wire.Lost) == wire.Lost(1, "rank 1 of 3, process 1001 on a, has ended")
     assert ranks[2].hears(wire.Lost).rank == 1
-    ranks[2].link.send(wire.Leaving())
     ranks[2].end()
+    assert ranks[0].hears(wire.Lost).rank == 2
     ranks[0].end()
     thread.join(WAIT_S)
     assert not thread.is_alive(), "it ends with the last of them"
 
 
 def test_one_that_leaves_is_not_lost(served, rank_of):
-    address, _, _ = served(3)
+    address, _ = served(3)
     ranks = [rank_of(address, number) for number in range(3)]
     for rank in ranks:
         rank.hears(wire.Joined)
@@ -173,9 +168,9 @@ def test_the_server_s_end_is_a_loss_too(rank_of):
     started, heard = client._STARTED[-1], threading.Event()
     rank_of(address, 0, 2)
     joined = client.join(address, 1, 2, 60, print)
-    joined.when_lost(lambda *_: heard.set())
+    joined.has_begun(lambda *_: heard.set())
     started.kill()
-    started.communicate()
+    started.wait()
     assert heard.wait(WAIT_S)
     assert joined.lost_ranks == [0]
     assert joined.lost.startswith(
@@ -183,36 +178,29 @@ def test_the_server_s_end_is_a_loss_too(rank_of):
     )
 
 
-def test_while_mpi_starts_a_loss_ends_the_others_connections(served, rank_of):
+def test_while_mpi_starts_a_loss_ends_the_others_connections(rank_of, capfd):
     """No thread of theirs runs in MPI_Init, so that they could not be told."""
-    address, _, _ = served(2)
+    address = client.start(2)
     ranks = [rank_of(address, number, 2) for number in range(2)]
     joined = [rank.hears(wire.Joined) for rank in ranks]
     lines = ranks[0].talk(joined[0])
     assert "rc=0" in ask(lines, "cmd=get_maxes")
     ranks[1].end()
-    assert lines.readline() == ""
-
-
-def test_an_mpi_that_comes_after_a_loss_is_not_left_waiting(served, rank_of):
-    """Its rank joined before; where it calls MPI_Init only now, nobody else would tell it."""
-    address, _, _ = served(2)
-    ranks = [rank_of(address, number, 2) for number in range(2)]
-    joined = ranks[0].hears(wire.Joined)
-    ranks[1].end()
     assert ranks[0].hears(wire.Lost).rank == 1
-    assert ask(ranks[0].talk(joined), "cmd=get_maxes") == ""
+    assert lines.readline() == ""
+    why = "rank 1 of 2, process 1001 on here, has ended"
+    assert capfd.readouterr().err == f"the process that tells MPI of the ranks ends: {why}\n"
 
 
 def test_a_server_that_can_hear_nobody_any_more_ends_and_all_see_it(served, rank_of, monkeypatch, capsys):
-    address, _, thread = served(3)
+    address, thread = served(3)
     first = rank_of(address, 0)
     first.hears(wire.Awaited)
 
     def fail(*_):
         raise RuntimeError("can't start new thread")
 
-    monkeypatch.setattr(server.Server, "admit", fail)
+    monkeypatch.setattr(server.Server, "_admit", fail)
     rank_of(address, 1)
     with pytest.raises((EOFError, OSError)):
         first.hears(wire.Joined)
@@ -224,7 +212,7 @@ def test_a_server_that_can_hear_nobody_any_more_ends_and_all_see_it(served, rank
 
 
 def test_who_is_missing_is_said_and_then_it_is_an_error(served, rank_of):
-    address, _, _ = served(4)
+    address, _ = served(4)
     others = [rank_of(address, number, 4) for number in (0, 3)]
     said = []
     with pytest.raises(client.NotJoinedError, match=r"^rank 2 did not come within 0.5 s$"):
@@ -234,7 +222,7 @@ def test_who_is_missing_is_said_and_then_it_is_an_error(served, rank_of):
 
 
 def test_the_first_that_is_there_says_who_is_missing(served):
-    address, _, _ = served(3)
+    address, _ = served(3)
     said = []
     with pytest.raises(client.NotJoinedError, match=r"^ranks 1, 2 did not come within 0.6 s$"):
         client.join(address, 0, 3, 0.6, said.append)
@@ -242,7 +230,7 @@ def test_the_first_that_is_there_says_who_is_missing(served):
 
 
 def test_one_that_ends_before_all_are_there_ends_the_others_wait(served, rank_of):
-    address, _, _ = served(3, late_s=100)
+    address, _ = served(3, late_s=100)
     other = rank_of(address, 1)
     threading.Timer(0.3, other.end).start()
     with pytest.raises(
@@ -260,7 +248,7 @@ def test_one_that_ends_before_all_are_there_ends_the_others_wait(served, rank_of
     ],
 )
 def test_a_process_that_fits_nowhere_is_told(served, rank, size, why, rank_of):
-    address, _, _ = served(3)
+    address, _ = served(3)
     first = rank_of(address, 0)
     with pytest.raises(client.NotJoinedError, match=f"^{why}$"):
         client.join(address, rank, size, 60, print)
@@ -268,7 +256,7 @@ def test_a_process_that_fits_nowhere_is_told(served, rank, size, why, rank_of):
 
 
 def test_nobody_joins_without_the_key(served, rank_of):
-    address, _, _ = served(2, late_s=100)
+    address, _ = served(2, late_s=100)
     where, key = json.loads(address)
     wrong = json.dumps([where, key[::-1]])
     with pytest.raises(client.NotJoinedError, match="cannot be reached"):
@@ -292,8 +280,7 @@ def test_nobody_joins_without_the_key(served, rank_of):
 
 
 def test_without_any_rank_it_ends_after_who_started_it(served):
-    _, writing, thread = served(2)
-    os.close(writing)
+    _, thread = served(2, starter=-1)
     thread.join(WAIT_S)
     assert not thread.is_alive()
 
