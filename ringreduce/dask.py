@@ -147,8 +147,8 @@ def map(
                  elsewhere than the first collection's, are brought there.
     workers:     their addresses; by default all of the cluster, each with a thread that is free. `client`: by default
                  the current one.
-    Needs MPICH. `ringreduce.init()` has been called when `fn` begins, and `shutdown()` is when it ends. The same
-    workers can be called again, but not others together with them, since MPI starts once in a process.
+    On several hosts needs MPICH. `ringreduce.init()` has been called when `fn` begins, and `shutdown()` is when it
+    ends. The same workers can be called again, but not others together with them, since MPI starts once in a process.
     Raises: what `fn` has raised; the other ranks get PeerLostError. InputError for collections that do not fit.
             StartupError where workers have been ranks with others.
     Source: dask-mpi's issue 25 asks for it.

@@ -130,7 +130,7 @@ def _trouble(ray: Any, tasks: Sequence[Any], elastic: bool) -> str:
 
 
 class RayExecutor:
-    """Ranks that are Ray's actors, and so keep their state from call to call. Needs MPICH.
+    """Ranks that are Ray's actors, and so keep their state from call to call. On several hosts needs MPICH.
 
         executor = RayExecutor(RayExecutor.create_settings(), num_workers=4, use_gpu=True)
         executor.start()

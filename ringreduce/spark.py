@@ -144,8 +144,8 @@ def rank(fn: Callable[[Iterator[Any]], Iterable[Any]]) -> Callable[[Iterator[Any
         rows = df.mapInArrow(ringreduce.spark.rank(train), "loss double", barrier=True).collect()
 
     fn: gets the partition's batches, and yields batches, as mapInArrow and mapInPandas have them.
-    Needs MPICH, and as many slots as there are partitions. `ringreduce.init()` has been called when `fn` begins, and
-    `shutdown()` is when it ends. A failing task ends the stage, as with any barrier stage.
+    Needs MPICH on several hosts, and as many slots as there are partitions. `ringreduce.init()` has been called when
+    `fn` begins, and `shutdown()` is when it ends. A failing task ends the stage, as with any barrier stage.
     Spark keeps its Python processes for a minute, and MPI starts once in a process: the same ones can be ranks again,
     with ranks that need not be the partitions' numbers, but not some of them together with others: then StartupError
     says so, and the setting spark.python.worker.reuse=false gives each stage new ones.

@@ -382,13 +382,17 @@ Report: TypeAlias = (
 
 
 class Joining(NamedTuple):
-    """A process that something else has started is rank `rank` of `size`; boot: as in Hello."""
+    """A process that something else has started is rank `rank` of `size`.
+
+    boot: as in Hello.  pmix: the file of PMIx that its MPI has loaded, if that is Open MPI.
+    """
 
     rank: int
     size: int
     host: str
     boot: str
     pid: int
+    pmix: str = ""
 
 
 class Awaited(NamedTuple):
@@ -404,10 +408,14 @@ class Refused(NamedTuple):
 
 
 class Joined(NamedTuple):
-    """All ranks are there, in the world of this name; where their MPI is answered."""
+    """All ranks are there, in the world of this name. By `variables` a rank's MPI finds what answers it.
+
+    port: where that listens, for MPICH.
+    """
 
     name: str
-    port: int
+    variables: dict[str, str]
+    port: int = 0
 
 
 class Begun(NamedTuple):

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from ..agent.shm_cleanup import mapped
 from ..connection import wire
 from ..connection.link import Link, connect
+from ..engines.openmpi import OpenMPI
 from ..processes import boot
 from .server import shows
 
@@ -51,8 +52,10 @@ def start(size: int) -> str:
 class Membership:
     """This process is a rank: what `join` returns. Its link ends with the process, by which the others hear of that."""
 
-    def __init__(self, link: Link, address: str, rank: int, size: int, name: str) -> None:
-        self.address, self.rank, self.size, self.name = address, rank, size, name
+    def __init__(self, link: Link, address: str, rank: int, size: int, joined: wire.Joined) -> None:
+        self.address, self.rank, self.size, self.name = address, rank, size, joined.name
+        self.variables = joined.variables
+        """By which MPI knows that it is this rank."""
         self.lost = ""
         """Who is lost, and how."""
         self.lost_ranks: list[int] = []
@@ -110,10 +113,13 @@ class Membership:
             os.close(self._link.fileno())
 
 
-def join(address: str, rank: int, size: int, timeout_s: float, say: Callable[[str], object]) -> Membership:
+def join(
+    address: str, rank: int, size: int, timeout_s: float, say: Callable[[str], object], pmix: str = ""
+) -> Membership:
     """Wait for all ranks, and let the MPI that starts next in this process be `rank` of `size`.
 
     timeout_s: for the others.  say: gets a sentence every LATE_S when some have not come.
+    pmix:      the file of PMIx that this process's MPI has loaded, if that is Open MPI.
     Raises:    NotJoinedError, with the reason.
     """
     where, key = json.loads(address)
@@ -123,18 +129,23 @@ def join(address: str, rank: int, size: int, timeout_s: float, say: Callable[[st
         try:
             link = connect(wire.Address.parse(where), authkey)
             at_failure.callback(link.close)
-            link.send(wire.Joining(rank, size, socket.gethostname(), boot(), os.getpid()))
+            link.send(wire.Joining(rank, size, socket.gethostname(), boot(), os.getpid(), pmix))
             while not isinstance(message := link.receive(), wire.Joined):
                 _look_at(message, rank, until_s, timeout_s, say)
-            host = "127.0.0.1" if link.is_local else link.peer_address
-            sock = at_failure.enter_context(socket.create_connection((host, message.port), timeout=START_S))
-            sock.settimeout(None)
-            sock.sendall(f"{rank} {shows(authkey, message.name, rank)}\n".encode())
+            variables = message.variables
+            if message.port:
+                host = "127.0.0.1" if link.is_local else link.peer_address
+                sock = at_failure.enter_context(socket.create_connection((host, message.port), timeout=START_S))
+                sock.settimeout(None)
+                sock.sendall(f"{rank} {shows(authkey, message.name, rank)}\n".encode())
+                variables["PMI_FD"] = str(sock.detach())
         except (OSError, EOFError, ValueError) as error:
             raise NobodyThereError(f"the process that tells MPI of the ranks cannot be reached: {error}") from error
         at_failure.pop_all()
-    os.environ.update(PMI_FD=str(sock.detach()), PMI_RANK=str(rank), PMI_SIZE=str(size))
-    return Membership(link, address, rank, size, message.name)
+    os.environ.update(variables)
+    for name, value in (OpenMPI().environment("") if pmix else {}).items():
+        os.environ.setdefault(name, value)
+    return Membership(link, address, rank, size, message)
 
 
 def _look_at(message: wire.Message, rank: int, until_s: float, timeout_s: float, say: Callable[[str], object]) -> None:

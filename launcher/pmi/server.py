@@ -11,6 +11,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Sequence
 
 from ..connection import wire
 from ..connection.link import HANDSHAKE_TIMEOUT_S, Gone
@@ -18,6 +19,7 @@ from ..connection.listener import Listener
 from ..connection.queued import QueuedLink
 from ..errors import MachineError
 from ..network import own_addresses
+from . import pmix
 from .answers import Answers
 
 LATE_S = 10.0
@@ -32,12 +34,13 @@ class Server:
     """One world of `size` ranks."""
 
     def __init__(self, size: int, folder: str) -> None:
-        """folder: for a unix socket."""
-        self.size = size
+        """folder: for a unix socket, and files of PMIx."""
+        self.size, self._folder = size, folder
         self._members: dict[int, Member] = {}
         self._changed = threading.Condition()
         self._name = f"ring_{secrets.token_hex(_NAME_BYTES)}"
-        self._answers: Answers | None = None  # once all ranks are there
+        self._are_complete = False  # all ranks have come
+        self._answers: Answers | None = None  # of MPICH then
         self._talking: set[int] = set()  # whose MPI asks
         self._has_begun = False  # the MPI of all ranks
         self._broken = ""  # why this process ends before the ranks do
@@ -54,10 +57,10 @@ class Server:
         self._listener.start(lambda link: Member(self, link), broken=self._break)
         told_s, alone_s = time.monotonic(), 0.0
         with self._changed:
-            while not self._broken and (self._members or not self._answers) and alone_s < _NOBODY_S:
+            while not self._broken and (self._members or not self._are_complete) and alone_s < _NOBODY_S:
                 self._changed.wait(_LOOK_S)
                 alone_s = 0.0 if self._members or os.getppid() == starter else alone_s + _LOOK_S
-                if not self._answers and time.monotonic() - told_s > LATE_S:
+                if not self._are_complete and time.monotonic() - told_s > LATE_S:
                     told_s = time.monotonic()
                     self._tell(wire.Awaited(tuple(sorted({*range(self.size)} - self._members.keys()))))
         self._listener.close()
@@ -90,22 +93,36 @@ class Server:
         if not 0 <= said.rank < self.size:
             return f"rank {said.rank} of {self.size}: expected one from 0 to {self.size - 1}"
         other = self._members.get(said.rank)
-        if other or self._answers:
+        if other or self._are_complete:
             who = f", process {other.said.pid} on {other.said.host}" if other else ""
             return f"there is a rank {said.rank} of {self.size} already{who}"
         member.said = said
         self._members[said.rank] = member
         if len(self._members) == self.size:
-            ranks = [self._members[rank].said for rank in range(self.size)]
-            self._answers = Answers(self._name, [f"{each.host} {each.boot}" for each in ranks])  # they share memory
-            self._tell(wire.Joined(self._name, self._for_mpi.getsockname()[1]))
+            self._complete([self._members[rank].said for rank in range(self.size)])
         return ""
+
+    def _complete(self, ranks: Sequence[wire.Joining]) -> None:
+        """All are there: have their MPI answered, and tell them by what; or why not."""
+        try:
+            if any(each.pmix for each in ranks):
+                variables, port = pmix.serve(ranks, self._name, self._folder), 0
+            else:
+                self._answers = Answers(self._name, [f"{each.host} {each.boot}" for each in ranks])
+                variables = [{"PMI_RANK": str(rank), "PMI_SIZE": str(self.size)} for rank in range(self.size)]
+                port = self._for_mpi.getsockname()[1]
+        except OSError as error:
+            self._tell(wire.Refused(str(error)))
+            return
+        self._are_complete = True
+        for rank, member in self._members.items():
+            member.link.send(wire.Joined(self._name, variables[rank], port))
 
     def _lose(self, said: wire.Joining) -> None:
         """A rank has ended without a word: the others are told."""
         how = f"rank {said.rank} of {self.size}, process {said.pid} on {said.host}, has ended"
         self._tell(wire.Lost(said.rank, how))
-        if self._answers and not self._has_begun:  # the others wait in MPI_Init, where no thread of theirs runs
+        if self._are_complete and not self._has_begun:  # the others wait in MPI_Init, where no thread of theirs runs
             self._break(how)
 
     def _break(self, why: str) -> None:
@@ -160,7 +177,7 @@ def main(size: int, starter: int) -> None:
     """Write the address to stdout, and serve; see Server.serve."""
     for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    with tempfile.TemporaryDirectory(prefix="ringrun-pmi-") as folder:
+    with tempfile.TemporaryDirectory(prefix="ringrun-pmi-", ignore_cleanup_errors=True) as folder:
         server = Server(size, folder)
         print(server.address, flush=True)
         server.serve(starter)

@@ -11,10 +11,7 @@ from ringreduce.api.control import init
 from ringreduce.errors import StartupError
 from ringreduce.runtime.lifecycle import leave, shutdown
 from ringreduce.transport import joining
-from ringreduce.transport.mpi import RANK_VARIABLE, import_mpi
-
-_OF_RANKS = "PMI_FD", "PMI_RANK", "PMI_SIZE", RANK_VARIABLE
-"""Variables of a rank. The process may go on without being one, and start others that are no children of a rank."""
+from ringreduce.transport.mpi import RANK_VARIABLE
 
 
 class Membership(NamedTuple):
@@ -59,10 +56,11 @@ def rank_of(address: str, rank: int, size: int, engine: str) -> Iterator[None]:
     address: of joining.start(size), the same on all of them; empty in a process that has been this rank before.
     """
     if address:
-        joining.check_mpi(import_mpi().get_vendor()[0], engine, str(size))
+        joining.check_mpi(engine, str(size))
         joining.join(address, rank, size)
+    variables = joining.membership().variables
     try:
-        os.environ.update(PMI_RANK=str(rank), PMI_SIZE=str(size))
+        os.environ.update(variables)
         init()
         try:
             yield
@@ -71,5 +69,5 @@ def rank_of(address: str, rank: int, size: int, engine: str) -> Iterator[None]:
             raise
         shutdown()
     finally:
-        for name in _OF_RANKS:
+        for name in (*variables, RANK_VARIABLE):  # the process may start others, no children of a rank
             os.environ.pop(name, None)

