@@ -1,6 +1,7 @@
 """The process that answers the MPI of all ranks, and tells them who is lost. It ends with the last of them."""
 
 import contextlib
+import dataclasses
 import hmac
 import json
 import os
@@ -28,6 +29,7 @@ _LOOK_S = 0.5
 _NOBODY_S = 60.0  # for the first rank to come, after who started this process has ended
 _LINE_BYTES = 1 << 14
 _NAME_BYTES = 8
+_NOBODY = wire.Joining(-1, 0, "", "", 0)
 
 
 class Server:
@@ -69,7 +71,7 @@ class Server:
         """Handle what a rank says, see listener.Reader."""
         with self._changed:
             match message:
-                case wire.Joining() if not member.said.size:
+                case wire.Joining() if member.said is _NOBODY:
                     if why := self._admit(member, message):
                         member.link.send(wire.Refused(why))
                     return True
@@ -154,18 +156,18 @@ class Server:
                         self._answers.answer(int(rank), line.decode(), lambda text: lines.write(text.encode()))
 
 
+@dataclasses.dataclass(eq=False)
 class Member:
     """A rank's link."""
 
-    def __init__(self, server: Server, link: QueuedLink) -> None:
-        self.link = link
-        self.said = wire.Joining(-1, 0, "", "", 0)  # once it has been admitted
-        self.has_left = False
-        self._server = server
+    server: Server
+    link: QueuedLink
+    said: wire.Joining = _NOBODY  # until it has been admitted
+    has_left: bool = False
 
     def handle(self, message: wire.Message | Gone) -> bool:
         """See listener.Reader."""
-        return self._server.handle(self, message)
+        return self.server.handle(self, message)
 
 
 def shows(key: bytes, name: str, rank: int) -> str:

@@ -158,8 +158,11 @@ def test_one_that_leaves_is_not_lost(served, rank_of):
     ranks = [rank_of(address, number) for number in range(3)]
     for rank in ranks:
         rank.hears(wire.Joined)
+    ranks[1].link.send(wire.Begun())
     ranks[1].link.send(wire.Leaving())
     ranks[1].end()
+    while "process" in rank_of(address, 1).hears(wire.Refused).why:  # as long as it is thought to be there
+        pass
     ranks[2].end()
     assert ranks[0].hears(wire.Lost).rank == 2
 
