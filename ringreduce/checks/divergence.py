@@ -1,6 +1,7 @@
 """Do all ranks have the same parameters? They compare fingerprints every so many steps; blame.py says who differs.
 
     before the first gradient   a rank that has frozen a parameter would not take part in its reduction
+      Keras', a tape's: second  the variables may be there, and broadcast, after the first step only
     every N reductions          the parameters as they are then, before that step
       one all-reduce            of 14 numbers: are all arrays equal, and all values that steer, such as learning rates?
       if not: another one       of what each rank has, by name
@@ -94,7 +95,7 @@ class Divergence(Comparison):
     """Compares what the ranks of an optimizer's process set have.
 
     every: steps between two comparisons.  parts: returns what is compared; names may come twice.
-    steps_each: how many steps there are from one reduction to the next.
+    steps_each: how many steps there are from one reduction to the next.  first: reductions before the first comparison.
 
     What cannot be read is left out, with a warning.
     """
@@ -102,10 +103,15 @@ class Divergence(Comparison):
     says = "check=divergence"
 
     def __init__(
-        self, every: int, process_set: ProcessSet, parts: Callable[[], Iterable[Part]], steps_each: int = 1
+        self,
+        every: int,
+        process_set: ProcessSet,
+        parts: Callable[[], Iterable[Part]],
+        steps_each: int = 1,
+        first: int = 0,
     ) -> None:
         super().__init__(process_set)
-        self._every = max(1, every // steps_each)  # reductions
+        self._every, self._first = max(1, every // steps_each), first  # reductions
         self.parts, self._steps_each = parts, steps_each
         self._reports = 0
         self._equal_at: dict[int, int] = {}  # after how many steps all of a kind, but for what is known, were equal
@@ -115,13 +121,15 @@ class Divergence(Comparison):
         self._has_warned = False
 
     def _begin(self, names: Iterable[str]) -> None:
-        """Compare, and wait for the others."""
+        """Compare, and wait for the others, if this is the first time."""
         self._name = self._unused_name(names)
-        self._compare()
-        self._look(waits=True)
+        if self._is_due():
+            self._compare()
+            self._look(waits=True)
 
     def _is_due(self) -> bool:
-        return (self._reductions - 1) % self._every == 0
+        since = self._reductions - 1 - self._first
+        return since >= 0 and since % self._every == 0
 
     def _read(self) -> None:
         """Find out what this rank has."""
@@ -201,6 +209,7 @@ class Divergence(Comparison):
 
 _of_optimizers: weakref.WeakKeyDictionary[Any, tuple[Any, Divergence]] = weakref.WeakKeyDictionary()
 _compiled: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
+_from_second_step: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def compare(optimizer: Any, process_set: ProcessSet, tree: Callable[[], Any], steps_each: int = 1) -> None:
@@ -225,11 +234,18 @@ def compare_parts(
         return
     made_for = current.engine, current.checks.divergence
     if optimizer not in _of_optimizers or _of_optimizers[optimizer][0] != made_for:
-        _of_optimizers[optimizer] = made_for, Divergence(current.checks.divergence, process_set, list, steps_each)
+        first = int(optimizer in _from_second_step)
+        divergence = Divergence(current.checks.divergence, process_set, list, steps_each, first)
+        _of_optimizers[optimizer] = made_for, divergence
     divergence = _of_optimizers[optimizer][1]
     divergence.parts = parts
     divergence.in_order(names)
     divergence.parts = list  # those arrays may be gone after this step
+
+
+def compare_from_second_step(optimizer: Any) -> None:
+    """Leave out what an optimizer has before its first: where that makes the variables, they are broadcast after it."""
+    _from_second_step.add(optimizer)
 
 
 def compares(optimizer: Any, in_program: bool) -> bool:

@@ -11,7 +11,7 @@ import keras
 
 from ringreduce.api.process_sets import ProcessSet
 from ringreduce.checks.blame import BUFFER, NUMBER, OWNED, TRAINS
-from ringreduce.checks.divergence import compare_parts, compares, numbered, part_of
+from ringreduce.checks.divergence import compare_from_second_step, compare_parts, compares, numbered, part_of
 from ringreduce.keras.own import OwnVariables
 
 
@@ -24,6 +24,7 @@ def compare(optimizer: Any, process_set: ProcessSet, names: Sequence[str], own: 
     adapter = None if backend == "torch" else importlib.import_module(f"ringreduce.{backend}.parts")
     if not compares(optimizer, adapter is not None and adapter.in_program()):
         return
+    compare_from_second_step(optimizer)
     left_out = {id(each) for each in getattr(optimizer, "_accumulated_gradients", None) or ()}  # each rank's own
     left_out |= own.slots(optimizer.variables)
     shared = [each for each in optimizer._trainable_variables if each not in own]

@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from ringreduce.api.process_sets import ProcessSet
 from ringreduce.checks.blame import OWNED, TRAINS
-from ringreduce.checks.divergence import compare_parts, compares, numbered, part_of
+from ringreduce.checks.divergence import compare_from_second_step, compare_parts, compares, numbered, part_of
 from ringreduce.tensorflow.host import on_host
 
 Values = Mapping[str, tuple[Any, int]]  # tensors or variables, and flags of checks/blame.py, by name
@@ -46,6 +46,7 @@ def compare_sources(process_set: ProcessSet, sources: Sequence[Any]) -> None:
     names = tuple(numbered(at, getattr(each, "path", each.name)) for at, each in enumerate(own))
     kept = vars(own[0]).setdefault("_ringreduce_tapes", {})  # variables have no hash
     tapes = kept.setdefault((names, process_set), _Tapes())
+    compare_from_second_step(tapes)
     if compares(tapes, in_program()):
         values = {name: (each, TRAINS | OWNED) for name, each in zip(names, own, strict=True)}
         compare(tapes, process_set, names, values)

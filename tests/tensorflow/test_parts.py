@@ -37,8 +37,18 @@ def test_who_differs_is_named(found, run, number):
         if (at, RANK) == (number, SIZE - 1):
             b.assign_add(0.5)
         step(tf.constant([1.0, 2.0]) + RANK)
-    when = "0 steps (not compared before)" if number == 0 else "4 steps (equal after 2)"
+    when = "1 steps (not compared before)" if number == 0 else "3 steps (equal after 1)"
     found(None if number == 99 else rf"after {re.escape(when)} parameter '\d.b:0' differs")
+
+
+def test_variables_that_are_broadcast_after_the_first_step(found):
+    step, w, b = stepping(lambda function: function)
+    b.assign_add(RANK)
+    for at in range(4):
+        step(tf.constant([1.0, 2.0]) + RANK)
+        if at == 0:
+            hvd.broadcast_variables([w, b], root_rank=0)
+    found(None)
 
 
 def test_a_graph_that_is_traced_before_does_not_change():
