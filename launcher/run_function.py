@@ -62,7 +62,7 @@ class Head(NamedTuple):
     addresses: Sequence[str]
     """This host's, for ranks elsewhere."""
     trouble: Callable[[], str]
-    """Returns why the job is to be given up, if it is."""
+    """Returns why there will be no ranks, if so; it is asked as long as the job runs."""
 
 
 def on_ranks(
@@ -94,10 +94,20 @@ def on_ranks(
             asked = {name: str(value) for name, value in variables.items()} | {KEY_VARIABLE: listener.authkey.hex()}
             ringrun += [f"--env={name}" for name in asked]
             environment = {**os.environ, **asked, **(head.environment if head else {})}
-            code, report = _finish([*ringrun, *rank], environment, head.trouble if head else None)
+            code, report = _finish([*ringrun, *rank], environment, head and _before_ranks(head.trouble, results))
     if code == 0:
         return results.by_rank(some_are_lost=bool(flags.get("elastic") or flags.get("min_num_proc")))
     raise _failure(code, report)
+
+
+def _before_ranks(trouble: Callable[[], str], results: _Results) -> Callable[[], str]:
+    """Return what asks for trouble, which counts until there are ranks: then ringrun sees slots go, and says whose."""
+
+    def ask() -> str:
+        why = trouble()
+        return "" if results.size else why
+
+    return ask
 
 
 def _failure(code: int, report: str) -> Exception:

@@ -8,7 +8,7 @@ import pytest
 
 from ringreduce.errors import InputError, JobFailedError, StartupError
 from ringrun import lending
-from tests.support.engines import go_on, grow, train, trained
+from tests.support.engines import go_on, grow, sleep, train, trained
 from tests.support.patience import wait_until
 
 SLOW = {"start_timeout": 300}
@@ -104,6 +104,24 @@ def test_slots_that_are_lent_later_are_used_up_to_max_np(lend, tmp_path):
 def test_what_keeps_tasks_from_lending_ends_the_wait_for_them():
     with pytest.raises(StartupError, match=r"^run\(\): no worker has ringreduce$"):
         lending.run((train, (2,), {}), lending.ticket(300), 2, {}, {}, lambda: "no worker has ringreduce")
+
+
+@pytest.mark.extended
+@pytest.mark.timeout(600)
+def test_once_there_are_ranks_ringrun_says_which_is_lost_and_not_the_engine(lend, tmp_path):
+    """An engine may have noticed first that a lender is gone, and knows of no rank."""
+    ticket, lenders, left = lending.ticket(300), [], [1, 1]
+
+    def trouble():
+        if left:
+            lenders.append(lend(ticket, left.pop()))
+        if len(list(tmp_path.iterdir())) < 2:
+            return ""
+        lenders[0].kill()
+        return "a task is lost"
+
+    with pytest.raises(JobFailedError, match=r"rank \d of 2 failed first -.*\nhow +.*`ringrun join` has ended"):
+        lending.run((sleep, (str(tmp_path),), {}), ticket, 2, SLOW, {}, trouble)
 
 
 def test_a_lender_that_reaches_no_head_says_so():
