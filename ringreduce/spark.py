@@ -9,6 +9,7 @@ Nothing of Spark is imported before a function here is called.
 from __future__ import annotations
 
 import json
+import re
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
@@ -21,6 +22,7 @@ from ringrun import lending
 __all__ = ["rank", "run", "run_elastic"]
 
 _LEAVE_S = 10.0
+_JAVA_FRAMES = re.compile(r"^\tat .*\n?", re.MULTILINE)
 
 
 def run(
@@ -124,7 +126,7 @@ def _run(
             slots = context.parallelize(range(most), most)
             (slots if elastic else slots.barrier()).mapPartitions(lend).collect()
         except BaseException as error:
-            failed.append(str(error))
+            failed.append(_JAVA_FRAMES.sub("", str(error)))
 
     thread = InheritableThread(target=stage, daemon=True)
     thread.start()
@@ -134,8 +136,9 @@ def _run(
         return results
     finally:
         thread.join(1.0)
-        context.cancelJobGroup(group)
-        thread.join(_LEAVE_S)
+        if thread.is_alive():  # else Spark warns that there is nothing to cancel
+            context.cancelJobGroup(group)
+            thread.join(_LEAVE_S)
 
 
 def rank(fn: Callable[[Iterator[Any]], Iterable[Any]]) -> Callable[[Iterator[Any]], Iterator[Any]]:
