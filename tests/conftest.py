@@ -160,6 +160,13 @@ def mpich_python():
     return environments.interpreter("TEST_MPICH_PYTHON", ".venv-test-mpich", "mpich")
 
 
+@pytest.fixture(scope="session")
+def engines():
+    """PYTHONPATH with Dask, Ray and Spark, for the Python that runs the tests, or that of MPICH."""
+    path = environments.packages("TEST_ENGINES_PYTHON", ".venv-test-engines", "distributed", "ray[train]", "pyspark")
+    return {"PYTHONPATH": f"{path}:{ROOT}", "OMP_NUM_THREADS": "1"}
+
+
 @pytest.fixture
 def script(tmp_path):
     """Writes a Python script; returns its path."""

@@ -12,9 +12,9 @@ from tests.support.cluster.slurm import SLURM_NEEDED, start_slurm, wait_until_id
 
 @pytest.fixture(scope="session")
 def shared(tmp_path_factory):
-    """What hosts see of /tmp beside this project: the tests' folders, and an environment that stands elsewhere."""
-    python = os.environ.get("TEST_MPICH_PYTHON")
-    return [tmp_path_factory.getbasetemp(), *([Path(python).parents[1]] if python else [])]
+    """What hosts see of /tmp beside this project: the tests' folders, and environments that stand elsewhere."""
+    pythons = filter(None, map(os.environ.get, ("TEST_MPICH_PYTHON", "TEST_ENGINES_PYTHON")))
+    return [tmp_path_factory.getbasetemp(), *(Path(each).parents[1] for each in pythons)]
 
 
 def four_hosts(folder, shared):

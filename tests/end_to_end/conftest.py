@@ -10,7 +10,6 @@ from tests.support import environments, jobs
 
 PROGRAMS = Path(__file__).parent / "programs"
 FRONT_ENDS = ["accelerate", "transformers", "lightning"]
-ENGINES = ["distributed", "ray[train]", "pyspark"]
 FRAMEWORKS = ["jax", "optax", "equinox", "flax", "orbax-checkpoint", "keras", "tensorflow-cpu"]
 
 
@@ -29,13 +28,6 @@ def ringrun(python, ranks, *command, **options):
 def front_ends():
     """PYTHONPATH with PyTorch's front ends, for the Python that runs the tests."""
     path = environments.packages("TEST_FRONT_ENDS_PYTHON", ".venv-test-front-ends", *FRONT_ENDS)
-    return {"PYTHONPATH": f"{path}:{jobs.ROOT}", "OMP_NUM_THREADS": "1"}
-
-
-@pytest.fixture(scope="session")
-def engines():
-    """PYTHONPATH with Dask, Ray and Spark, for the Python that runs the tests, or that of MPICH."""
-    path = environments.packages("TEST_ENGINES_PYTHON", ".venv-test-engines", *ENGINES)
     return {"PYTHONPATH": f"{path}:{jobs.ROOT}", "OMP_NUM_THREADS": "1"}
 
 

@@ -115,11 +115,7 @@ class Hosts:
     def tidy_up(self) -> None:
         """End whatever a test has left running, and remove its files, for the next test."""
         for k in range(len(self.names)):
-            while left := self.processes(k):
-                for pid in left:
-                    with contextlib.suppress(ProcessLookupError):
-                        os.kill(pid, signal.SIGKILL)
-                time.sleep(0.01)
+            self.kill_all(k)
             for path in self.left_behind(k):
                 self.check(k, ["rm", "-r", path])
         _collect(self._started)
@@ -195,6 +191,14 @@ class Hosts:
         shared = {str(Path(each).relative_to("/tmp").parts[0]) for each in self._shared_in_tmp()}
         found = [f"/tmp/{each.name}" for each in self.path(k, "/tmp").iterdir() if each.name not in shared]
         return found + [f"/dev/shm/{each.name}" for each in self.path(k, "/dev/shm").iterdir()]
+
+    def kill_all(self, k: int) -> None:
+        """Kill everything on host k but its init and its daemons."""
+        while left := self.processes(k):
+            for pid in left:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            time.sleep(0.01)
 
     def wait_until_gone(self, *only: int, within_s: float = 5) -> float:
         """Wait until nothing more runs on these hosts (on all if none is named); return the seconds, or fail."""
