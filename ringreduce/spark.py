@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import json
 import re
+import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from ringreduce.api import joined
@@ -74,7 +75,8 @@ def run_elastic(
     min_num_proc: with fewer ranks the job ends (1).
     max_num_proc: how many ranks it may have; executors that come later are used from the next commit on (num_proc).
 
-    A task whose executor is lost is started again by Spark, up to spark.task.maxFailures times, and lends its slot.
+    A task whose executor is lost is started again by Spark, up to spark.task.maxFailures times, and lends its slot; the
+    others go on whatever becomes of it.
 
     Source: horovod.spark.run_elastic.
 
@@ -120,25 +122,36 @@ def _run(
         of_task = task.resources() if task else {}
         yield lending.lend(ticket, gpus=",".join(of_task["gpu"].addresses) if "gpu" in of_task else None)
 
-    def stage() -> None:
+    def stage(tasks: int) -> None:
         try:
             context.setJobGroup(group, f"ringreduce: {most} ranks", interruptOnCancel=True)
-            slots = context.parallelize(range(most), most)
+            slots = context.parallelize(range(tasks), tasks)
             (slots if elastic else slots.barrier()).mapPartitions(lend).collect()
         except BaseException as error:
             failed.append(_JAVA_FRAMES.sub("", str(error)))
 
-    thread = InheritableThread(target=stage, daemon=True)
-    thread.start()
+    # Spark ends a stage whose task has failed too often: tasks that are to go on without it are each a stage
+    counts = [1] * most if elastic else [most]
+    stages = [InheritableThread(target=stage, args=(tasks,), daemon=True) for tasks in counts]
+    for each in stages:
+        each.start()
     try:
         call = fn, tuple(args), dict(kwargs or {})
-        results: list[Any] = lending.run(call, ticket, np, asked, env or {}, lambda: "".join(failed[:1]))
+        results: list[Any] = lending.run(
+            call, ticket, np, asked, env or {}, lambda: failed[0] if len(failed) == len(stages) else ""
+        )
         return results
     finally:
-        thread.join(1.0)
-        if thread.is_alive():  # else Spark warns that there is nothing to cancel
+        _join(stages, 1.0)
+        if any(each.is_alive() for each in stages):  # else Spark warns that there is nothing to cancel
             context.cancelJobGroup(group)
-            thread.join(_LEAVE_S)
+            _join(stages, _LEAVE_S)
+
+
+def _join(threads: Sequence[Any], timeout_s: float) -> None:
+    until_s = time.monotonic() + timeout_s
+    for each in threads:
+        each.join(max(0.0, until_s - time.monotonic()))
 
 
 def rank(fn: Callable[[Iterator[Any]], Iterable[Any]]) -> Callable[[Iterator[Any]], Iterator[Any]]:

@@ -145,9 +145,9 @@ def end_executor(nodes, k):
 
 
 @needs_java
-@pytest.mark.parametrize("what", ["host"])
+@pytest.mark.parametrize("what", ["host", "executor"])
 def test_the_loss_of_an_executor_of_spark_is_that_of_its_rank(what, nodes, spark, run, ranks):
-    """What comes in its place lends a slot."""
+    """What comes in its place lends a slot, also where Spark gives up the task that was lost."""
     program = run(ON_SPARK + GOES_ON, ranks)
     await_(ranks, "1 *", 2, program)
     killed_s = time.time()
