@@ -1,4 +1,4 @@
-"""Dask and Spark on hosts that nobody can log in to: the scheduler and the program are on h0, workers elsewhere."""
+"""Dask, Spark and Ray on hosts that nobody can log in to: their head and the program are on h0, workers elsewhere."""
 
 import os
 import re
@@ -55,6 +55,18 @@ FAILS = """
         ringreduce.spark.run(sleep, (sys.argv[1],), **slow)
     except rr.JobFailedError as error:
         print(error)
+"""
+ON_RAY = f"""
+import sys
+import ray
+import ringreduce.ray
+from tests.support.engines import go_on, train, trained
+
+if __name__ == "__main__":
+    ray.init("{HEAD}:6379")
+    slow = {{"np": 3, "timeout_s": 300, "start_timeout": 300}}
+    assert ringreduce.ray.run(train, (2,), **slow) == trained(3, 2)
+    print("sizes", ringreduce.ray.run(go_on, (sys.argv[1], 3), elastic=True, **slow))
 """
 
 
@@ -170,3 +182,39 @@ def test_the_loss_of_an_executor_of_spark_ends_a_job_that_is_not_elastic(nodes, 
     print(f"the program had the report after {time.time() - killed_s:.3f} s")
     assert re.search(r"-- ringrun: rank \d of 2 failed first -.*\nhow .*\nwhere +host h2, pid", said)
     assert "at org.apache.spark" not in said
+
+
+@pytest.fixture
+def ray(nodes, python, engines):
+    """ray(K): makes a node of host K, with one CPU; h0 is the head."""
+    start = [python, "-m", "ray.scripts.scripts", "start", "--disable-usage-stats"]
+    of_all = ["--num-cpus", 1, "--object-store-memory", 80 << 20]
+    own = {**engines, "RAY_health_check_timeout_ms": "60000"}  # a node that is slow is not dead
+
+    def begin(k):
+        role = ["--address", f"{HEAD}:6379"] if k else ["--head", "--port", 6379, "--include-dashboard", "false"]
+        command = [*start, *role, "--node-ip-address", nodes.addresses[k], *of_all]
+        for _ in range(3):  # it gives up after 30 s, however busy the machine is
+            done = nodes.run(k, command, env=own, timeout=100)
+            if done.returncode == 0:
+                return
+            nodes.kill_all(k)
+        raise AssertionError(done)
+
+    return begin
+
+
+@pytest.mark.xdist_group("frameworks")  # as what else starts Ray, which takes all cores
+def test_the_loss_of_a_node_of_ray_is_that_of_its_rank_and_another_one_lends(nodes, ray, run, ranks):
+    """The head lends, too: its slot is one of another host than the program's."""
+    for k in range(3):
+        ray(k)
+    program = run(ON_RAY, ranks)
+    await_(ranks, "1 *", 3, program)
+    killed_s = time.time()
+    nodes.kill_all(2)
+    print(f"the others' next step was done after {await_(ranks, '2 *', 2, program) - killed_s:.3f} s")
+    ray(3)
+    said = ended(program)
+    assert "sizes [[3, 2, 3], [3, 2, 3], [3, 2, 3]]\n" in said
+    assert re.search(r"-- ringrun: rank \d of 3 failed -.*\nhow .*\nwhere +host h2, pid", said)
