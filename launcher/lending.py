@@ -65,7 +65,7 @@ def run(
 ) -> list[Any]:
     """Do what `ringreduce.run` says, on `np` of the slots that tasks lend with this ticket.
 
-    trouble: called several times a second; returns why tasks cannot lend, which ends the job, or nothing.
+    trouble: called several times a second; returns why tasks cannot lend, which ends a job without ranks, or nothing.
     """
     argv = ("join", f"localhost:{ticket.port}", "--lend=0", f"--join-timeout={ticket.timeout_s:g}", "--wdir=/")
     head = run_function.Head(argv, {_KEY: ticket.key}, ticket.addresses, trouble)

@@ -45,6 +45,20 @@ INTERRUPTED = """
         time.sleep(0.1)
     print("done")
 """
+CANNOT_LEND = """
+    def break_it(_):
+        import ringrun.lending
+        ringrun.lending._reached = lambda _: 1 / 0
+        return []
+    # Spark gives the next stage the same Python processes
+    spark.sparkContext.parallelize(range(2), 2).barrier().mapPartitions(break_it).collect()
+    try:
+        ringreduce.spark.run(train, (2,), num_proc=2, **slow)
+    except rr.StartupError as error:
+        assert "ZeroDivisionError: division by zero" in str(error), error
+        assert "\tat " not in str(error), "no frames of Java"
+        print("done")
+"""
 TWO_EXECUTORS = """
     for scale in (2, 3):
         assert ringreduce.spark.run(train, (scale,), num_proc=2, **slow) == trained(2, scale)
@@ -74,6 +88,11 @@ def test_ranks_run_in_a_session_again_and_again(in_spark):
 def test_ctrl_c_ends_all_ranks_and_frees_the_cores(in_spark, tmp_path):
     (folder := tmp_path / "ranks").mkdir()
     assert "\ninterrupted\ndone\n" in in_spark(INTERRUPTED, folder)
+
+
+@pytest.mark.timeout(600)
+def test_tasks_that_cannot_lend_say_why_at_once(in_spark):
+    assert "\ndone\n" in in_spark(CANNOT_LEND)
 
 
 @pytest.mark.timeout(600)
