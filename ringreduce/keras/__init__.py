@@ -3,7 +3,8 @@
     import ringreduce.keras as hvd
 
 ops        allreduce, allgather, … on the tensors of Keras' backend; broadcast_variables
-optimizer  DistributedOptimizer, load_model; saved: its options in a saved model; own: variables it does not reduce
+optimizer  DistributedOptimizer; own: variables it does not reduce
+loading    load_model; saved: the options of an optimizer in a saved model
 callbacks  for model.fit; local: those with local steps; together: when all ranks end it
 parts      what check=divergence compares
 sync_batch_norm  SyncBatchNormalization
@@ -26,6 +27,7 @@ from ringreduce.frameworks.common import *
 from ringreduce.frameworks.horovod import end_of as _end_of
 from ringreduce.keras import callbacks as callbacks
 from ringreduce.keras import elastic as elastic
+from ringreduce.keras.loading import *
 from ringreduce.keras.ops import *
 from ringreduce.keras.optimizer import *
 from ringreduce.keras.sync_batch_norm import *

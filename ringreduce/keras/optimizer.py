@@ -8,7 +8,6 @@ accumulated and unscaled, before they are clipped and applied, in every way to t
 from __future__ import annotations
 
 import functools
-import inspect
 import math
 import sys
 from collections.abc import Callable, Sequence
@@ -17,7 +16,6 @@ from typing import Any
 import keras
 
 from ringreduce.api.process_sets import ProcessSet, global_process_set
-from ringreduce.api.world import rank, size
 from ringreduce.compression import AnyCompressor, Compression
 from ringreduce.errors import InputError, MissingExtraError
 from ringreduce.frameworks.not_there import check_adapter
@@ -25,12 +23,10 @@ from ringreduce.keras import parts, saved
 from ringreduce.keras.ops import adapter, grouped_allreduce
 from ringreduce.keras.own import OwnVariables, local_variables
 from ringreduce.keras.together import decide_together
-from ringreduce.log import JOB
 from ringreduce.ops import Average, Min, ReduceOp
 from ringreduce.optim.exchange import Exchange, check_passes
-from ringreduce.runtime import is_initialized
 
-__all__ = ["DistributedOptimizer", "PartialDistributedOptimizer", "load_model"]
+__all__ = ["DistributedOptimizer", "PartialDistributedOptimizer"]
 
 PRIVATE = "_clip_gradients", "_trainable_variables", "_iterations"
 """Names of an optimizer that Keras does not promise to keep, as is check_finite of its LossScaleOptimizer."""
@@ -312,90 +308,3 @@ def _agree_on_finite_gradients() -> None:
 
     check_finite.agrees = True  # type: ignore[attr-defined]
     kind.check_finite = check_finite
-
-
-class _Plain:
-    """Stands for the `_clip_gradients` of an optimizer that was one of ours, and that Keras loaded or copied."""
-
-    def __init__(self, optimizer: Any, options: dict[str, Any]) -> None:
-        self._optimizer, self.options = optimizer, options
-
-    def __call__(self, gradients: Sequence[Any]) -> Any:
-        """The gradients, clipped; the first time it says that they are not reduced."""
-        optimizer = self._optimizer
-        if vars(optimizer).pop("_clip_gradients") and is_initialized() and size() > 1:
-            JOB.warning(
-                f"rank {rank()} of {size()} trains alone: its {type(optimizer).__name__} was a DistributedOptimizer, "
-                "but what Keras loads or copies is none; use hvd.load_model(path), or wrap it"
-            )
-        return type(optimizer)._clip_gradients(optimizer, gradients)
-
-
-def _writing(kept: dict[str, Any]) -> Callable[[str], None]:
-    return functools.partial(saved.write, kept)
-
-
-def _load_assets(self: Any, folder: str | None) -> None:
-    kept = saved.read(folder)
-    if kept is not None:
-        vars(self).update(_clip_gradients=_Plain(self, kept), save_assets=_writing(kept))
-
-
-if not hasattr(keras.optimizers.Optimizer, "load_assets"):  # Keras calls it for each object that a file has assets of
-    keras.optimizers.Optimizer.load_assets = _load_assets
-_OPTIONS = inspect.signature(DistributedOptimizer).parameters.keys() - {"optimizer"}
-
-
-def load_model(
-    filepath: Any,
-    custom_optimizers: Sequence[type] | None = None,
-    custom_objects: dict[str, Any] | None = None,
-    compression: AnyCompressor | None = None,
-    **options: Any,
-) -> Any:
-    """Load a saved model with its optimizer and that one's state, and wrap the optimizer as it was wrapped.
-
-    A file in Keras' format (.keras) has the options of its DistributedOptimizer, all but a class of one's own for
-    compression, and a process set that does not exist here. One in HDF5 (.h5), or of an optimizer that was not wrapped,
-    has none: the defaults of DistributedOptimizer hold.
-
-    filepath: what keras.models.load_model takes; every rank reads it.
-    custom_optimizers: classes of optimizers that Keras does not know; custom_objects: other objects, by name.
-    compression, options: of `DistributedOptimizer`, in place of what the file has; further options are those of
-        keras.models.load_model.
-
-    Raises: InputError for what the file does not have and must be passed: the compression or process set above; and
-            backward_passes_per_step, where the optimizer accumulates.
-    Source: Horovod's load_model.
-    """
-    given = {name: options.pop(name) for name in _OPTIONS & options.keys()}
-    given |= {} if compression is None else {"compression": compression}
-    known = {**(custom_objects or {}), **{each.__name__: each for each in custom_optimizers or ()}}
-    model = keras.models.load_model(filepath, custom_objects=known, **options)
-    if getattr(model, "optimizer", None) is not None:
-        given = _options_of(model.optimizer, given, filepath)
-        own = given.pop("local_variables", ())
-        DistributedOptimizer(model.optimizer, **given)
-        for number in own:
-            model.optimizer.register_local_var(model.trainable_variables[number])
-    return model
-
-
-def _options_of(optimizer: Any, given: dict[str, Any], path: Any) -> dict[str, Any]:
-    """The arguments by which an optimizer that was loaded is wrapped."""
-    inner = getattr(optimizer, "inner_optimizer", optimizer)
-    plain, passes = vars(inner).get("_clip_gradients"), inner.gradient_accumulation_steps
-    if isinstance(plain, _Plain):
-        return saved.arguments(plain.options, given)
-    if passes and "backward_passes_per_step" not in given:
-        raise InputError(
-            f"load_model: {path} does not say who accumulates {passes} gradients; pass "
-            f"backward_passes_per_step={passes} if DistributedOptimizer did, with average_aggregated_gradients if it "
-            "averaged them; or backward_passes_per_step=1 if the optimizer's own gradient_accumulation_steps did"
-        )
-    if str(path).endswith((".h5", ".hdf5")) and not given and rank() == 0:
-        JOB.warning(
-            f"load_model: {path}: HDF5 does not keep the options of DistributedOptimizer, so the defaults are used, "
-            "op=Average among them; pass those that you set, or save in Keras' own format, .keras"
-        )
-    return given
