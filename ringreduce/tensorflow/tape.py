@@ -54,7 +54,13 @@ def DistributedGradientTape(  # noqa: N802 - Horovod's name
     """
     exchange = Exchange(op, compression, gradient_predivide_factor, process_set)
     own = OwnVariables(process_set, scale_local_gradients)
-    gradtape.gradient = unconverted(_Reduction(gradtape, exchange, own, sparse_as_dense, name).gradient)
+    of_rank, reduction = gradtape.gradient, Reduction(exchange, own, sparse_as_dense, name)
+
+    def gradient(target: Any, sources: Any, *args: Any, **options: Any) -> Any:
+        gradients = of_rank(target, sources, *args, **options)
+        return tf.nest.pack_sequence_as(gradients, reduction(tf.nest.flatten(gradients), tf.nest.flatten(sources)))
+
+    gradtape.gradient = unconverted(gradient)
     gradtape.register_local_source = unconverted(own.add)
     return gradtape
 
@@ -92,31 +98,26 @@ def PartialDistributedGradientTape(  # noqa: N802 - Horovod's name
     return tape
 
 
-class _Reduction:
-    """What one tape does with gradients."""
+class Reduction:
+    """Of the gradients of one tape, or of one optimizer."""
 
-    def __init__(
-        self, tape: Any, exchange: Exchange, own: OwnVariables, sparse_as_dense: bool, name: str | None
-    ) -> None:
-        self._of_rank, self._exchange, self._name = tape.gradient, exchange, name
+    def __init__(self, exchange: Exchange, own: OwnVariables, sparse_as_dense: bool, name: str | None) -> None:
+        self.process_set, self._options, self._name = exchange.process_set, exchange.arguments, name
         self._own, self._sparse_as_dense = own, sparse_as_dense
 
-    def gradient(self, target: Any, sources: Any, *args: Any, **options: Any) -> Any:
-        """The tape's gradients, reduced over the ranks, but for those of local sources."""
-        gradients = self._of_rank(target, sources, *args, **options)
-        process_set = self._exchange.process_set
-        if not process_set.included():
-            return gradients
-        flat, known = tf.nest.flatten(gradients), tf.nest.flatten(sources)
-        shared = [number for number, each in enumerate(known) if each not in self._own]
-        compare_sources(process_set, [known[number] for number in shared])
-        reduced = dict(zip(shared, self._reduced([flat[number] for number in shared]), strict=True))
+    @unconverted
+    def __call__(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
+        """These, of these variables, reduced over the ranks, but for those of variables that are this rank's own."""
+        if not self.process_set.included():
+            return list(gradients)
+        shared = [number for number, each in enumerate(variables) if each not in self._own]
+        compare_sources(self.process_set, [variables[number] for number in shared])
+        reduced = dict(zip(shared, self._reduced([gradients[number] for number in shared]), strict=True))
         own = self._own.gradient
-        results = [reduced[number] if number in reduced else own(each) for number, each in enumerate(flat)]
-        return tf.nest.pack_sequence_as(gradients, results)
+        return [reduced[number] if number in reduced else own(each) for number, each in enumerate(gradients)]
 
     def _reduced(self, gradients: Sequence[Any]) -> Any:
         if self._sparse_as_dense:
             gradients = [each if each is None else tf.convert_to_tensor(each) for each in gradients]
         with ending_step():
-            return allreduce(gradients, name=self._name, **self._exchange.arguments)
+            return allreduce(gradients, name=self._name, **self._options)
