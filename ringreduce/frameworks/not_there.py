@@ -7,9 +7,6 @@ _NO_ADAPTER = {
     "ringreduce.jax.DistributedOptimizer(optax.adam(1e-3)), wrt=nnx.Param)",
     "keras": "for an optimizer of Keras 3 use ringreduce.keras.DistributedOptimizer; if this is an older one, "
     "pip install --upgrade keras",
-    "tf_keras": "this is an optimizer of Keras 2; unset TF_USE_LEGACY_KERAS, so that tf.keras is Keras 3, and use "
-    "keras.optimizers with ringreduce.keras; in a loop of your own ringreduce.tensorflow.DistributedGradientTape works "
-    "with either",
 }
 
 

@@ -19,8 +19,9 @@ def _of_optax(optimizer: Any) -> bool:
 
 
 def _of_keras(optimizer: Any) -> bool:
-    keras = sys.modules.get("keras")
-    return keras is not None and isinstance(optimizer, getattr(keras.optimizers, "Optimizer", ()))
+    libraries = [sys.modules[each].optimizers for each in ("keras", "tf_keras") if sys.modules.get(each) is not None]
+    legacy = [each.legacy for each in libraries if hasattr(each, "legacy")]  # of tf_keras
+    return isinstance(optimizer, tuple(each.Optimizer for each in libraries + legacy if hasattr(each, "Optimizer")))
 
 
 ADAPTERS: dict[str, Callable[[Any], bool]] = {"torch": _of_torch, "jax": _of_optax, "keras": _of_keras}

@@ -6,6 +6,7 @@ ops        allreduce, allgather, … on the tensors of Keras' backend; broadcast
 optimizer  DistributedOptimizer; own: variables it does not reduce
 loading    load_model; saved: the options of an optimizer in a saved model
 callbacks  for model.fit; local: those with local steps; together: when all ranks end it
+either     Keras 3, and Keras 2, which is tf_keras
 parts      what check=divergence compares
 sync_batch_norm  SyncBatchNormalization
 elastic    KerasState, and callbacks that commit it; committed: models and optimizers in it

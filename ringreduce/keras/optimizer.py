@@ -2,15 +2,17 @@
 
 The optimizer stays the object that it is, of its own class and with its own configuration: what it saves, Keras loads
 without this package. Gradients are reduced where Keras calls the optimizer's `_clip_gradients`: after they were
-accumulated and unscaled, before they are clipped and applied, in every way to train.
+accumulated and unscaled, before they are clipped and applied, in every way to train. Those of Keras 2 are in
+tensorflow/keras_2.py.
 """
 
 from __future__ import annotations
 
 import functools
+import importlib
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import keras
@@ -18,8 +20,8 @@ import keras
 from ringreduce.api.process_sets import ProcessSet, global_process_set
 from ringreduce.compression import AnyCompressor, Compression
 from ringreduce.errors import InputError, MissingExtraError
-from ringreduce.frameworks.not_there import check_adapter
 from ringreduce.keras import parts, saved
+from ringreduce.keras.either import inner_of, is_of_keras_2, is_optimizer, reduction_of
 from ringreduce.keras.ops import adapter, grouped_allreduce
 from ringreduce.keras.own import OwnVariables, local_variables
 from ringreduce.keras.together import decide_together
@@ -50,8 +52,8 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
 ) -> Any:
     """Make a Keras optimizer reduce the gradients over all ranks before it uses them; returns the optimizer.
 
-    optimizer: a keras.optimizers.Optimizer; of a LossScaleOptimizer the inner one reduces. With mixed_float16,
-        `model.compile` may wrap the result in one.
+    optimizer: a keras.optimizers.Optimizer, or one of tf_keras, Keras 2, a `legacy` one too; of a LossScaleOptimizer
+        the inner one reduces. With mixed_float16, `model.compile` may wrap the result in one.
     name: of the operation, for error messages and the timeline; by default made of the variables' number and size.
     sparse_as_dense: with TensorFlow, gradients that are IndexedSlices are made dense; else their rows are gathered.
     op: Average, Sum or Adasum, of the gradients.
@@ -71,35 +73,38 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
             for which nobody waits, where a callback of one's own, or TerminateOnNaN, is called in batches.
     Raises: InputError (a ValueError) for wrong arguments, one that is wrapped already, and at the first step where
             TensorFlow compiles it by XLA, or Keras has not called what reduces; TypeError for what is no optimizer of
-            Keras 3; MissingExtraError for a Keras that lacks what is relied on.
+            Keras; MissingExtraError for a Keras that lacks what is relied on.
     Source: Horovod's DistributedOptimizer for Keras.
     """
     inner = _checked(optimizer)
     exchange = Exchange(op, compression, gradient_predivide_factor, process_set)
     exchange.check_world()
-    after = exchange.scales[1] * _accumulate(inner, backward_passes_per_step, average_aggregated_gradients)
-    options = exchange.arguments | {"postscale_factor": after}
-    passes = after / exchange.scales[1]
-    reduction = _Reduction(
-        inner, name, sparse_as_dense, options, OwnVariables(process_set, scale_local_gradients), passes
-    )
-    own = {
-        "name": name,
-        "compression": compression,
-        "sparse_as_dense": bool(sparse_as_dense),
-        "gradient_predivide_factor": float(gradient_predivide_factor),
-        "op": op,
-        "backward_passes_per_step": int(backward_passes_per_step),
-        "average_aggregated_gradients": bool(average_aggregated_gradients),
-        "process_set": process_set,
-        "scale_local_gradients": bool(scale_local_gradients),
-    }
-    # not by setattr: Keras and TensorFlow would keep track of it
-    writing = functools.partial(reduction.save, saved.kept(own))
-    vars(inner).update(_clip_gradients=reduction, apply=reduction.apply, save_assets=writing)
+    variables = OwnVariables(process_set, scale_local_gradients)
+    passes = check_passes(backward_passes_per_step), average_aggregated_gradients
+    if is_of_keras_2(inner):
+        reduce_in = importlib.import_module("ringreduce.tensorflow.keras_2").reduce_in
+        reduce_in(inner, exchange, variables, sparse_as_dense, name, *passes)
+    else:
+        of_passes = _accumulate(inner, *passes)
+        options = exchange.arguments | {"postscale_factor": exchange.scales[1] * of_passes}
+        reduction = _Reduction(inner, name, sparse_as_dense, options, variables, of_passes)
+        own = {
+            "name": name,
+            "compression": compression,
+            "sparse_as_dense": bool(sparse_as_dense),
+            "gradient_predivide_factor": float(gradient_predivide_factor),
+            "op": op,
+            "backward_passes_per_step": int(backward_passes_per_step),
+            "average_aggregated_gradients": bool(average_aggregated_gradients),
+            "process_set": process_set,
+            "scale_local_gradients": bool(scale_local_gradients),
+        }
+        # not by setattr: Keras and TensorFlow would keep track of it
+        writing = functools.partial(reduction.save, saved.kept(own))
+        vars(inner).update(_clip_gradients=reduction, apply=reduction.apply, save_assets=writing)
+        _agree_on_finite_gradients()
     for each in (inner, optimizer):
-        vars(each)["register_local_var"] = reduction.own.add
-    _agree_on_finite_gradients()
+        vars(each)["register_local_var"] = variables.add
     decide_together()
     return optimizer
 
@@ -140,19 +145,18 @@ def PartialDistributedOptimizer(  # noqa: N802 - Horovod's name
 
 def _checked(optimizer: Any) -> Any:
     """The optimizer that is to reduce; raises what `DistributedOptimizer` does for one that it cannot wrap."""
-    if not isinstance(optimizer, keras.optimizers.Optimizer):
+    if not is_optimizer(optimizer):
         kind = type(optimizer)
-        if kind.__module__.startswith("tf_keras."):
-            check_adapter(optimizer)
         raise TypeError(
-            f"DistributedOptimizer: expected a Keras 3 optimizer, got a {kind.__module__}.{kind.__qualname__}; "
+            f"DistributedOptimizer: expected a Keras optimizer, got a {kind.__module__}.{kind.__qualname__}; "
             "as in DistributedOptimizer(keras.optimizers.Adam(1e-3))"
         )
-    adapter()
-    inner = getattr(optimizer, "inner_optimizer", optimizer)
-    if isinstance(vars(inner).get("_clip_gradients"), _Reduction):
+    inner = inner_of(optimizer)
+    if reduction_of(inner) is not None:
         raise InputError("DistributedOptimizer: this optimizer is already wrapped; wrap it once")
-    _check_names(inner)
+    if not is_of_keras_2(inner):
+        adapter()
+        _check_names(inner)
     return inner
 
 
@@ -170,7 +174,7 @@ def _check_names(optimizer: Any) -> None:
 
 def _accumulate(optimizer: Any, passes: int, average: bool) -> int:
     """Let Keras accumulate gradients; returns what makes a sum of its mean."""
-    if check_passes(passes) == 1:
+    if passes == 1:
         return 1
     if optimizer.gradient_accumulation_steps != passes and (optimizer.built or optimizer.gradient_accumulation_steps):
         raise InputError(
@@ -179,6 +183,12 @@ def _accumulate(optimizer: Any, passes: int, average: bool) -> int:
         )
     optimizer.gradient_accumulation_steps = passes
     return 1 if average else passes
+
+
+def operation_name(variables: Iterable[Any]) -> str:
+    """By default of what is reduced: how many optimizers a rank has made, for evaluation say, is its own affair."""
+    sizes = [math.prod(each.shape) for each in variables]
+    return f"DistributedOptimizer of {len(sizes)} variables, {sum(sizes)} elements"
 
 
 def _uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -250,10 +260,9 @@ class _Reduction:
 
     @property
     def _name(self) -> str:
-        """By default of what it reduces: how many optimizers a rank has made, for evaluation say, is its own affair."""
-        variables = [each for each in self._optimizer._trainable_variables if each not in self.own]
-        count = sum(math.prod(each.shape) for each in variables)
-        return self._given_name or f"DistributedOptimizer of {len(variables)} variables, {count} elements"
+        return self._given_name or operation_name(
+            each for each in self._optimizer._trainable_variables if each not in self.own
+        )
 
     def everywhere(self, finite: Any) -> Any:
         """True where it is true on all ranks."""

@@ -6,10 +6,9 @@ import importlib
 from collections.abc import Iterable
 from typing import Any
 
-import keras
-
 from ringreduce.api.process_sets import ProcessSet
 from ringreduce.errors import InputError
+from ringreduce.keras.either import is_layer
 
 
 def local_variables(function: str, layers: Any) -> list[Any]:
@@ -17,7 +16,7 @@ def local_variables(function: str, layers: Any) -> list[Any]:
     several = layers if isinstance(layers, Iterable) else [] if layers is None else [layers]
     found: list[Any] = []
     for layer in several:
-        if not isinstance(layer, keras.Layer):
+        if not is_layer(layer):
             raise InputError(f"{function}: local_layers has {layer!r}; expected layers of Keras")
         if not layer.built:
             raise InputError(

@@ -7,6 +7,7 @@ ops        the collectives, with their gradients; sparse gradients (IndexedSlice
 world      size_op and the like: numbers of ranks when a graph runs
 tape       DistributedGradientTape, PartialDistributedGradientTape
 training   DistributedOptimizer, broadcast_variables
+keras_2    how the optimizers of Keras 2, of tf_keras, reduce
 elastic    states of a Keras model, and of variables
 keras      `horovod.tensorflow.keras`, which is ringreduce.keras
 """

@@ -54,11 +54,12 @@ def DistributedGradientTape(  # noqa: N802 - Horovod's name
     """
     exchange = Exchange(op, compression, gradient_predivide_factor, process_set)
     own = OwnVariables(process_set, scale_local_gradients)
-    of_rank, reduction = gradtape.gradient, Reduction(exchange, own, sparse_as_dense, name)
+    of_rank, reduction = gradtape.gradient, Reduction(exchange, own, sparse_as_dense)
 
     def gradient(target: Any, sources: Any, *args: Any, **options: Any) -> Any:
         gradients = of_rank(target, sources, *args, **options)
-        return tf.nest.pack_sequence_as(gradients, reduction(tf.nest.flatten(gradients), tf.nest.flatten(sources)))
+        flat = reduction(tf.nest.flatten(gradients), tf.nest.flatten(sources), name)
+        return tf.nest.pack_sequence_as(gradients, flat)
 
     gradtape.gradient = unconverted(gradient)
     gradtape.register_local_source = unconverted(own.add)
@@ -101,23 +102,26 @@ def PartialDistributedGradientTape(  # noqa: N802 - Horovod's name
 class Reduction:
     """Of the gradients of one tape, or of one optimizer."""
 
-    def __init__(self, exchange: Exchange, own: OwnVariables, sparse_as_dense: bool, name: str | None) -> None:
-        self.process_set, self._options, self._name = exchange.process_set, exchange.arguments, name
-        self._own, self._sparse_as_dense = own, sparse_as_dense
+    def __init__(self, exchange: Exchange, own: OwnVariables, sparse_as_dense: bool) -> None:
+        self.process_set, self._options = exchange.process_set, exchange.arguments
+        self.own, self._sparse_as_dense = own, sparse_as_dense
 
     @unconverted
-    def __call__(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
-        """These, of these variables, reduced over the ranks, but for those of variables that are this rank's own."""
+    def __call__(self, gradients: Sequence[Any], variables: Sequence[Any], name: str | None) -> list[Any]:
+        """These, of these variables, reduced over the ranks, but for those of variables that are this rank's own.
+
+        name: of the operation.
+        """
         if not self.process_set.included():
             return list(gradients)
-        shared = [number for number, each in enumerate(variables) if each not in self._own]
+        shared = [number for number, each in enumerate(variables) if each not in self.own]
         compare_sources(self.process_set, [variables[number] for number in shared])
-        reduced = dict(zip(shared, self._reduced([gradients[number] for number in shared]), strict=True))
-        own = self._own.gradient
+        reduced = dict(zip(shared, self._reduced([gradients[number] for number in shared], name), strict=True))
+        own = self.own.gradient
         return [reduced[number] if number in reduced else own(each) for number, each in enumerate(gradients)]
 
-    def _reduced(self, gradients: Sequence[Any]) -> Any:
+    def _reduced(self, gradients: Sequence[Any], name: str | None) -> Any:
         if self._sparse_as_dense:
             gradients = [each if each is None else tf.convert_to_tensor(each) for each in gradients]
         with ending_step():
-            return allreduce(gradients, name=self._name, **self._options)
+            return allreduce(gradients, name=name, **self._options)

@@ -11,6 +11,7 @@ from tests.support import environments, jobs
 PROGRAMS = Path(__file__).parent / "programs"
 FRONT_ENDS = ["accelerate", "transformers", "lightning"]
 FRAMEWORKS = ["jax", "optax", "equinox", "flax", "orbax-checkpoint", "keras", "tensorflow-cpu"]
+KERAS_2 = ["tf_keras"]  # which requires `tensorflow`, not tensorflow-cpu
 
 
 def run(command, *, timeout_s=120, cwd=jobs.ROOT, returncode=None, **variables):
@@ -45,7 +46,7 @@ def on_engine(engines, script):
 @pytest.fixture(scope="session")
 def frameworks():
     """PYTHONPATH with the frameworks, for the Python that runs the tests, whose MPI they use."""
-    path = environments.packages("TEST_FRAMEWORKS_PYTHON", ".venv-test-frameworks", *FRAMEWORKS)
+    path = environments.packages("TEST_FRAMEWORKS_PYTHON", ".venv-test-frameworks", *FRAMEWORKS, alone=KERAS_2)
     return {"PYTHONPATH": path, "TF_CPP_MIN_LOG_LEVEL": "2"}
 
 

@@ -155,7 +155,7 @@ def test_what_is_refused():
     ]:
         with pytest.raises(ValueError, match=says):
             function()
-    with pytest.raises(TypeError, match=r"expected a Keras 3 optimizer, got a builtins\.str; as in"):
+    with pytest.raises(TypeError, match=r"expected a Keras optimizer, got a builtins\.str; as in"):
         hvd.DistributedOptimizer("adam")
 
 

@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 import sysconfig
+from collections.abc import Sequence
 from pathlib import Path
 
 from tests.support.jobs import ROOT
@@ -16,14 +17,17 @@ from tests.support.jobs import ROOT
 INSTALL_TIMEOUT_S = 1200
 
 
-def interpreter(variable: str, folder: str, *requirements: str) -> Path:
-    """The Python that $variable names, or that of ROOT/folder with these requirements, which is made if need be."""
+def interpreter(variable: str, folder: str, *requirements: str, alone: Sequence[str] = ()) -> Path:
+    """The Python that $variable names, or that of ROOT/folder with these requirements, which is made if need be.
+
+    alone: packages that are installed without what they require, as it is there by another name.
+    """
     if path := os.environ.get(variable):
         return Path(path)
     made = ROOT / folder
     if Path(sys.prefix) == made:  # as where the launcher's tests run on MPICH
         return Path(sys.executable)
-    wanted = "\n".join([sys.executable, *requirements, *(ROOT.joinpath(name).read_text() for name in FILES)])
+    wanted = "\n".join([sys.executable, *requirements, *alone, *(ROOT.joinpath(name).read_text() for name in FILES)])
     stamp = made / "made-of"
     with (ROOT / f"{folder}.lock").open("w") as lock:  # two suites may run side by side
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -36,15 +40,18 @@ def interpreter(variable: str, folder: str, *requirements: str) -> Path:
             ringrun.write_text(f"#!{python}\nimport sys\nfrom ringrun.cli import main\nsys.exit(main())\n")
             ringrun.chmod(0o755)
             pip = [sys.executable, "-m", "pip", "--python", python]
-            _run([*pip, "install", "-q", "--no-compile", "-c", "constraints.txt", *requirements])
+            install = [*pip, "install", "-q", "--no-compile", "-c", "constraints.txt"]
+            _run([*install, *requirements])
+            if alone:
+                _run([*install, "--no-deps", *alone])
             stamp.write_text(wanted)
     return made / "bin" / "python"
 
 
-def packages(variable: str, folder: str, *requirements: str) -> str:
+def packages(variable: str, folder: str, *requirements: str, alone: Sequence[str] = ()) -> str:
     """Where that Python has its packages, for the PYTHONPATH of the one that runs the tests."""
     command = [
-        interpreter(variable, folder, *requirements),
+        interpreter(variable, folder, *requirements, alone=alone),
         "-c",
         "import sysconfig; print(sysconfig.get_path('purelib'))",
     ]

@@ -220,10 +220,6 @@ def made_by(library):
     [
         (made_by("flax"), r"flax's optimizers are made from optax's: wrap those, such as nnx.Optimizer\(model, "),
         (made_by("keras"), r"use ringreduce.keras.DistributedOptimizer; if .* pip install --upgrade keras"),
-        (
-            made_by("tf_keras"),
-            r"an optimizer of Keras 2; unset TF_USE_LEGACY_KERAS, so that tf.keras is Keras 3, and use keras",
-        ),
     ],
 )
 @each_rank_of(SIZE)
