@@ -13,6 +13,7 @@ from ringreduce.api.process_sets import global_process_set
 from ringreduce.api.reduce import grouped_allreduce
 from ringreduce.api.world import rank, size
 from ringreduce.errors import InputError
+from ringreduce.keras.either import CalledByEither, built, inner_of, of_either, rate_of, variables_of
 from ringreduce.keras.local import DiLoCoCallback, LocalSGDCallback
 from ringreduce.keras.ops import broadcast_variables
 from ringreduce.keras.own import OwnVariables
@@ -45,8 +46,8 @@ class BroadcastGlobalVariablesCallback(TakesAllRanks, keras.callbacks.Callback):
         self._done = False
         model = self.model
         if all(allgather_object(model.built)):
-            if model.optimizer is not None and not model.optimizer.built:
-                model.optimizer.build(model.trainable_variables)
+            if model.optimizer is not None:
+                built(model.optimizer, model.trainable_variables)
             self._broadcast()
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
@@ -56,7 +57,9 @@ class BroadcastGlobalVariablesCallback(TakesAllRanks, keras.callbacks.Callback):
 
     def _broadcast(self) -> None:
         model = self.model
-        variables, own = [*model.weights, *getattr(model.optimizer, "variables", ())], OwnVariables(global_process_set)
+        variables, own = list(model.weights), OwnVariables(global_process_set)
+        if model.optimizer is not None:
+            variables += variables_of(model.optimizer)
         for each in self._local:
             own.add(each)
         kept = own.slots(variables)
@@ -123,7 +126,7 @@ class BestModelCheckpoint(TakesAllRanks, keras.callbacks.ModelCheckpoint):  # ty
             super().on_epoch_end(epoch, logs)
 
 
-class LearningRateScheduleCallback(keras.callbacks.Callback):  # type: ignore[misc]
+class LearningRateScheduleCallback(CalledByEither, keras.callbacks.Callback):  # type: ignore[misc]
     """Set the learning rate to initial_lr * multiplier(epoch), from `start_epoch` to before `end_epoch`.
 
     initial_lr: the learning rate at the start of the training.
@@ -187,7 +190,7 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):  # type: ignore[mi
             logs["lr"] = self._rate()
 
     def _rate(self) -> float:
-        return float(keras.ops.convert_to_numpy(self.model.optimizer.learning_rate))
+        return rate_of(self.model.optimizer)
 
     def _set_rate(self, epoch: float) -> None:
         before, rate = self._rate(), float(self._initial_lr * self._multiplier(epoch))
@@ -202,13 +205,13 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):  # type: ignore[mi
 
 def _velocities(optimizer: Any) -> list[Any]:
     """The variables that hold sums of updates, to which the learning rate of their time was applied."""
-    optimizer = getattr(optimizer, "inner_optimizer", optimizer)
-    if not optimizer.built:
-        return []
-    if isinstance(optimizer, keras.optimizers.SGD) and optimizer.momentum:
-        return list(optimizer.momentums)
-    if isinstance(optimizer, keras.optimizers.RMSprop) and optimizer.momentum:
-        return list(optimizer._momentums)
+    optimizer = inner_of(optimizer)
+    if hasattr(optimizer, "_slots"):  # of a `legacy` one
+        return [each["momentum"] for each in optimizer._slots.values() if "momentum" in each]
+    if isinstance(optimizer, of_either("optimizers.SGD")):
+        return list(getattr(optimizer, "momentums", ()))
+    if isinstance(optimizer, of_either("optimizers.RMSprop")):
+        return list(getattr(optimizer, "_momentums", ()))
     return []
 
 

@@ -58,11 +58,14 @@ def path_of(variable: Any) -> str:
 
 
 def variables_of(value: Any) -> list[Any]:
-    """Those of a model, a layer or an optimizer; a `legacy` one does not count its learning rate and the like."""
-    found = value.variables() if callable(value.variables) else value.variables
-    inner = vars(inner_of(value))
-    settings = [each for _, each in sorted(inner.get("_hyper", {}).items()) if hasattr(each, "assign")]
-    return [*found, *settings, *getattr(inner.get("apply_gradients"), "variables", ())]
+    """Those of a model, a layer or an optimizer; one of Keras 2 does not count its learning rate and the like."""
+    found = list(value.variables() if callable(value.variables) else value.variables)
+    if is_of_keras_2(value):
+        inner = vars(inner_of(value))
+        settings = {"rate": inner.get("_learning_rate"), **inner.get("_hyper", {})}
+        found += [each for _, each in sorted(settings.items()) if hasattr(each, "assign")]
+        found += getattr(inner.get("apply_gradients"), "variables", ())
+    return found
 
 
 def built(optimizer: Any, variables: Sequence[Any]) -> Any:

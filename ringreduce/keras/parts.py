@@ -12,6 +12,7 @@ import keras
 from ringreduce.api.process_sets import ProcessSet
 from ringreduce.checks.blame import BUFFER, NUMBER, OWNED, TRAINS
 from ringreduce.checks.divergence import compare_from_second_step, compare_parts, compares, numbered, part_of
+from ringreduce.keras.either import path_of
 from ringreduce.keras.own import OwnVariables
 
 
@@ -41,16 +42,15 @@ def compare(optimizer: Any, process_set: ProcessSet, names: Sequence[str], own: 
 
 def compare_buffers(model: Any, process_set: ProcessSet, steps_each: int) -> None:
     """Compare what a model has and does not train, but not the states of random seeds: those should differ."""
-    parts = [
-        part_of(name, functools.partial(_numpy, each), BUFFER) for name, each in named(model.non_trainable_weights)
-    ]
+    variables = model.non_trainable_weights if model.built else ()  # of which Keras 2 raises an error
+    parts = [part_of(name, functools.partial(_numpy, each), BUFFER) for name, each in named(variables)]
     if parts:
         compare_parts(model, process_set, lambda: parts, ["buffers"], steps_each)
 
 
 def named(variables: Sequence[Any]) -> list[tuple[str, Any]]:
     """With names."""
-    return [(numbered(number, each.path), each) for number, each in enumerate(variables)]
+    return [(numbered(number, path_of(each)), each) for number, each in enumerate(variables)]
 
 
 def _numpy(variable: Any) -> Any:

@@ -15,7 +15,6 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-import keras
 import numpy as np
 
 from ringreduce import runtime
@@ -25,6 +24,7 @@ from ringreduce.api.reduce import allreduce, allreduce_async
 from ringreduce.api.world import rank
 from ringreduce.execution.signature import ranks_text
 from ringreduce.execution.submission import Handle
+from ringreduce.keras.either import CalledByEither, is_optimizer, of_either, rate_of, reduction_of
 from ringreduce.keras.parts import compare_buffers
 from ringreduce.log import JOB
 from ringreduce.ops import Max
@@ -37,10 +37,11 @@ ALONE = (
     "nothing reduces the gradients: each rank trains a model of its own; compile the model with "
     "hvd.DistributedOptimizer(optimizer)"
 )
+KERAS = "keras.", "tf_keras."
 CLOSE = 1e-6  # relative; values that are closer differ by rounding
 
 
-class TakesAllRanks:
+class TakesAllRanks(CalledByEither):
     """A callback that communicates: all ranks have it, and train together."""
 
     averages_metrics = shares_weights = False
@@ -180,14 +181,12 @@ def _by_value(values: Mapping[int, str]) -> str:
 
 def _may_stop_in_a_batch(callback: Any) -> bool:
     """Of Keras' own callbacks only these may; one's own may if they are called in a batch at all."""
-    deciding = keras.callbacks.TerminateOnNaN, keras.callbacks.LambdaCallback
-    if type(callback).__module__.startswith(("keras.", "ringreduce.")) and not isinstance(callback, deciding):
+    deciding = of_either("callbacks.TerminateOnNaN", "callbacks.LambdaCallback")
+    if type(callback).__module__.startswith((*KERAS, "ringreduce.")) and not isinstance(callback, deciding):
         return False
     hooks = [getattr(callback, name) for name in HOOKS]
-    return any(getattr(each, "__func__", each) not in _DEFAULTS for each in hooks)
-
-
-_DEFAULTS = [getattr(keras.callbacks.Callback, name) for name in HOOKS]
+    defaults = [getattr(kind, name) for kind in of_either("callbacks.Callback") for name in HOOKS]
+    return any(getattr(each, "__func__", each) not in defaults for each in hooks)
 
 
 def _steering(callbacks: Iterable[Any]) -> dict[str, str]:
@@ -203,18 +202,18 @@ def _steering(callbacks: Iterable[Any]) -> dict[str, str]:
 
 def _setters(callbacks: Iterable[Any]) -> list[str]:
     """The callbacks that may set learning rates."""
-    keras_own = keras.callbacks.LearningRateScheduler, keras.callbacks.ReduceLROnPlateau
+    keras_own = of_either("callbacks.LearningRateScheduler", "callbacks.ReduceLROnPlateau")
     return [
         type(each).__name__
         for each in callbacks
-        if isinstance(each, keras_own) or not type(each).__module__.startswith(("keras.", "ringreduce."))
+        if isinstance(each, keras_own) or not type(each).__module__.startswith((*KERAS, "ringreduce."))
     ]
 
 
 def _rate(model: Any) -> float:
     """The learning rate; 0 for an optimizer without one."""
-    rate = getattr(getattr(model, "optimizer", None), "learning_rate", 0.0)
-    return float(np.asarray(keras.ops.convert_to_numpy(rate)))
+    optimizer = getattr(model, "optimizer", None)
+    return rate_of(optimizer) if hasattr(optimizer, "learning_rate") else 0.0
 
 
 def _reducing(model: Any) -> ProcessSet | None:
@@ -222,10 +221,9 @@ def _reducing(model: Any) -> ProcessSet | None:
     for value in (getattr(model, "optimizer", None), *vars(model).values()):
         several = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else [value]
         for each in several:
-            if isinstance(each, keras.optimizers.Optimizer):
-                reduction = vars(getattr(each, "inner_optimizer", each)).get("_clip_gradients")
-                if isinstance(found := getattr(reduction, "process_set", None), ProcessSet):
-                    return found
+            if is_optimizer(each) and (reduction := reduction_of(each)) is not None:
+                found: ProcessSet = reduction.process_set
+                return found
     return None
 
 
@@ -255,7 +253,11 @@ def decide_together() -> None:
     Anyone may set `model.stop_training`, Keras' own callbacks and those of a script, so it is Keras' list of them that
     changes; a fit in which ranks do not train together works as before.
     """
-    kind = keras.callbacks.CallbackList
+    for kind in of_either("callbacks.CallbackList"):
+        _let_decide_together(kind)
+
+
+def _let_decide_together(kind: Any) -> None:
     begins, epoch_begins = kind.on_train_begin, kind.on_epoch_begin
     batch_ends, epoch_ends = kind.on_train_batch_end, kind.on_epoch_end
     if hasattr(begins, "decides_together"):
@@ -264,7 +266,7 @@ def decide_together() -> None:
     def on_train_begin(self: Any, logs: Any = None) -> None:
         begins(self, logs)
         caller = sys._getframe(1)  # a loop of one's own may have such a list on some ranks only
-        is_fit = caller.f_code.co_name == "fit" and caller.f_globals["__name__"].startswith("keras.")
+        is_fit = caller.f_code.co_name == "fit" and caller.f_globals["__name__"].startswith(KERAS)
         self.fit_of_all_ranks = together(self) if is_fit else None
 
     def on_epoch_begin(self: Any, epoch: int, logs: Any = None) -> None:
