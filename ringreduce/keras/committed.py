@@ -14,6 +14,7 @@ import keras
 import numpy as np
 
 from ringreduce.errors import InputError
+from ringreduce.keras.either import is_layer, is_optimizer, path_of, variables_of
 
 CURE = "commit when you have changed a model, and build it as at the commit when the training function begins"
 _OWN = "_clip_gradients", "apply", "register_local_var", "save_assets"
@@ -34,10 +35,10 @@ def taken(value: Any, models: Sequence[Any]) -> Variables:
     """What is committed of it.  models: in which an optimizer's variables are, among others."""
     if hasattr(value, "jax_state_sync"):  # during an epoch only Keras' loop over its batches has them
         value.jax_state_sync()
-    variables = list(value.variables)
+    variables = variables_of(value)
     arrays = [keras.ops.convert_to_numpy(each) for each in variables]
-    names = [each.path for each in variables]
-    if isinstance(value, keras.Layer):
+    names = [path_of(each) for each in variables]
+    if is_layer(value):
         return Variables(names, arrays, [each.trainable for each in _switches(value)], [], "")
     return Variables(names, arrays, [], _trained(value, models), type(value).__qualname__)
 
@@ -47,14 +48,14 @@ def put_back(value: Any, saved: Variables, models: Sequence[Any]) -> None:
 
     Raises: InputError where its variables have other names or shapes; then nothing of it has changed.
     """
-    if isinstance(value, keras.optimizers.Optimizer):
+    if is_optimizer(value):
         kind = type(value).__qualname__
         if kind != saved.kind:
             raise InputError(f"KerasState: the optimizer is {kind}, in the last commit {saved.kind}; {CURE}")
         if saved.trained != _trained(value, models):
             _rebuild(value, saved, models)
     pairs = _paired(value, saved)
-    if isinstance(value, keras.Layer) and saved.trainable != [each.trainable for each in _switches(value)]:
+    if is_layer(value) and saved.trainable != [each.trainable for each in _switches(value)]:
         if len(saved.trainable) != len(_switches(value)):
             raise InputError(f"KerasState: {value.name!r} has other layers than in the last commit; {CURE}")
         for each, trainable in zip(_switches(value), saved.trainable, strict=True):
@@ -65,17 +66,18 @@ def put_back(value: Any, saved: Variables, models: Sequence[Any]) -> None:
 
 
 def _trained(optimizer: Any, models: Sequence[Any]) -> list[str]:
+    """The names of what it trains; of Keras 2, which does not keep them, none: it has its own variables for these."""
     known = {id(each): name for name, each in _named(models)}
-    return [known.get(id(each), each.path) for each in optimizer._trainable_variables]
+    return [known.get(id(each), path_of(each)) for each in getattr(optimizer, "_trainable_variables", ())]
 
 
 def _switches(layer: Any) -> list[Any]:
-    """What can be frozen: layers, each before those that are in it, then variables."""
-    return [*layer._flatten_layers(), *layer.variables]
+    """What can be frozen: layers, each before those that are in it, then variables, those of Keras 3."""
+    return [*layer._flatten_layers(), *(each for each in layer.variables if isinstance(each, keras.Variable))]
 
 
 def _named(models: Iterable[Any]) -> list[tuple[str, Any]]:
-    named = [(f"{number}.{each.path}", each) for number, model in enumerate(models) for each in model.variables]
+    named = [(f"{number}.{path_of(each)}", each) for number, model in enumerate(models) for each in model.variables]
     return list(zip(_numbered([name for name, _ in named]), [each for _, each in named], strict=True))
 
 
@@ -92,12 +94,12 @@ def _numbered(paths: Iterable[str]) -> list[str]:
 
 def _paired(value: Any, saved: Variables) -> list[tuple[Any, Any]]:
     """Each variable with its committed array."""
-    variables = list(value.variables)
-    names, others = [each.path for each in variables], saved.names
+    variables = variables_of(value)
+    names, others = [path_of(each) for each in variables], saved.names
     if len(set(names)) < len(names) or sorted(names) != sorted(others):
         names, others = _numbered(names), _numbered(others)
     committed = dict(zip(others, saved.arrays, strict=True))
-    what = "optimizer" if isinstance(value, keras.optimizers.Optimizer) else "model"
+    what = "optimizer" if is_optimizer(value) else "model"
     shapes = {name: tuple(each.shape) for name, each in zip(names, variables, strict=True)}
     for name in (*others, *names):
         now, then = shapes.get(name), committed[name].shape if name in committed else None

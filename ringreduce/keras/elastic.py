@@ -13,6 +13,7 @@ from ringreduce.elastic.common import *  # noqa: F403
 from ringreduce.elastic.state import ObjectState, State
 from ringreduce.errors import InputError
 from ringreduce.keras import committed
+from ringreduce.keras.either import CalledByEither, built, is_layer, is_optimizer
 
 __all__ = ["CommitStateCallback", "KerasState", "UpdateBatchStateCallback", "UpdateEpochStateCallback"]
 __all__ += common.__all__
@@ -70,7 +71,7 @@ class KerasState(ObjectState):
     @property
     def _models(self) -> list[Any]:
         values = (getattr(self, name, None) for name in self._names)
-        return [each for each in values if isinstance(each, keras.Layer)]
+        return [each for each in values if is_layer(each)]
 
     def _taken(self, value: Any) -> Any:
         return committed.taken(value, self._models) if _has_variables(value) else super()._taken(value)
@@ -84,16 +85,14 @@ class KerasState(ObjectState):
 
 def _built(optimizer: Any, model: Any) -> Any:
     """The optimizer, with the variables that it needs for the model's."""
-    if optimizer is not None and not optimizer.built:
-        optimizer.build(model.trainable_variables)
-    return optimizer
+    return optimizer and built(optimizer, model.trainable_variables)
 
 
 def _has_variables(value: Any) -> bool:
-    return isinstance(value, keras.Layer | keras.optimizers.Optimizer)
+    return is_layer(value) or is_optimizer(value)
 
 
-class CommitStateCallback(keras.callbacks.Callback):  # type: ignore[misc]
+class CommitStateCallback(CalledByEither, keras.callbacks.Callback):  # type: ignore[misc]
     """Commit a state every `batches_per_commit` batches of `model.fit`, and after each epoch.
 
     Put it behind the callbacks that update the state, so that the commit has what they set.
@@ -121,7 +120,7 @@ class CommitStateCallback(keras.callbacks.Callback):  # type: ignore[misc]
         self._state.commit()
 
 
-class UpdateEpochStateCallback(keras.callbacks.Callback):  # type: ignore[misc]
+class UpdateEpochStateCallback(CalledByEither, keras.callbacks.Callback):  # type: ignore[misc]
     """Keep in `state.epoch` how many epochs are done, those before a loss too.
 
     `model.fit` may count from 0, as in epochs=10 - state.epoch, or go on, as in initial_epoch=state.epoch, epochs=10.
@@ -137,7 +136,7 @@ class UpdateEpochStateCallback(keras.callbacks.Callback):  # type: ignore[misc]
         self._state.epoch += 1
 
 
-class UpdateBatchStateCallback(keras.callbacks.Callback):  # type: ignore[misc]
+class UpdateBatchStateCallback(CalledByEither, keras.callbacks.Callback):  # type: ignore[misc]
     """Keep in `state.batch` how many batches of the epoch are done: the next `model.fit` may leave them out.
 
     Those before a loss count, too, as in model.fit(data.skip(state.batch), …), for the first epoch alone.
