@@ -13,6 +13,7 @@ from ringreduce.api.world import rank, size
 from ringreduce.compression import AnyCompressor
 from ringreduce.errors import InputError
 from ringreduce.keras import saved
+from ringreduce.keras.either import inner_of, is_of_keras_2
 from ringreduce.keras.optimizer import DistributedOptimizer
 from ringreduce.log import JOB
 from ringreduce.runtime import is_initialized
@@ -74,10 +75,22 @@ def load_model(
             backward_passes_per_step, where the optimizer accumulates.
     Source: Horovod's load_model.
     """
+    return loaded(keras.models.load_model, filepath, custom_optimizers, custom_objects, compression, options)
+
+
+def loaded(
+    load: Callable[..., Any],
+    filepath: Any,
+    custom_optimizers: Sequence[type] | None,
+    custom_objects: dict[str, Any] | None,
+    compression: AnyCompressor | None,
+    options: dict[str, Any],
+) -> Any:
+    """What `load_model` returns.  load: the function of this name of Keras 3, or of Keras 2."""
     given = {name: options.pop(name) for name in _OPTIONS & options.keys()}
     given |= {} if compression is None else {"compression": compression}
     known = {**(custom_objects or {}), **{each.__name__: each for each in custom_optimizers or ()}}
-    model = keras.models.load_model(filepath, custom_objects=known, **options)
+    model = load(filepath, custom_objects=known, **options)
     if getattr(model, "optimizer", None) is not None:
         given = _options_of(model.optimizer, given, filepath)
         own = given.pop("local_variables", ())
@@ -89,8 +102,8 @@ def load_model(
 
 def _options_of(optimizer: Any, given: dict[str, Any], path: Any) -> dict[str, Any]:
     """The arguments by which an optimizer that was loaded is wrapped."""
-    inner = getattr(optimizer, "inner_optimizer", optimizer)
-    plain, passes = vars(inner).get("_clip_gradients"), inner.gradient_accumulation_steps
+    inner = inner_of(optimizer)
+    plain, passes = vars(inner).get("_clip_gradients"), getattr(inner, "gradient_accumulation_steps", None)
     if isinstance(plain, _Plain):
         return saved.arguments(plain.options, given)
     if passes and "backward_passes_per_step" not in given:
@@ -99,9 +112,10 @@ def _options_of(optimizer: Any, given: dict[str, Any], path: Any) -> dict[str, A
             f"backward_passes_per_step={passes} if DistributedOptimizer did, with average_aggregated_gradients if it "
             "averaged them; or backward_passes_per_step=1 if the optimizer's own gradient_accumulation_steps did"
         )
-    if str(path).endswith((".h5", ".hdf5")) and not given and rank() == 0:
+    if (is_of_keras_2(inner) or str(path).endswith((".h5", ".hdf5"))) and not given and rank() == 0:
+        which, cure = ("Keras 2", "") if is_of_keras_2(inner) else ("HDF5", ", or save in Keras' own format, .keras")
         JOB.warning(
-            f"load_model: {path}: HDF5 does not keep the options of DistributedOptimizer, so the defaults are used, "
-            "op=Average among them; pass those that you set, or save in Keras' own format, .keras"
+            f"load_model: {path}: {which} does not keep the options of DistributedOptimizer, so the defaults are used, "
+            f"op=Average among them; pass those that you set{cure}"
         )
     return given

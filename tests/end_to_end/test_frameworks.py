@@ -103,3 +103,12 @@ def test_horovods_elastic_loop_for_tensorflow_goes_on_without_a_rank_that_is_kil
     ended = jobs.run(command, env=jobs.environment(**frameworks), stderr=subprocess.STDOUT, returncode=0)
     left = [rank for rank in range(3) if rank != killed]
     assert f"replayed {[[0, 1, 2]] * 3 + [left] * 4}, resets: 1" in ended.stdout
+
+
+def test_horovods_elastic_loop_for_keras_2_goes_on_without_a_rank_that_is_killed(frameworks, tmp_path):
+    program = ["-m", "tests.tensorflow.keras_2_program", 1, 3, tmp_path / "model.h5"]
+    command = [jobs.ringrun(PYTHON), "--horovod", "--elastic", "-np", 3, "--min-np", 2, PYTHON, *program]
+    environment = jobs.environment(**frameworks, TF_USE_LEGACY_KERAS="1")
+    ended = jobs.run(command, env=environment, stderr=subprocess.STDOUT, returncode=0)
+    assert f"replayed {[[0, 1, 2]] * 3 + [[0, 2]] * 4}, epochs: 1, resets: 1" in ended.stdout
+    assert "model.h5: Keras 2 does not keep the options of DistributedOptimizer" in ended.stdout

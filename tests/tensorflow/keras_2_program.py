@@ -1,0 +1,96 @@
+"""Horovod's elastic example for `tf.keras`, as it was with Keras 2: a rank is killed, and the others go on.
+
+TF_USE_LEGACY_KERAS=1 ringrun --horovod --elastic -np 3 python -m tests.tensorflow.keras_2_program RANK BATCH FILE.h5
+"""
+
+import os
+import signal
+import sys
+
+import horovod.keras
+import horovod.tensorflow.keras as hvd
+import numpy as np
+import tensorflow as tf
+
+BATCHES, ROWS = 7, 6
+ORIGIN = int(os.environ["OMPI_COMM_WORLD_RANK"])
+KILLED, AT = map(int, sys.argv[1:3])
+
+
+def new_model(seed, wrap=lambda optimizer: optimizer):
+    tf.keras.utils.set_random_seed(seed)
+    layers = [tf.keras.layers.Dense(5, activation="tanh"), tf.keras.layers.Dense(1)]
+    model = tf.keras.Sequential(layers)  # is built by its first step
+    optimizer = wrap(tf.optimizers.legacy.SGD(0.1, momentum=0.9))
+    model.compile(loss=tf.losses.MeanSquaredError(), optimizer=optimizer, experimental_run_tf_function=False)
+    return model
+
+
+def batches(steps, *ranks):
+    """What ranks of the job's start train on in these steps."""
+    x = [np.random.default_rng([step, rank]).normal(size=(ROWS, 4)) for step in steps for rank in ranks]
+    x = np.concatenate(x).astype(np.float32)
+    return x, x.sum(1, keepdims=True)
+
+
+class Watched(tf.keras.callbacks.Callback):
+    """Kills a rank before a batch; notes who took part in each."""
+
+    def on_train_batch_begin(self, batch, logs=None):
+        if (ORIGIN, state.batch) == (KILLED, AT):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def on_train_batch_end(self, batch, logs=None):
+        state.history.append(hvd.allgather_object(ORIGIN))
+
+
+def on_state_reset():
+    tf.keras.backend.set_value(state.model.optimizer.lr, 0.1)
+    state.resets += 1
+
+
+@hvd.elastic.run
+def train(state):
+    counting = [Watched(), hvd.elastic.UpdateEpochStateCallback(state), hvd.elastic.UpdateBatchStateCallback(state)]
+    callbacks = [*counting, hvd.elastic.CommitStateCallback(state)]
+    own = batches(range(state.batch, BATCHES), ORIGIN)
+    model.fit(*own, batch_size=ROWS, epochs=1 - state.epoch, shuffle=False, verbose=0, callbacks=callbacks)
+
+
+def main():
+    train(state)
+    weights = model.get_weights()
+    for theirs in hvd.allgather_object(weights):
+        for mine, their in zip(weights, theirs, strict=True):
+            np.testing.assert_array_equal(mine, their)
+    if hvd.rank() == 0:
+        alone = new_model(seed=0)
+        alone.build((None, 4))
+        alone.set_weights(first)
+        for step, ranks in enumerate(state.history):
+            alone.train_on_batch(*batches([step], *ranks))
+        for mine, expected in zip(weights, alone.get_weights(), strict=True):
+            np.testing.assert_allclose(mine, expected, rtol=1e-4, atol=1e-5)
+        model.save(sys.argv[3])
+    hvd.allgather_object("saved")
+    loaded = hvd.load_model(sys.argv[3])
+    assert isinstance(loaded.optimizer, tf.optimizers.legacy.SGD)
+    again = batches(range(BATCHES), ORIGIN)
+    for each in (loaded, model):
+        each.fit(*again, batch_size=ROWS, epochs=1, shuffle=False, verbose=0)
+    for mine, expected in zip(loaded.get_weights(), model.get_weights(), strict=True):
+        np.testing.assert_allclose(mine, expected, rtol=1e-4, atol=1e-5)
+    if hvd.rank() == 0:
+        print(f"replayed {state.history}, epochs: {state.epoch}, resets: {state.resets}", flush=True)
+
+
+hvd.init()
+model = new_model(hvd.rank(), horovod.keras.DistributedOptimizer)
+model.fit(*batches([99], ORIGIN), steps_per_epoch=1, epochs=1, callbacks=None, verbose=0)
+for velocity in model.optimizer.variables()[1:]:
+    velocity.assign(velocity * 0)
+state = hvd.elastic.KerasState(model, epoch=0, batch=0, history=[], resets=0)
+state.register_reset_callbacks([on_state_reset])
+state.sync()
+first = model.get_weights()
+main()
