@@ -41,17 +41,23 @@ class OwnVariables:
         return bool(self._variables)
 
     def __contains__(self, variable: Any) -> bool:
-        return _identity(variable) in self._variables
+        return identity(variable) in self._variables
 
     def add(self, variable: Any) -> None:
         """Let it be one of them."""
-        self._variables[_identity(variable)] = variable
+        self._variables[identity(variable)] = variable
 
     def slots(self, variables: Iterable[Any]) -> set[int]:
         """The ids of an optimizer's variables, of these, that Keras has made for one of the own, as its momentum."""
-        paths = [each.path for each in self._variables.values() if hasattr(each, "path")]
-        prefixes = tuple(f"{path.replace('/', '_')}_" for path in paths)
-        return {id(each) for each in variables if prefixes and each.name.startswith(prefixes)}
+        own = self._variables.values()
+        prefixes = tuple(f"{each.path.replace('/', '_')}_" for each in own if hasattr(each, "path"))
+        of_keras_2 = [_parts(each) for each in own if not hasattr(each, "path")]
+        return {
+            id(each)
+            for each in variables
+            if each.name.startswith(prefixes)
+            or (not each.trainable and any(name in _parts(each) for name in of_keras_2))
+        }
 
     def gradient(self, gradient: Any, factor: float = 1.0) -> Any:
         """The gradient of one of them, times a number."""
@@ -65,6 +71,11 @@ class OwnVariables:
         return gradient if factor == 1 else gradient * factor
 
 
-def _identity(variable: Any) -> int:
+def _parts(variable: Any) -> str:
+    """The name of a variable of Keras 2, in which that of a slot, such as `Adam/m/dense/kernel:0`, has another's."""
+    return f"/{variable.name.partition(':')[0]}/"
+
+
+def identity(variable: Any) -> int:
     """In TensorFlow a Keras variable and its tf.Variable are one."""
     return id(getattr(variable, "handle", variable))

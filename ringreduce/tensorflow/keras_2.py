@@ -14,7 +14,7 @@ import tensorflow as tf
 
 from ringreduce.keras.either import REDUCES, built
 from ringreduce.keras.optimizer import operation_name
-from ringreduce.keras.own import OwnVariables
+from ringreduce.keras.own import OwnVariables, identity
 from ringreduce.optim.exchange import Exchange
 from ringreduce.tensorflow.host import unconverted
 from ringreduce.tensorflow.tape import Reduction
@@ -61,13 +61,20 @@ class _Accumulation:
 
     def __init__(self, optimizer: Any, passes: int, average: bool) -> None:
         self._optimizer, self._passes, self._factor = optimizer, passes, 1 / passes if average else 1
-        self.variables: list[Any] = []  # how many passes there were, and their sums
+        self._passed = tf.Variable(0, name="passes", trainable=False)
+        self._sums: dict[int, Any] = {}  # by variables
+
+    @property
+    def variables(self) -> list[Any]:
+        """How many passes there were, and their sums."""
+        return [self._passed, *self._sums.values()]
 
     def build(self, variables: Sequence[Any]) -> None:
         """Make what holds their gradients."""
-        if not self.variables:
-            sums = [tf.Variable(tf.zeros(each.shape, each.dtype), name="accumulated") for each in variables]
-            self.variables = [tf.Variable(0, name="passes"), *sums]
+        for each in variables:
+            if identity(each) not in self._sums:
+                name = f"accumulated/{each.name.partition(':')[0]}"
+                self._sums[identity(each)] = tf.Variable(tf.zeros(each.shape, each.dtype), trainable=False, name=name)
 
     @unconverted
     def __call__(self, grads_and_vars: Iterable[Any], *args: Any, **options: Any) -> Any:
@@ -76,13 +83,13 @@ class _Accumulation:
         variables = [variable for _, variable in pairs]
         with tf.init_scope():
             built(self._optimizer, variables)
-        passes, *sums = self.variables
-        passes.assign_add(1)
+        sums = [self._sums[identity(each)] for each in variables]
+        self._passed.assign_add(1)
         for each, (gradient, _) in zip(sums, pairs, strict=True):
             each.assign_add(tf.convert_to_tensor(gradient))
 
         def step() -> Any:
-            passes.assign(0)
+            self._passed.assign(0)
             scaled = [each * self._factor for each in sums]
             for each in sums:
                 each.assign(tf.zeros_like(each))
@@ -91,5 +98,5 @@ class _Accumulation:
             )
             return True
 
-        tf.cond(passes >= self._passes, step, lambda: False)
+        tf.cond(self._passed >= self._passes, step, lambda: False)
         return self._optimizer.iterations
