@@ -130,6 +130,21 @@ def test_rank_0_saves_the_best_model_for_all(tmp_path_factory, saved):
     models.close(numbers(tf_keras.models.load_model(path).weights), kept[3 if SIZE == 1 else 1])
 
 
+@pytest.mark.skipif(SIZE == 1, reason="ranks must differ")
+@pytest.mark.parametrize("kind", KINDS)
+def test_who_differs_is_named(found, kind):
+    """With check=divergence."""
+    trained = model()
+
+    def changes(batch, logs):
+        if batch == 1 and RANK == SIZE - 1:
+            trained.weights[0].assign_add(np.ones((4, 5)))
+
+    change = tf_keras.callbacks.LambdaCallback(on_train_batch_end=changes)
+    models.fit(trained, hvd.DistributedOptimizer(kind()), together=True, callbacks=[change])
+    found(r"after 2 steps \(equal after 0\) parameter '0.dense[_0-9]*/kernel:0' differs")
+
+
 class Stops(tf_keras.callbacks.Callback):
     """On one rank."""
 
