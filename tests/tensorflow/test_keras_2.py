@@ -146,6 +146,7 @@ def test_xla_is_refused():
         models.fit(model(), hvd.DistributedOptimizer(sgd()), together=True, epochs=1, jit_compile=True)
 
 
+@pytest.mark.skipif(SIZE == 1, reason="the only set is that of all ranks")
 def test_ranks_outside_the_process_set_train_alone():
     last = rr.add_process_set([SIZE - 1])
     weights = models.fit(model(), hvd.DistributedOptimizer(sgd(), process_set=last), together=True, epochs=1)
