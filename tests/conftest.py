@@ -161,10 +161,20 @@ def mpich_python():
 
 
 @pytest.fixture(scope="session")
-def engines():
-    """PYTHONPATH with Dask, Ray and Spark, for the Python that runs the tests, or that of MPICH."""
-    path = environments.packages("TEST_ENGINES_PYTHON", ".venv-test-engines", "distributed", "ray[train]", "pyspark")
-    return {"PYTHONPATH": f"{path}:{ROOT}", "OMP_NUM_THREADS": "1"}
+def engine_packages():
+    """Where Dask, Ray and Spark are."""
+    return environments.packages("TEST_ENGINES_PYTHON", ".venv-test-engines", "distributed", "ray[train]", "pyspark")
+
+
+@pytest.fixture
+def engines(engine_packages):
+    """Variables with which the Python that runs the tests, or that of MPICH, has Dask, Ray and Spark.
+
+    Ray has a folder of its own: there `ray start` writes where its head is, and whoever calls init() later joins that,
+    though it may be gone. The name is short, since sockets are in it.
+    """
+    with tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as folder:
+        yield {"PYTHONPATH": f"{engine_packages}:{ROOT}", "OMP_NUM_THREADS": "1", "RAY_TMPDIR": folder}
 
 
 @pytest.fixture
