@@ -114,6 +114,7 @@ if __name__ == "__main__":
                 speeds[name][key] = MOMENTUM * speeds[name][key] - RATE * rr.synchronize(handle)
                 parameters[name][key] += speeds[name][key]
             losses.append(loss)
+            rr.mark_step(examples=len(batch))  # what an optimizer of ringreduce does: steps are counted and timed
         loss = rr.allreduce(float(sum(losses) / len(losses)), name="loss")
         _, right, _ = loss_and_backward(parameters, images[TRAIN:], labels[TRAIN:])
         if rr.rank() == 0:
