@@ -30,7 +30,7 @@ from ringreduce.execution.executor import Executor
 from ringreduce.execution.in_slot import Gets, InSlot, in_slot_of_set
 from ringreduce.execution.plan import Plan
 from ringreduce.execution.signature import Signature, calling_line
-from ringreduce.execution.steps import StepRecorder
+from ringreduce.execution.steps import StepRecorder, label
 from ringreduce.execution.submission import Handle, Submission
 from ringreduce.execution.timeline import Timeline
 from ringreduce.negotiation.ending import Ending
@@ -52,6 +52,12 @@ class Known(NamedTuple):
     shape: tuple[int, ...]  # of the result
     is_numbered: bool  # it is of calls without a name
     told: tuple[Signature, str]  # what a stall report says of it: also the caller's line
+    recorded: tuple[str, str, int]  # name, kind and bytes, as a record of steps has them
+
+    @property
+    def algorithm(self) -> str:
+        """As `Submission.algorithm`."""
+        return "shared" if self.recorded[1] == "allreduce" else ""
 
 
 class Express:
@@ -104,8 +110,10 @@ class Express:
         if exchange is not None:
             if len(self._known) >= MOST_KNOWN:
                 self._known.clear()
-            types, told = [*map(type, arguments)], (handle.signature, handle.line)
-            self._known[key] = Known(arguments, types, plan, exchange, fits, shape, handle.signature.numbered, told)
+            types, signature = [*map(type, arguments)], handle.signature
+            nbytes = sum(each.nbytes for each in handle.inputs or handle.outputs)
+            told, recorded = (signature, handle.line), (label(signature, GLOBAL), signature.kind, nbytes)
+            self._known[key] = Known(arguments, types, plan, exchange, fits, shape, signature.numbered, told, recorded)
 
     def run(self, kind: str, name: str | None, source: Any, target: Any, arguments: tuple[Any, ...]) -> Any:
         """Run it, and wait until it is done; returns the target, and None when it must be submitted.
@@ -127,6 +135,7 @@ class Express:
         if may_be_interrupted() or not self._polling.acquire(blocking=False):
             return None
         state, plan = self._state, known.plan
+        since_s = time.monotonic() if self._recorder.recording else None
         try:
             number = plan.id
             with self._inbox.lock:  # what another thread submits from now on comes after this
@@ -152,8 +161,10 @@ class Express:
                 plan.submitted += 1
                 state.submitted += known.is_numbered
                 self._inbox.last = *known.told, time.monotonic()
+                if since_s is not None:
+                    self._recorder.passed(*known.recorded, since_s, known.algorithm)
                 return target
-            made = self._hand_over(known, number, found, source, target)
+            made = self._hand_over(known, number, found, source, target, since_s)
         except BaseException as exc:
             self._on_error(exc)
             raise
@@ -172,12 +183,17 @@ class Express:
             return False
         if submitting.inspectors or submitting.owed > 0:
             return False
-        if self._timeline.recording or self._recorder.recording or self._negotiation.logs:
+        if self._timeline.recording or self._negotiation.logs:
             return False
         return state.negotiator.is_idle
 
-    def _hand_over(self, known: Known, number: int, found: int, source: Any, target: Any) -> Submission:
-        """What others are late for, as the submission that it would be if it had not come this way."""
+    def _hand_over(
+        self, known: Known, number: int, found: int, source: Any, target: Any, since_s: float | None
+    ) -> Submission:
+        """What others are late for, as the submission that it would be if it had not come this way.
+
+        since_s: when the caller began to wait, where steps are recorded.
+        """
         plan, state, inbox = known.plan, self._state, self._inbox
         inputs, outputs = ([] if source is None else [numpy_buffer(each, False)] for each in (source, target))
         own = plan, inbox.wait, inbox.on_poll
@@ -185,10 +201,14 @@ class Express:
             signature = state.numbered(plan.signature) if known.is_numbered else plan.signature
             made = Submission(signature, GLOBAL, inputs, outputs, lambda _: None, None, calling_line(3), True, *own)
             made.rank, made.step = self._submitting.rank, self._submitting.step_of(plan)
+            if since_s is not None:
+                made.recorder, made.submitted_s = self._recorder, since_s
+                self._recorder.waited(known.recorded[0], since_s)
             if known.fits.reduction is not None:
                 made.divisor = known.fits.reduction.size
             plan.submitted += 1
             if found == SUMS_LATE:
+                made.algorithm = known.algorithm
                 made.begin(state.running)
             else:
                 state.pending[made.key] = made

@@ -56,6 +56,16 @@ def within(run, patience_us, source, target, number, sequence, _, group):
     return run(source, target, number, sequence, patience_us, group)
 
 
+@dataclasses.dataclass
+class Hurried:
+    """In place of an `Exchange`: it waits for nobody."""
+
+    original: object
+
+    def run(self, *arguments):
+        return within(self.original.run, 0.0, *arguments)
+
+
 def watched(name, counts, how=None):
     """Count, for this rank, how the calls of this name end."""
     known = own()._known
@@ -450,7 +460,7 @@ def test_an_interruption_ends_the_engine_and_the_others_hear_of_it(found):
     """As one in the middle of a poll does."""
 
     def call():
-        for _ in range(10_000):
+        while True:  # until rank 0 has found what it looks for
             rr.allreduce_(element(0, "a", 0), name="a", op=rr.Sum)
 
     class Interrupted(Counting):
@@ -504,15 +514,58 @@ def test_checks_and_the_timeline_see_each_call(tmp_path):
         assert some() == before
         with pytest.raises(rr.NanError, match="'a'"):
             rr.allreduce_(bad, name="a", op=rr.Sum)
-        rr.check("")
-        engine = runtime.current("a test").engine
-        engine.recorder.start(True)
-        assert some() == before
         return before
 
     assert min(run_ranks(2, program)) > 0
     names = [each["name"] for each in json.loads(path.read_text()) if each and each.get("ph") in "BX"]
     assert names.count("ALLREDUCE") >= 10
+
+
+def test_calls_are_recorded_as_their_submissions_are():
+    """Same names, kinds, bytes and algorithms; and each is a wait, also what was handed over since its call began."""
+
+    def program():
+        recorder, mine = runtime.current("a test").engine.recorder, rr.rank()
+        calls = [
+            lambda: rr.allreduce_(element(mine, "a", 1), name="a", op=rr.Sum),
+            lambda: rr.allreduce(np.ones(100), op=rr.Max),
+            lambda: rr.broadcast_(np.ones(30) * mine, 1, "b"),
+            lambda: rr.allgather(np.ones(20), "c"),
+            lambda: rr.reducescatter(np.ones(40), "d", op=rr.Sum),
+            rr.barrier,
+        ]
+
+        def steps(count):
+            for _ in range(count):
+                for call in calls:
+                    call()
+                rr.mark_step()
+            return list(recorder.steps)[-count:]
+
+        own().learn, learn = lambda *_: None, own().learn
+        rr.stats()  # they are recorded from now on
+        steps(WARM)
+        usual = steps(1)[0]
+        own().learn = learn
+        steps(1)
+        assert len(own()._known) == len(calls)
+        counts = [0] * 4
+        for name in list(own()._known):
+            watched(name, counts)
+            if mine == 0:
+                own()._known[name].exchange.original = Hurried(own()._known[name].exchange.original)
+        found = steps(20)
+        for step in found:
+            assert [(*each[:3], each.algorithm) for each in step.operations] == [
+                (*each[:3], each.algorithm) for each in usual.operations
+            ]
+        since_s = {since_s for step in found for _, since_s, _ in step.waits}
+        assert sum(each.submitted_s in since_s for step in found for each in step.operations) == sum(counts)
+        return counts
+
+    impatient, patient = run_ranks(2, program)
+    assert patient[DONE] > 0
+    assert impatient[LATE] + impatient[SUMS_LATE] > 0
 
 
 def test_what_does_not_fit_goes_the_usual_way():
