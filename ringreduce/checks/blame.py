@@ -49,7 +49,7 @@ def text(compared: Compared, kind: int, equal_at: int | None, at: int, steps: Ma
     who = values_text({rank: each and each[0] for rank, each in by_rank.items()}) if kind == NUMBER else _who(by_rank)
     values = list(differing(compared, NUMBER, steps)) if kind == 0 else []
     why = _why(differ, kind, equal_at, steps, values)
-    return f"after {at} steps ({since}) {_WORDS[kind]} {first!r} differs: {who}{so_do}. {why}"
+    return f"after {at} step{'s' * (at != 1)} ({since}) {_WORDS[kind]} {first!r} differs: {who}{so_do}. {why}"
 
 
 def _groups(values: Mapping[int, object]) -> list[list[int]]:
@@ -85,6 +85,10 @@ def _why(differing: Compared, kind: int, equal_at: int | None, steps: Mapping[in
             lack = [rank for rank, (_, flags) in ranks.items() if not flags & flag]
             if kind == 0 and 0 < len(lack) < len(ranks):
                 return f"On {ranks_text(lack)}, {name!r} {without}, unlike on {ranks_text(set(ranks) - set(lack))}"
+    for name, ranks in differing.items():
+        if kind != NUMBER and (without_it := set(steps) - set(ranks)):
+            same = "build the same model on all ranks, and freeze the same layers"
+            return f"On {ranks_text(without_it)}, {name!r} is missing: {same}"
     if len(set(steps.values())) > 1:
         *groups, most = sorted(_groups(steps), key=lambda each: steps[each[0]])
         fewer = ", ".join(f"{ranks_text(each)} took {steps[each[0]]} steps" for each in groups)

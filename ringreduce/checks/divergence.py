@@ -1,7 +1,7 @@
 """Do all ranks have the same parameters? They compare fingerprints every so many steps; blame.py says who differs.
 
     before the first gradient   a rank that has frozen a parameter would not take part in its reduction
-      Keras', a tape's: second  the variables may be there, and broadcast, after the first step only
+      Keras', a tape's: names   values at the second: they may be broadcast after the first step only
     every N reductions          the parameters as they are then, before that step
       one all-reduce            of 14 numbers: are all arrays equal, and all values that steer, such as learning rates?
       if not: another one       of what each rank has, by name
@@ -95,7 +95,8 @@ class Divergence(Comparison):
     """Compares what the ranks of an optimizer's process set have.
 
     every: steps between two comparisons.  parts: returns what is compared; names may come twice.
-    steps_each: how many steps there are from one reduction to the next.  first: reductions before the first comparison.
+    steps_each: how many steps there are from one reduction to the next.
+    first: how many reductions come before the first comparison; before them, parameters' names are compared.
 
     What cannot be read is left out, with a warning.
     """
@@ -121,11 +122,10 @@ class Divergence(Comparison):
         self._has_warned = False
 
     def _begin(self, names: Iterable[str]) -> None:
-        """Compare, and wait for the others, if this is the first time."""
-        self._name = self._unused_name(names)
-        if self._is_due():
-            self._compare()
-            self._look(waits=True)
+        """Compare, and wait for the others, as this is the first time."""
+        self._name = self._unused_name(() if self._first else names)  # which may be what ranks have differently
+        self._compare()
+        self._look(waits=True)
 
     def _is_due(self) -> bool:
         since = self._reductions - 1 - self._first
@@ -134,7 +134,9 @@ class Divergence(Comparison):
     def _read(self) -> None:
         """Find out what this rank has."""
         self._found, odd = {}, []
-        for name, read, flags in self.parts():
+        by_name = self._reductions <= self._first
+        parts = (Part(each.name, lambda: b"", each.flags) for each in self.parts() if each.flags & TRAINS)
+        for name, read, flags in parts if by_name else self.parts():
             try:
                 value = read()
                 found = (NUMBER, repr(value)) if _is_number(value) else (flags, f"{fingerprint(value):x}")
@@ -144,11 +146,10 @@ class Divergence(Comparison):
             names = itertools.chain([name], (f"{name} ({number})" for number in itertools.count(2)))
             self._found[next(each for each in names if each not in self._found)] = found
         if odd:
-            self._warn(f"{len(odd)} of an optimizer's arrays cannot be compared; the first is {odd[0]}")
-        elif not self._found:
-            self._warn("an optimizer passes no parameters and has no arrays as attributes: nothing of it is compared")
+            self.warn(f"{len(odd)} of an optimizer's arrays cannot be compared; the first is {odd[0]}")
 
-    def _warn(self, text: str) -> None:
+    def warn(self, text: str) -> None:
+        """Say it once."""
         if not self._has_warned and self._set.rank() == 0:
             JOB.warning(f"check=divergence: {text}")
         self._has_warned = True
@@ -185,7 +186,8 @@ class Divergence(Comparison):
             records[self._set.rank(), : len(self._record)] = np.frombuffer(self._record, np.uint8)
             equal_at = self._equal_at
             self._submit(records, Max, lambda records: self._report(news, equal_at, at, records), ".all")
-        self._equal_at = dict.fromkeys(KINDS, at)  # what is reported now is known from now on
+        if self._reductions > self._first:
+            self._equal_at = dict.fromkeys(KINDS, at)  # what is reported now is known from now on
 
     def _report(self, kinds: list[int], equal_at: dict[int, int], at: int, records: Any) -> None:
         steps: dict[int, int] = {}
@@ -214,7 +216,14 @@ _from_second_step: weakref.WeakSet[Any] = weakref.WeakSet()
 
 def compare(optimizer: Any, process_set: ProcessSet, tree: Callable[[], Any], steps_each: int = 1) -> None:
     """As `compare_parts`.  tree: returns arrays and numbers, in any nesting; see `parts_of`."""
-    compare_parts(optimizer, process_set, lambda: parts_of(tree()), steps_each=steps_each)
+
+    def parts() -> list[Part]:
+        if not (found := parts_of(tree())):
+            none = "an optimizer passes no parameters and has no arrays as attributes: nothing of it is compared"
+            _of_optimizers[optimizer][1].warn(none)
+        return found
+
+    compare_parts(optimizer, process_set, parts, steps_each=steps_each)
 
 
 def compare_parts(

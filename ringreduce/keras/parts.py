@@ -44,8 +44,7 @@ def compare_buffers(model: Any, process_set: ProcessSet, steps_each: int) -> Non
     """Compare what a model has and does not train, but not the states of random seeds: those should differ."""
     variables = model.non_trainable_weights if model.built else ()  # of which Keras 2 raises an error
     parts = [part_of(name, functools.partial(_numpy, each), BUFFER) for name, each in named(variables)]
-    if parts:
-        compare_parts(model, process_set, lambda: parts, ["buffers"], steps_each)
+    compare_parts(model, process_set, lambda: parts, ["buffers"], steps_each)
 
 
 def named(variables: Sequence[Any]) -> list[tuple[str, Any]]:

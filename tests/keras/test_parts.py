@@ -5,6 +5,8 @@ import numpy as np
 import pytest
 
 import ringreduce.keras as hvd
+from ringreduce.keras import parts
+from ringreduce.keras.own import OwnVariables
 from tests.keras import models
 from tests.keras.models import RANK, SIZE
 
@@ -37,7 +39,7 @@ def other_momentum(model):
 
 CASES = {
     "equal": (99, changes, None),
-    "seed": (0, changes, r"after 1 steps \(not compared before\) parameter '2.sequential/dense/kernel' differs"),
+    "seed": (0, changes, r"after 1 step \(not compared before\) parameter '2.sequential/dense/kernel' differs"),
     "a change": (1, changes, r"after 5 steps \(equal after 3\) parameter '2.sequential/dense/kernel' differs"),
     "a rate": (1, sets_the_rate, rf"value 'optimizer.1.sgd/learning_rate' differs: .*rank {LAST} has 0.25"),
     "momentum": (1, other_momentum, r"so do 1 more of 8: 'optimizer.3.sgd/[\w/]*momentum'"),
@@ -94,6 +96,19 @@ def test_what_is_not_trained_is_compared_between_epochs(found, number):
     models.fit(keras.Sequential(layers), optimizer, together=True, callbacks=callbacks)
     first = "1.sequential/dense/bias" if number == 1 else "2.sequential/batch_normalization/moving_mean"
     found(rf"after 4 steps \(equal after 0\) buffer '{first}' differs")
+
+
+@pytest.mark.quick
+def test_a_layer_that_one_rank_has_frozen(found):
+    """It would take no part in the reduction, which the others wait for; so this is found before."""
+    layers = [keras.Input((4,)), keras.layers.Dense(3, trainable=RANK != LAST), keras.layers.Dense(1)]
+    frozen, optimizer = keras.Sequential(layers), keras.optimizers.SGD(0.125)
+    optimizer.build(frozen.trainable_variables)
+    parts.compare_buffers(frozen, hvd.global_process_set, 4)
+    names = [each.name for each in frozen.trainable_variables]
+    parts.compare(optimizer, hvd.global_process_set, names, OwnVariables(None))
+    missing = rf"On rank {LAST}, '\d.sequential/dense/kernel' is missing: build the same model on all ranks"
+    found(rf"after 0 steps .not compared before. parameter '\d.sequential/dense/\w+' differs: .* {missing}")
 
 
 def test_a_loop_of_ones_own(found):

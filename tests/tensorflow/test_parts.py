@@ -37,7 +37,7 @@ def test_who_differs_is_named(found, run, number):
         if (at, RANK) == (number, SIZE - 1):
             b.assign_add(0.5)
         step(tf.constant([1.0, 2.0]) + RANK)
-    when = "1 steps (not compared before)" if number == 0 else "3 steps (equal after 1)"
+    when = "1 step (not compared before)" if number == 0 else "3 steps (equal after 1)"
     found(None if number == 99 else rf"after {re.escape(when)} parameter '\d.b:0' differs")
 
 

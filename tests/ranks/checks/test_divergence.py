@@ -8,7 +8,8 @@ import pytest
 import torch
 
 import ringreduce as rr
-from ringreduce.checks.divergence import parts_of
+from ringreduce.checks.blame import TRAINS
+from ringreduce.checks.divergence import compare_from_second_step, compare_parts, part_of, parts_of
 from ringreduce.settings import Settings
 from ringreduce.testing import run_ranks
 from ringreduce.torch import parts
@@ -518,3 +519,24 @@ def test_of_long_doubles_the_values_are_compared_and_no_padding(dtype):
     assert np.array_equal(mine.read(), same.read())
     others[3] = np.nextafter(others[3].real, dtype(0).real)
     assert not np.array_equal(mine.read(), same.read())
+
+
+def test_what_ranks_train_is_compared_by_name_before_the_first_step_and_by_value_from_the_second_on(capsys):
+    """Where variables are broadcast after the first: rank 1 has frozen one, so the gradients' names differ, too."""
+
+    class Optimizer:
+        pass
+
+    def program():
+        optimizer, named = Optimizer(), {"a": 1.0 + rr.rank(), "b": 2.0, "c": 3.0 + 2 * rr.rank()}
+        compare_from_second_step(optimizer)
+        ours = [part_of(name, lambda value=value: np.array(value), TRAINS) for name, value in named.items()]
+        ours = [each for each in ours if each.name != "b" or rr.rank() != 1]
+        for number in range(2):
+            compare_parts(optimizer, rr.global_process_set, lambda: ours, [each.name for each in ours if number == 0])
+
+    first, second = found(capsys, program, 3)
+    assert re.search(
+        r"after 0 steps .* parameter 'b' differs: rank 1 from ranks 0,2; .* On rank 1, 'b' is missing", first
+    )
+    assert re.search(r"after 1 step .not compared before. parameter 'a' differs: each of ranks 0-2 has its own", second)
