@@ -55,13 +55,15 @@ def in_vain_is_free(monkeypatch, owner, name, by_rank):
     """Its calls do not count where it returns False, nor, of a wait for a flag, at all: how many depends on others."""
     original = getattr(owner, name)
 
-    def counted(self, *arguments):
-        count = next((each for each in by_rank if each.thread == threading.get_ident()), None)
-        before = count and count.number
-        found = original(self, *arguments)
-        if count and (not found or name == "arrived_soon"):
-            count.number = before
-        return found
+    def counted(self, *arguments):  # is itself a call, which does not count
+        for count in by_rank:
+            if count.thread == threading.get_ident():
+                count.number, before = count.number - count.on, count.number - count.on
+                found = original(self, *arguments)
+                if not found or name == "arrived_soon":
+                    count.number = before
+                return found
+        return original(self, *arguments)
 
     monkeypatch.setattr(owner, name, counted)
 
