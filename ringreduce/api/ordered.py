@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import pickle
 from collections.abc import Callable
@@ -18,7 +17,7 @@ from ringreduce.api import reduce as reductions
 from ringreduce.api.objects import pickled
 from ringreduce.api.process_sets import ProcessSet, global_process_set, number_of
 from ringreduce.arrays.buffer import Buffer
-from ringreduce.arrays.view import as_buffers, see_changed, takes, to_write
+from ringreduce.arrays.view import as_buffers, host_array, see_changed, takes, to_write
 from ringreduce.errors import InputError
 from ringreduce.execution.lane import Lane
 from ringreduce.execution.submission import Handle, Submission
@@ -50,7 +49,7 @@ def _at_once(function: Callable[..., Any], begin: Callable[..., Handle]) -> Call
     def method(self: Ordered, *args: Any, **kwargs: Any) -> Any:  # each line counts: MPI's call takes 1 µs
         lane = self._lane
         tensor: Any = args[0] if args else None
-        array: Any = tensor if tensor is None or type(tensor) is np.ndarray else _host_array(tensor)
+        array: Any = tensor if tensor is None or type(tensor) is np.ndarray else host_array(tensor)
         out = kwargs.get("out")
         if array is not None:
             is_usual = not makes_new or (array.ndim > 0 and len(args) == 1 and "compression" not in kwargs)
@@ -67,7 +66,7 @@ def _at_once(function: Callable[..., Any], begin: Callable[..., Handle]) -> Call
                 result = target = out if takes(out, array, known.shape) else None
             elif makes_new:
                 result = np.empty(known.shape, array.dtype) if array is tensor else tensor.new_empty(known.shape)
-                target = _host_array(result)
+                target = host_array(result)
             if (target is not None or array is None) and lane.run(known, array, target):
                 if target is array is not tensor:
                     see_changed(tensor)
@@ -79,16 +78,6 @@ def _at_once(function: Callable[..., Any], begin: Callable[..., Handle]) -> Call
         return result
 
     return method
-
-
-def _host_array(tensor: Any) -> Any:
-    """A NumPy array of the same memory, if that takes no time; else None."""
-    if type(tensor) is np.ndarray:
-        return tensor
-    if type(tensor).__module__ == "torch" and tensor.is_cpu and not tensor.requires_grad:
-        with contextlib.suppress(TypeError, RuntimeError):  # of bfloat16; of a conjugated view
-            return tensor.numpy()
-    return None
 
 
 def _begins(begin: Callable[..., Handle]) -> Callable[..., Handle]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -53,6 +54,17 @@ def as_buffer(array: Any, writable: bool = False) -> Buffer:
     if hasattr(type(array), "__dlpack__"):  # not through __getattr__: a container that forwards to its array is not one
         return dlpack_buffer(array, writable)
     raise UnsupportedArrayError(f"{a_kind_of(array)} is not an array; {_instead_of(array)}")
+
+
+def host_array(array: Any) -> np.ndarray[Any, Any] | None:
+    """A NumPy array of the same memory, if that takes no time; else None."""
+    if type(array) is np.ndarray:
+        return array
+    if type(array).__module__ == "torch" and array.is_cpu and not array.requires_grad:
+        with contextlib.suppress(TypeError, RuntimeError):  # of bfloat16; of a conjugated view
+            found: np.ndarray[Any, Any] = array.numpy()
+            return found
+    return None
 
 
 def see_changed(tensor: Any) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import math
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -18,6 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ringreduce.arrays import device_selection
+from ringreduce.arrays.view import host_array, see_changed
 from ringreduce.engine.engine import Engine
 from ringreduce.engine.submitting import Inspector
 from ringreduce.errors import CollectiveError, NotInitializedError, StalledError
@@ -205,19 +207,27 @@ def at_once(
 ) -> Any:
     """The result of an operation that the caller waits for: by the express, if one like it went the usual way before.
 
-    array:  None where there is none; the express takes NumPy's only, and the set of all ranks.
+    array:  None where there is none; the express takes those of NumPy, and torch's on the CPU, of the set of all ranks.
     target: the array itself where it works in place; None: a new one; arguments: all others of the call.
     begin:  the usual way.
     """
-    is_usual = getattr(process_set, "process_set_id", None) != GLOBAL
-    if is_usual or (array is not None and type(array) is not np.ndarray):
+    is_numpy = array is None or type(array) is np.ndarray
+    source = array if is_numpy else host_array(array)
+    into = source if target is array else target if is_numpy or target is None else host_array(target)
+    is_usual = (source is None) != (array is None) or (into is None) != (target is None)
+    if is_usual or getattr(process_set, "process_set_id", None) != GLOBAL:
         return begin().wait()
     express = (_bound_runtime.get() or process.runtime or current(kind)).engine.express  # each call counts
-    result = express.run(kind, name, array, target, arguments)
+    result = express.run(kind, name, source, into, arguments)
     if result is None:
         handle = begin()
         result = handle.wait()
-        express.learn(kind, name, array, arguments, handle)
+        express.learn(kind, name, source, arguments, handle)
+    elif not is_numpy and target is None:
+        result = sys.modules["torch"].from_numpy(result)
+    elif not is_numpy:
+        see_changed(target)
+        result = target
     return result
 
 
