@@ -19,6 +19,7 @@ from ringrun.pmi.answers import Answers, mapping
 from tests.support.patience import patient
 
 WAIT_S = patient(30)
+GARBAGE = (b"\n", b"\xff" * 40000, b"\0" * 64, b"1 2 3\n", b"cmd=init\n", b"x y\n")
 
 
 @pytest.fixture(autouse=True)
@@ -293,18 +294,57 @@ def test_nobody_joins_without_the_key(served, rank_of):
     joined = [rank.hears(wire.Joined) for rank in ranks]
     for shown in ("0" * 64, server.shows(bytes(32), joined[0].name, 0), server.shows(ranks[0].key, "ring_other", 0)):
         assert ask(ranks[0].talk(joined[0], shown), "cmd=get_maxes") == ""
-    for garbage in (b"\n", b"\xff" * 40000, b"1 2 3\n", b"cmd=init\n", b"x y\n"):
-        stranger = socket.create_connection(("127.0.0.1", joined[0].port), timeout=WAIT_S)
-        with stranger, contextlib.suppress(OSError):  # reset, with what it has not read
-            stranger.sendall(garbage)
-            stranger.shutdown(socket.SHUT_WR)
-            assert stranger.recv(100) == b""
+    send_garbage(joined[0].port)
     lines = ranks[0].talk(joined[0])
     assert "rc=0" in ask(lines, "cmd=get_maxes"), "and the rank is answered all the same"
     again = server.shows(ranks[0].key, joined[0].name, 0)
     assert ask(ranks[0].talk(joined[0], again), "cmd=get_maxes") == "", (
         "once only: what was heard on the way is of no use"
     )
+
+
+def send_garbage(port):
+    """None of it is answered."""
+    for garbage in GARBAGE:
+        stranger = socket.create_connection(("127.0.0.1", port), timeout=WAIT_S)
+        with stranger, contextlib.suppress(OSError):  # reset, with what it has not read
+            stranger.sendall(garbage)
+            stranger.shutdown(socket.SHUT_WR)
+            assert stranger.recv(100) == b""
+
+
+PMIX = "from ringreduce.transport import library; print(library.pmix())"
+STARTS_PMIX = """
+import ctypes, os, sys
+pmix, proc = ctypes.CDLL(sys.argv[1]), ctypes.create_string_buffer(260)
+if user := int(sys.argv[2]):
+    os.setgid(user), os.setuid(user)
+print("returned", pmix.PMIx_Init(proc, None, 0), flush=True)
+os._exit(0)  # a stranger's PMIx would wait for ever at the end
+"""
+
+
+@pytest.mark.adapters
+def test_pmix_answers_open_mpi_s_ranks_of_this_user_and_nobody_else(rank_of):
+    """A rank is known by its world's name, which no other user can read; a rank's child may join as that rank, too."""
+    pmix = subprocess.run([sys.executable, "-c", PMIX], stdout=subprocess.PIPE, text=True, check=True).stdout.strip()
+    address = client.start(2)
+    ranks = [rank_of(address, number, 2, pmix=pmix) for number in range(2)]
+    variables = [rank.hears(wire.Joined).variables for rank in ranks]
+    answers_at = variables[0]["PMIX_SERVER_URI41"]
+    assert re.fullmatch(r"\S+;tcp4://127.0.0.1:\d+", answers_at), "no other host reaches it"
+    send_garbage(int(answers_at.rpartition(":")[2]))
+
+    def start(rank, user=0, **changed):
+        command = [sys.executable, "-c", STARTS_PMIX, pmix, str(user)]
+        options = {"stdout": subprocess.PIPE, "text": True, "timeout": WAIT_S}
+        return subprocess.run(command, env={**os.environ, **variables[rank], **changed}, **options).stdout
+
+    for other in ({"PMIX_NAMESPACE": "ring_0123456789abcdef"}, {"PMIX_RANK": "2"}):
+        assert re.fullmatch(r"returned -\d+\n", start(0, **other)), other
+    assert [start(rank) for rank in range(2)] == ["returned 0\n"] * 2, "and the ranks are answered all the same"
+    if os.getuid() == 0:
+        assert re.fullmatch(r"returned -\d+\n", start(0, user=65534))
 
 
 def test_without_any_rank_it_ends_after_who_started_it(served):
