@@ -167,11 +167,24 @@ def of_pytorch(folder, ranks, pattern):
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(ranks)]
 
 
-@pytest.mark.timeout(7200)
-def test_pytorch_s_own_tests_in_processes_that_they_start_themselves(tmp_path, mpich_python):
-    """By multiprocessing, four for each test, as PyTorch runs them; with MPICH, and no launcher."""
-    command = [mpich_python, "-m", "tests.support.spawned_torch_suite", tmp_path, "ring", ""]
-    run(command, timeout_s=7000, OMP_NUM_THREADS="1", returncode=0)
-    counts = collections.Counter(json.loads((tmp_path / "spawned.json").read_text()).values())
-    assert counts["passed"] >= FEWEST, counts
-    assert counts.keys() == {"passed", "skipped"}
+@pytest.mark.timeout(3600)
+def test_pytorch_s_own_tests_in_processes_that_they_start_themselves(tmp_path, python):
+    """By multiprocessing, four for each test; without a launcher of MPI."""
+    found = collections.Counter(in_processes(python, tmp_path, "", "fork").values())
+    assert found["passed"] >= FEWEST, found
+    assert found.keys() == {"passed", "skipped"}
+
+
+@pytest.mark.timeout(3600)
+def test_some_of_them_in_processes_that_begin_with_nothing(tmp_path, python):
+    """By spawn, as PyTorch runs its tests; to import all takes half a minute each time."""
+    some = ["DistributedDataParallelCPU", "all_reduce_sum", "all_to_all_group", "send_recv"]
+    found = in_processes(python, tmp_path, f"^test_({'|'.join(some)})$", "spawn")
+    assert found == {f"test_{name}": "passed" for name in some}
+
+
+def in_processes(python, folder, pattern, method):
+    """What became of each test."""
+    command = [python, "-m", "tests.support.spawned_torch_suite", folder, "ring", pattern, method]
+    run(command, timeout_s=3500, OMP_NUM_THREADS="1", returncode=0)
+    return json.loads((folder / "spawned.json").read_text())

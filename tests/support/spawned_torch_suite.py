@@ -1,8 +1,9 @@
-"""PyTorch's own tests of a backend, as PyTorch runs them: each starts four processes by multiprocessing's spawn.
+"""PyTorch's own tests of a backend, as PyTorch runs them: each starts four processes by multiprocessing.
 
 Writes what became of each test to FOLDER/spawned.json. See torch_suite.py for what is left out.
 
-    python -m tests.support.spawned_torch_suite FOLDER ring REGEX
+    python -m tests.support.spawned_torch_suite FOLDER ring REGEX spawn     # each process imports torch: half a minute
+    python -m tests.support.spawned_torch_suite FOLDER ring REGEX fork      # all tests: some minutes
 """
 
 import json
@@ -15,13 +16,16 @@ from typing import Any
 from unittest import mock
 
 import torch.distributed as dist
+import torch.multiprocessing
 
 from tests.support.torch_suite import LEFT_OUT, suite
 
 RANKS = 4
 _OF_SUITE = "SUITE_FOLDER", "SUITE_BACKEND"
+START = "SUITE_START_METHOD"
 if __name__ == "__main__":
     os.environ.update(zip(_OF_SUITE, sys.argv[1:3], strict=True), WORLD_SIZE=str(RANKS))
+    os.environ[START] = sys.argv[4]
 _, _tests = suite(*(make(os.environ[name]) for make, name in zip((Path, str), _OF_SUITE, strict=True)))
 
 
@@ -30,7 +34,7 @@ class Spawned(_tests):
 
     def setUp(self) -> None:
         super().setUp()
-        self._spawn_processes()
+        self._start_processes(torch.multiprocessing.get_context(os.environ[START]).Process)
 
     @classmethod
     def _run(cls, *args: Any, **kwargs: Any) -> None:
