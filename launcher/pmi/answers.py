@@ -1,9 +1,15 @@
 """PMI-1, the server's half: what MPICH asks while it starts and ends, and what it is told."""
 
 import contextlib
+import hmac
 import itertools
+import socket
+import threading
 from collections.abc import Callable, Sequence
 
+from ..connection.link import HANDSHAKE_TIMEOUT_S
+
+_LINE_BYTES = 1 << 14
 _TOGETHER = {
     "init": "response_to_init pmi_version=1 pmi_subversion=1",
     "barrier_in": "barrier_out",
@@ -12,13 +18,11 @@ _TOGETHER = {
 
 
 class Answers:
-    """Of one world, whose ranks are on `hosts`, by rank. Not to be called by two threads at once.
+    """Of one world, whose ranks are on `hosts`, by rank."""
 
-    name: of the world; MPICH names its shared memory by it, so it is to be no other world's of this host.
-    """
-
-    def __init__(self, name: str, hosts: Sequence[str]) -> None:
-        self._size = len(hosts)
+    def __init__(self, name: str, hosts: Sequence[str], key: bytes) -> None:
+        """name: of the world; MPICH names its shared memory by it, so it is to be no other world's of this host."""
+        self._name, self._size, self._key = name, len(hosts), key
         self._alike = {
             "get_maxes": "maxes kvsname_max=256 keylen_max=64 vallen_max=1024 rc=0",
             "get_appnum": "appnum appnum=0 rc=0",
@@ -28,6 +32,24 @@ class Answers:
         }
         self._values = {"PMI_process_mapping": mapping(hosts)}
         self._waiting: dict[int, Callable[[str], object]] = {}
+        self._expected = {*range(self._size)}
+        self._lock = threading.Lock()
+
+    def serve(self, sock: socket.socket) -> None:
+        """Answer one rank's MPI, once it has shown that it is that rank, to its end."""
+        with contextlib.suppress(OSError, ValueError), sock, sock.makefile("rwb", 0) as lines:
+            sock.settimeout(HANDSHAKE_TIMEOUT_S)
+            rank, shown = lines.readline(_LINE_BYTES).decode().split()
+            if not hmac.compare_digest(shown, shows(self._key, self._name, int(rank))):
+                return
+            with self._lock:
+                if int(rank) not in self._expected:  # what has been heard on the way is of no use
+                    return
+                self._expected.remove(int(rank))
+            sock.settimeout(None)
+            while line := lines.readline(_LINE_BYTES):
+                with self._lock:
+                    self.answer(int(rank), line.decode(), lambda text: lines.write(text.encode()))
 
     def answer(self, rank: int, line: str, send: Callable[[str], object]) -> None:
         """Answer a line of a rank's MPI by `send`, now or when all ranks have asked the same."""
@@ -50,6 +72,11 @@ class Answers:
             found = "rc=-1 msg=key_not_found value=unknown" if value is None else f"rc=0 msg=success value={value}"
             answer = f"get_result {found}"
         send(f"cmd={answer}\n")
+
+
+def shows(key: bytes, name: str, rank: int) -> str:
+    """What a rank's MPI begins with: that it is this rank of the world called `name`."""
+    return hmac.digest(key, f"MPI of rank {rank} in {name}".encode(), "sha256").hex()
 
 
 def mapping(hosts: Sequence[str]) -> str:

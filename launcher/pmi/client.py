@@ -15,7 +15,7 @@ from ..connection import wire
 from ..connection.link import Link, connect
 from ..engines.openmpi import OpenMPI
 from ..processes import boot
-from .server import shows
+from .answers import shows
 
 START_S = 60.0
 _PROGRAM = (

@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import hmac
 import json
 import os
 import secrets
@@ -15,7 +14,7 @@ import time
 from collections.abc import Sequence
 
 from ..connection import wire
-from ..connection.link import HANDSHAKE_TIMEOUT_S, Gone
+from ..connection.link import Gone
 from ..connection.listener import Listener
 from ..connection.queued import QueuedLink
 from ..errors import MachineError
@@ -27,7 +26,6 @@ LATE_S = 10.0
 """How long ranks wait for others before they are told, every time, who has not come."""
 _LOOK_S = 0.5
 _NOBODY_S = 60.0  # for the first rank to come, after who started this process has ended
-_LINE_BYTES = 1 << 14
 _NAME_BYTES = 8
 _NOBODY = wire.Joining(-1, 0, "", "", 0)
 
@@ -42,16 +40,12 @@ class Server:
         self._changed = threading.Condition()
         self._name = f"ring_{secrets.token_hex(_NAME_BYTES)}"
         self._are_complete = False  # all ranks have come
-        self._answers: Answers | None = None  # of MPICH then
-        self._talking: set[int] = set()  # whose MPI asks
         self._has_begun = False  # the MPI of all ranks
         self._broken = ""  # why this process ends before the ranks do
         addresses: tuple[str, ...] = ("127.0.0.1",)
         with contextlib.suppress(MachineError):  # a host without a network
             addresses = (*own_addresses((), ()), *addresses)
         self._listener = Listener(folder, addresses, backlog=size)
-        self._for_mpi = socket.create_server(("", 0))
-        self._listener.listen(self._for_mpi, self._talk, size)
         self.address = json.dumps([str(self._listener.address), self._listener.authkey.hex()])
 
     def serve(self, starter: int) -> None:
@@ -110,9 +104,11 @@ class Server:
             if any(each.pmix for each in ranks):
                 variables, port = pmix.serve(ranks, self._name, self._folder), 0
             else:
-                self._answers = Answers(self._name, [f"{each.host} {each.boot}" for each in ranks])
+                answers = Answers(self._name, [f"{of.host} {of.boot}" for of in ranks], self._listener.authkey)
+                sock = socket.create_server(("", 0))
+                self._listener.listen(sock, answers.serve, self.size)
                 variables = [{"PMI_RANK": str(rank), "PMI_SIZE": str(self.size)} for rank in range(self.size)]
-                port = self._for_mpi.getsockname()[1]
+                port = sock.getsockname()[1]
         except OSError as error:
             self._tell(wire.Refused(str(error)))
             return
@@ -138,23 +134,6 @@ class Server:
         for each in self._members.values():
             each.link.send(message)
 
-    def _talk(self, sock: socket.socket) -> None:
-        """Answer one rank's MPI, once it has shown that it is that rank."""
-        with contextlib.suppress(OSError, ValueError), sock, sock.makefile("rwb", 0) as lines:
-            sock.settimeout(HANDSHAKE_TIMEOUT_S)
-            rank, shown = lines.readline(_LINE_BYTES).decode().split()
-            if not hmac.compare_digest(shown, shows(self._listener.authkey, self._name, int(rank))):
-                return
-            sock.settimeout(None)
-            with self._changed:
-                if int(rank) in self._talking:
-                    return
-                self._talking.add(int(rank))
-            while line := lines.readline(_LINE_BYTES):
-                with self._changed:
-                    if self._answers:
-                        self._answers.answer(int(rank), line.decode(), lambda text: lines.write(text.encode()))
-
 
 @dataclasses.dataclass(eq=False)
 class Member:
@@ -168,11 +147,6 @@ class Member:
     def handle(self, message: wire.Message | Gone) -> bool:
         """See listener.Reader."""
         return self.server.handle(self, message)
-
-
-def shows(key: bytes, name: str, rank: int) -> str:
-    """What a rank's MPI begins with: that it is this rank of the world called `name`."""
-    return hmac.digest(key, f"MPI of rank {rank} in {name}".encode(), "sha256").hex()
 
 
 def main(size: int, starter: int) -> None:

@@ -15,7 +15,7 @@ import pytest
 from ringrun.connection import wire
 from ringrun.connection.link import connect
 from ringrun.pmi import client, server
-from ringrun.pmi.answers import Answers, mapping
+from ringrun.pmi.answers import Answers, mapping, shows
 from tests.support.patience import patient
 
 WAIT_S = patient(30)
@@ -81,7 +81,7 @@ class Rank:
         """Be this rank's MPI: returns a file."""
         sock = self._opened.enter_context(socket.create_connection(("127.0.0.1", joined.port), timeout=WAIT_S))
         lines = self._opened.enter_context(sock.makefile("rw"))
-        lines.write(f"{self.number} {shown or server.shows(self.key, joined.name, self.number)}\n")
+        lines.write(f"{self.number} {shown or shows(self.key, joined.name, self.number)}\n")
         lines.flush()
         return lines
 
@@ -103,7 +103,7 @@ def test_hosts_are_runs_of_ranks():
 
 
 def test_each_question_of_an_mpi_has_its_answer():
-    answers, said = Answers("ring_1", ["a", "b"]), {0: [], 1: []}
+    answers, said = Answers("ring_1", ["a", "b"], b""), {0: [], 1: []}
 
     def ask(rank, line):
         answers.answer(rank, line, said[rank].append)
@@ -292,12 +292,12 @@ def test_nobody_joins_without_the_key(served, rank_of):
         client.join(wrong, 0, 2, 60, print)
     ranks = [rank_of(address, number, 2) for number in range(2)]
     joined = [rank.hears(wire.Joined) for rank in ranks]
-    for shown in ("0" * 64, server.shows(bytes(32), joined[0].name, 0), server.shows(ranks[0].key, "ring_other", 0)):
+    for shown in ("0" * 64, shows(bytes(32), joined[0].name, 0), shows(ranks[0].key, "ring_other", 0)):
         assert ask(ranks[0].talk(joined[0], shown), "cmd=get_maxes") == ""
     send_garbage(joined[0].port)
     lines = ranks[0].talk(joined[0])
     assert "rc=0" in ask(lines, "cmd=get_maxes"), "and the rank is answered all the same"
-    again = server.shows(ranks[0].key, joined[0].name, 0)
+    again = shows(ranks[0].key, joined[0].name, 0)
     assert ask(ranks[0].talk(joined[0], again), "cmd=get_maxes") == "", (
         "once only: what was heard on the way is of no use"
     )
