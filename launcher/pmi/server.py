@@ -105,7 +105,9 @@ class Server:
                 variables, port = pmix.serve(ranks, self._name, self._folder), 0
             else:
                 answers = Answers(self._name, [f"{of.host} {of.boot}" for of in ranks], self._listener.authkey)
-                sock = socket.create_server(("", 0))
+                six = socket.has_dualstack_ipv6()
+                family = socket.AF_INET6 if six else socket.AF_INET
+                sock = socket.create_server(("", 0), family=family, dualstack_ipv6=six)
                 self._listener.listen(sock, answers.serve, self.size)
                 variables = [{"PMI_RANK": str(rank), "PMI_SIZE": str(self.size)} for rank in range(self.size)]
                 port = sock.getsockname()[1]

