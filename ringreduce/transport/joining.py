@@ -6,6 +6,7 @@ to meet.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import os
@@ -119,12 +120,13 @@ def _follow(word: Mapping[str, str], rank: int, size: int, timeout_s: float) -> 
 
 def _newer(store: Store, word: bytes, until_s: float, why: str) -> bytes:
     """Return what rank 0 says in place of `word`, which is of no use, if it does so in time."""
-    told_s = time.monotonic()
-    while (newer := store.get(KEY)) == word and time.monotonic() < until_s:
-        if time.monotonic() > told_s + _LATE_S:
-            told_s = time.monotonic()
-            JOB.warning(f"waiting for rank 0, since what it has said before is of no use: {why}")
-        time.sleep(_PAUSE_S)
+    told_s, newer = time.monotonic(), word
+    with contextlib.suppress(RuntimeError):  # the store is gone, and rank 0 with it
+        while (newer := store.get(KEY)) == word and time.monotonic() < until_s:
+            if time.monotonic() > told_s + _LATE_S:
+                told_s = time.monotonic()
+                JOB.warning(f"waiting for rank 0, since what it has said before is of no use: {why}")
+            time.sleep(_PAUSE_S)
     return newer
 
 

@@ -353,6 +353,8 @@ def test_what_a_store_says_of_an_earlier_start_is_not_the_last_word(joined, monk
     with pytest.raises(StartupError, match=r"nobody is there$"):
         joining.join_by_store(Store(gone), 1, 2, timeout_s=0.2)
     assert "waiting for rank 0, since what it has said before is of no use: nobody is there" in caplog.text
+    with pytest.raises(StartupError, match=r"nobody is there$"):
+        joining.join_by_store(Store(gone, None), 1, 2)  # the store has ended with rank 0
     joining.join_by_store(Store(OTHER, gone, *[gone] * 30, full, NEW), 1, 2)
     assert joining.membership().address == "somewhere"
 
