@@ -100,6 +100,15 @@ def test_starting_jobs_of_512_and_4096_ranks(tmp_path):
     assert len(launch(tmp_path, "--ranks", 512, 4096, "--who", "connections")) == 2
 
 
+def test_starting_ranks_where_an_engine_has_the_processes(tmp_path, engines):
+    command = [PYTHON, BENCH / "engines.py", "--quick", "--runs", 1, "--who", "dask", "torchrun"]
+    rows = kept_by(run([*command, "--json", tmp_path / "rows.json"], **engines), tmp_path)["rows"]
+    who = ["ringreduce.run", "its own tasks", "run", "first all-reduce"]
+    assert [(row["who"], row["wrong"]) for row in rows] == [(each, None if "own" in each else 0) for each in who]
+    assert all(row["time_s"] > 0 for row in rows)
+    assert rows[2]["more_s"] == rows[2]["time_s"] - rows[0]["time_s"] - rows[1]["time_s"]
+
+
 @pytest.mark.extended
 def test_scaling_s_table_beside_a_clock(tmp_path):
     command = [PYTHON, BENCH / "scaling.py", "--quick", "--runs", "1", "--scripts", "digits", "--json"]
