@@ -37,15 +37,13 @@ class Answers:
 
     def serve(self, sock: socket.socket) -> None:
         """Answer one rank's MPI, once it has shown that it is that rank, to its end."""
-        with contextlib.suppress(OSError, ValueError), sock, sock.makefile("rwb", 0) as lines:
+        with contextlib.suppress(OSError, ValueError, KeyError), sock, sock.makefile("rwb", 0) as lines:
             sock.settimeout(HANDSHAKE_TIMEOUT_S)
             rank, shown = lines.readline(_LINE_BYTES).decode().split()
             if not hmac.compare_digest(shown, shows(self._key, self._name, int(rank))):
                 return
             with self._lock:
-                if int(rank) not in self._expected:  # what has been heard on the way is of no use
-                    return
-                self._expected.remove(int(rank))
+                self._expected.remove(int(rank))  # once only: what has been heard on the way is of no use
             sock.settimeout(None)
             while line := lines.readline(_LINE_BYTES):
                 with self._lock:

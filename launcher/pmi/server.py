@@ -123,7 +123,7 @@ class Server:
         how = f"rank {said.rank} of {self.size}, process {said.pid} on {said.host}, has ended"
         self._tell(wire.Lost(said.rank, how))
         if self._are_complete and not self._has_begun:  # the others wait in MPI_Init, where no thread of theirs runs
-            self._break(how)
+            self._break(f"{how} before the MPI of all ranks had started")
 
     def _break(self, why: str) -> None:
         """Have this process end, which tells all ranks and their MPI."""

@@ -195,7 +195,7 @@ def test_while_mpi_starts_a_loss_ends_the_others_connections(rank_of, capfd):
     assert ranks[0].hears(wire.Lost).rank == 1
     assert lines.readline() == ""
     client._STARTED[-1].wait()
-    why = "rank 1 of 2, process 1001 on here, has ended"
+    why = "rank 1 of 2, process 1001 on here, has ended before the MPI of all ranks had started"
     assert capfd.readouterr().err == f"the process that tells MPI of the ranks ends: {why}\n"
 
 
