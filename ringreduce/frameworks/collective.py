@@ -45,6 +45,8 @@ class Collective:
     kind:   the name of its function, for groups too; "average on root" is the gradient of a broadcast.
     place:  the line of the user's script, where it is known.
     names:  of the tensors, for error messages.
+    op:     of an allgather Sum, which multiplies its results by the number of ranks, is the gradient of such a
+            reducescatter.
     scales: of an allreduce and a reducescatter, before and after the sum; of an allgather both multiply its results.
     """
 
@@ -104,10 +106,9 @@ class Collective:
             case "average on root":
                 return back(kind="broadcast")
             case "allgather":
-                return back(kind="reducescatter", op=Average)
+                return back(kind="reducescatter")
             case "reducescatter":
-                size, (before, after) = self.process_set.size() or 1, self.scales
-                return back(kind="allgather", scales=(before, after * size if self.op is Sum else after))
+                return back(kind="allgather")
         return back()
 
 
@@ -128,8 +129,11 @@ class Framework(NamedTuple):
     """What `gradients_of` needs of a framework whose autograd calls it."""
 
     collectives: Any  # the module of its own, which have gradients, too
-    functions: Any  # the module of its functions cumsum and zeros_like
+    cumsum: Callable[[Any, int], Any]
     stop: str  # how a user keeps gradients from a tensor
+    number: Callable[[Callable[[], int | None]], Any]  # of ranks, or a rank's, at the time when gradients are computed
+    scaled: Callable[[Any, Any], Any]  # a tensor times a number
+    kept: Callable[[Any, Any], Any]  # if this is true a tensor, otherwise zeros of its shape
 
 
 def gradients_of(collective: Collective, gradients: Tensors, framework: Framework, rows: Any, received: Any) -> Tensors:
@@ -141,9 +145,9 @@ def gradients_of(collective: Collective, gradients: Tensors, framework: Framewor
     name, process_set = back.name, back.process_set
     match back.kind:
         case "allgather":
-            factor = math.prod(back.scales)
-            scaled = gradients if factor == 1 else [each * factor for each in gradients]
-            return framework.collectives.grouped_allgather(scaled, name, process_set)  # type: ignore[no-any-return]
+            for factor in (math.prod(back.scales), framework.number(process_set.size) if back.op is Sum else 1):
+                gradients = [framework.scaled(each, factor) for each in gradients]
+            return framework.collectives.grouped_allgather(gradients, name, process_set)  # type: ignore[no-any-return]
         case "alltoall":
             sent_back, _ = framework.collectives.alltoall(gradients[0], received, name, process_set)
             return [sent_back]
@@ -153,10 +157,11 @@ def gradients_of(collective: Collective, gradients: Tensors, framework: Framewor
         arguments |= {"compression": back.compression, "names": back.names, **scales}
     reduced: Tensors = framework.collectives.grouped_allreduce(gradients, **arguments)
     if back.kind == "average on root":
-        return reduced if rank() == back.root_rank else [framework.functions.zeros_like(each) for each in reduced]
+        is_root = framework.number(rank) == back.root_rank
+        return [framework.kept(is_root, each) for each in reduced]
     if back.kind == "reducescatter":
         gathered = framework.collectives.allgather(rows[None], name and f"{name}.rows", process_set)
-        ends = framework.functions.cumsum(gathered, 0)[process_set.rank()]
+        ends = framework.cumsum(gathered, 0)[framework.number(process_set.rank)]
         return [each[ends[at] - rows[at] : ends[at]] for at, each in enumerate(reduced)]
     return reduced
 

@@ -23,6 +23,7 @@ from ringreduce.arrays.view import as_buffer, as_buffers
 from ringreduce.errors import InputError
 from ringreduce.execution.signature import called_from
 from ringreduce.frameworks.collective import Collective
+from ringreduce.ops import Sum
 from ringreduce.runtime.arguments import arguments_of
 from ringreduce.runtime.submit import refused
 
@@ -87,7 +88,8 @@ class HostCollective(Collective):
                 averages = _allreduce(self, arrays, name, results)  # on all ranks, though only one asks for it
                 return averages if rank() == self.root_rank else [np.zeros_like(each) for each in averages]
             case "allgather":
-                gathered, factor = gather.grouped_allgather(arrays, name, self.process_set), math.prod(self.scales)
+                gathered = gather.grouped_allgather(arrays, name, self.process_set)
+                factor = math.prod(self.scales) * ((self.process_set.size() or 1) if self.op is Sum else 1)
                 with np.errstate(all="ignore"):
                     return gathered if factor == 1.0 else [each * each.dtype.type(factor) for each in gathered]
             case "reducescatter":

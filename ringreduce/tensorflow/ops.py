@@ -30,13 +30,10 @@ from ringreduce.frameworks.collective import (
 from ringreduce.ops import Average, ReduceOp, Sum
 from ringreduce.runtime.submit import taken_apart
 from ringreduce.tensorflow.host import on_host, unconverted
-from ringreduce.tensorflow.world import size_op
+from ringreduce.tensorflow.world import when_it_runs
 
 __all__ = ["allgather", "allreduce", "alltoall", "barrier", "broadcast", "grouped_allgather", "grouped_allreduce"]
 __all__ += ["grouped_reducescatter", "reducescatter"]
-
-
-_TENSORFLOW = Framework(sys.modules[__name__], tf, "tf.stop_gradient")
 
 
 def _collective(
@@ -95,20 +92,20 @@ def _gathered_slices(slices: Any, name: str | None, op: ReduceOp, scale: float, 
         raise InputError(f"allreduce: op={op!r} of IndexedSlices; expected Average or Sum, or tf.convert_to_tensor")
     values, indices = grouped_allgather([slices.values, slices.indices], name, process_set)
     gathered = tf.IndexedSlices(values, indices, slices.dense_shape)
-    gathered = gathered if scale == 1 else scaled(gathered, scale)
+    gathered = scaled(gathered, scale)
     return averaged(gathered, process_set) if op is Average else gathered
 
 
 def averaged(tensor: Any, process_set: ProcessSet) -> Any:
     """A tensor, or IndexedSlices, divided by the number of ranks, in an elastic job that when the graph runs."""
-    size, number = process_set.size() or 1, process_set.process_set_id
-    if number is not None and runtime.current("allreduce").is_elastic:
-        return scaled(tensor, 1 / tf.cast(size_op(number), tf.float64))
-    return tensor if size == 1 else scaled(tensor, 1 / size)
+    size = when_it_runs(process_set.size)
+    return scaled(tensor, 1 / tf.cast(size, tf.float64) if tf.is_tensor(size) else 1 / (size or 1))
 
 
 def scaled(tensor: Any, factor: Any) -> Any:
     """A tensor, or IndexedSlices, times a number; whole numbers are truncated."""
+    if not tf.is_tensor(factor) and factor == 1:
+        return tensor
     if isinstance(tensor, tf.IndexedSlices):
         return tf.IndexedSlices(scaled(tensor.values, factor), tensor.indices, tensor.dense_shape)
     if tensor.dtype.is_integer:
@@ -193,7 +190,8 @@ def _applied(collective: Collective, tensors: Sequence[Any]) -> list[Any]:
     kinds = [_of_other_rows(each) if collective.by_rows else each for each in inputs]
     specs = [tf.TensorSpec(each.shape, each.dtype) for each in kinds]
     if collective.kind == "alltoall":
-        specs[1:] = [tf.TensorSpec([collective.process_set.size() or 1], tf.int32)]
+        size = None if runtime.current("alltoall").is_elastic else collective.process_set.size() or 1
+        specs[1:] = [tf.TensorSpec([size], tf.int32)]
 
     @tf.custom_gradient  # type: ignore[untyped-decorator]
     def call(*inputs: Any) -> Any:
@@ -208,6 +206,16 @@ def _applied(collective: Collective, tensors: Sequence[Any]) -> list[Any]:
         return results, gradient
 
     return list(call(*inputs))
+
+
+_TENSORFLOW = Framework(
+    sys.modules[__name__],
+    tf.cumsum,
+    "tf.stop_gradient",
+    number=when_it_runs,
+    scaled=scaled,
+    kept=lambda condition, tensor: tf.where(condition, tensor, tf.zeros_like(tensor)),
+)
 
 
 def _ran(it: Collective, arrays: list[Any]) -> list[Any]:

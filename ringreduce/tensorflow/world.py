@@ -56,6 +56,13 @@ def process_set_included_op(process_set_id: int = 0, name: str | None = None) ->
     return _number("process_set_included_op", lambda: _included(process_set_id))
 
 
+def when_it_runs(of_ranks: Callable[[], int | None]) -> Any:
+    """A number of ranks, or a rank's; in the graph of an elastic job, which may outlive ranks, that when it runs."""
+    if tf.executing_eagerly() or not runtime.current("size").is_elastic:
+        return of_ranks()
+    return _number("size", lambda: of_ranks() or 0)
+
+
 def _included(process_set_id: int) -> int:
     if not runtime.is_initialized():
         return NOT_INITIALIZED

@@ -36,7 +36,14 @@ __all__ = ["allgather", "allreduce", "alltoall", "alltoall_async", "broadcast", 
 __all__ += ["grouped_allreduce", "grouped_reducescatter", "reducescatter"]
 
 
-_TORCH = Framework(sys.modules[__name__], torch, "tensor.detach()")
+_TORCH = Framework(
+    sys.modules[__name__],
+    torch.cumsum,
+    "tensor.detach()",
+    number=lambda of_ranks: of_ranks(),
+    scaled=lambda tensor, factor: tensor if factor == 1 else tensor * factor,
+    kept=lambda condition, tensor: tensor if condition else torch.zeros_like(tensor),
+)
 
 
 class _Collective(torch.autograd.Function):

@@ -44,6 +44,24 @@ def batch_of(step, *ranks):
     return tf.constant(x), tf.constant(x.sum(1, keepdims=True))
 
 
+@tf.function
+def gradients_of(x, factor):
+    """Those of collectives whose gradients depend on how many ranks there are, and on which is which."""
+    with tf.GradientTape(persistent=True) as tape:
+        tape.watch(x)
+        results = [hvd.allgather(x), hvd.reducescatter(x, op=hvd.Sum), hvd.broadcast(x, 1), hvd.alltoall(x)]
+        rows = [tf.cast(tf.range(tf.shape(each)[0])[:, None], tf.float32) for each in results]
+        losses = [tf.reduce_sum(each * (at + factor)) for each, at in zip(results, rows, strict=True)]
+    return [tape.gradient(each, x) for each in losses]
+
+
+def gradients_are_those_of_now():
+    """What was traced when there were more ranks gives what is computed at once, without a graph."""
+    values = tf.constant(np.random.default_rng([7, ORIGIN]).normal(size=(ROWS, 1)), tf.float32), ORIGIN + 1.0
+    for traced, expected in zip(gradients_of(*values), gradients_of.python_function(*values), strict=True):
+        np.testing.assert_allclose(traced, expected, rtol=1e-5)
+
+
 class Table:
     """As an attribute of a state of another model."""
 
@@ -61,6 +79,7 @@ def train(state):
         if (hvd.size(), ORIGIN, state.batch) == (3, int(KILLED), int(AT)):
             os.kill(os.getpid(), signal.SIGKILL)
         training_step(*batch_of(state.batch, ORIGIN))
+        gradients_are_those_of_now()
         state.history.append(hvd.allgather_object(ORIGIN))
         state.batch = start + number + 1
         state.commit()
