@@ -82,7 +82,7 @@ MODULES = {
         "ringreduce.ray",
         "BaseHorovodWorker ElasticRayExecutor RayExecutor",
     ),
-    "horovod.ray.elastic": Module("ringreduce.ray", "ElasticRayExecutor"),
+    "horovod.ray.elastic": Module("ringreduce.ray", "ElasticRayExecutor RayHostDiscovery"),
     "horovod.ray.runner": Module("ringreduce.ray", "RayExecutor"),
     "horovod.runner": Module(
         "ringreduce",
@@ -230,7 +230,7 @@ MXNET = (
     "as NumPy arrays: ringreduce.allreduce(array.asnumpy())"
 )
 _RINGRUN = "ranks are started by `ringrun`, or from Python by ringreduce.run(function, np=N)"
-_RAY = "ringreduce.ray has RayExecutor, and run(function, np=N), whose jobs may be elastic"
+_RAY = "ringreduce.ray has RayExecutor, ElasticRayExecutor, and run(function, np=N)"
 _SPARK = (
     "ringreduce.spark has run and run_elastic, and rank for mapInArrow; there are no estimators, see docs/choose.md"
 )
@@ -254,7 +254,7 @@ INSTEAD = {
     "AsyncDataLoaderMixin BaseDataLoader": _LOADER,
     "BroadcastGlobalVariablesHook broadcast_global_variables": _OF_TF1,
     "BaseHorovodWorker": _INTERNAL,
-    "ElasticRayExecutor": "use ringreduce.ray.run(function, np=N, elastic=True)",
+    "RayHostDiscovery": "Ray itself tells ElasticRayExecutor which hosts there are; leave settings.discovery out",
     "HorovodAllgather HorovodAllreduce HorovodAlltoall HorovodBroadcast HorovodGroupedAllgather": _AUTOGRAD,
     "HorovodGroupedAllreduce HorovodGroupedReducescatter HorovodReducescatter": _AUTOGRAD,
     "HorovodBasics": "rank(), size() and the like are functions of ringreduce, and of each framework's module",

@@ -1,8 +1,12 @@
 """ringreduce.ray.run() on a Ray of this machine; Ray's own daemon gives up after 30 s on a busy one."""
 
 import re
+import sys
 
 import pytest
+
+from ringrun.environment import HOROVOD_DIRECTORY
+from tests.end_to_end.conftest import PROGRAMS, run
 
 pytestmark = pytest.mark.xdist_group("frameworks")  # not beside others that take all cores
 
@@ -134,3 +138,16 @@ def test_ranks_on_two_nodes_of_which_one_is_lost_and_another_comes(on_engine, tm
     said = on_engine(TWO_NODES, folder)
     assert re.search(r"a node lost, went on after \d+\.\d s\n", said)
     assert "sizes [[2, 1, 2], [2, 1, 2]]\n" in said
+
+
+@pytest.mark.timeout(600)
+def test_horovod_s_example_with_keras_2(engines, frameworks, tmp_path):
+    """Its driver is no rank, so the path to `import horovod` is what docs/horovod.md says."""
+    path = f"{HOROVOD_DIRECTORY}:{engines['PYTHONPATH']}:{frameworks['PYTHONPATH']}"
+    variables = {**frameworks, **engines, "PYTHONPATH": path, "TF_USE_LEGACY_KERAS": "1"}
+    ended = run(
+        [sys.executable, PROGRAMS / "horovod_in_ray.py"], timeout_s=500, cwd=tmp_path, returncode=0, **variables
+    )
+    assert "ranks [(0, 2), (1, 2)] equal True\n" in ended.stdout
+    assert "sizes [2, 2]\n" in ended.stdout
+    assert (tmp_path / "checkpoint-1.h5").exists()

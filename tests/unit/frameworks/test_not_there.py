@@ -18,7 +18,7 @@ MODULES = ["ringreduce", "ringreduce.torch"]
     ("name", "says"),
     [
         ("run_elastic", "it is in ringreduce.spark; elsewhere start a script with `ringrun --elastic -np N"),
-        ("ElasticRayExecutor", r"use ringreduce\.ray\.run\(function, np=N, elastic=True\)"),
+        ("RayHostDiscovery", r"Ray itself tells ElasticRayExecutor which hosts there are"),
         ("callbacks", "they are for Keras, in ringreduce.keras.callbacks"),
         ("mxnet", "MXNet was archived in 2023"),
         ("no_such_thing", "has no attribute 'no_such_thing'$"),

@@ -62,6 +62,7 @@ def test_the_table_names_nothing_twice_and_explains_only_names_that_there_are():
         ("from horovod.runner import run", "run"),
         ("from horovod import run", "run"),
         ("from horovod.ray import RayExecutor", "ray.RayExecutor"),
+        ("from horovod.ray import ElasticRayExecutor", "ray.ElasticRayExecutor"),
         ("from horovod.spark import run_elastic", "spark.run_elastic"),
     ],
 )
@@ -93,7 +94,7 @@ def test_libraries_that_look_for_it_find_it(horovod):
         ("import horovod.mxnet", "there is no horovod.mxnet in ringreduce: MXNet was archived"),
         ("from horovod.runner.launch import run_commandline", "ranks are started by `ringrun`"),
         ("from horovod.spark.keras import KerasEstimator", "there are no estimators, see docs/choose.md"),
-        ("from horovod.ray import ElasticRayExecutor", "use ringreduce.ray.run(function, np=N, elastic=True)"),
+        ("from horovod.ray.elastic import RayHostDiscovery", "which hosts there are; leave settings.discovery out"),
         ("from horovod.ray.strategy import PackStrategy", "ringreduce.ray has RayExecutor"),
         ("from horovod.torch import no_such_thing", "cannot import name 'no_such_thing' from 'horovod.torch'"),
     ],

@@ -1,0 +1,48 @@
+"""The arguments of Horovod's executors on Ray, without Ray; jobs: end_to_end/test_ray.py, test_in_engines.py."""
+
+import sys
+import types
+
+import pytest
+
+import ringreduce as rr
+import ringreduce.ray
+from ringreduce.ray import ElasticRayExecutor, RayExecutor
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (
+            {"num_slots": 4, "cpus_per_slot": 8},
+            "cpus_per_slot, num_slots: since Horovod 0.22 it is num_workers_per_host",
+        ),
+        ({"min_workers": 2}, "min_workers: actors that keep their state are not elastic; use ElasticRayExecutor, or"),
+    ],
+)
+def test_arguments_that_are_not_there_say_what_to_use(options, says):
+    with pytest.raises(rr.InputError, match=f"RayExecutor: {says}"):
+        RayExecutor(num_hosts=2, **options)
+
+
+@pytest.mark.parametrize(
+    ("settings", "options", "expected"),
+    [
+        ({}, {}, {"np": 6, "min_np": 1, "max_np": None, "cpus": 1, "gpus": 0}),
+        ({"min_num_proc": 2, "max_num_proc": 4}, {}, {"np": 4, "min_np": 2, "max_np": 4, "cpus": 1, "gpus": 0}),
+        ({"min_np": 2, "max_np": 4}, {"cpus_per_slot": 2}, {"np": 3, "min_np": 2, "max_np": 4, "cpus": 2, "gpus": 0}),
+        ({"min_np": 3}, {"use_gpu": True}, {"np": 3, "min_np": 3, "max_np": None, "cpus": 1, "gpus": 1}),
+    ],
+)
+def test_an_elastic_job_begins_with_the_room_that_there_is(monkeypatch, settings, options, expected):
+    ray = types.SimpleNamespace(is_initialized=lambda: True, cluster_resources=lambda: {"CPU": 6.0, "GPU": 2.0})
+    monkeypatch.setitem(sys.modules, "ray", ray)
+    monkeypatch.setattr(ringreduce.ray, "run", lambda fn, **asked: (fn, asked))
+    settings = ElasticRayExecutor.create_settings(**settings, timeout_s=30, verbose=2)
+    executor = ElasticRayExecutor(settings, env_vars={"MARK": "a"}, **options)
+    executor.start()
+    fn, asked = executor.run(len)
+    assert fn is len
+    assert asked == {"elastic": True, "env": {"MARK": "a"}, "timeout_s": 30, **expected}
+    with pytest.raises(rr.InputError, match=r"there are no callbacks; print in worker_fn"):
+        executor.run(len, callbacks=[print])
