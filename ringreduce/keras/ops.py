@@ -15,9 +15,11 @@ from ringreduce.api.broadcast import broadcast_parameters
 from ringreduce.api.control import barrier
 from ringreduce.api.process_sets import ProcessSet, global_process_set
 from ringreduce.arrays import trees
+from ringreduce.checks.divergence import numbered
 from ringreduce.compression import AnyCompressor, Compression
 from ringreduce.errors import InputError
 from ringreduce.frameworks.collective import ending_step
+from ringreduce.keras.either import path_of
 from ringreduce.ops import Average, ReduceOp
 
 __all__ = ["allgather", "allreduce", "barrier", "broadcast", "broadcast_variables", "reducescatter"]
@@ -82,12 +84,13 @@ def reducescatter(
 def broadcast_variables(variables: Iterable[Any], root_rank: int, process_set: ProcessSet = global_process_set) -> None:
     """Give all ranks' Keras variables the root's values, through the host's memory.
 
-    variables: such as model.weights + model.optimizer.variables, the same on each rank.
+    variables: such as model.weights + model.optimizer.variables, on each rank as many of the same shapes, in the same
+               order; in their names the numbers of layers, as in dense_3, may differ.
     Cost:      as `ringreduce.broadcast_parameters`.
     """
     variables = list(variables)
     values = [np.array(keras.ops.convert_to_numpy(each)) for each in variables]
-    names = [f"{number}.{each.name}" for number, each in enumerate(variables)]
+    names = [numbered(number, path_of(each)) for number, each in enumerate(variables)]
     broadcast_parameters(dict(zip(names, values, strict=True)), root_rank, process_set)
     for variable, value in zip(variables, values, strict=True):
         variable.assign(value)

@@ -45,6 +45,23 @@ def test_variables_are_broadcast_before_the_first_step():
     equal_on_all_ranks(numbers([*trained.weights, *optimizer.variables]))
 
 
+def test_ranks_may_have_made_other_numbers_of_layers_before():
+    """So that Keras calls their layers dense_1 and dense_3, say: a rank has loaded a model, or evaluates one."""
+    keras.utils.set_random_seed(RANK)
+    for _ in range(RANK):
+        keras.layers.Dense(1)
+    trained = keras.Sequential([keras.Input((4,)), keras.layers.Dense(5), keras.layers.Dense(1)])
+    paths = hvd.allgather_object([each.path for each in trained.weights])
+    assert SIZE == 1 or paths[0] != paths[1]
+    broadcast = callbacks.BroadcastGlobalVariablesCallback(SIZE - 1)
+    weights = fit(trained, hvd.DistributedOptimizer(keras.optimizers.Adam(0.01)), True, 1, [broadcast])
+    equal_on_all_ranks([*weights, *numbers(trained.optimizer.variables)])
+    different = keras.Sequential([keras.Input((4 + RANK,)), keras.layers.Dense(5)])
+    if SIZE > 1:
+        with pytest.raises(hvd.MismatchError, match=r"'0\.sequential/dense/kernel'"):
+            hvd.broadcast_variables(different.weights, 0)
+
+
 def test_local_variables_stay():
     trained = model(seed=RANK)
     own = trained.weights[0]

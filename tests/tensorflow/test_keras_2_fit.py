@@ -70,6 +70,17 @@ def test_a_model_that_is_not_built_is_broadcast_after_the_first_step(kind):
     equal_on_all_ranks(everything(trained))
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_ranks_may_have_made_other_numbers_of_layers_before(kind):
+    for _ in range(RANK):
+        tf_keras.layers.Dense(1)
+    trained = model(RANK, tf_keras.layers.Dense(4))
+    names = rr.allgather_object([each.name for each in trained.weights])
+    assert SIZE == 1 or names[0] != names[1]
+    models.fit(trained, hvd.DistributedOptimizer(kind()), True, 1, [callbacks.BroadcastGlobalVariablesCallback(0)])
+    equal_on_all_ranks(everything(trained))
+
+
 @pytest.mark.quick
 def test_metrics_are_averages_and_the_rate_warms_up(said, capsys):
     own, averaged = Recorded(), Recorded()
