@@ -45,6 +45,11 @@ def inner_of(optimizer: Any) -> Any:
     return getattr(optimizer, "inner_optimizer", optimizer)
 
 
+def is_legacy(optimizer: Any) -> bool:
+    """Whether it is one of tf_keras's `legacy`."""
+    return hasattr(optimizer, "_create_all_weights")
+
+
 def reduction_of(optimizer: Any) -> Any:
     """What reduces in a DistributedOptimizer; None in another one."""
     found = (vars(inner_of(optimizer)).get(name) for name in REDUCES)
@@ -70,7 +75,7 @@ def variables_of(value: Any) -> list[Any]:
 
 def built(optimizer: Any, variables: Sequence[Any]) -> Any:
     """The optimizer, with the variables that it needs for these."""
-    if hasattr(optimizer, "_create_all_weights"):
+    if is_legacy(optimizer):
         with sys.modules["tensorflow"].name_scope(optimizer._name):  # as in its apply_gradients
             optimizer._create_all_weights(variables)
     elif not getattr(optimizer, "built", False):

@@ -2,7 +2,8 @@
 
 An optimizer stays the object that it is. Gradients are reduced where Keras 2 adds up those of a tf.distribute strategy:
 after they were unscaled, before a LossScaleOptimizer looks whether all are finite, and before they are clipped and
-applied, in every way to train.
+applied, in every way to train. Where several passes make a step, each rank adds up its own until then; a
+LossScaleOptimizer then gets gradients that are not reduced, but are finite on all ranks or on none.
 """
 
 from __future__ import annotations
@@ -10,13 +11,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
-from ringreduce.keras.either import REDUCES, built
+from ringreduce.keras.either import REDUCES, built, is_legacy
 from ringreduce.keras.optimizer import operation_name
 from ringreduce.keras.own import OwnVariables, identity
+from ringreduce.ops import Min
 from ringreduce.optim.exchange import Exchange
 from ringreduce.tensorflow.host import unconverted
+from ringreduce.tensorflow.ops import allreduce, scaled
 from ringreduce.tensorflow.tape import Reduction
 
 
@@ -31,36 +35,65 @@ def reduce_in(
 ) -> None:
     """Let an optimizer reduce its gradients; the arguments are those of DistributedOptimizer."""
     method = next(each for each in REDUCES[1:] if hasattr(optimizer, each))
+    reduction = _Aggregation(optimizer, method, Reduction(exchange, own, sparse_as_dense), name, passes > 1)
     own_attributes = vars(optimizer)  # not by setattr: Keras and TensorFlow would keep track of it
-    own_attributes[method] = _Aggregation(getattr(optimizer, method), Reduction(exchange, own, sparse_as_dense), name)
+    own_attributes[method] = reduction
     if passes > 1:
-        own_attributes["apply_gradients"] = _Accumulation(optimizer, passes, average)
+        own_attributes["apply_gradients"] = _Accumulation(optimizer, reduction, passes, average)
 
 
 class _Aggregation:
-    """Stands for the `aggregate_gradients` of one optimizer."""
+    """Stands for the `aggregate_gradients` of one optimizer.
 
-    def __init__(self, of_keras: Any, reduction: Reduction, name: str | None) -> None:
-        self._of_keras, self._reduction, self._name = of_keras, reduction, name
+    accumulates: the optimizer has an `_Accumulation`, and only a LossScaleOptimizer calls this, in each pass.
+    """
+
+    def __init__(
+        self,
+        optimizer: Any,
+        method: str,
+        reduction: Reduction,
+        name: str | None,
+        accumulates: bool,
+    ) -> None:
+        self._optimizer, self._of_keras = optimizer, getattr(optimizer, method)
+        self._reduction, self._name = reduction, name
+        self._accumulates, self.is_asked = accumulates, False
         self.process_set, self.own = reduction.process_set, reduction.own
 
     @unconverted
     def __call__(self, grads_and_vars: Iterable[Any]) -> list[Any]:
-        """The pairs, their gradients reduced."""
+        """The pairs, their gradients reduced, or until they are accumulated finite on all ranks alike."""
         pairs = [each for each in self._of_keras(grads_and_vars) if each[0] is not None]
-        gradients, variables = [gradient for gradient, _ in pairs], [variable for _, variable in pairs]
-        name = self._name or operation_name([each for each in variables if each not in self.own])
-        return list(zip(self._reduction(gradients, variables, name), variables, strict=True))
+        self.is_asked = self._accumulates
+        return self._alike(pairs) if self._accumulates else self.reduced(pairs)
+
+    def reduced(self, pairs: Iterable[Any]) -> list[Any]:
+        """The pairs, their gradients reduced."""
+        gradients, variables = map(list, zip(*pairs, strict=True))
+        return list(zip(self._reduction(gradients, variables, self._operation(variables)), variables, strict=True))
+
+    def _alike(self, pairs: Sequence[Any]) -> list[Any]:
+        """The pairs; where a gradient is not finite on one rank, none is on any: all skip the pass."""
+        if not self.process_set.included():
+            return list(pairs)
+        values = [gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient for gradient, _ in pairs]
+        finite = tf.reduce_all([tf.reduce_all(tf.math.is_finite(each)) for each in values])
+        name = f"{self._operation([variable for _, variable in pairs])}.finite"
+        everywhere = allreduce(tf.cast(finite, tf.int32), name=name, op=Min, process_set=self.process_set)
+        factor = tf.where(everywhere == 1, 1.0, np.nan)
+        return [(scaled(gradient, factor), variable) for gradient, variable in pairs]
+
+    def _operation(self, variables: Iterable[Any]) -> str:
+        return self._name or operation_name([each for each in variables if each not in self.own])
 
 
 class _Accumulation:
-    """Stands for the `apply_gradients` of one optimizer: it applies the sum, or mean, of so many passes' gradients.
+    """Stands for the `apply_gradients` of one optimizer: it applies the sum, or mean, of so many passes' gradients."""
 
-    A LossScaleOptimizer passes it gradients that are reduced, each time, as it asks whether they are finite.
-    """
-
-    def __init__(self, optimizer: Any, passes: int, average: bool) -> None:
+    def __init__(self, optimizer: Any, reduction: _Aggregation, passes: int, average: bool) -> None:
         self._optimizer, self._passes, self._factor = optimizer, passes, 1 / passes if average else 1
+        self._reduction = reduction
         self._passed = tf.Variable(0, name="passes", trainable=False)
         self._sums: dict[int, Any] = {}  # by variables
 
@@ -87,16 +120,20 @@ class _Accumulation:
         self._passed.assign_add(1)
         for each, (gradient, _) in zip(sums, pairs, strict=True):
             each.assign_add(tf.convert_to_tensor(gradient))
+        of_keras_2 = options.pop("skip_gradients_aggregation", False)
+        of_legacy = not options.pop("experimental_aggregate_gradients", True)
+        reduces = self._reduction.is_asked or not (of_keras_2 or of_legacy)
+        self._reduction.is_asked = False
 
         def step() -> Any:
             self._passed.assign(0)
-            scaled = [each * self._factor for each in sums]
+            due = [(each * self._factor, variable) for each, variable in zip(sums, variables, strict=True)]
             for each in sums:
                 each.assign(tf.zeros_like(each))
-            type(self._optimizer).apply_gradients(
-                self._optimizer, zip(scaled, variables, strict=True), *args, **options
-            )
+            due = self._reduction.reduced(due) if reduces else due
+            apply = type(self._optimizer).apply_gradients
+            apply(self._optimizer, due, *args, **options, experimental_aggregate_gradients=False)
             return True
 
-        tf.cond(self._passed >= self._passes, step, lambda: False)
-        return self._optimizer.iterations
+        done = tf.cond(self._passed >= self._passes, step, lambda: False)
+        return tf.group(done) if is_legacy(self._optimizer) else self._optimizer.iterations  # what Keras' own return

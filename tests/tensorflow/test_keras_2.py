@@ -15,7 +15,7 @@ from tests.support.tiers import parted
 
 optimizers, legacy = tf_keras.optimizers, tf_keras.optimizers.legacy
 scaled = tf_keras.mixed_precision.LossScaleOptimizer
-RANK, SIZE = models.RANK, models.SIZE
+RANK, SIZE, BATCHES = models.RANK, models.SIZE, models.BATCHES
 
 
 def model(seed=0, *layers):
@@ -65,19 +65,51 @@ def test_ranks_train_as_one_process(case):
     models.close(trained, models.fit(model(), alone(), together=False))
 
 
-@pytest.mark.parametrize("kind", [sgd, of_2022, lambda rate=0.1: scaled(sgd(rate))], ids=["new", "legacy", "scaled"])
+ACCUMULATING = {
+    "new": sgd,
+    "legacy": of_2022,
+    "scaled": lambda rate=0.1: scaled(sgd(rate)),
+    "scaled, legacy": lambda rate=0.1: scaled(of_2022(rate)),
+}
+
+
+@pytest.mark.parametrize("kind", ACCUMULATING.values(), ids=ACCUMULATING)
 @pytest.mark.parametrize("average", [True, False])
 def test_passes_are_accumulated(kind, average):
-    """Against one process with a batch of two at once, as many of theirs."""
+    """Against one process with a batch of two at once, as many of theirs. Once a step they are reduced."""
     wrapped = hvd.DistributedOptimizer(kind(), **PASSES, average_aggregated_gradients=average)
+    recorder = runtime.current("test").engine.recorder
+    recorder.start()
     trained = models.fit(model(), wrapped, together=True)
+    recorder.recording = False
+    assert recorder.steps[-1].number + 1 == 3 * BATCHES / 2
     models.equal_on_all_ranks(trained)
     alone = model()
     alone.compile(optimizer=kind(0.1 if average else 0.2), loss="mse")
     x, y = models.data()
     alone.fit(x, y, batch_size=2 * models.ROWS, epochs=3, shuffle=False, verbose=0)
     models.close(trained, models.numbers(alone.weights))
-    assert int(wrapped.iterations) == 3 * models.BATCHES / 2
+    assert int(wrapped.iterations) == 3 * BATCHES / 2
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("kind", parted([sgd, of_2022], lambda kind: kind is sgd))
+@pytest.mark.parametrize("eagerly", parted([False, True], lambda eagerly: not eagerly))
+def test_a_pass_that_is_not_finite_on_one_rank_counts_on_none(kind, eagerly):
+    optimizer = hvd.DistributedOptimizer(scaled(kind(), initial_scale=8.0), **PASSES)
+    trained, alone = model(), model()
+    trained.compile(optimizer=optimizer, loss="mse", run_eagerly=eagerly)
+    alone.compile(optimizer=kind(0.2), loss="mse")
+    x, y = models.data()
+    mine, of_y = models.share(x)[:12], models.share(y)[:12]
+    own = np.where(RANK == SIZE - 1, np.inf, mine[:4])
+    for inputs, targets in ((mine[4:8], of_y[4:8]), (own, of_y[:4]), (mine[8:], of_y[8:])):
+        trained.train_on_batch(inputs, targets)
+    assert float(optimizer.loss_scale) == 4.0
+    everyones = [np.concatenate(hvd.allgather_object(each[4:])) for each in (mine, of_y)]
+    alone.train_on_batch(*everyones)
+    models.equal_on_all_ranks(trained.get_weights())
+    models.close(trained.get_weights(), alone.get_weights())
 
 
 @pytest.mark.quick
@@ -93,7 +125,7 @@ def test_a_loop_of_ones_own(run, kind):
         optimizer.apply_gradients(zip(gradients, trained.trainable_variables, strict=True))
 
     x, y = map(models.share, models.data())
-    for batch in np.array_split(np.arange(len(x)), models.BATCHES) * 3:
+    for batch in np.array_split(np.arange(len(x)), BATCHES) * 3:
         step(tf.constant(x[batch]), tf.constant(y[batch]))
     models.close(models.numbers(trained.weights), models.fit(model(), kind(), together=False))
 
