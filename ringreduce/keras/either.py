@@ -23,6 +23,11 @@ def of_either(*names: str) -> tuple[type, ...]:
     return tuple(operator.attrgetter(name)(each) for each in libraries for name in names)
 
 
+def is_keras_3(library: Any) -> bool:
+    """Whether a library, such as TensorFlow's `tf.keras`, is Keras 3."""
+    return issubclass(library.layers.Layer, keras.layers.Layer)
+
+
 def is_layer(value: Any) -> bool:
     """Whether it is a layer, or a model."""
     return isinstance(value, of_either("layers.Layer"))
@@ -40,14 +45,14 @@ def is_of_keras_2(optimizer: Any) -> bool:
     return isinstance(optimizer, kinds or ())
 
 
-def inner_of(optimizer: Any) -> Any:
-    """The optimizer itself, or that of a LossScaleOptimizer."""
-    return getattr(optimizer, "inner_optimizer", optimizer)
-
-
 def is_legacy(optimizer: Any) -> bool:
     """Whether it is one of tf_keras's `legacy`."""
     return hasattr(optimizer, "_create_all_weights")
+
+
+def inner_of(optimizer: Any) -> Any:
+    """The optimizer itself, or that of a LossScaleOptimizer."""
+    return getattr(optimizer, "inner_optimizer", optimizer)
 
 
 def reduction_of(optimizer: Any) -> Any:

@@ -13,7 +13,7 @@ from ringreduce.api.world import rank, size
 from ringreduce.compression import AnyCompressor
 from ringreduce.errors import InputError
 from ringreduce.keras import saved
-from ringreduce.keras.either import inner_of, is_of_keras_2
+from ringreduce.keras.either import inner_of, is_legacy, is_of_keras_2, of_either
 from ringreduce.keras.optimizer import DistributedOptimizer
 from ringreduce.log import JOB
 from ringreduce.runtime import is_initialized
@@ -22,7 +22,10 @@ __all__ = ["load_model"]
 
 
 class _Plain:
-    """Stands for the `_clip_gradients` of an optimizer that was one of ours, and that Keras loaded or copied."""
+    """Stands for the `_clip_gradients` of an optimizer that was one of ours, and that Keras loaded or copied.
+
+    One of Keras 2 calls it, too.
+    """
 
     def __init__(self, optimizer: Any, options: dict[str, Any]) -> None:
         self._optimizer, self.options = optimizer, options
@@ -48,8 +51,17 @@ def _load_assets(self: Any, folder: str | None) -> None:
         vars(self).update(_clip_gradients=_Plain(self, kept), save_assets=_writing(kept))
 
 
-if not hasattr(keras.optimizers.Optimizer, "load_assets"):  # Keras calls it for each object that a file has assets of
-    keras.optimizers.Optimizer.load_assets = _load_assets
+def read_options() -> None:
+    """Let optimizers be given what their files have, also of tf_keras where that is imported.
+
+    Keras calls load_assets for each object that a file has assets of.
+    """
+    for kind in of_either("optimizers.Optimizer"):
+        if not hasattr(kind, "load_assets"):
+            kind.load_assets = _load_assets  # type: ignore[attr-defined]
+
+
+read_options()
 _OPTIONS = inspect.signature(DistributedOptimizer).parameters.keys() - {"optimizer"}
 
 
@@ -64,7 +76,8 @@ def load_model(
 
     A file in Keras' format (.keras) has the options of its DistributedOptimizer, all but a class of one's own for
     compression, and a process set that does not exist here. One in HDF5 (.h5), or of an optimizer that was not wrapped,
-    has none: the defaults of DistributedOptimizer hold.
+    has none: the defaults of DistributedOptimizer hold. So it is of Keras 2, but for a `legacy` optimizer, of which
+    Keras does not keep the state either.
 
     filepath: what keras.models.load_model takes; every rank reads it.
     custom_optimizers: classes of optimizers that Keras does not know; custom_objects: other objects, by name.
@@ -89,6 +102,7 @@ def loaded(
     """What `load_model` returns.  load: the function of this name of Keras 3, or of Keras 2."""
     given = {name: options.pop(name) for name in _OPTIONS & options.keys()}
     given |= {} if compression is None else {"compression": compression}
+    read_options()
     known = {**(custom_objects or {}), **{each.__name__: each for each in custom_optimizers or ()}}
     model = load(filepath, custom_objects=known, **options)
     if getattr(model, "optimizer", None) is not None:
@@ -112,10 +126,19 @@ def _options_of(optimizer: Any, given: dict[str, Any], path: Any) -> dict[str, A
             f"backward_passes_per_step={passes} if DistributedOptimizer did, with average_aggregated_gradients if it "
             "averaged them; or backward_passes_per_step=1 if the optimizer's own gradient_accumulation_steps did"
         )
-    if (is_of_keras_2(inner) or str(path).endswith((".h5", ".hdf5"))) and not given and rank() == 0:
-        which, cure = ("Keras 2", "") if is_of_keras_2(inner) else ("HDF5", ", or save in Keras' own format, .keras")
+    if (format_ := _without_options(inner, str(path))) and not given and rank() == 0:
+        cure = "" if is_legacy(inner) else ", or save in Keras' own format, .keras"
         JOB.warning(
-            f"load_model: {path}: {which} does not keep the options of DistributedOptimizer, so the defaults are used, "
-            f"op=Average among them; pass those that you set{cure}"
+            f"load_model: {path}: {format_} does not keep the options of DistributedOptimizer, so the defaults are "
+            f"used, op=Average among them; pass those that you set{cure}"
         )
     return given
+
+
+def _without_options(optimizer: Any, path: str) -> str:
+    """What format it is that has none; empty for Keras' own."""
+    if path.endswith((".h5", ".hdf5")):
+        return "HDF5"
+    if is_of_keras_2(optimizer) and not path.endswith(".keras"):
+        return "SavedModel"
+    return "for a `legacy` optimizer Keras 2" if is_legacy(optimizer) else ""

@@ -81,26 +81,27 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     exchange.check_world()
     variables = OwnVariables(process_set, scale_local_gradients)
     passes = check_passes(backward_passes_per_step), average_aggregated_gradients
+    own = {
+        "name": name,
+        "compression": compression,
+        "sparse_as_dense": bool(sparse_as_dense),
+        "gradient_predivide_factor": float(gradient_predivide_factor),
+        "op": op,
+        "backward_passes_per_step": int(backward_passes_per_step),
+        "average_aggregated_gradients": bool(average_aggregated_gradients),
+        "process_set": process_set,
+        "scale_local_gradients": bool(scale_local_gradients),
+    }
+    kept = saved.kept(own)
     if is_of_keras_2(inner):
         reduce_in = importlib.import_module("ringreduce.tensorflow.keras_2").reduce_in
-        reduce_in(inner, exchange, variables, sparse_as_dense, name, *passes)
+        reduce_in(inner, exchange, variables, sparse_as_dense, name, *passes, kept)
     else:
         of_passes = _accumulate(inner, *passes)
         options = exchange.arguments | {"postscale_factor": exchange.scales[1] * of_passes}
         reduction = _Reduction(inner, name, sparse_as_dense, options, variables, of_passes)
-        own = {
-            "name": name,
-            "compression": compression,
-            "sparse_as_dense": bool(sparse_as_dense),
-            "gradient_predivide_factor": float(gradient_predivide_factor),
-            "op": op,
-            "backward_passes_per_step": int(backward_passes_per_step),
-            "average_aggregated_gradients": bool(average_aggregated_gradients),
-            "process_set": process_set,
-            "scale_local_gradients": bool(scale_local_gradients),
-        }
         # not by setattr: Keras and TensorFlow would keep track of it
-        writing = functools.partial(reduction.save, saved.kept(own))
+        writing = functools.partial(reduction.save, kept)
         vars(inner).update(_clip_gradients=reduction, apply=reduction.apply, save_assets=writing)
         _agree_on_finite_gradients()
     for each in (inner, optimizer):
@@ -255,8 +256,7 @@ class _Reduction:
     def save(self, kept: dict[str, Any], folder: str) -> None:
         """Keep the options there, and which variables are a rank's own, by their places."""
         variables = self._optimizer._trainable_variables if self._optimizer.built else ()
-        own = [number for number, each in enumerate(variables) if each in self.own]
-        saved.write(kept | ({"local_variables": own} if own else {}), folder)
+        saved.write(kept, folder, [number for number, each in enumerate(variables) if each in self.own])
 
     @property
     def _name(self) -> str:

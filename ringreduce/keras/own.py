@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from ringreduce.api.process_sets import ProcessSet
@@ -39,6 +39,9 @@ class OwnVariables:
 
     def __bool__(self) -> bool:
         return bool(self._variables)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._variables.values())
 
     def __contains__(self, variable: Any) -> bool:
         return identity(variable) in self._variables

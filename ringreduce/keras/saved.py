@@ -1,7 +1,7 @@
 """The options of a DistributedOptimizer in a saved model.
 
-A file in Keras' format may have files of each object beside it, "assets". An optimizer's options are one, which Keras
-ignores where this package is not imported. Keras' older format, HDF5, has no place for them.
+A file in Keras' format, of Keras 2 too, may have files of each object beside it, "assets". An optimizer's options are
+one, which Keras ignores where this package is not imported. Older formats, HDF5 and SavedModel, have no place for them.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import operator
 import os
+from collections.abc import Sequence
 from typing import Any
 
 from ringreduce.api.process_sets import ProcessSet, get_process_set_ids_and_ranks, global_process_set, host_process_set
@@ -35,10 +36,10 @@ def kept(options: dict[str, Any]) -> dict[str, Any]:
     return options | own
 
 
-def write(kept: dict[str, Any], folder: str) -> None:
-    """Keep them there."""
+def write(kept: dict[str, Any], folder: str, own: Sequence[int] = ()) -> None:
+    """Keep them there.  own: which variables are a rank's own, by their places."""
     with open(os.path.join(folder, FILE), "w") as file:
-        json.dump(kept, file)
+        json.dump(kept | ({"local_variables": own} if own else {}), file)
 
 
 def read(folder: str | None) -> dict[str, Any] | None:

@@ -14,7 +14,9 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from ringreduce.keras import saved
 from ringreduce.keras.either import REDUCES, built, is_legacy
+from ringreduce.keras.loading import read_options
 from ringreduce.keras.optimizer import operation_name
 from ringreduce.keras.own import OwnVariables, identity
 from ringreduce.ops import Min
@@ -32,14 +34,17 @@ def reduce_in(
     name: str | None,
     passes: int,
     average: bool,
+    kept: dict[str, Any],
 ) -> None:
-    """Let an optimizer reduce its gradients; the arguments are those of DistributedOptimizer."""
+    """Let an optimizer reduce its gradients; the arguments are those of DistributedOptimizer, and what files keep."""
     method = next(each for each in REDUCES[1:] if hasattr(optimizer, each))
-    reduction = _Aggregation(optimizer, method, Reduction(exchange, own, sparse_as_dense), name, passes > 1)
+    reduction = _Aggregation(optimizer, method, Reduction(exchange, own, sparse_as_dense), name, kept, passes > 1)
     own_attributes = vars(optimizer)  # not by setattr: Keras and TensorFlow would keep track of it
-    own_attributes[method] = reduction
+    own_attributes.pop(REDUCES[0], None)  # of one that was loaded
+    own_attributes |= {method: reduction, "save_assets": reduction.save}
     if passes > 1:
         own_attributes["apply_gradients"] = _Accumulation(optimizer, reduction, passes, average)
+    read_options()
 
 
 class _Aggregation:
@@ -54,10 +59,11 @@ class _Aggregation:
         method: str,
         reduction: Reduction,
         name: str | None,
+        kept: dict[str, Any],
         accumulates: bool,
     ) -> None:
         self._optimizer, self._of_keras = optimizer, getattr(optimizer, method)
-        self._reduction, self._name = reduction, name
+        self._reduction, self._name, self._kept = reduction, name, kept
         self._accumulates, self.is_asked = accumulates, False
         self.process_set, self.own = reduction.process_set, reduction.own
 
@@ -86,6 +92,11 @@ class _Aggregation:
 
     def _operation(self, variables: Iterable[Any]) -> str:
         return self._name or operation_name([each for each in variables if each not in self.own])
+
+    def save(self, folder: str) -> None:
+        """Keep the options there, and which variables are a rank's own, by their places; see keras/saved.py."""
+        places = getattr(self._optimizer, "_index_dict", {})  # by what is one variable's own
+        saved.write(self._kept, folder, sorted(places[each._unique_id] for each in self.own if places))
 
 
 class _Accumulation:

@@ -111,4 +111,4 @@ def test_horovods_elastic_loop_for_keras_2_goes_on_without_a_rank_that_is_killed
     environment = jobs.environment(**frameworks, TF_USE_LEGACY_KERAS="1")
     ended = jobs.run(command, env=environment, stderr=subprocess.STDOUT, returncode=0)
     assert f"replayed {[[0, 1, 2]] * 3 + [[0, 2]] * 4}, epochs: 1, resets: 1" in ended.stdout
-    assert "model.h5: Keras 2 does not keep the options of DistributedOptimizer" in ended.stdout
+    assert "model.h5: HDF5 does not keep the options of DistributedOptimizer" in ended.stdout

@@ -23,7 +23,7 @@ def load_model(
     compression: _Any = None,
     **options: _Any,
 ) -> _Any:
-    """As `ringreduce.keras.load_model`, by `tf.keras`. Files of Keras 2 have no options of DistributedOptimizer."""
+    """As `ringreduce.keras.load_model`, by `tf.keras`."""
     load = _tensorflow.keras.models.load_model
     return _loaded(load, filepath, custom_optimizers, custom_objects, compression, options)
 
