@@ -25,7 +25,10 @@ def of_either(*names: str) -> tuple[type, ...]:
 
 def is_keras_3(library: Any) -> bool:
     """Whether a library, such as TensorFlow's `tf.keras`, is Keras 3."""
-    return issubclass(library.layers.Layer, keras.layers.Layer)
+    try:
+        return issubclass(library.layers.Layer, keras.layers.Layer)
+    except ImportError:  # it should be tf_keras, which is not there, and TensorFlow has warned of it
+        return True
 
 
 def is_layer(value: Any) -> bool:

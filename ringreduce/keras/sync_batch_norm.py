@@ -6,12 +6,14 @@ With the sums over the rows of all ranks, n of them:
     σ² = Σ (x - μ)² / n  and one of this
 
 Their gradients are the same allreduces, so each rank's gradients are those of the sum of all ranks' losses by its rows.
+The layer of Keras 2 is in tensorflow/sync_batch_norm.py.
 """
 
 from __future__ import annotations
 
 import functools
 import operator
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -39,31 +41,43 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):  # type: ignore[m
     """
 
     def __init__(self, fused: bool | None = False, **options: Any) -> None:
-        if fused is not False:
-            raise InputError(f"SyncBatchNormalization: fused={fused}; expected fused=False")
-        if options.get("synchronized"):
-            raise InputError("SyncBatchNormalization: synchronized=True is for tf.distribute; leave it out")
+        check(options, fused)
         super().__init__(**options)
 
     def _moments(self, inputs: Any, mask: Any) -> Any:
         if (global_process_set.size() or 1) == 1:
             return super()._moments(inputs, mask)
-        ops, axes = keras.ops, self._reduction_axes
-        shape = ops.shape(inputs)
-        own = functools.reduce(operator.mul, (shape[axis] for axis in axes))
-        weights: Any = 1
-        if mask is not None:
-            weights = ops.cast(ops.expand_dims(mask, -1), inputs.dtype)
-            own = ops.sum(weights)
-        count = ops.reshape(ops.cast(own, inputs.dtype), (1,))
-        sums = _summed(ops.concatenate([ops.sum(inputs * weights, axes), count]))
-        total = ops.maximum(sums[-1], 1)  # there may be no rows at all
-        mean = sums[:-1] / total
-        like = [1] * len(shape)
-        like[self.axis] = -1
-        deviation = ops.square(inputs - ops.reshape(mean, like))
-        return mean, _summed(ops.sum(deviation * weights, axes)) / total
+        return moments(keras.ops, adapter().allreduce, inputs, self._reduction_axes, mask)
 
 
-def _summed(tensor: Any) -> Any:
-    return adapter().allreduce(tensor, op=Sum)
+def check(options: Mapping[str, Any], fused: Any) -> None:
+    """Raise InputError for options of a layer that make no sense on several ranks."""
+    if fused is not False:
+        raise InputError(f"SyncBatchNormalization: fused={fused}; expected fused=False")
+    if options.get("synchronized"):
+        raise InputError("SyncBatchNormalization: synchronized=True is for tf.distribute; leave it out")
+
+
+def moments(ops: Any, allreduce: Callable[..., Any], inputs: Any, axes: Sequence[int], mask: Any) -> tuple[Any, Any]:
+    """The mean and the variance over some axes of all ranks' inputs, each (C,) for C channels.
+
+    ops:  keras.ops, or what has functions of these names.
+    mask: of the rows that count, or None: all do.
+    """
+    shape, axes = ops.shape(inputs), [each % len(inputs.shape) for each in axes]
+    own = functools.reduce(operator.mul, (shape[axis] for axis in axes))
+    weights: Any = 1
+    if mask is not None:
+        weights = ops.cast(ops.expand_dims(mask, -1), inputs.dtype)
+        own = ops.sum(weights)
+    like = [1 if axis in axes else length for axis, length in enumerate(inputs.shape)]
+
+    def total(tensor: Any) -> Any:
+        return ops.reshape(ops.sum(tensor * weights, axes), (-1,))
+
+    count = ops.reshape(ops.cast(own, inputs.dtype), (1,))
+    sums = allreduce(ops.concatenate([total(inputs), count]), op=Sum)
+    rows = ops.maximum(sums[-1], 1)  # there may be none at all
+    mean = sums[:-1] / rows
+    deviation = ops.square(inputs - ops.reshape(mean, like))
+    return mean, allreduce(total(deviation), op=Sum) / rows

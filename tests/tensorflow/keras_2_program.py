@@ -8,6 +8,7 @@ import signal
 import sys
 
 import horovod.keras
+import horovod.tensorflow
 import horovod.tensorflow.keras as hvd
 import numpy as np
 import tensorflow as tf
@@ -85,6 +86,7 @@ def main():
 
 
 hvd.init()
+assert issubclass(horovod.tensorflow.SyncBatchNormalization, tf.keras.layers.BatchNormalization)
 model = new_model(hvd.rank(), horovod.keras.DistributedOptimizer)
 model.fit(*batches([99], ORIGIN), steps_per_epoch=1, epochs=1, callbacks=None, verbose=0)
 for velocity in model.optimizer.variables()[1:]:

@@ -12,6 +12,7 @@ import tensorflow as _tensorflow
 from ringreduce.frameworks.horovod import end_of as _end_of
 from ringreduce.keras import *
 from ringreduce.keras.loading import loaded as _loaded
+from ringreduce.tensorflow import SyncBatchNormalization as SyncBatchNormalization
 from ringreduce.tensorflow.keras import callbacks as callbacks
 from ringreduce.tensorflow.keras import elastic as elastic
 
