@@ -109,6 +109,16 @@ MODULES = {
         "ringreduce.compression",
         "Compression Compressor FP16Compressor NoneCompressor",
     ),
+    "horovod.tensorflow.data": Module("ringreduce.tensorflow.data", ""),
+    "horovod.tensorflow.data.compute_service": Module(
+        "ringreduce.tensorflow.data.compute_service",
+        "ComputeClient TfDataServiceConfig compute_worker_fn get_env_rank_and_size send_to_data_service "
+        "tf_data_service",
+    ),
+    "horovod.tensorflow.data.compute_worker": Module(
+        "ringreduce.tensorflow.data.compute_worker",
+        "ComputeService TfDataServiceConfig compute_worker_fn main",
+    ),
     "horovod.tensorflow.elastic": Module(
         "ringreduce.tensorflow.elastic",
         "TensorFlowKerasState TensorFlowState run",
@@ -239,7 +249,6 @@ WITHOUT = {
     "horovod.ray": _RAY,
     "horovod.runner": _RINGRUN,
     "horovod.spark": _SPARK,
-    "horovod.tensorflow.data": "use tf.data's own service, tf.data.experimental.service",
 }
 """Modules of Horovod's of which nothing is here, those below them too, and what to use instead."""
 
@@ -268,6 +277,7 @@ INSTEAD = {
     "check_num_rank_power_of_2 num_rank_is_power_2 is_version_greater_equal_than": _INTERNAL,
     "get_average_backwards_compatibility_fun handle_average_backwards_compatibility": _INTERNAL,
     "get_handler_registry set_handler_registry": _STATE,
+    "get_env_rank_and_size": "use rank() and size()",
     "gpu_available": "use cuda_built()",
     "keras": "use import ringreduce.keras",
     "mpi_ops compression functions optimizer": "what Horovod has there stands beside rank() and size() here",

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.machinery
+import importlib.util
 import sys
 from collections.abc import Sequence
 from types import ModuleType
@@ -31,7 +32,8 @@ class _Finder:
     def find_spec(self, name: str, path: Sequence[str] | None, target: Any = None) -> Any:
         """See importlib."""
         if name in MODULES or _without(name):
-            return importlib.machinery.ModuleSpec(name, self, origin=__file__, is_package=True)  # type: ignore[arg-type]
+            is_package = any(each.startswith(f"{name}.") for each in (*MODULES, *WITHOUT)) or name in WITHOUT
+            return importlib.machinery.ModuleSpec(name, self, origin=__file__, is_package=is_package)  # type: ignore[arg-type]
         return None
 
     def create_module(self, spec: Any) -> None:
@@ -42,6 +44,11 @@ class _Finder:
     def exec_module(self, module: ModuleType) -> None:
         """Fill it."""
         _fill(module)
+
+    def get_code(self, name: str) -> Any:
+        """For `python -m`: the code of the module here."""
+        here = MODULES[name].here.split()[0]
+        return importlib.util.find_spec(here).loader.get_code(here)  # type: ignore[union-attr]
 
 
 def _without(name: str) -> str:

@@ -112,3 +112,28 @@ def test_horovods_elastic_loop_for_keras_2_goes_on_without_a_rank_that_is_killed
     ended = jobs.run(command, env=environment, stderr=subprocess.STDOUT, returncode=0)
     assert f"replayed {[[0, 1, 2]] * 3 + [[0, 2]] * 4}, epochs: 1, resets: 1" in ended.stdout
     assert "model.h5: HDF5 does not keep the options of DistributedOptimizer" in ended.stdout
+
+
+SERVICES = {
+    "one dispatcher, in turns": (["--dispatchers", 1], ["turns"]),
+    "one dispatcher, first come": (["--dispatchers", 1], ["reuse"]),
+    "a dispatcher each": (["--dispatchers", 2], []),
+    "on the side that trains": (["--dispatchers", 1, "--dispatcher-side", "training"], []),
+    "each on the side that trains": (["--dispatchers", 2, "--dispatcher-side", "training"], []),
+}
+
+
+@pytest.mark.parametrize(("service", "reading"), SERVICES.values(), ids=SERVICES)
+def test_ranks_train_on_data_that_other_ranks_prepare(frameworks, tmp_path, service, reading):
+    path, environment = tmp_path / "service.json", jobs.environment(**frameworks)
+    worker = ["-m", "horovod.tensorflow.data.compute_worker", path, *service, "--timeout", 300]
+    command = [jobs.ringrun(PYTHON), "--horovod", "-np", 2, PYTHON, *worker]
+    with subprocess.Popen(list(map(str, command)), env=environment, cwd=ROOT) as prepares:
+        try:
+            training = [PROGRAMS / "trains_on_a_service.py", path, *reading]
+            trained = ringrun(PYTHON, 2, *training, returncode=0, timeout_s=400, **frameworks, RINGREDUCE_HOROVOD="1")
+            assert prepares.wait(100) == 0
+        finally:
+            prepares.terminate()
+    side, rows = "training" if "training" in service else "compute", [32, 32] if reading else [64, 64]
+    assert f"[0] {side}: {rows}\n" in trained.stdout, trained.stdout
