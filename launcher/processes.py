@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +63,16 @@ def start_with_parent(
         raise OSError(number, os.strerror(number), argv[0])
     helper = [sys.executable, "-I", "-S", "-c", _BEFORE_EXEC, str(os.getpid()), str(int(number))]
     return subprocess.Popen([*helper, ",".join(map(str, map(int, ignored))), *argv], **options)
+
+
+@contextlib.contextmanager
+def uninterrupted() -> Iterator[None]:
+    """Let Ctrl-C wait: it could come when a child runs already, and nobody knows yet that it must be ended."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def die_with_parent(number: int) -> Callable[[], None]:

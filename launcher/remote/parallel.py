@@ -12,10 +12,10 @@ import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from ..processes import signal_group, start_with_parent
+from ..processes import signal_group, start_with_parent, uninterrupted
 
 AT_ONCE = 256
 """Child processes at the same time: with three files each they stay below the usual limit of 1024 open files."""
@@ -70,7 +70,7 @@ def run_all(
     began_s, progress_after_s = time.monotonic(), PROGRESS_AFTER_S
     try:
         while waiting or running:
-            with _uninterrupted():
+            with uninterrupted():
                 while waiting and len(running) < at_once:
                     running += _started(*waiting.pop(), timeout_s)
             time.sleep(_LOOK_EVERY_S)
@@ -85,16 +85,6 @@ def run_all(
         for child in running:
             child.close()
     return outcomes
-
-
-@contextlib.contextmanager
-def _uninterrupted() -> Iterator[None]:
-    """Let Ctrl-C wait: it could come when a child runs already, and nobody knows yet that it must be ended."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _started(task: Task, outcome: Outcome, timeout_s: float) -> list[_Child]:

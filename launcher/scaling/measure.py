@@ -20,7 +20,7 @@ from typing import Any
 
 from ..job.control_socket import TOTALS, RunningJob, ask, find_jobs
 from ..job.plan import run_module
-from ..processes import start_with_parent
+from ..processes import start_with_parent, uninterrupted
 from ..report.outcome import LAST_WORDS
 from ..run_report import DATA, STEP_ENDS
 
@@ -106,19 +106,18 @@ def measure(size: int, flags: Sequence[str], command: Sequence[str], folder: str
     """Run `command` with `size` ranks, by a ringrun with `flags`, until it is measured; `folder` is for files."""
     own = ["-np", str(size), "--report", folder]
     argv = [sys.executable, *run_module(__package__.partition(".")[0]), *own, *flags, *command]
-    with open(Path(folder, _OUTPUT), "wb") as output:
-        process = start_with_parent(
-            argv,
-            signal.SIGTERM,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,  # Ctrl-C reaches this process alone
-        )
-        try:
-            before, now, has_ended = _watch(process, size, bounds)
-        finally:
-            _end(process)
+    with open(Path(folder, _OUTPUT), "wb") as output, contextlib.ExitStack() as at_end:
+        with uninterrupted():
+            process = start_with_parent(
+                argv,
+                signal.SIGTERM,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,  # Ctrl-C reaches this process alone
+            )
+            at_end.callback(_end, process)
+        before, now, has_ended = _watch(process, size, bounds)
     said = Path(folder, _OUTPUT).read_text(errors="replace").splitlines()
     return run_of(size, _read(Path(folder, DATA)), before, now, said, process.returncode if has_ended else None)
 
@@ -154,14 +153,14 @@ def _answer(job: RunningJob) -> Answer | None:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """End the job, which leaves nothing behind, unless it takes too long for that."""
-    if process.poll() is None:
+    """End the job, which leaves nothing behind, unless it takes too long for that; a second Ctrl-C waits for it."""
+    with uninterrupted():
         process.terminate()
-        with contextlib.suppress(subprocess.TimeoutExpired):
+        try:
             process.wait(_END_S)
-            return
-        process.kill()
-    process.wait()
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
 
 
 def _read(path: Path) -> dict[str, Any]:
