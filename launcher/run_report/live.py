@@ -10,7 +10,7 @@ from ..text import columns, counted, shortened
 Totals = Mapping[str, Any]
 """What a rank has said last, as `Collector.latest` has it."""
 
-STEP_ENDS = "a step ends when a ringreduce optimizer has stepped, or with rr.mark_step()"
+STEP_ENDS = "a step ends when a ringreduce optimizer steps, or the script calls rr.mark_step()"
 
 _NOT_SENT = ("histogram", "by_algorithm", "by_name", "sent", "send_s")  # long, and not shown
 

@@ -8,15 +8,16 @@ longer is the price of more ranks, and its largest part is the limit.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 
 from ..text import columns, counted
 from .measure import Run
 
 _EQUAL = 0.05  # as much may batches differ that count as equal
-_LEAST_GAIN = 0.05  # with less, more ranks do not pay
+_LEAST_GAIN = 0.05  # with less, more ranks do not pay off
 _MUCH = 0.1  # of a step: what takes less is no limit
+_IMPOSSIBLE = 1.2  # times the number of ranks: no speed-up that ranks give
 _MOST_ADVICE = 3
 _LOCAL_STEPS = 8
 _CORES = "all ranks wait for a CPU core"  # how the run report's advice begins, in whose place is ours
@@ -83,7 +84,7 @@ class Answer:
     sizes: Sequence[Size]
     held: str = UNKNOWN
     best: int = 0
-    """How many ranks pay; 0: nobody knows."""
+    """How many ranks pay off; 0: unknown."""
     sentence: str = ""
     notes: Sequence[str] = ()
     advice: Sequence[str] = ()
@@ -104,12 +105,13 @@ def analyse(rounds: Sequence[Mapping[int, Run]], cores: int) -> Answer:
         return Answer([Size(size, problem=_problem(rounds, size)) for size in sizes], sentence=_nothing(problems))
     base, held = measured[0], _held([(size, _examples(runs[size])) for size in measured])
     found = [
-        _size(size, runs[size], runs[base], rounds) if runs[size] else Size(size, problem=_problem(rounds, size))
+        _size(size, runs[size], runs[base], rounds, cores) if runs[size] else Size(size, problem=_problem(rounds, size))
         for size in sizes
     ]
     best = _best([each for each in found if each.runs]) if held != UNKNOWN else 0
     answer = Answer(found, held, best)
-    return Answer(found, held, best, _sentence(answer), _notes(answer, rounds), _advice(answer, cores))
+    answer = replace(answer, sentence=_sentence(answer))
+    return replace(answer, notes=_notes(answer, rounds), advice=_advice(answer, cores))
 
 
 def _problem(rounds: Sequence[Mapping[int, Run]], size: int) -> str:
@@ -140,12 +142,12 @@ def _held(examples: Sequence[tuple[int, float | None]]) -> str:
     return kinds.pop() if len(kinds) == 1 else OTHER
 
 
-def _size(size: int, runs: Sequence[Run], base: Sequence[Run], rounds: Sequence[Mapping[int, Run]]) -> Size:
+def _size(size: int, runs: Sequence[Run], base: Sequence[Run], rounds: Sequence[Mapping[int, Run]], cores: int) -> Size:
     pairs = [(each.get(base[0].size), each.get(size)) for each in rounds]
     both = [(one, other) for one, other in pairs if one in base and other in runs] or [(base[0], runs[0])]
     examples = [(one.examples_s, other.examples_s) for one, other in both if one and other]
     known = [other / one for one, other in examples if one and other]
-    limit, limit_ms = _limit(runs, base)
+    limit, limit_ms = _limit(runs, base, cores)
     return Size(
         size,
         runs,
@@ -161,29 +163,30 @@ def _middle(runs: Sequence[Run], name: str) -> float:
     return float(median(getattr(each, name) for each in runs))
 
 
-def _limit(runs: Sequence[Run], base: Sequence[Run]) -> tuple[str, float]:
+def _limit(runs: Sequence[Run], base: Sequence[Run], cores: int) -> tuple[str, float]:
     """Return what takes most of a step that need not be, and how many ms of it; computing, if that is little."""
-    step_ms = _middle(runs, "step_ms")
-    core_ms, loading_ms = (min(step_ms, _middle(runs, name)) for name in ("core_ms", "loading_ms"))
-    late = next((each.late for each in reversed(runs) if each.late), "")
+    step_ms, size, hosts = _middle(runs, "step_ms"), runs[0].size, runs[0].hosts
+    core_ms, loading_ms, late_ms = (min(step_ms, _middle(runs, name)) for name in ("core_ms", "loading_ms", "late_ms"))
+    late = next((each.late for each in reversed(runs) if each.late), "nobody")
     found = {
-        "a core for each rank" if runs[0].size > 1 else "a free core": core_ms,
+        "more ranks than cores" if hosts == 1 and size > cores else "waiting for a CPU core": core_ms,
         "data loader": loading_ms,
-        "all-reduce": _middle(runs, "exposed_ms"),
-        late or "waiting for other ranks": _middle(runs, "waiting_ms"),
+        "all-reduce" if hosts == 1 else "all-reduce between hosts": _middle(runs, "exposed_ms"),
+        late: late_ms,  # which does not wait for itself
+        "waiting for other ranks": _middle(runs, "waiting_ms") - late_ms * (size - 1) / size,
     }
     examples, before = _examples(runs), _examples(base)
     if runs is not base and examples and before:
         expected_ms = _middle(base, "computing_ms") * examples / before
-        grown_ms = _middle(runs, "computing_ms") - expected_ms - core_ms
+        grown_ms = _middle(runs, "computing_ms") - expected_ms - core_ms - late_ms / size
         fewest = counted(base[0].size, "rank")
-        found[f"fewer cores or less memory bandwidth for each rank than with {fewest}"] = grown_ms
+        found[f"fewer cores or less memory bandwidth per rank than with {fewest}"] = grown_ms
     limit = max(found, key=lambda name: found[name])
     return (limit, found[limit]) if found[limit] >= _MUCH * step_ms else ("computing", 0.0)
 
 
 def _best(sizes: Sequence[Size]) -> int:
-    """Return how many ranks pay: more only where each step up is a gain in all rounds, or a clear one."""
+    """Return how many ranks pay off: more only where each step up is a gain in all rounds, or a clear one."""
     best = sizes[0]
     for each in sizes[1:]:
         if each.speed_up and best.speed_up and each.speed_up.low >= (1 + _LEAST_GAIN) * best.speed_up.middle:
@@ -200,19 +203,23 @@ def _sentence(answer: Answer) -> str:
         ratio = last.steps_ratio or Range(0.0, 0.0, 0.0)
         alike, more_each = ratio.text(), ratio.text(last.size / base.size)
         return (
-            f"{counted(last.size, 'rank')} take {alike} times the steps/s of {of}: that is {more_each} times as fast "
-            f"if each rank has a batch of its own, and {alike} times if the script divides one batch among its ranks"
+            f"{counted(last.size, 'rank')} do {alike} times as many steps/s as {of}: that is {more_each} times as fast "
+            f"if each rank has its own batch, and {alike} times as fast if the script splits one batch across its ranks"
         )
     best = next((each for each in more if each.size == answer.best), None)
     if best is None or best.speed_up is None:
         fastest = max(more, key=lambda each: each.speed_up.middle if each.speed_up else 0.0)
         reached = fastest.speed_up.text() if fastest.speed_up else "–"
-        text = f"more ranks do not pay: {counted(fastest.size, 'rank')} are {reached} times as fast as {of}"
+        text = f"more ranks do not pay off: {counted(fastest.size, 'rank')} are {reached} times as fast as {of}"
         return f"{text}, limited by {_named(fastest)}"
-    share = 100 * best.speed_up.middle * base.size / best.size
-    text = f"{counted(best.size, 'rank')} pay: {best.speed_up.text()} times as fast as {of}, {share:.0f} % efficiency"
+    share = best.speed_up.middle * base.size / best.size
+    if share >= _IMPOSSIBLE and (busy := _busy(base)):
+        return f"this machine is too busy to compare anything: {busy}; measure again when it is idle"
+    text = f"{counted(best.size, 'rank')} pay off: {best.speed_up.text()} times as fast as {of}"
+    text = f"{text}, {100 * share:.0f} % efficiency"
     if last is not best and last.speed_up:
-        return f"{text}; {last.size} are {last.speed_up.text()} times as fast, limited by {_named(last)}"
+        text = f"{text}; {counted(last.size, 'rank')} are {last.speed_up.text()} times as fast"
+        return f"{text}, limited by {_named(last)}"
     return f"{text}; limited by {_named(best)}"
 
 
@@ -226,41 +233,47 @@ def _notes(answer: Answer, rounds: Sequence[Mapping[int, Run]]) -> list[str]:
     """Return what was held equal, and what is to be known of single numbers of ranks."""
     base, *more = answer.measured
     notes = [_held_text(answer, base, more)] if more else []
-    core_ms, step_ms = (_middle(base.runs, name) for name in ("core_ms", "step_ms"))
-    if core_ms >= _MUCH * step_ms:
-        share = f"{figure(core_ms)} of a step's {figure(step_ms)} ms"
-        even = f"even with {counted(base.size, 'rank')} {share} are spent waiting for a core"
-        notes.append(f"this machine is busy: {even}; measure again when it is idle")
+    busy = _busy(base)
+    if busy and busy not in answer.sentence:
+        notes.append(f"this machine is busy: {busy}; measure again when it is idle")
     for each in answer.sizes:
         if each.problem:
             notes.append(f"{counted(each.size, 'rank')}: {each.problem}")
         elif lost := [one[each.size].problem for one in rounds if each.size in one and one[each.size].problem]:
-            notes.append(f"{counted(each.size, 'rank')}: {len(lost)} of {len(rounds)} runs: {lost[0]}")
+            notes.append(f"{counted(each.size, 'rank')}, in {len(lost)} of {len(rounds)} runs: {lost[0]}")
     if early := [each for each in answer.measured if any(run.ended for run in each.runs)]:
         steps = min(run.steps for each in early for run in each.runs if run.ended)
-        notes.append(f"the script ended by itself before --seconds were over, after {steps} measured steps or more")
+        notes.append(f"the script ended on its own before --seconds were up, after at least {steps} measured steps")
     return notes
+
+
+def _busy(base: Size) -> str:
+    """Return how long the fewest ranks wait for a core, where that is much: something else uses it."""
+    core_ms, step_ms = (_middle(base.runs, name) for name in ("core_ms", "step_ms"))
+    share = f"{figure(core_ms)} of a step's {figure(step_ms)} ms"
+    even = f"even with {counted(base.size, 'rank')}, {share} are spent waiting for a core"
+    return even if core_ms >= _MUCH * step_ms else ""
 
 
 def _held_text(answer: Answer, base: Size, more: Sequence[Size]) -> str:
     of_base, of_last = _examples(base.runs), _examples(more[-1].runs)
     if of_base is None or of_last is None:
         return (
-            "how many examples a step has is unknown, and so is what was held equal: the first speed-up holds "
-            "if the script divides one batch among its ranks, the second if each rank has a batch of its own; "
-            "rr.mark_step(examples=…) in the script tells"
+            "the number of examples in a step is unknown, and so is what was held equal: the first speed-up applies "
+            "if the script splits one batch across its ranks, the second if each rank has its own batch; "
+            "to find out which, call rr.mark_step(examples=…) in the script"
         )
     if answer.held == PER_RANK:
-        return f"held equal: the batch of each rank, {figure(of_base)} examples; the global batch grows with the ranks"
+        return f"held equal: the batch per rank, {figure(of_base)} examples; the global batch grows with the ranks"
     if answer.held == GLOBAL:
         total, each = figure(of_base * base.size), figure(of_last)
         return f"held equal: the global batch, {total} examples; with {counted(more[-1].size, 'rank')} each has {each}"
     texts = [f"{figure(_examples(each.runs) or 0.0)} with {counted(each.size, 'rank')}" for each in (base, *more)]
-    return f"the batch was not held equal: examples per rank and step: {', '.join(texts)}"
+    return f"no batch was held equal; examples per rank and step: {', '.join(texts)}"
 
 
 def _advice(answer: Answer, cores: int) -> list[str]:
-    """Return what would pay more, by what limits most ranks, each with the figure that says so."""
+    """Return what would help, by what limits most ranks, each with the figure that says so."""
     last = answer.measured[-1]
     run, found = last.runs[-1], []
     if len(answer.measured) < 2:
@@ -268,23 +281,26 @@ def _advice(answer: Answer, cores: int) -> list[str]:
     exposed_ms, step_ms, core_ms = (_middle(last.runs, name) for name in ("exposed_ms", "step_ms", "core_ms"))
     who = f"with {counted(last.size, 'rank')}"
     if core_ms >= _MUCH * step_ms:
-        text = "cores that nothing else uses: no other jobs, and fewer threads or fewer ranks than cores"
+        text = "cores that nothing else uses: stop other jobs, or use fewer threads"
         if run.hosts == 1 and last.size > cores:
-            text = f"fewer ranks than cores, of which there are {cores} here"
-        found.append((f"{text}: {who} each waits for a core", core_ms, core_ms))
+            text = f"no more ranks than cores ({cores} here)"
+        found.append((f"{text}: {who}, waiting for a core takes", core_ms, core_ms))
     if exposed_ms >= _MUCH * step_ms:
         twice_ms = exposed_ms * step_ms / (2 * step_ms - exposed_ms)
         share, then = (100 * each / step_ms for each in (exposed_ms, twice_ms))
-        text = f"a batch twice as big for each rank: {who} the all-reduce would take {then:.0f} % of a step"
-        found.append((f"{text}, not {share:.0f} %", exposed_ms - twice_ms, 0.0))
+        text = f"a batch twice as large per rank: {who}, the all-reduce would take {then:.0f} % of a step"
+        found.append((f"{text} instead of {share:.0f} %", exposed_ms - twice_ms, 0.0))
         every = exposed_ms * (1 - 1 / _LOCAL_STEPS)
-        found.append((f"local steps (LocalSGD), all-reduced every {_LOCAL_STEPS}: {who} up to", every, every))
+        text = f"local steps (LocalSGD) with an all-reduce every {_LOCAL_STEPS} steps"
+        found.append((f"{text}: {who}, this saves up to", every, every))
         if run.hosts > 1:
             eighth_ms = 0.875 * exposed_ms
-            found.append((f"compression=int4, an eighth of the bytes between hosts: {who} up to", eighth_ms, eighth_ms))
+            text = f"compression=int4, an eighth of the bytes between hosts: {who}, this saves up to"
+            found.append((text, eighth_ms, eighth_ms))
     if run.loading_ms >= _MUCH * step_ms:
-        found.append((f"more workers for the data loader, or a faster disk: {who}", run.loading_ms, run.loading_ms))
-    found += [(f"{text}: {who} about", ms, ms) for text, ms in run.advice if not text.startswith(_CORES)]
+        text = f"more workers for the data loader, or a faster disk: {who}, it takes"
+        found.append((text, run.loading_ms, run.loading_ms))
+    found += [(f"{text}: {who}, this saves about", ms, ms) for text, ms in run.advice if not text.startswith(_CORES)]
     found = sorted(found, key=lambda each: -each[1])[:_MOST_ADVICE]
     return [f"{text} {figure(shown)} of a step's {figure(step_ms)} ms" if shown else text for text, _, shown in found]
 

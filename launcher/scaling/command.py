@@ -1,22 +1,22 @@
 """ringrun scaling: is my script faster with more ranks, and if not, why?
 
-    ringrun scaling python train.py --epochs 3           with 1, 2, 4, … ranks, up to one for each core or GPU
+    ringrun scaling python train.py --epochs 3           with 1, 2, 4, … ranks, up to one per core or GPU
     ringrun scaling -np 1,2,8 -H h1:4,h2:4 python train.py
 
-It runs the script, unchanged, with each number of ranks in turn, three times over, measures some seconds of training
-each time, ends the run, and prints a table: steps and examples a second, speed-up, and what limits it. Then it says how
-many ranks pay, and what would pay more. The first steps of each run are left out.
+It runs the unchanged script with each number of ranks in turn, three times over. Each time it leaves out the first
+steps, measures some seconds of training and ends the run. Then it prints a table of steps and examples per second, the
+speed-up, and what limits it; how many ranks pay off; and what would help.
 
-The script runs many times, in this folder, and is ended by SIGTERM: let it write to a place where nothing is lost, and
-not go on from a checkpoint. Its output is not shown; where a run fails, the reason is.
+The script runs many times in the current folder and is ended by SIGTERM: have it write where nothing can be lost, and
+do not let it resume from a checkpoint. Its output is not shown, but if a run fails, the reason is.
 
-A step ends when an optimizer of ringreduce steps, or any torch optimizer over the backend "ring", or on one rank alone.
-Examples are counted where they come from a DataLoader of torch, from Keras's fit() or from a tf.data.Dataset in a loop;
-elsewhere call rr.mark_step(examples=N) after each step, with what this rank has trained on.
+A step ends when a ringreduce optimizer steps; over the backend "ring", or with a single rank, any torch optimizer will
+do. Examples are counted if they come from a torch DataLoader, Keras's fit(), or a tf.data.Dataset in a loop. Otherwise
+call rr.mark_step(examples=N) after each step, where N is how many examples this rank has just trained on.
 
-All other flags are ringrun's, such as --hostfile and --env, and its settings; see ringrun --help.
+All other flags (such as --hostfile and --env) and settings are those of ringrun; see ringrun --help.
 
-Exit code: 0 with a table; 1 where nothing could be measured; 2 for a wrong command line; 130 after Ctrl-C.
+Exit code: 0 with a table, 1 if nothing could be measured, 2 for a wrong command line, 130 after Ctrl-C.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ from .measure import LEAST_STEPS, Bounds, Run, measure
 
 _USAGE = "ringrun scaling [-np N,N,…] [options] command [arguments …]"
 _OWN = {
-    "--seconds": ("S", "10", "how long each run is measured, after its first steps (10)"),
+    "--seconds": ("S", "10", "how long to measure each run, after its first steps (10)"),
     "--steps": ("N", None, "measure no more than N steps of each run"),
-    "--rounds": ("N", "3", "how often each number of ranks is run (3)"),
-    "--wait": ("S", "120", "how long a run may take until its first steps are over (120)"),
-    "--json": ("FILE", None, "write all figures there"),
-    "--html": ("FILE", None, "write them there as a page"),
+    "--rounds": ("N", "3", "how many times to run each number of ranks (3)"),
+    "--wait": ("S", "120", "how long a run may take to finish its first steps (120)"),
+    "--json": ("FILE", None, "write all figures to FILE"),
+    "--html": ("FILE", None, "write them to FILE as a web page"),
 }
 """Our own flags: what stands for the value, the default, and the help."""
 
@@ -95,7 +95,7 @@ def _parser() -> Parser:
 def _manual() -> Parser:
     """Return what knows our own flags alone: their manual would be lost among ringrun's."""
     manual = Parser("ringrun scaling", _USAGE, __doc__)
-    ranks = "how many ranks to compare, as in 1,2,4; auto: up to one for each core or GPU"
+    ranks = "the numbers of ranks to compare, as in 1,2,4; auto: up to one per core or GPU"
     _add_own(manual, [("-np", "N,N,…", ranks)])
     return manual
 
@@ -144,7 +144,7 @@ def plan(resolved: config.Config, flags: Sequence[str]) -> Plan:
     options, flag = resolved.options, resolved.flag
     for name in _NOT_HERE:
         if resolved.sources.get(name, "default") != "default":
-            raise UsageError(f"{flag(name)}: ringrun scaling runs jobs without it; leave it out")
+            raise UsageError(f"{flag(name)}: ringrun scaling does not support it; leave it out")
     text, options.np = options.np, "auto"
     request = checked(resolved)
     find_command(request.job.command)
@@ -167,7 +167,7 @@ def _run(resolved: config.Config, flags: Sequence[str]) -> int:
     for number in (signal.SIGTERM, signal.SIGHUP):  # so that the run of the moment is ended, too
         signal.signal(number, lambda number, _: sys.exit(128 + number))
     ranks = ", ".join(map(str, todo.sizes))
-    say(f"ringrun: {todo.rounds * len(todo.sizes)} runs, with {ranks} ranks in turn, are measured one after the other")
+    say(f"ringrun: measuring {todo.rounds * len(todo.sizes)} runs one after the other, with {ranks} ranks in turn")
     rounds: list[dict[int, Run]] = [{} for _ in range(todo.rounds)]
     before, code = _files(todo.folder), 0
     try:
@@ -180,7 +180,7 @@ def _run(resolved: config.Config, flags: Sequence[str]) -> int:
     notes = [*answer.notes, *([_written(written)] if written else [])]
     if answer.measured:
         print("\n".join(table(answer)))
-    advice = ["What would pay more:", *(f"  {text}" for text in answer.advice)] if answer.advice else []
+    advice = ["What would help:", *(f"  {text}" for text in answer.advice)] if answer.advice else []
     print("\n".join([answer.sentence, *notes, *advice]), flush=True)
     document = as_json(answer, notes, todo.command)
     if options.json:
@@ -204,7 +204,7 @@ def _measure_all(todo: Plan, rounds: Sequence[dict[int, Run]]) -> None:
         rounds[number][size] = found
         if found.problem and not number:
             failed.add(size)
-        figures = found.problem or f"{found.steps_s:.3g} steps/s, of {found.steps} steps"
+        figures = found.problem or f"{found.steps_s:.3g} steps/s over {found.steps} steps"
         say(f"ringrun: run {count} of {total}, {counted(size, 'rank')}: {figures}")
 
 
@@ -248,8 +248,8 @@ def _files(folder: str) -> Mapping[str, tuple[int, int]]:
 def _written(names: Sequence[str]) -> str:
     shown = listed([name[-_LONGEST:] for name in names], 4)
     return (
-        f"files have changed here: {shown}; if the script wrote them, every run wrote them again, and one that "
-        "resumes from a checkpoint did other work than the run before"
+        f"files have changed here: {shown}; if the script wrote them, every run wrote them again, and a script that "
+        "resumes from a checkpoint did different work in each run"
     )
 
 

@@ -23,6 +23,7 @@ from ..job.plan import run_module
 from ..processes import start_with_parent, uninterrupted
 from ..report.outcome import LAST_WORDS
 from ..run_report import DATA, STEP_ENDS
+from ..text import counted
 
 FIRST_STEPS, FIRST_S = 10, 5.0
 """So many steps are left out, or those of so many seconds, but _LEAST_FIRST: they compile, and announce tensors."""
@@ -83,6 +84,8 @@ class Run:
     loading_ms: float = 0.0
     late: str = ""
     """Who keeps the others waiting most, and why."""
+    late_ms: float = 0.0
+    """How long the others wait for that, on average."""
     advice: tuple[tuple[str, float], ...] = ()
     """The run report's: a text, and how many ms of a step it saves."""
     hosts: int = 1
@@ -181,6 +184,8 @@ def run_of(
     last = {rank: _later(row, now.get(rank) or {}) for rank, row in rows.items()}
     grown = [_grown(before.get(rank) or {}, each) for rank, each in last.items() if each.get("step_s")]
     steps = min((each["step"] for each in grown), default=0) if len(grown) == size else 0
+    if steps < LEAST_STEPS and before and code is not None:  # so short that none came after the first look
+        return run_of(size, report, {}, now, said, code)
     if steps < LEAST_STEPS:
         return Run(
             size, int(steps), problem=_too_few(int(steps), said, has_ended=code is not None), ended=code is not None
@@ -201,6 +206,7 @@ def run_of(
         min(1e3 * each["core_wait_s"] / each["step"] for each in grown),
         _mean([1e3 * each["loading"] * each["step_s"] / each["step"] for each in grown]),
         f"{late[0]['who']} ({late[0]['text']})" if late else "",
+        min(late[0]["delay_ms"], late[0]["caused_ms"] / (size - 1)) * to_mean if late else 0.0,
         tuple((each["text"], each["saves_ms"]) for each in report["advice"]),
         len(report["job"]["hosts"]),
         ended=code is not None,
@@ -239,8 +245,10 @@ def _why(report: Mapping[str, Any], said: Sequence[str], code: int) -> str:
 def _too_few(steps: int, said: Sequence[str], *, has_ended: bool) -> str:
     """Return why a run is no measurement; what ringrun has said of ranks that never joined explains it."""
     if steps:
-        ended = "the script ended after" if has_ended else "it was ended after"
-        return f"only {steps} steps could be measured, {ended} these; let it train longer, or allow more: --wait"
-    when = "before the script ended" if has_ended else "in the time of --wait"
+        when, more = "in the time allowed", "allow more with --wait or --seconds"
+        if has_ended:
+            when, more = "before the script ended", "let it train longer"
+        return f"only {counted(steps, 'step')} could be measured {when}; {more}"
+    when = "before the script ended" if has_ended else "before the time of --wait was up"
     alone = [line.removeprefix(_OF_RINGRUN) for line in said if _ALONE in line]
     return "; ".join([f"no step was counted {when}: {STEP_ENDS}", *alone[:1]])

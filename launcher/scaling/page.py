@@ -53,8 +53,8 @@ $notes
 <div class="scroll" role="region" aria-label="Each number of ranks" tabindex="0">
 $table
 </div>
-<p class="soft">The median of all rounds; the lowest and the highest are in brackets. Speed-up and efficiency compare
-runs of one round.</p>
+<p class="soft">Medians of all rounds, with the lowest and the highest in brackets. Speed-up and efficiency compare
+runs of the same round.</p>
 </section>
 $chart
 $advice
@@ -73,7 +73,7 @@ def render(document: Mapping[str, Any]) -> str:
         notes=_list(document["notes"], "ul"),
         table=_table([each["shown"] for each in document["sizes"]]),
         chart=_chart(document["sizes"]),
-        advice=advice and f"<section><h2>What would pay more</h2>\n{advice}</section>",
+        advice=advice and f"<section><h2>What would help</h2>\n{advice}</section>",
         width=_WIDTH,
     )
 
@@ -130,5 +130,5 @@ def _chart(sizes: Sequence[Mapping[str, Any]]) -> str:
 <path d="M{_EDGE} {_EDGE} V{_HEIGHT - _EDGE} H{_WIDTH - _EDGE}" fill="none" stroke="var(--line)"/>
 <text x="{_WIDTH - _EDGE}" y="{_HEIGHT - 8}" text-anchor="end">ranks</text>
 </svg>
-<p class="soft">The dashed line is a speed-up as large as the number of ranks.</p>
+<p class="soft">The dashed line is a speed-up equal to the number of ranks.</p>
 </section>"""

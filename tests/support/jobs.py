@@ -13,7 +13,8 @@ OF_JOBS = ("OMPI_", "PMI", "RINGREDUCE", "HOROVOD", "OMP_", "MASTER_")
 
 
 CROWDED = re.compile(
-    rf"^ringrun: \d+ ranks on \S+ share {len(os.sched_getaffinity(0))} cores?, which rarely pays; .*\n", re.MULTILINE
+    rf"^ringrun: \d+ ranks on \S+ share {len(os.sched_getaffinity(0))} cores?, which rarely pays off; .*\n",
+    re.MULTILINE,
 )
 """What ringrun says of more ranks than this machine has cores: not what a test is about."""
 

@@ -34,7 +34,7 @@ def one_node(cores):
 
 
 def test_more_ranks_than_cores_are_said_to_rarely_pay():
-    line = "ringrun: 5 ranks on n1 share 4 cores, which rarely pays; ringrun scaling measures how many ranks do"
+    line = "ringrun: 5 ranks on n1 share 4 cores, which rarely pays off; ringrun scaling measures how many ranks do"
     assert [crowd(one_node(4), ranks, "n1") for ranks in (4, 5)] == ["", line]
     assert "2 local ranks on n1 share 1 core, " in crowd(one_node(4)._replace(quota=1.5), 2, "n1", "local rank")
     assert crowd(one_node(4)._replace(gpus=(Gpu("0"),)), 5, "n1") == "", "they compute on the GPU"
@@ -258,7 +258,7 @@ def test_threads_are_counted_by_physical_cores(ringrun, script, gpu_machine, tmp
 
 def test_ranks_that_join_on_too_few_cores_hear_that_this_rarely_pays(ringrun, script, gpu_machine, tmp_path):
     make_machine(tmp_path / "machine", [sorted(os.sched_getaffinity(0))])  # one core
-    told = "share 1 core, which rarely pays"
+    told = "share 1 core, which rarely pays off"
     of_ringreduce = script("import ringreduce as rr; rr.init()")
     hidden = gpu_machine | {"CUDA_VISIBLE_DEVICES": ""}
     assert ringrun("-np", 2, *of_ringreduce, env=hidden, returncode=0).stderr.count(told) == 1

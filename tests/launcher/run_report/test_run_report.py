@@ -147,7 +147,7 @@ def test_before_a_step_was_sent_nobody_knows_for_whom_ranks_waited(collector):
 
 
 def test_before_a_step_has_ended_there_is_little_to_say(collector):
-    sentence = "no step has ended: a step ends when a ringreduce optimizer has stepped, or with rr.mark_step()"
+    sentence = "no step has ended: a step ends when a ringreduce optimizer steps, or the script calls rr.mark_step()"
     for rank in collector.ranks.values():
         rank.steps.clear()
         rank.totals |= {"step": 0, "step_s": 0.0, "blocked_s": 0.0, "moving_s": 0.0, "core_wait_s": 9.0}

@@ -13,7 +13,7 @@ from ringrun.scaling.measure import Bounds, Run, run_of
 from ringrun.scaling.page import render
 from tests.support.patience import patient, wait_until
 
-FEWER = "fewer cores or less memory bandwidth for each rank than with 1 rank"
+FEWER = "fewer cores or less memory bandwidth per rank than with 1 rank"
 
 
 def a_run(size, step_ms=100.0, examples=32.0, **more):
@@ -33,9 +33,9 @@ def test_equal_batches_of_each_rank_are_compared_by_examples():
     ]
     assert (found.held, found.best) == (PER_RANK, 2)
     assert found.sentence == (
-        f"2 ranks pay: 1.6 times as fast as 1 rank, 80 % efficiency; limited by {FEWER} (25 of a step's 125 ms)"
+        f"2 ranks pay off: 1.6 times as fast as 1 rank, 80 % efficiency; limited by {FEWER} (25 of a step's 125 ms)"
     )
-    assert found.notes == ["held equal: the batch of each rank, 32 examples; the global batch grows with the ranks"]
+    assert found.notes == ["held equal: the batch per rank, 32 examples; the global batch grows with the ranks"]
 
 
 def test_a_global_batch_is_divided_and_so_should_be_the_time_of_a_step():
@@ -52,21 +52,22 @@ def test_what_is_held_equal_is_not_guessed():
     assert (found.held, found.best) == (UNKNOWN, 0)
     assert [row["speed_up"] for row in rows(found)] == ["1", "0.909 or 1.82"]
     assert rows(found)[1]["efficiency"] == "–"
-    assert "1.82 times as fast if each rank has a batch of its own" in found.sentence
-    assert "rr.mark_step(examples=…) in the script tells" in found.notes[0]
+    assert "1.82 times as fast if each rank has its own batch" in found.sentence
+    assert "call rr.mark_step(examples=…) in the script" in found.notes[0]
     assert answer(a_run(1), a_run(2, examples=None)).held == UNKNOWN
     other = answer(a_run(1), a_run(2, examples=25.0))
     assert other.held == OTHER
-    assert "not held equal: examples per rank and step: 32 with 1 rank, 25 with 2 ranks" in other.notes[0]
+    assert "no batch was held equal; examples per rank and step: 32 with 1 rank, 25 with 2 ranks" in other.notes[0]
 
 
 @pytest.mark.parametrize(
     ("more", "limit"),
     [
-        ({"core_ms": 30.0, "exposed_ms": 20.0}, "a core for each rank: 30 of 100 ms"),
+        ({"core_ms": 30.0, "exposed_ms": 20.0}, "waiting for a CPU core: 30 of 100 ms"),
         ({"loading_ms": 60.0}, "data loader: 60 of 100 ms"),
         ({"exposed_ms": 12.0}, "all-reduce: 12 of 100 ms"),
-        ({"waiting_ms": 20.0, "late": "rank 1 (it computes longer)"}, "rank 1 (it computes longer): 20 of 100 ms"),
+        ({"exposed_ms": 12.0, "hosts": 2}, "all-reduce between hosts: 12 of 100 ms"),
+        ({"waiting_ms": 10.0, "late_ms": 20.0, "late": "rank 1 (its loader)"}, "rank 1 (its loader): 20 of 100 ms"),
         ({"waiting_ms": 20.0}, "waiting for other ranks: 20 of 100 ms"),
         ({"exposed_ms": 9.0}, "computing"),
     ],
@@ -77,8 +78,8 @@ def test_the_limit_is_what_takes_most_of_a_step(more, limit):
 
 def test_one_rank_that_waits_for_a_core_is_not_one_of_too_many():
     found = answer(a_run(1, core_ms=40.0), a_run(2))
-    assert found.sizes[0].limit == "a free core"
-    assert "busy: even with 1 rank 40 of a step's 100 ms are spent waiting for a core" in found.notes[1]
+    assert found.sizes[0].limit == "waiting for a CPU core"
+    assert "busy: even with 1 rank, 40 of a step's 100 ms are spent waiting for a core" in found.notes[1]
 
 
 def test_ratios_are_those_of_one_round():
@@ -101,12 +102,13 @@ def test_more_ranks_that_gain_nothing_in_some_round_do_not_pay():
     found = analyse(rounds, 8)
     assert found.best == 2
     assert re.fullmatch(
-        r"2 ranks pay: 1.67 times .*; 4 are 1.85 \(1.7–2\) times as fast, limited by .*", found.sentence
+        r"2 ranks pay off: 1.67 times .*; 4 ranks are 1.85 \(1.7–2\) times as fast, limited by .*", found.sentence
     )
     alone = answer(a_run(1), a_run(2, 200.0, exposed_ms=100.0))
     assert alone.best == 1
     assert alone.sentence == (
-        "more ranks do not pay: 2 ranks are 1 times as fast as 1 rank, limited by all-reduce (100 of a step's 200 ms)"
+        "more ranks do not pay off: 2 ranks are 1 times as fast as 1 rank, limited by all-reduce "
+        "(100 of a step's 200 ms)"
     )
 
 
@@ -128,7 +130,7 @@ def test_a_number_of_ranks_without_figures_is_said_and_the_rest_compared():
 def test_a_run_that_fails_in_one_round_is_said_and_the_others_count():
     rounds = [{1: a_run(1), 2: a_run(2)}, {1: a_run(1), 2: Run(2, problem="failed: x")}]
     found = analyse(rounds, 8)
-    assert "2 ranks: 1 of 2 runs: failed: x" in found.notes
+    assert "2 ranks, in 1 of 2 runs: failed: x" in found.notes
     assert rows(found)[1]["speed_up"] == "2"
 
 
@@ -137,23 +139,23 @@ def test_a_run_that_fails_in_one_round_is_said_and_the_others_count():
     [
         (
             {"core_ms": 40.0},
-            ["fewer ranks than cores, of which there are 1 here: with 2 ranks each waits for a core 40"],
+            ["no more ranks than cores (1 here): with 2 ranks, waiting for a core takes 40 of a step's 100 ms"],
         ),
         (
             {"exposed_ms": 50.0},
             [
-                "local steps (LocalSGD), all-reduced every 8: with 2 ranks up to 43.8 of a step's 100 ms",
-                "a batch twice as big for each rank: with 2 ranks the all-reduce would take 33 % of a step, not 50 %",
+                "local steps (LocalSGD) with an all-reduce every 8 steps: with 2 ranks, this saves up to 43.8",
+                "a batch twice as large per rank: with 2 ranks, the all-reduce would take 33 % of a step instead",
             ],
         ),
         (
             {"exposed_ms": 50.0, "hosts": 2},
             ["local steps", "compression=int4, an eighth of the bytes", "a batch twice"],
         ),
-        ({"loading_ms": 40.0}, ["more workers for the data loader, or a faster disk: with 2 ranks 40 of a step's 100"]),
+        ({"loading_ms": 40.0}, ["more workers for the data loader, or a faster disk: with 2 ranks, it takes 40 of"]),
         (
             {"advice": (("rank 1: give it less to do", 20.0), ("all ranks wait for a CPU core: …", 30.0))},
-            ["rank 1: give it less to do: with 2 ranks about 20 of a step's 100 ms"],
+            ["rank 1: give it less to do: with 2 ranks, this saves about 20 of a step's 100 ms"],
         ),
         ({}, []),
     ],
@@ -203,7 +205,9 @@ def test_the_first_steps_are_taken_off_by_each_ranks_own_clock():
 def test_a_script_that_ends_by_itself_is_measured_as_a_whole():
     run = run_of(1, a_report(40), {}, {}, ["done"], 0)
     assert (run.steps, run.ended, run.problem) == (40, True, "")
-    assert any("ended by itself" in note for note in answer(run, a_run(2)).notes)
+    late = run_of(1, a_report(40), {0: totals(38)}, {0: totals(38)}, ["done"], 0)
+    assert late.steps == 40, "seen only when it was over"
+    assert any("ended on its own" in note for note in answer(run, a_run(2)).notes)
 
 
 def test_the_share_of_the_data_loader_is_that_of_the_samples_since_the_first_steps():
@@ -215,18 +219,39 @@ def test_the_share_of_the_data_loader_is_that_of_the_samples_since_the_first_ste
 def test_who_is_late_is_named_and_no_link():
     late = [
         {"who": "link from a to b", "kind": "slow link", "text": "it carries half"},
-        {"who": "rank 1", "kind": "core shared", "text": "another process runs on its core"},
+        {"who": "rank 1", "kind": "core shared", "text": "another process runs on its core"}
+        | {"delay_ms": 10.0, "caused_ms": 6.0},
     ]
     run = run_of(2, a_report(30, 30, stragglers=late), {}, {}, (), None)
-    assert run.late == "rank 1 (another process runs on its core)"
+    assert (run.late, run.late_ms) == ("rank 1 (another process runs on its core)", 12.0), "scaled to the mean step"
+
+
+def test_a_late_rank_is_the_limit_rather_than_fewer_cores_for_all():
+    """Of two ranks one computes 60 ms longer: their means hide half of that."""
+    late = {"waiting_ms": 30.0, "late": "rank 1 (another process runs on its core)", "late_ms": 60.0}
+    assert answer(a_run(1), a_run(2, 160.0, **late)).sizes[1].limit == late["late"]
+
+
+def test_more_ranks_than_cores_are_named():
+    found = answer(a_run(1), a_run(2, core_ms=30.0), a_run(4, core_ms=50.0), cores=2)
+    assert [each.limit for each in found.sizes] == ["computing", "waiting for a CPU core", "more ranks than cores"]
+
+
+def test_a_machine_too_busy_to_compare_is_said_first():
+    found = answer(a_run(1, 600.0, core_ms=540.0), a_run(2, 80.0, core_ms=50.0))
+    assert found.sentence == (
+        "this machine is too busy to compare anything: even with 1 rank, 540 of a step's 600 ms are spent waiting for "
+        "a core; measure again when it is idle"
+    )
+    assert not any("busy" in note for note in found.notes)
 
 
 @pytest.mark.parametrize(
     ("report", "said", "code", "problem"),
     [
-        (a_report(3), ["x"], 0, "only 3 steps could be measured, the script ended after these"),
-        (a_report(3), (), None, "only 3 steps could be measured, it was ended after these"),
-        (a_report(30, 0), (), None, "no step was counted in the time of --wait: a step ends when"),
+        (a_report(3), ["x"], 0, "only 3 steps could be measured before the script ended; let it train longer"),
+        (a_report(3), (), None, "only 3 steps could be measured in the time allowed; allow more with --wait"),
+        (a_report(30, 0), (), None, "no step was counted before the time of --wait was up: a step ends when"),
         ({}, ["ringrun: the 2 ranks have not joined each other: y"], 0, "rr.mark_step(); the 2 ranks have not joined"),
         (
             a_report(1, failures=[{"rank": 1, "text": "exit code 1: ValueError: 7"}]),
@@ -305,8 +330,8 @@ def test_every_other_round_goes_backwards():
         (["-np", "2", "python", "x"], "-np 2: expected several numbers of ranks to compare, as in -np 1,2,4"),
         (["-np", "1,x", "python", "x"], "-np: expected auto or a whole number from 1 to 999999, got 'x'"),
         (["-np", "1,2"], "no command to run"),
-        (["--report", "r", "python", "x"], "--report: ringrun scaling runs jobs without it; leave it out"),
-        (["--restarts", "2", "python", "x"], "--restarts: ringrun scaling runs jobs without it"),
+        (["--report", "r", "python", "x"], "--report: ringrun scaling does not support it; leave it out"),
+        (["--restarts", "2", "python", "x"], "--restarts: ringrun scaling does not support it"),
         (["--seconds", "0", "python", "x"], "--seconds: expected a number of seconds above 0"),
         (["--rounds", "0", "python", "x"], "--rounds: expected a whole number from 1"),
         (["--steps", "4", "python", "x"], "--steps: expected a whole number from 5"),
@@ -386,7 +411,7 @@ def test_a_number_of_ranks_that_fails_and_files_that_are_written_are_said(ringru
     assert re.search(r"^2 ranks: failed: rank [01] .*ZeroDivisionError", done.stdout, re.MULTILINE)
     assert "only 1 rank could be measured: there is nothing to compare" in done.stdout
     assert "files have changed here: model.pt; if the script wrote them" in done.stdout
-    assert "the script ended by itself before --seconds were over" in done.stdout
+    assert "the script ended on its own before --seconds were up" in done.stdout
     assert done.stderr.count("2 ranks: failed") == 1, "it is not tried again"
 
 
@@ -400,7 +425,7 @@ def test_a_script_whose_steps_nobody_counts(ringrun, script):
 def test_too_few_steps(ringrun, script):
     command_line = script(TRAIN.format(more="time.sleep(1)", examples=""))
     done = scaling(ringrun, *command_line, 4, returncode=1)
-    assert "only 3 steps could be measured, the script ended after these; let it train longer" in done.stdout
+    assert "only 3 steps could be measured before the script ended; let it train longer" in done.stdout
 
 
 def test_ctrl_c_prints_what_is_known_and_leaves_nothing(start, script, tmp_path, wait_until_gone):
