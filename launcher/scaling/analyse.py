@@ -250,7 +250,7 @@ def _notes(answer: Answer, rounds: Sequence[Mapping[int, Run]]) -> list[str]:
 def _busy(base: Size) -> str:
     """Return how long the fewest ranks wait for a core, where that is much: something else uses it."""
     core_ms, step_ms = (_middle(base.runs, name) for name in ("core_ms", "step_ms"))
-    share = f"{figure(core_ms)} of a step's {figure(step_ms)} ms"
+    share = f"{figure(min(core_ms, step_ms))} of a step's {figure(step_ms)} ms"
     even = f"even with {counted(base.size, 'rank')}, {share} are spent waiting for a core"
     return even if core_ms >= _MUCH * step_ms else ""
 
