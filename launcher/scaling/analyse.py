@@ -108,9 +108,12 @@ def analyse(rounds: Sequence[Mapping[int, Run]], cores: int) -> Answer:
         _size(size, runs[size], runs[base], rounds, cores) if runs[size] else Size(size, problem=_problem(rounds, size))
         for size in sizes
     ]
-    best = _best([each for each in found if each.runs]) if held != UNKNOWN else 0
-    answer = Answer(found, held, best)
-    answer = replace(answer, sentence=_sentence(answer))
+    answer = Answer(found, held)
+    sentence = _too_busy(answer.measured)
+    if not sentence:
+        answer = replace(answer, best=_best(answer.measured) if held != UNKNOWN else 0)
+        sentence = _sentence(answer)
+    answer = replace(answer, sentence=sentence)
     return replace(answer, notes=_notes(answer, rounds), advice=_advice(answer, cores))
 
 
@@ -212,11 +215,9 @@ def _sentence(answer: Answer) -> str:
         reached = fastest.speed_up.text() if fastest.speed_up else "–"
         text = f"more ranks do not pay off: {counted(fastest.size, 'rank')} are {reached} times as fast as {of}"
         return f"{text}, limited by {_named(fastest)}"
-    share = best.speed_up.middle * base.size / best.size
-    if share >= _IMPOSSIBLE and (busy := _busy(base)):
-        return f"this machine is too busy to compare anything: {busy}; measure again when it is idle"
+    share = 100 * best.speed_up.middle * base.size / best.size
     text = f"{counted(best.size, 'rank')} pay off: {best.speed_up.text()} times as fast as {of}"
-    text = f"{text}, {100 * share:.0f} % efficiency"
+    text = f"{text}, {share:.0f} % efficiency"
     if last is not best and last.speed_up:
         text = f"{text}; {counted(last.size, 'rank')} are {last.speed_up.text()} times as fast"
         return f"{text}, limited by {_named(last)}"
@@ -245,6 +246,15 @@ def _notes(answer: Answer, rounds: Sequence[Mapping[int, Run]]) -> list[str]:
         steps = min(run.steps for each in early for run in each.runs if run.ended)
         notes.append(f"the script ended on its own before --seconds were up, after at least {steps} measured steps")
     return notes
+
+
+def _too_busy(measured: Sequence[Size]) -> str:
+    """Return the sentence if the fewest ranks were so slow, for want of a core, that others seem impossibly fast."""
+    base, *more = measured
+    ratios = [(each.size / base.size, each.speed_up or each.steps_ratio) for each in more]
+    if (busy := _busy(base)) and any(ratio and ratio.middle >= _IMPOSSIBLE * ideal for ideal, ratio in ratios):
+        return f"this machine is too busy to compare anything: {busy}; measure again when it is idle"
+    return ""
 
 
 def _busy(base: Size) -> str:

@@ -239,6 +239,10 @@ def test_more_ranks_than_cores_are_named():
 
 def test_a_machine_too_busy_to_compare_is_said_first():
     found = answer(a_run(1, 600.0, core_ms=540.0), a_run(2, 80.0, core_ms=50.0))
+    assert found.best == 0
+    assert answer(a_run(1, 600.0, None, core_ms=540.0), a_run(2, 80.0, None)).sentence == found.sentence
+    assert answer(a_run(1, 600.0), a_run(2, 80.0)).best == 2, "not for want of a core"
+    assert answer(a_run(1, core_ms=54.0), a_run(2)).best == 2, "busy, but not impossible"
     assert found.sentence == (
         "this machine is too busy to compare anything: even with 1 rank, 540 of a step's 600 ms are spent waiting for "
         "a core; measure again when it is idle"
