@@ -98,6 +98,7 @@ def main(argv=None):
             loss, grads = loss_and_grads(params, images[share], labels[share])
             optimizer.step(grads)  # averages the gradients, then calls Momentum.step
             losses.append(float(rr.allreduce(loss)))  # [5] the loss of the whole batch
+            rr.mark_step(examples=len(share))  # so that `ringrun scaling` knows how many images a step has
         if rr.rank() == 0:
             print(f"epoch {epoch + 1:2} of {args.epochs}: loss {losses[-1]:.4f}", flush=True)
 
