@@ -1,6 +1,6 @@
 """Is the table of `ringrun scaling` right? The same scripts, timed by a clock outside of them, beside it.
 
-    python bench/scaling.py                                   # six scripts, with 1 and 2 ranks: a quarter of an hour
+    python bench/scaling.py                                   # six scripts, with 1 and 2 ranks: ten minutes
     python bench/scaling.py --scripts digits DDP --quick
 
 By hand: a plain `ringrun` runs the script twice, with few steps and with many. What the second run takes longer is the
