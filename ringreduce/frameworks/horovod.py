@@ -253,7 +253,7 @@ WITHOUT = {
 """Modules of Horovod's of which nothing is here, those below them too, and what to use instead."""
 
 _CHECK_BUILD = "`ringrun --check-build` prints what was found"
-_OF_TF1 = "it is of TensorFlow 1; use broadcast_variables(variables, root_rank)"
+_OF_TF1 = "it belongs to TensorFlow 1; use broadcast_variables(variables, root_rank)"
 _INTERNAL = "it is internal to Horovod, and nothing here needs it"
 _STATE = "a state takes any object with state_dict() and load_state_dict(), which needs no handler"
 _AUTOGRAD = "call the function, such as allreduce(tensor): autograd goes through it"
@@ -272,7 +272,7 @@ INSTEAD = {
     "LocalGradientAggregationHelper LocalGradientAggregationHelperEager": _ACCUMULATES,
     "ModelStateHandler OptimizerStateHandler SamplerStateHandler StateHandler": _STATE,
     "apply_op_to_not_none_tensors get_not_none_from_list refs_to_vars vars_to_refs split_list is_iterable": _INTERNAL,
-    "broadcast_object_fn": "it is of TensorFlow 1; use broadcast_object(obj, root_rank)",
+    "broadcast_object_fn": "it belongs to TensorFlow 1; use broadcast_object(obj, root_rank)",
     "callbacks": "they are for Keras, in ringreduce.keras.callbacks",
     "check_num_rank_power_of_2 num_rank_is_power_2 is_version_greater_equal_than": _INTERNAL,
     "get_average_backwards_compatibility_fun handle_average_backwards_compatibility": _INTERNAL,
