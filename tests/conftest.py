@@ -3,6 +3,7 @@
 import contextlib
 import ctypes
 import functools
+import gc
 import logging
 import os
 import shutil
@@ -79,6 +80,12 @@ def under_a_launcher():
 
 def pytest_itemcollected(item):
     tiers.mark(item)
+
+
+def pytest_collection_finish():
+    """Thousands of tests and the modules that they are in stay: no look through all objects need meet them."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(tryfirst=True)
