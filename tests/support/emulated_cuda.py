@@ -12,6 +12,7 @@ import re
 import shutil
 import subprocess
 import tempfile
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -56,6 +57,7 @@ extern "C" std::size_t launch_{0}(unsigned grid, unsigned block, void** argument
     return launch({0}, grid, block, arguments);
 }}
 """
+COMPILING = threading.Lock()  # or each of several ranks, which are threads, compiles the same
 KERNEL = re.compile(r'extern "C" __global__ void (\w+)')
 
 
@@ -99,8 +101,9 @@ def emulate(code: str, options: tuple[str, ...]) -> Module:
     folder.mkdir(mode=0o700, exist_ok=True)
     assert folder.stat().st_uid == os.getuid(), f"{folder} is another user's"
     library = folder / f"{key}.so"
-    if not library.exists():
-        _compile(code, options, library)
+    with COMPILING:
+        if not library.exists():
+            _compile(code, options, library)
     return Module(ctypes.CDLL(str(library)))
 
 

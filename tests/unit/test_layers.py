@@ -1,6 +1,7 @@
 """The folders are layers: a room imports only from rooms below it, and inside of one there is no circle."""
 
 import ast
+import functools
 import graphlib
 import re
 import subprocess
@@ -11,6 +12,8 @@ import pytest
 
 import ringreduce
 import ringrun
+
+pytestmark = pytest.mark.xdist_group("layers")  # one worker reads the files
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = Path(ringreduce.__file__).parent
@@ -47,17 +50,26 @@ def modules(folder=PACKAGE):
             yield name, path
 
 
+@functools.cache
+def import_nodes(path):
+    """The import statements of a file, wherever they stand."""
+    return [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Import | ast.ImportFrom)]
+
+
+@functools.cache
 def imports(path):
     """The modules that a file of ringreduce imports from it, wherever and for whatever: for types too."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    found = []
+    for node in import_nodes(path):
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "ringreduce":
             base = node.module.removeprefix("ringreduce").removeprefix(".")
             for alias in node.names:
                 dotted = f"{base}.{alias.name}".strip(".")
-                found = PACKAGE / dotted.replace(".", "/")
-                yield dotted if found.with_suffix(".py").exists() or found.is_dir() else base
-        elif isinstance(node, ast.Import):
-            yield from (a.name.removeprefix("ringreduce.") for a in node.names if a.name.startswith("ringreduce."))
+                file = PACKAGE / dotted.replace(".", "/")
+                found.append(dotted if file.with_suffix(".py").exists() or file.is_dir() else base)
+        else:
+            found += [a.name.removeprefix("ringreduce.") for a in node.names if a.name.startswith("ringreduce.")]
+    return found
 
 
 def rooms():
@@ -143,7 +155,7 @@ def place_in_launcher(module):
 def launcher_imports(path):
     """The launcher's modules that a file of its own imports, all relative."""
     folder = path.relative_to(LAUNCHER).parts[:-1]
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in import_nodes(path):
         if isinstance(node, ast.ImportFrom) and node.level:
             base = [*folder[: len(folder) - node.level + 1], *(node.module or "").split(".")]
             for alias in node.names:
@@ -195,10 +207,10 @@ def test_the_launcher_starts_without_ringreduce():
 
 
 def all_imports(path):
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in import_nodes(path):
         if isinstance(node, ast.ImportFrom):
             yield node.module or ""
-        elif isinstance(node, ast.Import):
+        else:
             yield from (alias.name for alias in node.names)
 
 
@@ -206,7 +218,7 @@ def test_what_benches_and_examples_import_from_ringreduce_is_there():
     """Most of them run in the extended tier only."""
     missing = []
     for path in [each for folder in ("bench", "examples", "docs") for each in (ROOT / folder).rglob("*.py")]:
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in import_nodes(path):
             if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "ringreduce":
                 file = PACKAGE.parent / node.module.replace(".", "/")
                 for alias in [each for each in node.names if node.module != "ringreduce"]:

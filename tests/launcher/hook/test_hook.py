@@ -20,11 +20,17 @@ UNTOLD = {"os._exit(7)": 7, "os.kill(os.getpid(), 9)": -9, "raise KeyboardInterr
 
 @pytest.fixture(scope="session")
 def pythons():
-    """The one that runs the tests, and those of other versions that are installed."""
+    """The one that runs the tests, and those of other versions that are installed, each once and not by a shim."""
     named = [shutil.which(f"python3.{minor}") for minor in range(10, 15)]
     installed = Path("~/.pyenv/versions").expanduser().glob("3.1[0-9].*/bin/python")
     found = [sys.executable, *filter(None, named), *map(str, installed)]
-    return [path for path in found if subprocess.run([path, "-c", ""], capture_output=True).returncode == 0]
+    by_prefix = {}
+    for path in found:
+        asked = [path, "-c", "import sys; print(sys.base_prefix, sys.executable, sep='\\n')"]
+        done = subprocess.run(asked, capture_output=True, text=True)
+        if done.returncode == 0:
+            by_prefix.setdefault(*done.stdout.splitlines())
+    return [*by_prefix.values()]
 
 
 def told(python, source, folder, **variables):
