@@ -145,13 +145,20 @@ def _be_head(resolved: config.Config, node_rank: NodeRank, authkey: bytes, slots
         code, late = 1, 0
         try:
             # the nodes of a platform are known, and how many there are; of others, the slots that the job needs
-            wanted, what = (node_rank.count, "nodes") if node_rank.count else (asked.np or 1, "slots")
+            elastic = job.elastic
+            wanted, what, least = node_rank.count, "nodes", 1
+            if not node_rank.count:
+                least = elastic.min_np + elastic.spares if elastic else 1
+                wanted, what = asked.np or least, "slots"
             found = nodes.await_all(wanted, timeout_s, what)
-            if found < (1 if job.elastic else wanted):
-                raise MachineError(
-                    f"{found} of {wanted} {what} have joined within {timeout_s:g} s; see what ringrun has written "
-                    "on the others, or allow more: --join-timeout"
-                )
+            have_joined = f"{found} of {wanted} {what} have joined within {timeout_s:g} s"
+            if found < (least if elastic else wanted):
+                why = "see what ringrun has written on the others, or allow more: --join-timeout"
+                raise MachineError(f"{have_joined}; {why}")
+            if elastic and what == "slots" and found < wanted:
+                options = resolved.options
+                options.np, options.max_np = str(found - elastic.spares), options.max_np or options.np
+                say(f"ringrun: {have_joined}; the elastic job starts with these, and takes others that come")
             # else -np may be more than there are; new hosts of an elastic job get as many ranks as they have slots
             with_slots = (job.elastic is not None or not node_rank.count) and not resolved.options.slots_per_host
             sends = slots > 0  # a head without ranks is another kind of host: a notebook's, an engine's driver

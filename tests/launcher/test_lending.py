@@ -9,7 +9,7 @@ import pytest
 from ringreduce.errors import InputError, JobFailedError, StartupError
 from ringrun import lending
 from tests.support.engines import go_on, grow, sleep, train, trained
-from tests.support.patience import wait_until
+from tests.support.patience import patient, wait_until
 
 SLOW = {"start_timeout": 300}
 
@@ -99,6 +99,29 @@ def test_slots_that_are_lent_later_are_used_up_to_max_np(lend, tmp_path):
     flags = {**SLOW, "elastic": True, "max_np": 3}
     found = lending.run((grow, (str(tmp_path), 3), {}), ticket, 2, flags, {}, trouble)
     assert found == [(rank, 3) for rank in range(3)]
+
+
+@pytest.mark.extended
+@pytest.mark.timeout(600)
+def test_an_elastic_job_begins_with_the_slots_that_have_come_and_takes_the_others_later(lend, tmp_path, capfd):
+    ticket, left = lending.ticket(patient(5)), [1, 1]
+
+    def trouble():
+        if left and (len(left) == 2 or list(tmp_path.iterdir())):
+            lend(ticket, left.pop())
+        return ""
+
+    flags = {**SLOW, "elastic": True}
+    found = lending.run((grow, (str(tmp_path), 2), {}), ticket, 2, flags, {}, trouble)
+    assert found == [(rank, 2) for rank in range(2)]
+    assert (tmp_path / "1 0").exists(), "it began alone"
+    starts = r"1 of 2 slots have joined within \S+ s; the elastic job starts with these, and takes others that come"
+    assert re.search(f"ringrun: {starts}\n", capfd.readouterr().err)
+
+
+def test_an_elastic_job_does_not_begin_with_less_than_it_may_have():
+    with pytest.raises(StartupError, match=r"0 of 2 slots have joined within 1 s; see what"):
+        lending.run((train, (2,), {}), lending.ticket(1), 2, {"elastic": True, "min_np": 2}, {}, str)
 
 
 def test_what_keeps_tasks_from_lending_ends_the_wait_for_them():
