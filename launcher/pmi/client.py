@@ -15,6 +15,7 @@ from ..connection import wire
 from ..connection.link import Link, connect
 from ..engines.openmpi import OpenMPI
 from ..processes import boot
+from ..text import numbered
 from .answers import shows
 
 START_S = 60.0
@@ -155,7 +156,7 @@ def _look_at(message: wire.Message, rank: int, until_s: float, timeout_s: float,
         case wire.Lost(_, how):
             raise NotJoinedError(f"{how} before all were there")
         case wire.Awaited(ranks):
-            who = f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+            who = numbered("rank", ranks)
             if time.monotonic() > until_s:
                 raise NotJoinedError(f"{who} did not come within {timeout_s:g} s")
             if rank == min({*range(len(ranks) + 1)} - {*ranks}):  # the first that is there

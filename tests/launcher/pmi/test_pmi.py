@@ -231,9 +231,9 @@ def test_who_is_missing_is_said_and_then_it_is_an_error(served, rank_of):
 def test_the_first_that_is_there_says_who_is_missing(served):
     address, _ = served(3)
     said = []
-    with pytest.raises(client.NotJoinedError, match=r"^ranks 1, 2 did not come within 0.6 s$"):
+    with pytest.raises(client.NotJoinedError, match=r"^ranks 1-2 did not come within 0.6 s$"):
         client.join(address, 0, 3, 0.6, said.append)
-    assert set(said) == {"waiting for ranks 1, 2, not started yet or still on the way to init()"}
+    assert set(said) == {"waiting for ranks 1-2, not started yet or still on the way to init()"}
 
 
 def test_one_that_ends_before_all_are_there_ends_the_others_wait(served, rank_of):
