@@ -72,6 +72,7 @@ def main():
         batch = rng.choice(train, args.batch, replace=False)
         share = batch[hvd.rank() :: hvd.size()]
         params, state, loss = step(params, state, images[share], labels[share])
+        hvd.mark_step(examples=len(share))  # so that `ringrun scaling` knows how many images a step has
         if hvd.rank() == 0 and (number + 1) % 50 == 0:
             print(f"step {number + 1} of {args.steps}: loss {loss:.4f}", flush=True)
 

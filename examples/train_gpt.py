@@ -101,6 +101,7 @@ def main(argv=None):
         loss.backward()  # gradients are averaged over the ranks while backward still computes others
         optimizer.step()
         losses.append(float(hvd.allreduce(loss.detach())))  # equal shares: the mean of all is that of the whole batch
+        hvd.mark_step(examples=len(mine))  # so that `ringrun scaling` knows how many sequences a step has
         if hvd.rank() == 0 and ((step + 1) % args.save_every == 0 or step + 1 == args.steps):
             saved = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "losses": losses}
             torch.save(saved, args.checkpoint.with_suffix(".part"))
