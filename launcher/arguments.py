@@ -113,7 +113,7 @@ def add_host_flags(add: Add) -> None:
         "--lost-after",
         metavar="SECONDS",
         default=f"{LOST_AFTER_S:g}",
-        help="give up a host that has been silent for so long (30)",
+        help="give up a host that has been silent for this long (30)",
     )
 
 

@@ -58,9 +58,9 @@ from .processes import home, open_standard_streams, starter
 from .request import Request, checked
 
 _WHERE = """\
-Without -np every slot of the hosts in -H, --hostfile or an allocation of Slurm, LSF, PBS or the
-MPI Operator gets a rank; else every NVIDIA GPU, or physical core. Other hosts are reached over
-ssh or Slurm. Each rank is bound to its own cores; local rank r has GPU r, and cores near it."""
+Without -np there is a rank for every slot of the hosts in -H, --hostfile or an allocation of Slurm,
+LSF, PBS or the MPI Operator; otherwise for every NVIDIA GPU, or physical core. Other hosts are reached
+over ssh or Slurm. Each rank is bound to its own cores; local rank r gets GPU r, and cores near it."""
 
 _WHILE = """\
 Lines are printed whole, after their rank: [3] text. Rank 0 reads stdin unless it is a terminal."""
@@ -72,10 +72,10 @@ and SIGUSR1 show what the ranks are doing. Ctrl-C sends SIGINT; a second one kil
 
 _SETTINGS = """\
 Each setting in docs/settings.md is a flag, --log-level debug, a line of a file, log_level: debug,
-and a variable, RINGREDUCE_LOG_LEVEL; the first counts. horovodrun's flags work, too. Often used:
+and a variable, RINGREDUCE_LOG_LEVEL; the first one wins. horovodrun's flags work, too. Often used:
   --check LIST, --timeline FILE find who breaks training (nan,divergence); record what ranks do
   --torch-backend ring          run PyTorch programs that name "gloo", or nothing, over ringreduce
-  --stall-abort-s SECONDS       fail after waiting for a rank for so long (never)"""
+  --stall-abort-s SECONDS       fail after waiting for a rank for this long (never)"""
 
 _USAGE = "ringrun [-np N] [options] command [arguments …]"
 
@@ -237,7 +237,7 @@ def run_job(request: Request) -> int:
     refuse_being_many(os.environ, starter())
     command = find_command(request.job.command, _SUBCOMMANDS)
     if (name := request.job.command[0]) != command[0] == sys.executable != shutil.which(name):
-        say(f"ringrun: {name} is ringrun's own, {sys.executable}: its environment is not activated")
+        say(f"ringrun: {name} means ringrun's own, {sys.executable}, as its environment is not activated")
     detected = detect(interpreter_of(command))
     preflight = _preflight(request, command)
     if preflight is None and both_mpi_wheels(detected.library.prefix):

@@ -191,7 +191,8 @@ def raise_open_files(wanted: int, needed: int) -> int:
     if is_open + needed > most:
         raise MachineError(
             f"this job needs {is_open + needed} open files here (about one for each rank, and three with "
-            f"--output-filename), and no more than {most} are allowed; raise that: `ulimit -Hn {is_open + wanted}`, or "
+            f"--output-filename), and no more than {most} are allowed; raise the limit: `ulimit -Hn "
+            f"{is_open + wanted}`, or "
             "in /etc/security/limits.conf, or as LimitNOFILE= of the service that starts ringrun"
         )
     if soft != resource.RLIM_INFINITY and soft < min(is_open + wanted, most):

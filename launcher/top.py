@@ -7,7 +7,7 @@
 A row is a rank: its step, and milliseconds of a step, over the last ten seconds: computing, waiting for ranks that have
 not submitted yet, and exposed to communication. A rank marked with > is late: others wait for it. With more ranks than
 lines those that are waited for the longest are shown. The job's ranks record their steps as long as this runs, or from
-the start with --report. Ctrl-C leaves; the job goes on.
+the start with --report. Ctrl-C leaves; the job continues.
 """
 
 import json

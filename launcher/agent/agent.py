@@ -75,7 +75,7 @@ class Agent:
         self._input: SimpleQueue[bytes] = SimpleQueue()
         self._taken = os.eventfd(0, os.EFD_CLOEXEC)  # counts the bytes that ringrun has taken
         self._ahead_bytes = 0  # of output, sent and not taken
-        self._lost: Exception | None = None  # why the connection to ringrun has ended without a word of its own
+        self._lost: Exception | None = None  # why the connection to ringrun ended without a message of its own
         self._sent: list[int] = []
         self._port: MasterPort | None = None  # of rank 0
         self._dying = threading.Lock()
@@ -294,7 +294,7 @@ class Agent:
         try:
             self._handle_messages(pid)
         except Exception as error:  # as without free descriptors: nobody else would end the rank
-            self._send(wire.Note(f"ringrun: {self._who} was ended, since its agent failed: {error!r}"))
+            self._send(wire.Note(f"ringrun: {self._who} was ended because its agent failed: {error!r}"))
             if pid is not None:
                 processes.signal_group(pid, signal.SIGKILL)
             self._leave()  # the shim kills what is left
@@ -359,7 +359,7 @@ class Agent:
         import syslog
 
         silent = f"its host has not answered for {self._link.lost_after_s:g} s (--lost-after)"
-        why = silent if isinstance(error, HostSilentError) else str(error) or "it has ended without a word"
+        why = silent if isinstance(error, HostSilentError) else str(error) or "it ended without a message"
         lost = f"the connection to ringrun on host {self._settings.address.host} is lost; {why}"
         syslog.openlog("ringrun")
         syslog.syslog(syslog.LOG_ERR, f"{self._who} was ended: {lost}")
@@ -389,7 +389,7 @@ def _why_not_started(error: OSError, program: str) -> str:
         with contextlib.suppress(OSError), open(program, "rb") as file:
             first = file.readline().decode(errors="replace").strip()
             if first.startswith("#!"):
-                return f"{why}: its first line, {quoted(first)}, names an interpreter that is not there"
+                return f"{why}: its first line, {quoted(first)}, names an interpreter that does not exist there"
     return why
 
 
@@ -403,7 +403,7 @@ def _notes(shares: Sequence[Share], where: RankInfo, settings: Settings, gpus: i
     shown = (settings.bind or masks) and (settings.verbose or has_gpus)
     line = describe(shares, host, bound=settings.bind, noun=noun) if shown else f"ringrun: {host}"
     if (idle := gpus - len(shares)) > 0:
-        cure = "for a rank on each, raise -np, or Slurm's --ntasks-per-node"
+        cure = "to run a rank on each, raise -np, or Slurm's --ntasks-per-node"
         yield f"{line}; {idle} of {counted(gpus, 'GPU')} idle: {cure}"
     elif shown:
         yield line

@@ -41,9 +41,9 @@ IGNORED_VALUES = {
     "ccl-bgt-affinity": _MPI,
     "controller": _MPI,
     "gloo-timeout-seconds": _MPI,
-    "elastic-timeout": "a job that falls below --min-np ends, and does not wait for hosts; see --restarts",
-    "num-nccl-streams": "NCCL gets one stream for each process set",
-    "reset-limit": "lost ranks are counted, --max-failures, and restarts, --restarts",
+    "elastic-timeout": "a job that falls below --min-np ends instead of waiting for hosts; see --restarts",
+    "num-nccl-streams": "NCCL gets one stream per process set",
+    "reset-limit": "lost ranks are limited by --max-failures, and restarts by --restarts",
     "thread-affinity": "the kernel places the engine's thread",
 }
 """Flags with a value that have no meaning here, and why."""

@@ -423,7 +423,7 @@ class Begun(NamedTuple):
 
 
 class Lost(NamedTuple):
-    """A rank has ended without a word."""
+    """A rank ended without a message."""
 
     rank: int
     how: str

@@ -109,7 +109,7 @@ def run(arguments: Sequence[str]) -> int:
         if request.step and links.measured:
             print(f"\n{_ways(*request.step, links)}")
     if failure:
-        print(f"\nThe links could not all be measured; the job that does it ended with:\n{failure}")
+        print(f"\nSome links could not be measured; the job that measures them ended with:\n{failure}")
     errors = len(preflight.error_lines()) + bool(failure)
     warnings = len(preflight.warning_lines()) + (len(findings(links)) if links else 0)
     print(f"\n{counted(errors, 'error')}, {counted(warnings, 'warning')}")
@@ -122,7 +122,7 @@ def _links(request: Request, sound: Sequence[str]) -> tuple[Links | None, str]:
         print("\nOne host: there is no link to measure. Name several with -H n1,n2 or --hostfile.")
         return None, ""
     if len(sound) < 2:
-        print("\nThe links are not measured: that takes two hosts without errors.")
+        print("\nThe links are not measured: that requires two hosts without errors.")
         return None, ""
     print(f"ringrun: measuring the links between {len(sound)} hosts …", file=sys.stderr, flush=True)
     timeout_s = request.reach.timeout_s + _ROUND_S * len(rounds(len(sound)))

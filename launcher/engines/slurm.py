@@ -42,7 +42,7 @@ class Srun(Engine):
                 counts_text = ", ".join(f"{name}:{count}" for name, count in zip(names, counts, strict=True))
                 raise UsageError(
                     f"--launcher srun: srun starts as many ranks on one host as on another, not {counts_text}; "
-                    "leave --launcher out, or give all hosts as many slots"
+                    "leave --launcher out, or give all hosts the same number of slots"
                 )
             flags += [*on_nodes(names, counts[0]), "--export=ALL"]
         return [launcher.path, *flags, f"--ntasks={size}", *program]

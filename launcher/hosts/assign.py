@@ -66,7 +66,7 @@ def without(hosts: Sequence[Host], excluded: Sequence[Host], flag: str) -> list[
         if each.name not in slots:
             raise UsageError(f"{flag} {each}: there is no such host; there are {listed([str(host) for host in hosts])}")
         if each.slots is not None and own is None:
-            raise UsageError(f"{flag} {each}: how many slots {each.name} has is not said; name it without a number")
+            raise UsageError(f"{flag} {each}: how many slots {each.name} has is unknown; name it without a number")
         if each.slots is not None and own is not None and each.slots > own:
             raise UsageError(f"{flag} {each}: {each.name} has {own} slots")
         slots[each.name] = 0 if each.slots is None or own is None else own - each.slots
@@ -107,8 +107,8 @@ def _refuse_being_many(environ: Mapping[str, str]) -> None:
     if "SLURM_STEP_ID" in environ and tasks not in ("", "0", "1"):
         raise UsageError(
             f"srun has started ringrun {tasks} times (SLURM_STEP_NUM_TASKS={tasks}), and each would start all ranks; "
-            "start it once, in the batch script or in salloc, without srun; or, on each node once, ringrun join; "
-            "salloc gives a shell, too, as `srun --pty bash` does"
+            "start it once, in the batch script or in salloc, without srun; or start ringrun join once on each node; "
+            "salloc also gives you a shell, as `srun --pty bash` does"
         )
 
 

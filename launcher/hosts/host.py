@@ -57,7 +57,7 @@ def parse_host(text: str, where: str) -> Host:
             raise UsageError(f"{where}: expected an IPv6 address in brackets, as in [fe80::1]:4, got {quoted(text)}")
         name, slots = match[1], match[2]
     elif text.count(":") > 1 and _ADDRESS.fullmatch(text):
-        raise UsageError(f"{where}: an IPv6 address stands in brackets, as in [fe80::1]:4, got {quoted(text)}")
+        raise UsageError(f"{where}: an IPv6 address must be in brackets, as in [fe80::1]:4, got {quoted(text)}")
     else:
         name, colon, number = text.partition(":")
         slots = number if colon else None

@@ -132,7 +132,7 @@ class Machines:
             if len(group) > 1:
                 names, own_name = listed([host.name for host in group]), self.own_name(group[0].name)
                 one = merged[_chosen(group).name]
-                lines.append(f"{names} are one machine, which calls itself {own_name}: taken for one host, {one}")
+                lines.append(f"{names} are one machine, which calls itself {own_name}: treated as one host, {one}")
         return lines
 
     def _groups(self, hosts: Iterable[Host]) -> Iterable[Sequence[Host]]:

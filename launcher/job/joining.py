@@ -12,7 +12,7 @@ _CURES = {
     "torch": "call torch.distributed.init_process_group() or ringreduce.init()",
 }
 _EACH_ITS_OWN = (
-    "have joined each other, but reduced no gradients: each has trained a model of its own; wrap the model in torch's "
+    "have joined each other, but reduced no gradients: each has trained its own model; wrap the model in torch's "
     "DistributedDataParallel, or the optimizer in ringreduce.torch.DistributedOptimizer"
 )
 

@@ -167,7 +167,7 @@ class Losses:
                     return found
                 self._kill(found, f"{_WAITED}: {why}")
             case Aborted(rank, said):
-                why = "in an elastic job MPICH itself ends no rank; to end a rank, use sys.exit()"
+                why = "in an elastic job MPICH itself does not end a rank; to end a rank, use sys.exit()"
                 self._kill(Kill(frozenset({rank})), f"it called MPI_Abort: {why}; it said {said!r}")
             case Reported(rank, Meeting(number)):
                 members.meets(rank, number, now_s)

@@ -184,7 +184,8 @@ class Members:
             return Kill(silent) if silent else None
         self._works = 0  # these losses are the cause after all
         return CannotGoOn(
-            f"{numbered('rank', self._awaited)} did not go on within {self._elastic.recovery_s:g} s after the loss of "
+            f"{numbered('rank', self._awaited)} did not continue within {self._elastic.recovery_s:g} s after the "
+            f"loss of "
             f"{numbered('rank', (self._unsettled or self._dead).keys())}"
         )
 
@@ -206,7 +207,8 @@ class Members:
             left = counted(len(present) + len(self._left), "rank")
             return CannotGoOn(f"{left} left, and --min-np is {self._elastic.min_np}")
         if self._fresh.issuperset(present):
-            return CannotGoOn(f"only spares are left, {numbered('rank', present)}, which have no state to go on with")
+            who = numbered("rank", present)
+            return CannotGoOn(f"only spares are left, {who}, which have no state to continue from")
         self.number += 1
         self.ranks = tuple(sorted(present))
         self._present, self._awaited = set(present), set(present)

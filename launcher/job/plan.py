@@ -70,7 +70,7 @@ def _refuse_flags_of_ringrun(python: str, arguments: Sequence[str]) -> None:
             return
         if (found := _FLAG_OF_PYTHON.fullmatch(word)) is None:
             raise UsageError(
-                f"{word} stands behind {python}, which has no such flag; ringrun's own come first: "
+                f"{word} comes after {python}, which has no such flag; ringrun's own flags come first: "
                 f"ringrun {word} … {python} …"
             )
         if (option := found[1] or "")[:1] in ("c", "m"):

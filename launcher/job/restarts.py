@@ -68,7 +68,7 @@ def run(job: Job, attempt: Attempt, reallocate: Reallocate, wait: Wait, say: Say
         pause_s = 0.0 if ending.scales_up else _PAUSES_S[min(failures, len(_PAUSES_S) - 1)]
         failures += not ending.scales_up
         if deadline_s is not None and time.monotonic() + pause_s >= deadline_s:
-            say(f"ringrun: no restart, since --timeout {job.timeout_s:g} s ends before it could begin")
+            say(f"ringrun: no restart, because --timeout {job.timeout_s:g} s is up before it could begin")
             break
         if not ending.scales_up:
             say(f"ringrun: restart {failures} of {job.restarts} in {pause_s:g} s")
@@ -88,14 +88,14 @@ def run(job: Job, attempt: Attempt, reallocate: Reallocate, wait: Wait, say: Say
             say("ringrun: interrupted before the restart")
             return 128 + number
         if found is None:
-            say("ringrun: no restart, since no host answers")
+            say("ringrun: no restart, because no host answers")
             break
         if found.elastic and job.elastic:
             elastic = with_size(found.elastic, job.size - job.elastic.spares, found.size)
             found = replace(found, elastic=elastic)
             if found.size < elastic.min_np:
                 have = f"hosts that answer have {counted(found.size, 'slot')}"
-                say(f"ringrun: no restart, since {have}, and --min-np is {elastic.min_np}")
+                say(f"ringrun: no restart, because {have}, and --min-np is {elastic.min_np}")
                 break
         if found.size != job.size:
             of = f" of {job.size}" if found.size < job.size else ""

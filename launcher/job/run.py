@@ -150,7 +150,7 @@ def _run_once(start: Callable[[], Ending], job: Job, say: restarts.Say) -> Endin
         # Open MPI 5's mpirun fails now and then when others start at the same moment ("The PMIx server's listener
         # thread failed to start"); nothing has run yet, so a second try does no harm
         if job.verbose:
-            say(f"ringrun: trying once more, since {error}")
+            say(f"ringrun: trying once more: {error}")
     return start()
 
 

@@ -207,7 +207,7 @@ class Supervisor:
                 cut = self._job.lent_by(host, lender)
                 self._without_slot.update(cut if lender != -1 else ())
                 for rank in cut:
-                    self._agents.cut(rank, f"`ringrun join` has ended on host {host}, which so has left the job")
+                    self._agents.cut(rank, f"`ringrun join` has ended on host {host}, which has left the job")
             case events.Reported(rank, report):
                 self._on_report(rank, report)
             case events.StacksWanted(deliver):

@@ -100,7 +100,7 @@ def _join(resolved: config.Config, head: str) -> int:
 
 def _node_rank(head: str, options: Namespace) -> NodeRank:
     if options.command and _HEAD.fullmatch(options.command[0]):
-        raise UsageError(f"{options.command[0]} stands where the command begins; put it first: {_USAGE}")
+        raise UsageError(f"{options.command[0]} is where the command should begin; put it first: {_USAGE}")
     count = options.nodes and whole(options.nodes, "--nodes", 1, MAX_NODES)
     if match := _HEAD.fullmatch(head):
         lends_part = options.lend is not None and not options.command

@@ -39,10 +39,10 @@ _FILES = 1 << 16  # eight for each node, while it starts something
 _RELEASE_S = 8.0  # longer than a node waits for what runs there, see node.py
 ASK = "?\n"
 """What ringrun asks for the nodes with; a number instead is how the job has ended."""
-_WITHOUT_A_WORD = "ringrun on the head has ended without a word"
+_WITHOUT_A_WORD = "ringrun on the head ended without a message"
 _LATE_S = 10.0
 """For nodes that come after the job has failed: they would look for the head for as long as --join-timeout says."""
-_TOO_LATE = "the job has ended before this node came; see what ringrun has written on the head"
+_TOO_LATE = "the job ended before this node joined; see what ringrun has written on the head"
 _LOOK_S = 0.05
 
 

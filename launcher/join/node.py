@@ -76,7 +76,7 @@ class Lender:
                         self._start(message, error)
         except (OSError, EOFError, ValueError) as error:
             silent = f"it has not answered for {self._lost_after_s:g} s (--lost-after)"
-            why = silent if isinstance(error, HostSilentError) else str(error) or "it has ended without a word"
+            why = silent if isinstance(error, HostSilentError) else str(error) or "it ended without a message"
             return wire.Release(1, f"the connection to the head, {self._node_rank.head}, is lost: {why}")
         return message
 

@@ -44,7 +44,7 @@ def find_node_rank(environ: Environ, hostname: str) -> NodeRank | None:
                 return read(environ, hostname)
             except KeyError as error:
                 missing = f"{title} was recognized by {variable}, but {error.args[0]} is not set"
-                cure = "say --nodes N" if error.args[0] == "NNODES" else "set it, or say HEAD:PORT and --nodes N"
+                cure = "say --nodes N" if error.args[0] == "NNODES" else "set it, or give HEAD:PORT and --nodes N"
                 raise UsageError(f"{missing}; {cure}") from None
     return None
 

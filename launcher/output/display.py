@@ -164,7 +164,7 @@ class Output:
 
     def _report(self, error: Exception) -> None:
         if not self._has_failed:
-            self.message([f"ringrun: output is lost, the job goes on: {type(error).__name__}: {error}"])
+            self.message([f"ringrun: output is lost, but the job continues: {type(error).__name__}: {error}"])
         self._has_failed = True
 
     # in the thread that writes

@@ -60,7 +60,7 @@ class OutputFiles:
                 is_first, self._has_complained = not self._has_complained, True
             if is_first:
                 where = file.name if file else error.filename or self._directory
-                return f"{where} cannot be written any more: {error.strerror}; it ends here, the job goes on"
+                return f"{where} cannot be written any more: {error.strerror}; it ends here, but the job continues"
         return None
 
     def close(self) -> None:

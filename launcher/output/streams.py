@@ -97,7 +97,8 @@ class Stream:
         if self._has_complained:
             return
         self._has_complained = True
-        text = f"ringrun: {self._name} cannot be written: {why}; its lines are lost while that lasts, the job goes on\n"
+        lost = "its lines are lost while that lasts, but the job continues"
+        text = f"ringrun: {self._name} cannot be written: {why}; {lost}\n"
         self._complaints._owed += text.encode()
         if self._complaints is not self:
             self._complaints.write(b"")

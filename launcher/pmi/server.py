@@ -119,7 +119,7 @@ class Server:
             member.link.send(wire.Joined(self._name, variables[rank], port))
 
     def _lose(self, said: wire.Joining) -> None:
-        """A rank has ended without a word: the others are told."""
+        """A rank ended without a message: the others are told."""
         how = f"rank {said.rank} of {self.size}, process {said.pid} on {said.host}, has ended"
         self._tell(wire.Lost(said.rank, how))
         if self._are_complete and not self._has_begun:  # the others wait in MPI_Init, where no thread of theirs runs

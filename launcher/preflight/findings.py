@@ -120,7 +120,7 @@ def _missing(facts: Facts, question: Question, wheel: str) -> Iterator[_Row]:
         if part.error:
             yield "error", column, f"{interpreter} cannot import {name} ({part.error})", cure
     if facts.mpi.error and not facts.mpi4py.error:
-        cure = f"install there the MPI that is here, as in: {pip} install {wheel}"
+        cure = f"install the same MPI there as here, as in: {pip} install {wheel}"
         yield "error", "MPI", f"mpi4py loads no MPI library ({facts.mpi.error})", cure
     if facts.both_mpi_wheels:
         what = "the wheels of both MPIs are installed, which overwrite each other's files"
@@ -136,7 +136,7 @@ def _missing(facts: Facts, question: Question, wheel: str) -> Iterator[_Row]:
         cure = "give every host the same program at the same path: copy it, or use a shared folder"
         yield "error", "host", f"{path} is {why}", cure
     if facts.not_connected:
-        cure = "let no firewall stop TCP from the hosts to this one, or choose the network: --network-interfaces eth0"
+        cure = "let no firewall block TCP from the hosts to this one, or choose the network: --network-interfaces eth0"
         yield "error", "host", f"no connection from there to this host ({facts.not_connected})", cure
 
 

@@ -24,7 +24,7 @@ VERSION = 1
 _MOST_TENSORS, _MOST_LINES = 50, 16
 _FULL = 0.8  # of what a link can carry
 _MUCH = 0.1  # of a step
-_MORE_CORES = "use fewer ranks per host, or fewer threads per rank, and stop what else runs there"
+_MORE_CORES = "use fewer ranks per host, or fewer threads per rank, and stop other programs there"
 _NOBODY = -1  # no rank
 _PARTS = ("computing", "exposed", "waiting", "hidden")
 

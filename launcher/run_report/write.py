@@ -81,11 +81,11 @@ class Writer:
                 said = f"{self._folder / PAGE}: {in_short(report)}"
             return said
         except OSError as error:
-            why = f"the report in {self._folder} cannot be written: {error.strerror or error}; the job goes on"
+            why = f"the report in {self._folder} cannot be written: {error.strerror or error}; the job continues"
         except LauncherError as error:
             why = f"{self._folder / DATA} is written, but {error}; then: ringrun report {self._folder}"
         except Exception as error:
-            why = f"the report in {self._folder} is lost, the job goes on: {type(error).__name__}: {error}"
+            why = f"the report in {self._folder} is lost, but the job continues: {type(error).__name__}: {error}"
         if why not in self._said:
             self._said.add(why)
             self._say(f"ringrun: {why}")

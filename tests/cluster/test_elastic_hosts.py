@@ -87,7 +87,7 @@ def test_ringrun_itself(own_hosts, train, system_log):
     job.communicate(timeout=60)
     system_log.settimeout(patient(30))
     told = sorted(system_log.recv(1 << 16).decode().partition("ringrun: ")[2] for _ in range(5))
-    why = "the connection to ringrun on host h0 is lost; it has ended without a word"
+    why = "the connection to ringrun on host h0 is lost; it ended without a message"
     assert told == [
         f"rank {rank} of 5 on host {host} was ended: {why}" for rank, host in enumerate(["h0", "h1", "h1", "h2", "h3"])
     ]

@@ -128,7 +128,7 @@ def test_a_head_that_is_killed(join, nodes, python):
     jobs[0].send_signal(signal.SIGKILL)
     codes, _, _, others = ends(jobs)
     assert codes[1:] == [1] * 3
-    assert others.count("ringrun: error: ringrun on the head has ended without a word") == 3
+    assert others.count("ringrun: error: ringrun on the head ended without a message") == 3
     nodes.wait_until_gone(within_s=30)
 
 
@@ -282,7 +282,7 @@ def test_a_node_that_comes_after_the_head_has_failed_is_told(join, nodes, python
     codes, _, err, others = ends(jobs)
     assert codes == [2] * 4
     assert "there is no interface 'nosuch0' here" in err
-    assert others.count("ringrun: error: the job has ended before this node came; see what ringrun has written") == 3
+    assert others.count("ringrun: error: the job ended before this node joined; see what ringrun has written") == 3
     nodes.assert_nothing_is_left()
 
 

@@ -87,10 +87,10 @@ def test_one_machine_under_several_names_is_one_host(own_hosts, python):
     done = ringrun(own_hosts, python, "h1:1,h0-ib:1,h1-ib:1,10.77.0.2:1,h0:1", returncode=0)
     assert places(done) == [("h1", 0, 3), ("h1", 1, 3), ("h1", 2, 3), ("h0", 0, 2), ("h0", 1, 2)]
     assert (
-        "ringrun: h1, h1-ib, 10.77.0.2 are one machine, which calls itself h1: taken for one host, h1:3\n"
+        "ringrun: h1, h1-ib, 10.77.0.2 are one machine, which calls itself h1: treated as one host, h1:3\n"
         in done.stderr
     )
-    assert "ringrun: h0-ib, h0 are one machine, which calls itself h0: taken for one host, h0:2\n" in done.stderr
+    assert "ringrun: h0-ib, h0 are one machine, which calls itself h0: treated as one host, h0:2\n" in done.stderr
     done = ringrun(own_hosts, python, "h1.lan:1,h1:1", returncode=0)
     assert places(done) == [("h1", 0, 2), ("h1", 1, 2)]
 

@@ -56,7 +56,8 @@ def test_mpi_abort_ends_one_rank_and_it_is_said_who_called_it(python):
         "mpirun has ended with exit code 5: rank 1 called MPI_Abort, which ends only that rank here; to end a rank,"
     )
     by_mpich = (
-        "ringrun killed it, since it called MPI_Abort: in an elastic job MPICH itself ends no rank; to end a rank,"
+        "ringrun killed it, since it called MPI_Abort: in an elastic job MPICH itself does not end a rank; to end a "
+        "rank,"
     )
     assert by_mpirun in told or by_mpich in told
 

@@ -71,7 +71,7 @@ def test_a_job_runs_twice(ringrun, script, tmp_path, differs):
     expected = (
         "'w' differs in step 7, on rank 1 before"
         if differs
-        else r"the same bits in 10 steps, of all arrays \(1\), on ranks 0-1"
+        else r"the same bits in 10 steps, in all arrays \(1\), on ranks 0-1"
     )
     assert re.search(f"ringreduce: --twice: {expected}", result.stderr), result.stderr
 

@@ -157,7 +157,7 @@ def ends_its_rank(link, folder, monkeypatch):
 @pytest.mark.parametrize(
     ("error", "why"),
     [
-        (EOFError(), "it has ended without a word"),
+        (EOFError(), "it ended without a message"),
         (HostSilentError(), "its host has not answered for 4 s (--lost-after)"),
         (ValueError("message 3 was changed"), "message 3 was changed"),
     ],
@@ -200,7 +200,7 @@ def test_an_agent_that_fails_ends_its_rank_and_one_that_cannot_look_at_it_goes_o
     code = -signal.SIGKILL if broken == "look" else -signal.SIGTERM
     assert ends_its_rank(link, tmp_path, monkeypatch) == code
     failed = (
-        f"rank 1 of 3 on host {socket.gethostname()} was ended, since its agent failed: OSError(24, 'no descriptor')"
+        f"rank 1 of 3 on host {socket.gethostname()} was ended because its agent failed: OSError(24, 'no descriptor')"
     )
     assert link.sent == [wire.Note(f"ringrun: {failed}")] * (broken == "look")
 
@@ -290,5 +290,5 @@ def test_gpus_without_a_rank_are_named_once_on_each_host(rank, local_rank, ranks
     agent = Agent(link, RankInfo(rank, 8, local_rank, ranks), settings, daemon=0)
     agent._share(Topology((), tuple(Gpu(str(index)) for index in range(8))))
     agent._rank_socket._socket.close()
-    text = f"; {idle} of 8 GPUs idle: for a rank on each, raise -np, or Slurm's --ntasks-per-node"
+    text = f"; {idle} of 8 GPUs idle: to run a rank on each, raise -np, or Slurm's --ntasks-per-node"
     assert [text in sent.text for sent in link.sent] == [idle > 0] * (local_rank == 0 and (idle > 0 or bind))

@@ -83,7 +83,7 @@ NAME = "expected a host name of letters, digits, '.', '-' and '_'"
         ("me@h1", f"-H, item 1, 'me@h1': {NAME}, got 'me@h1' (the user of a host belongs in ~/.ssh/config)"),
         (
             "fe80::1:2",
-            "-H, item 1, 'fe80::1:2': an IPv6 address stands in brackets, as in [fe80::1]:4, got 'fe80::1:2'",
+            "-H, item 1, 'fe80::1:2': an IPv6 address must be in brackets, as in [fe80::1]:4, got 'fe80::1:2'",
         ),
         (
             "[10.0.0.1]",
@@ -271,7 +271,7 @@ def test_every_rank_has_its_place(hosts, size):
         ("h1:1", "h1:3,h2:2,h3"),
         ("h1:4,h3", "h2:2"),
         ("h2:3", "--exclude h2:3: h2 has 2 slots"),
-        ("h3:1", "--exclude h3:1: how many slots h3 has is not said; name it without a number"),
+        ("h3:1", "--exclude h3:1: how many slots h3 has is unknown; name it without a number"),
         ("h4", "--exclude h4: there is no such host; there are h1:4, h2:2, h3"),
         ("h1,h2,h3", "--exclude h1,h2,h3: no host is left"),
     ],

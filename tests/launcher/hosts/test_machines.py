@@ -68,7 +68,7 @@ def test_of_the_names_of_this_host_one_counts_that_says_so():
     hosts = [Host("alias", 1), Host("b", 1), Host(own, 2)]
     assert machines.merged(hosts) == [Host(own, 3), Host("b", 1)]
     assert machines.notices(hosts) == [
-        f"alias, {own} are one machine, which calls itself {own}: taken for one host, {own}:3"
+        f"alias, {own} are one machine, which calls itself {own}: treated as one host, {own}:3"
     ]
 
 

@@ -149,7 +149,7 @@ def test_ranks_start_in_the_slots(ringrun):
 def test_ringrun_is_not_started_once_for_every_rank(ringrun):
     done = ringrun("true", env={"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "4"}, returncode=2)
     assert "srun has started ringrun 4 times (SLURM_STEP_NUM_TASKS=4)" in done.stderr
-    assert "salloc gives a shell, too, as `srun --pty bash` does\n" in done.stderr
+    assert "salloc also gives you a shell, as `srun --pty bash` does\n" in done.stderr
     assert ringrun("-np", 1, "true", env={"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "1"}).returncode == 0
 
 

@@ -86,7 +86,7 @@ def test_a_rank_that_ends_with_0_before_the_others_is_missed_but_did_not_fail(ri
     ("actions", "why", "told"),
     [
         (["1@0=kill-STOP", "0@0=suspect-1"], "it kept others waiting", "waiting for rank 1 where "),
-        (["1@0=abort-5"], "it called MPI_Abort", "in an elastic job MPICH itself ends no rank; "),
+        (["1@0=abort-5"], "it called MPI_Abort", "in an elastic job MPICH itself does not end a rank; "),
     ],
 )
 def test_a_rank_is_killed(ringrun, python, actions, why, told):

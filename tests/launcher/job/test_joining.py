@@ -14,7 +14,7 @@ TORCH = TOLD + "call torch.distributed.init_process_group() or ringreduce.init()
 LATER = TORCH.replace("the 2", "after a minute the 2")
 OWN = TOLD + "let ringrun start the ranks, in place of torchrun, mp.spawn and notebook_launcher"
 IN_VAIN = (
-    "ringrun: the 2 ranks have joined each other, but reduced no gradients: each has trained a model of its own; wrap "
+    "ringrun: the 2 ranks have joined each other, but reduced no gradients: each has trained its own model; wrap "
     "the model in torch's DistributedDataParallel, or the optimizer in ringreduce.torch.DistributedOptimizer"
 )
 CPU = TOLD + "without GPUs transformers needs TrainingArguments(use_cpu=True)"

@@ -32,12 +32,12 @@ def members(size=4, **options):
         (
             {"size": 3, "spares": 1},
             [*LOST[:1], ("lost", {0: "c"}, 5.0)],
-            "only spares are left, rank 2, which have no state to go on with",
+            "only spares are left, rank 2, which have no state to continue from",
         ),
         (
             {},
             [*LOST, ("reformed", 0, 2), ("expired", 24.0), ("expired", 44.0)],
-            "rank 3 did not go on within 40 s after the loss of ranks 1-2",
+            "rank 3 did not continue within 40 s after the loss of ranks 1-2",
         ),
         (
             {"min_np": 3},

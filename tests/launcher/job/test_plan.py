@@ -117,7 +117,8 @@ def test_a_missing_command_is_told_with_its_cure(name, message, tmp_path, monkey
 def test_a_flag_of_ringruns_behind_python_is_told(words, flag):
     python = words.partition(" ")[0]
     expected = (
-        f"{flag} stands behind {python}, which has no such flag; ringrun's own come first: ringrun {flag} … {python}"
+        f"{flag} comes after {python}, which has no such flag; ringrun's own flags come first: ringrun {flag} … "
+        f"{python}"
     )
     with pytest.raises(UsageError, match=re.escape(expected)):
         plan.find_command(words.split())

@@ -112,7 +112,7 @@ def test_where_hosts_are_lost_an_elastic_job_has_fewer_spares_first():
     run = Attempts(FAILED, FAILED, FAILED, FAILED, sizes=[7, 5, 2])
     assert run.run(3, elastic=Elastic(min_np=3, spares=2)) == 7
     assert [(job.size, job.elastic) for job in run.jobs] == [(8, Elastic(3, 2)), (7, Elastic(3, 1)), (5, Elastic(3, 0))]
-    assert run.said[-1] == "ringrun: no restart, since hosts that answer have 2 slots, and --min-np is 3"
+    assert run.said[-1] == "ringrun: no restart, because hosts that answer have 2 slots, and --min-np is 3"
 
 
 def test_restarts_for_hosts_that_come_are_not_counted():
@@ -165,7 +165,7 @@ def test_where_hosts_that_are_left_out_are_needed_it_waits_for_them():
     ("endings", "size", "code", "said"),
     [
         ([FAILED, OK], 12, 0, "hosts that answer have 12 slots; continuing with 12 ranks"),
-        ([FAILED], None, 7, "no restart, since no host answers"),
+        ([FAILED], None, 7, "no restart, because no host answers"),
     ],
 )
 def test_more_slots_than_before_or_none_are_said(endings, size, code, said):
@@ -191,7 +191,7 @@ def test_the_time_limit_is_of_all_attempts_together():
     assert run.deadlines[0] is not None
     run = Attempts(FAILED)
     assert run.run(1, timeout_s=0.5) == 7
-    assert run.said == ["ringrun: no restart, since --timeout 0.5 s ends before it could begin"]
+    assert run.said == ["ringrun: no restart, because --timeout 0.5 s is up before it could begin"]
 
 
 # which hosts, with how many ranks each

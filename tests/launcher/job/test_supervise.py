@@ -112,7 +112,7 @@ def test_all_ranks_of_a_host_that_has_left_are_cut_off(monkeypatch):
     monkeypatch.setattr(fake, "broadcast", lambda message: end(message.number))
     job = Job(4, ["x"], hosts=((Host("h1"), 1), (Host("h2"), 2), (Host("h3"), 1)))
     assert Supervisor(job, fake, fake, fake, events).run() == 1
-    assert "how         `ringrun join` has ended on host h2, which so has left the job" in fake.said
+    assert "how         `ringrun join` has ended on host h2, which has left the job" in fake.said
     assert any(line.startswith("failed too  rank 2 on host h2: `ringrun join` has ended") for line in fake.said)
 
 

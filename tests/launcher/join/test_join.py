@@ -33,7 +33,7 @@ from tests.support.documents import having
 from tests.support.jobs import ROOT
 from tests.support.patience import wait_until
 
-TOO_LATE = "the job has ended before this node came; see what ringrun has written on the head"
+TOO_LATE = "the job ended before this node joined; see what ringrun has written on the head"
 KEY = "0123456789abcdef" * 4
 SLURM = {"SLURM_JOB_NODELIST": "n[1-4]", "SLURM_JOB_ID": "123456"}
 TRAINER = {"PET_NNODES": "4", "PET_NPROC_PER_NODE": "2", "PET_MASTER_PORT": "29400"}
@@ -95,7 +95,7 @@ def test_every_platform_is_tried():
     ("environ", "message"),
     [
         ({"NODE_RANK": "1"}, "torchrun was recognized by NODE_RANK, but NNODES is not set; say --nodes N"),
-        ({"NODE_RANK": "1", "NNODES": "2"}, "but MASTER_ADDR is not set; set it, or say HEAD:PORT and --nodes N"),
+        ({"NODE_RANK": "1", "NNODES": "2"}, "but MASTER_ADDR is not set; set it, or give HEAD:PORT and --nodes N"),
         (
             {"NODE_RANK": "4", "NNODES": "4", "MASTER_ADDR": "h0"},
             "NNODES=4: this is node 4, but of 4 nodes the last is",
@@ -174,7 +174,7 @@ def test_a_key_that_others_may_know_is_none(text, mode, message, tmp_path):
     ("arguments", "message"),
     [
         (["true"], "nothing says which node this is; expected NODE_RANK, NNODES and MASTER_ADDR, or"),
-        (["--nodes", "2", "h0:1234", "true"], "h0:1234 stands where the command begins; put it first: ringrun join"),
+        (["--nodes", "2", "h0:1234", "true"], "h0:1234 is where the command should begin; put it first: ringrun join"),
         (
             ["localhost:1234", "--nodes", "2", "true"],
             r"localhost means another host on each of 2 nodes \(localhost:1234\)",

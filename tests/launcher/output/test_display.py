@@ -137,7 +137,7 @@ def test_a_disk_that_is_full_does_not_end_the_job(ringrun, tmp_path, script):
     assert by_rank(done.stdout) == {rank: list("01234") for rank in range(2)}
     where = tmp_path / "rank.1" / "stdout"
     assert done.stderr == (
-        f"ringrun: {where} cannot be written any more: No space left on device; it ends here, the job goes on\n"
+        f"ringrun: {where} cannot be written any more: No space left on device; it ends here, but the job continues\n"
     )
     assert (tmp_path / "rank.0" / "stdout").read_text() == "0\n1\n2\n3\n4\n"
 

@@ -42,7 +42,7 @@ def test_a_rank_that_comes_later_and_can_have_no_file_is_told_of_once(tmp_path):
     files = OutputFiles(str(tmp_path), 1)
     (tmp_path / "rank.1").write_text("")
     assert files.write(1, "stdout", b"x") == (
-        f"{tmp_path}/rank.1 cannot be written any more: File exists; it ends here, the job goes on"
+        f"{tmp_path}/rank.1 cannot be written any more: File exists; it ends here, but the job continues"
     )
     assert files.write(1, "stdout", b"x") is None
     files.close()
@@ -59,7 +59,7 @@ def test_a_disk_that_gets_full_is_told_once(tmp_path):
     files = OutputFiles(str(tmp_path), 2)
     said = files.write(1, "stdout", b"x")
     where = tmp_path / "rank.1" / "stdout"
-    assert said == f"{where} cannot be written any more: No space left on device; it ends here, the job goes on"
+    assert said == f"{where} cannot be written any more: No space left on device; it ends here, but the job continues"
     assert files.write(1, "stdout", b"y") is None
     assert files.write(1, "stderr", b"y") is None
     assert files.write(0, "stdout", b"kept") is None

@@ -229,8 +229,8 @@ def test_a_full_disk_costs_one_line_and_what_was_to_be_written(tmp_path):
     assert output.finish(patient(10))
     assert not output.closed
     assert errors.read_text() == (
-        "ringrun: stdout cannot be written: No space left on device; its lines are lost while that lasts, the job goes "
-        "on\nringrun: still here\n"
+        "ringrun: stdout cannot be written: No space left on device; its lines are lost while that lasts, but the job "
+        "continues\nringrun: still here\n"
     )
 
 
@@ -245,7 +245,8 @@ def test_an_error_in_the_thread_that_writes_is_one_line_and_it_goes_on(broken, m
         ends.output.write(0, "stdout", [b"x"])
     ends.output.message(["ringrun: the end"])
     lines = ends.read(1).splitlines()
-    assert sorted(lines) == [b"ringrun: output is lost, the job goes on: MemoryError: no more", b"ringrun: the end"]
+    lost = b"ringrun: output is lost, but the job continues: MemoryError: no more"
+    assert sorted(lines) == [lost, b"ringrun: the end"]
     assert ends.read(0) == (b"" if broken == "_write" else b"[0] x\n[0] x\n")
     ends.close()
 

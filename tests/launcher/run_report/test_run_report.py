@@ -229,7 +229,7 @@ def test_a_report_that_cannot_be_written_costs_one_line(fault, why, tmp_path, co
     fault(tmp_path / "run")
     writer._write()
     writer.finish(0)
-    assert said == [f"ringrun: the report in {tmp_path}/run cannot be written: {why}; the job goes on"]
+    assert said == [f"ringrun: the report in {tmp_path}/run cannot be written: {why}; the job continues"]
 
 
 def test_a_report_that_cannot_be_made_costs_one_line(tmp_path, collector, said):
@@ -238,7 +238,7 @@ def test_a_report_that_cannot_be_made_costs_one_line(tmp_path, collector, said):
     writer._write()
     writer.finish(0)
     (line,) = said
-    assert line.startswith(f"ringrun: the report in {tmp_path} is lost, the job goes on: IndexError: ")
+    assert line.startswith(f"ringrun: the report in {tmp_path} is lost, but the job continues: IndexError: ")
 
 
 def test_a_file_system_that_hangs_is_not_waited_for(tmp_path, collector, said, monkeypatch):
