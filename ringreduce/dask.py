@@ -138,7 +138,7 @@ class _Lenders:
 def map(
     fn: Callable[..., Any], *collections: Any, client: Any = None, workers: Sequence[str] | None = None
 ) -> list[Any]:
-    """Call `fn` in each of Dask's workers, as a rank, with what lies there; return the results by rank.
+    """Call `fn` in each of Dask's workers, as a rank, with the data stored there; return the results by rank.
 
         model = ringreduce.dask.map(train, x, y)[0]
 
@@ -159,9 +159,9 @@ def map(
     found = client.run(_where, workers=workers)
     names = sorted(found, key=lambda name: (found[name][0], name))
     if len({found[name][:2] for name in names}) < len(names):
-        raise InputError("map: several of Dask's workers are one process, which can be one rank; use processes=True")
+        raise InputError("map: several of Dask's workers share a process, which can be one rank; use processes=True")
     ranks = joined.ranks_again(
-        [found[name][2] for name in names], "have new workers, by client.restart() or in another cluster"
+        [found[name][2] for name in names], "get new workers, with client.restart() or from another cluster"
     )
     if ranks:
         names = [name for _, name in sorted(zip(ranks, names, strict=True))]

@@ -112,7 +112,7 @@ HorovodInternalError = CollectiveError
 
 
 class MismatchError(CollectiveError):
-    """The ranks did not call the same operation on equal shapes; raised on every rank, and the job can go on."""
+    """The ranks did not call the same operation on equal shapes; raised on every rank, and the job can continue."""
 
 
 class StalledError(CollectiveError):
@@ -131,7 +131,7 @@ class PeerLostError(CollectiveError):
 
 
 class HostsUpdatedInterrupt(RuntimeError):  # noqa: N818 - Horovod's name
-    """The ranks of an elastic job have changed, between two steps; `elastic.run` begins again with those there are.
+    """The ranks of an elastic job have changed, between two steps; `elastic.run` begins again with the current ones.
 
     skip_sync: all ranks have the same state, so none needs another's. In an elastic job `elastic.run` finds out itself.
     Source: Horovod's.

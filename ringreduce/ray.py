@@ -135,7 +135,7 @@ def _trouble(ray: Any, tasks: Sequence[Any], elastic: bool) -> str:
 
 
 class RayExecutor:
-    """Ranks that are Ray's actors, and so keep their state from call to call. On several hosts needs MPICH.
+    """Ranks that are Ray actors, and therefore keep their state from call to call. On several hosts needs MPICH.
 
         executor = RayExecutor(RayExecutor.create_settings(), num_workers=4, use_gpu=True)
         executor.start()
@@ -256,7 +256,7 @@ class RayExecutor:
 
     def _started(self, called: str) -> list[Any]:
         if not self.workers:
-            raise StartupError(f"RayExecutor.{called}(): no ranks are there; call start() first")
+            raise StartupError(f"RayExecutor.{called}(): there are no ranks; call start() first")
         return self.workers
 
     def _actors(self, actor: Any) -> list[Any]:

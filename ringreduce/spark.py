@@ -70,7 +70,7 @@ def run_elastic(
     spark: Any = None,
     **flags: Any,
 ) -> list[Any]:
-    """Do what `run` does in an elastic job: ranks go on without those that fail; returns the results of those left.
+    """Do what `run` does in an elastic job, which continues without ranks that fail; returns the others' results.
 
     min_num_proc: with fewer ranks the job ends (1).
     max_num_proc: how many ranks it may have; executors that come later are used from the next commit on (num_proc).
@@ -155,7 +155,7 @@ def _join(threads: Sequence[Any], timeout_s: float) -> None:
 
 
 def rank(fn: Callable[[Iterator[Any]], Iterable[Any]]) -> Callable[[Iterator[Any]], Iterator[Any]]:
-    """Make each task of a barrier stage a rank; its partition is the data, and what it yields are rows of the result.
+    """Make each task of a barrier stage a rank; its partition is the data, what it yields becomes rows of the result.
 
         rows = df.mapInArrow(ringreduce.spark.rank(train), "loss double", barrier=True).collect()
 

@@ -229,7 +229,7 @@ class Ordered(ProcessSet):
         if self.world is not None and self.world.number != now.number:
             raise InputError(
                 f"{function}: {self!r} ended with the world of {self.world.size} ranks in which it was made: ranks were"
-                f" lost or have come, and there are {now.size} now. Call ordered() again in the function that "
+                f" lost or have joined, and there are {now.size} now. Call ordered() again in the function that "
                 "elastic.run wraps"
             )
 

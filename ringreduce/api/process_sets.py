@@ -126,7 +126,7 @@ class _HostProcessSet(ProcessSet):
 
 
 host_process_set: ProcessSet = _HostProcessSet()
-"""The ranks of this rank's host in the current world; all ranks make it at the first use."""
+"""The ranks of this rank's host in the current world; all ranks create it at the first use."""
 
 
 def number_of(process_set: ProcessSet, function: str) -> int:

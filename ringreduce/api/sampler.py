@@ -19,7 +19,7 @@ Indices = npt.NDArray[np.int64]
 
 
 class DistributedSampler:
-    """Splits the indices of a dataset among the ranks, equally many each, in an order that changes every epoch.
+    """Splits the indices of a dataset equally among the ranks, in an order that changes every epoch.
 
         sampler = rr.DistributedSampler(len(images))
         for epoch in range(epochs):
@@ -133,7 +133,8 @@ def gather_for_metrics(values: Any, sampler: Any, start: int = 0) -> Any:
     given = [len(each) for each in tensors]
     if len(set(given)) > 1 or (given and start + given[0] > len(sampler)):
         raise InputError(
-            f"gather_for_metrics: {given} rows after {start}; expected as many rows everywhere, one for each item, and "
+            f"gather_for_metrics: {given} rows after {start}; expected the same number of rows on all ranks, one for "
+            f"each item, and "
             f"no more than the sampler has on each rank, {len(sampler)}"
         )
     gathered = gather.grouped_allgather(tensors, "gather_for_metrics")

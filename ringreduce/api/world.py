@@ -44,7 +44,7 @@ def cross_size() -> int:
 
 
 def is_homogeneous() -> bool:
-    """True when every host has equally many ranks; raises NotInitializedError before init()."""
+    """True when every host has the same number of ranks; raises NotInitializedError before init()."""
     return runtime.current_world("is_homogeneous").is_homogeneous
 
 

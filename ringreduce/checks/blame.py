@@ -96,7 +96,7 @@ def _why(differing: Compared, kind: int, equal_at: int | None, steps: Mapping[in
     if kind == NUMBER:
         return (
             "If it steers training, as a learning rate does, all ranks must decide it alike: a scheduler or a callback "
-            "that looks at a loss must get the average of all ranks' (allreduce)"
+            "that looks at a loss must get the average over all ranks (allreduce)"
         )
     if kind == BUFFER:
         return (
@@ -107,7 +107,7 @@ def _why(differing: Compared, kind: int, equal_at: int | None, steps: Mapping[in
         return "No DistributedOptimizer has it, so its gradient is not reduced: pass it to the optimizer"
     if equal_at is None:
         return (
-            "They were never found equal: broadcast them from rank 0 before training, by broadcast_parameters or "
+            "They were never found equal: broadcast them from rank 0 before training, with broadcast_parameters or "
             "Keras' BroadcastGlobalVariablesCallback, or give all ranks the same seed"
         )
     if values:

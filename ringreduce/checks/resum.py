@@ -124,7 +124,8 @@ def verdict(ranks: Sequence[int], before: Any, after: Any, reduction: Reduction)
     right = [rank for rank in ranks if rank not in wrong]
     where = f"element {at} of {after.shape[1]} compared: "
     if len(right) == 1 and len(wrong) > 1:
-        return f"{where}{ranks_text(wrong)} got other bits than {ranks_text(right)}, from whose memory they read them"
+        them, other = ranks_text(wrong), ranks_text(right)
+        return f"{where}{them} got different bits from {other}, from whose memory they read them"
     if right:
         return f"{where}{ranks_text(wrong)} got bits that are not the sum, unlike {ranks_text(right)}"
     guilty = [rank for number, rank in enumerate(ranks) if _explains(number, before[:, at], after[0, at], reduction)]

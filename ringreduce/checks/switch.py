@@ -13,7 +13,7 @@ __all__ = ["check"]
 
 
 def check(text: str) -> None:
-    """Look for what breaks a training; the setting `check` does it from `init()` on. Every rank calls it.
+    """Look for what breaks training; the setting `check` does so from `init()` on. Every rank calls it.
 
     text:   such as "nan,divergence:100", see docs/checks.md; empty: no checks any more.
     Cost:   one agreement. While checks are off, one look at an attribute in each operation.

@@ -43,7 +43,7 @@ class Twice:
         if not self._is_first:
             if not self._file.exists():
                 raise SettingsError(
-                    f"--twice {steps}: no array was reduced so often in the first run; ask for fewer steps"
+                    f"--twice {steps}: no array was reduced that often in the first run; ask for fewer steps"
                 )
             self._before: Record = json.loads(self._file.read_text())
             self._file.unlink()
@@ -107,7 +107,7 @@ def verdict(differences: Sequence[list[Any] | None], steps: int, tensors: int) -
     """What to say of all ranks' first differences."""
     found = {rank: each for rank, each in enumerate(differences) if each is not None}
     if not found:
-        return f"the same bits in {steps} steps, of all arrays ({tensors}), on {ranks_text(range(len(differences)))}"
+        return f"the same bits in {steps} steps, in all arrays ({tensors}), on {ranks_text(range(len(differences)))}"
     step, _, name, _ = min(found.values())
     who = [rank for rank, each in found.items() if (each[0], each[2], each[3]) == (step, name, True)]
     if who:

@@ -1,4 +1,4 @@
-"""One algorithm a file, each over a `Transport`; none knows of tensors, names or frameworks.
+"""One algorithm per file, each over a `Transport`; none knows of tensors, names or frameworks.
 
 | function             | messages a rank sends | elements a rank sends, of n | source                |
 |----------------------|-----------------------|-----------------------------|-----------------------|

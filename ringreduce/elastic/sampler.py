@@ -10,7 +10,7 @@ from ringreduce.errors import InputError
 
 
 class ElasticSampler(DistributedSampler):
-    """Divides what is left of an epoch among the ranks that are left; make it an attribute of the state.
+    """Divides what is left of an epoch among the remaining ranks; make it an attribute of the state.
 
         state = TorchState(model, optimizer, sampler=ElasticSampler(dataset), epoch=0)
         loader = DataLoader(dataset, batch_size=32, sampler=state.sampler)

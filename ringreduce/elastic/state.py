@@ -24,7 +24,7 @@ _GONE = 1
 
 
 class State:
-    """What `run` passes to the training function; a subclass says what save, restore and sync do.
+    """What `run` passes to the training function; a subclass defines what save, restore and sync do.
 
     bcast_object, get_rank: kept for subclasses that were written for Horovod; by default ringreduce's.
     Source: Horovod's State.

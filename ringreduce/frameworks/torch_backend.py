@@ -58,7 +58,7 @@ def rename(name: str) -> None:
     code = getattr(helper, "__code__", None)
     if helper is None or code is None or code.co_varnames[3:5] != ("backend", "store"):
         raise RuntimeError(
-            f"--torch-backend ring: torch {torch.__version__} does not make its process groups by "
+            f"--torch-backend ring: torch {torch.__version__} does not create its process groups with "
             f"torch.distributed.distributed_c10d.{HELPER}(size, rank, ranks, backend, store, …), which was expected; "
             'start without --torch-backend, and write init_process_group("ring") in the program'
         )

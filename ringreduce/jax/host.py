@@ -64,7 +64,8 @@ class HostCollective(Collective):
             if each.shape != target.shape:
                 raise InputError(
                     f"{self.kind} ({self.place}): the result has shape {each.shape}, but {target.shape} was compiled; "
-                    "inside jax.jit all ranks must pass equally many rows, and what was compiled before another init() "
+                    "inside jax.jit all ranks must pass the same number of rows, and what was compiled before "
+                    "another init() "
                     "must be compiled again: jax.clear_caches()"
                 )
             if each is not target:

@@ -40,7 +40,7 @@ def diloco(
     compression: AnyCompressor = Compression.none,
     warmup_steps: int = 0,
 ) -> Any:
-    """Wrap a gradient transformation of optax so that every rank steps by itself, and parameters are averaged in turn.
+    """Wrap a gradient transformation of optax so that every rank steps on its own, and parameters are averaged in turn.
 
     Returns an optax.GradientTransformationExtraArgs, whose update needs params: jit it, with `jax.jit` or
     `ringreduce.jax.jit`. The options are those of `ringreduce.DiLoCo`. There is no delay, since a program of XLA waits

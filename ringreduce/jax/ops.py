@@ -80,7 +80,8 @@ def alltoall(call: Call) -> Any:
         return _on_leaves("alltoall", call.tensor, call)
     if isinstance(call.tensor, jax.core.Tracer) or isinstance(call.splits, jax.core.Tracer):
         raise InputError(
-            "alltoall: splits inside jax.jit, grad or vmap, where the number of received rows must be known before; "
+            "alltoall: splits inside jax.jit, grad or vmap, where the number of received rows must be known in "
+            "advance; "
             "expected None: pad to equal parts, or call it outside"
         )
     sent = np.asarray(_array("alltoall", "", call.tensor))

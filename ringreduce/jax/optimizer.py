@@ -156,7 +156,7 @@ def value_and_grad(
     name: str | None = None,
     **options: Any,
 ) -> Callable[..., Any]:
-    """As jax.value_and_grad, the gradients reduced over all ranks; the value is this rank's own.
+    """Like jax.value_and_grad, but with gradients reduced over all ranks; the value is this rank's own.
 
     In place of a `DistributedOptimizer`, not beside one. options: further ones of jax.value_and_grad.
     Source: Horovod's DistributedGradientTape.

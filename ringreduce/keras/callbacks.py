@@ -68,7 +68,7 @@ class BroadcastGlobalVariablesCallback(TakesAllRanks, keras.callbacks.Callback):
 
 
 class MetricAverageCallback(TakesAllRanks, keras.callbacks.Callback):  # type: ignore[misc]
-    """Average an epoch's metrics, also those of validation, over all ranks.
+    """Average an epoch's metrics, including those of validation, over all ranks.
 
     Put it before callbacks that use metrics, such as ReduceLROnPlateau, EarlyStopping, ModelCheckpoint or TensorBoard:
     all ranks then see the same, and decide alike.

@@ -16,7 +16,7 @@ import numpy as np
 from ringreduce.errors import InputError
 from ringreduce.keras.either import is_layer, is_optimizer, path_of, variables_of
 
-CURE = "commit when you have changed a model, and build it as at the commit when the training function begins"
+CURE = "commit after you change a model, and build it as it was at the commit when the training function begins"
 _OWN = "_clip_gradients", "apply", "register_local_var", "save_assets"
 """Of an optimizer, what DistributedOptimizer has put there."""
 
@@ -51,7 +51,7 @@ def put_back(value: Any, saved: Variables, models: Sequence[Any]) -> None:
     if is_optimizer(value):
         kind = type(value).__qualname__
         if kind != saved.kind:
-            raise InputError(f"KerasState: the optimizer is {kind}, in the last commit {saved.kind}; {CURE}")
+            raise InputError(f"KerasState: the optimizer is {kind}, but in the last commit {saved.kind}; {CURE}")
         if saved.trained != _trained(value, models):
             _rebuild(value, saved, models)
     pairs = _paired(value, saved)
@@ -105,8 +105,8 @@ def _paired(value: Any, saved: Variables) -> list[tuple[Any, Any]]:
         now, then = shapes.get(name), committed[name].shape if name in committed else None
         if now != then:
             raise InputError(
-                f"KerasState: of variable {name.removesuffix(' (1)')!r} the {what} has the shape {_text(now)}, the "
-                f"last commit {_text(then)}; {CURE}"
+                f"KerasState: the {what}'s variable {name.removesuffix(' (1)')!r} has the shape {_text(now)}, "
+                f"but in the last commit {_text(then)}; {CURE}"
             )
     return [(variable, committed[name]) for variable, name in zip(variables, names, strict=True)]
 

@@ -121,7 +121,7 @@ class CommitStateCallback(CalledByEither, keras.callbacks.Callback):  # type: ig
 
 
 class UpdateEpochStateCallback(CalledByEither, keras.callbacks.Callback):  # type: ignore[misc]
-    """Keep in `state.epoch` how many epochs are done, those before a loss too.
+    """Keep in `state.epoch` how many epochs are done, including those before a loss.
 
     `model.fit` may count from 0, as in epochs=10 - state.epoch, or go on, as in initial_epoch=state.epoch, epochs=10.
     Source: Horovod's callback of this name.

@@ -36,7 +36,7 @@ class _Plain:
         if vars(optimizer).pop("_clip_gradients") and is_initialized() and size() > 1:
             JOB.warning(
                 f"rank {rank()} of {size()} trains alone: its {type(optimizer).__name__} was a DistributedOptimizer, "
-                "but what Keras loads or copies is none; use hvd.load_model(path), or wrap it"
+                "but what Keras loads or copies is not one; use hvd.load_model(path), or wrap it"
             )
         return type(optimizer)._clip_gradients(optimizer, gradients)
 
@@ -72,7 +72,7 @@ def load_model(
     compression: AnyCompressor | None = None,
     **options: Any,
 ) -> Any:
-    """Load a saved model with its optimizer and that one's state, and wrap the optimizer as it was wrapped.
+    """Load a saved model with its optimizer and the optimizer's state, and wrap the optimizer as before.
 
     A file in Keras' format (.keras) has the options of its DistributedOptimizer, all but a class of one's own for
     compression, and a process set that does not exist here. One in HDF5 (.h5), or of an optimizer that was not wrapped,

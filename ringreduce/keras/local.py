@@ -53,7 +53,7 @@ class _LocalStepsCallback(TakesAllRanks, HasLocalSteps, keras.callbacks.Callback
 
 
 class LocalSGDCallback(_LocalStepsCallback):
-    """Every rank trains by itself, and the parameters are averaged every `sync_every` batches.
+    """Every rank trains on its own, and the parameters are averaged every `sync_every` batches.
 
     As `DiLoCoCallback` with all parameters at once, the plain mean, and no delay.
     """
@@ -65,7 +65,7 @@ class LocalSGDCallback(_LocalStepsCallback):
 
 
 class DiLoCoCallback(_LocalStepsCallback):
-    """Every rank trains by itself, and the trainable parameters are averaged in turn; the options are `DiLoCo`'s.
+    """Every rank trains on its own, and the trainable parameters are averaged in turn; the options are `DiLoCo`'s.
 
     Put it before other callbacks that look at the weights, and after BroadcastGlobalVariablesCallback, on all ranks,
     with a model that is built. A step is a call of on_train_batch_end. After model.fit, and for an evaluation of its

@@ -127,7 +127,7 @@ def PartialDistributedOptimizer(  # noqa: N802 - Horovod's name
     local_layers: Any = None,
     scale_local_gradients: bool = True,
 ) -> Any:
-    """As `DistributedOptimizer`, but some layers are this rank's own: their gradients are not reduced.
+    """Like `DistributedOptimizer`, but some layers are this rank's own: their gradients are not reduced.
 
     local_layers: layers, or one of them, which are built; other ranks may have others. Pass their variables to
         BroadcastGlobalVariablesCallback, too: local_variables=layer.trainable_variables.

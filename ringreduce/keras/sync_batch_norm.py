@@ -32,7 +32,7 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):  # type: ignore[m
 
     options: of keras.layers.BatchNormalization.  fused: Horovod's; it may be False only.
 
-    Every rank must call it when one does in training; how many rows each has may differ. So the moving averages are
+    Every rank must call it when one does in training; the number of rows may differ. So the moving averages are
     alike on all ranks.
 
     Cost:   training: two allreduces a forward pass, of C + 1 and C elements for C channels, and two a backward pass.

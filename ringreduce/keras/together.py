@@ -31,10 +31,10 @@ from ringreduce.ops import Max
 from ringreduce.runtime import is_initialized
 
 HOOKS = "on_train_batch_end", "on_batch_end", "on_train_batch_begin", "on_batch_begin"
-CURE = "put hvd.callbacks.MetricAverageCallback() before it, or let it use what all ranks have alike"
+CURE = "put hvd.callbacks.MetricAverageCallback() before it, or let it use a value that is equal on all ranks"
 WAIT = "ranks that end first leave the others waiting"
 ALONE = (
-    "nothing reduces the gradients: each rank trains a model of its own; compile the model with "
+    "nothing reduces the gradients: each rank trains its own model; compile the model with "
     "hvd.DistributedOptimizer(optimizer)"
 )
 KERAS = "keras.", "tf_keras."

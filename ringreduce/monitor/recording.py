@@ -183,7 +183,7 @@ class Recording:
             self._file.add(rank, events)
         except OSError as exc:
             JOB.warning(
-                f"the timeline ends here, since {self._file.path} cannot be written: {exc.strerror}; the job goes on"
+                f"the timeline ends here, since {self._file.path} cannot be written: {exc.strerror}; the job continues"
             )
             self._file.close()
             self._file = None

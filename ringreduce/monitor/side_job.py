@@ -22,5 +22,5 @@ class SideJob:
             except Exception as exc:
                 self.failed = True
                 why = f"{type(exc).__name__}: {exc}"
-                JOB.warning(f"{self._name} of rank {self._rank} failed, and ends; the job goes on: {why}")
+                JOB.warning(f"{self._name} of rank {self._rank} failed, and ends; the job continues: {why}")
         return False

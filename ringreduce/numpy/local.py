@@ -24,7 +24,7 @@ def LocalSGD(  # noqa: N802 - torch's and torchft's name
     warmup_steps: int = 0,
     compression: AnyCompressor = Compression.none,
 ) -> Any:
-    """Wrap `optimizer` so that every rank steps by itself, and the parameters are averaged every `sync_every` steps.
+    """Wrap `optimizer` so that every rank steps on its own, and the parameters are averaged every `sync_every` steps.
 
     As `DiLoCo` with all parameters at once, the plain mean, and no delay.
     """
@@ -43,7 +43,7 @@ def DiLoCo(  # noqa: N802 - the paper's name
     compression: AnyCompressor = Compression.none,
     warmup_steps: int = 0,
 ) -> Any:
-    """Wrap `optimizer` so that every rank steps by itself, and parameters are averaged in turn while it goes on.
+    """Wrap `optimizer` so that every rank steps on its own; parameters are averaged in turn while training continues.
 
     optimizer: a torch.optim.Optimizer: then an object of a subclass of its class, for schedulers and GradScaler; a
         gradient transformation of optax: see `ringreduce.jax.diloco`; or what `DistributedOptimizer` takes, for arrays

@@ -264,7 +264,7 @@ class InPlace:
             if id(array) in gone or (shapes[0] == shapes[1] and found[name] is not array):
                 raise InputError(
                     f"{self._function}: the optimizer returned, or keeps, a new array for {name!r}; expected it to "
-                    "change the one that it has in place, as w -= … and w[...] = … do, and to return no other"
+                    "change its own array in place, as w -= … and w[...] = … do, and to return no other"
                 )
 
 

@@ -153,7 +153,7 @@ class Reducer:
             then = "only all ranks may do it together" if was_cleared else "it is a BackwardError"
             JOB.warning(
                 f"DistributedOptimizer: {why}; so gradients are reduced at step(), not during backward(), until "
-                f"{self._recovery} steps have gone without that. From then on {then}: put a backward() "
+                f"{self._recovery} steps have passed without it. From then on {then}: put a backward() "
                 "whose gradients are not wanted into `with optimizer.no_sync():`, or raise backward_passes_per_step"
             )
         self._clean_steps, self._unclean = -1, why

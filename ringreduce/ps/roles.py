@@ -65,7 +65,8 @@ def begin(
     rank = current.world.rank
     if current.settings.spares:
         raise InputError(
-            "ps: --spares has no use: a parameter server goes on without a lost worker, but replaces none; leave it out"
+            "ps: --spares has no effect: a parameter server continues without a lost worker, and replaces none; "
+            "leave it out"
         )
     if (rank in ranks) is (mode is None):
         role, expected = ("server", "Server") if rank in ranks else ("worker", "Worker")

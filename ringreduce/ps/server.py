@@ -33,7 +33,7 @@ class Served(NamedTuple):
 
 
 class Server:
-    """One of the servers; made on each rank where `is_server()`, while the others make a `Worker`.
+    """One of the servers; created on each rank where `is_server()`, while the others make a `Worker`.
 
     rule:        the optimizer: rule(parameters, gradients) changes the arrays of `parameters` in place and returns
                  None, or returns a dict of new ones, of the same names and shapes. Both are dicts of NumPy arrays by

@@ -26,7 +26,7 @@ NO_NUMBERS = "OSUmM"  # kinds of NumPy's types: objects, texts, times
 
 
 class Worker:
-    """One of the workers; made on each rank where `is_server()` is False, while the others make a `Server`.
+    """One of the workers; created on each rank where `is_server()` is False, while the others make a `Server`.
 
     parameters:  any nesting of dicts, lists, tuples and arrays of NumPy, CuPy, torch or JAX, equal in form, shapes and
                  types on all workers; the first worker's values are those to start from. Servers hold bfloat16 as

@@ -10,7 +10,7 @@ from ringreduce.sweeps.teams import Team
 
 
 class Pruned(Exception):  # noqa: N818 - as Optuna's TrialPruned
-    """Raised in an objective, on all ranks of the team: this trial is not worth its end."""
+    """Raised in an objective, on all ranks of the team: this trial is not worth finishing."""
 
 
 class Trial:

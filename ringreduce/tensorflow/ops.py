@@ -115,7 +115,7 @@ def scaled(tensor: Any, factor: Any) -> Any:
 
 @_collective(gather.allgather)
 def allgather(call: Call) -> Any:
-    """Concatenate the tensors of all ranks along dim 0, in rank order; how many rows each has may differ.
+    """Concatenate the tensors of all ranks along dim 0, in rank order; the number of rows may differ.
 
     Gradient: this rank's rows of the result's gradient, averaged over the ranks.
     Otherwise as `ringreduce.allgather`.  Source: Horovod's allgather.

@@ -83,7 +83,7 @@ def PartialDistributedGradientTape(  # noqa: N802 - Horovod's name
     *,
     name: str | None = None,
 ) -> Any:
-    """As `DistributedGradientTape`, but the gradients of some layers stay this rank's own.
+    """Like `DistributedGradientTape`, but the gradients of some layers stay this rank's own.
 
     local_layers: layers of Keras, or one of them, which are built; other ranks may have others.
 

@@ -16,7 +16,7 @@ TIMEOUT_S = 1800.0  # torch's own default
 
 
 def ddp_hook(compression: Quantized | None, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # type: ignore[name-defined]
-    """`model.register_comm_hook(None, ringreduce.torch.ddp_hook)`: average DDP's buckets by ringreduce.
+    """`model.register_comm_hook(None, ringreduce.torch.ddp_hook)`: average DDP's buckets with ringreduce.
 
     In place of None: `Compression.int8` or `.int4`. Calls ringreduce.init() if nobody has. Gradients are in host
     memory.

@@ -125,7 +125,7 @@ class Shard(Gradient):
         if self.parameter.data_ptr() != self._address:
             raise InputError(
                 f"{OPTION}: parameter {self.name!r} has left the memory that the ranks share, as by model.to() or "
-                "parameter.data = …; do that before the optimizer is made, or in place: parameter.data.copy_(…)"
+                "parameter.data = …; do that before you create the optimizer, or in place: parameter.data.copy_(…)"
             )
 
     def load(self) -> tuple[int, torch.Tensor]:

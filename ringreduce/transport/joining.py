@@ -108,12 +108,12 @@ def _follow(word: Mapping[str, str], rank: int, size: int, timeout_s: float) -> 
     address, before = word.get("address", ""), membership()
     if before is None and not address:
         raise client.NotJoinedError(
-            "rank 0 has started MPI already, with other processes; MPI starts once in a process: start them all anew"
+            "rank 0 has started MPI already, with other processes; MPI starts once in a process: start new ones"
         )
     if before is None:
         _memberships.append(client.join(address, rank, size, timeout_s, JOB.warning, library.pmix()))
     elif address == before.address:
-        raise client.NobodyThereError("rank 0 has not come again")
+        raise client.NobodyThereError("rank 0 has not joined again")
     elif word.get("name") != before.name:
         raise client.NotJoinedError(_already(before, "cannot join other processes"))
 
@@ -125,7 +125,7 @@ def _newer(store: Store, word: bytes, until_s: float, why: str) -> bytes:
         while (newer := store.get(KEY)) == word and time.monotonic() < until_s:
             if time.monotonic() > told_s + _LATE_S:
                 told_s = time.monotonic()
-                JOB.warning(f"waiting for rank 0, since what it has said before is of no use: {why}")
+                JOB.warning(f"waiting for rank 0, since what it sent before is of no use: {why}")
             time.sleep(_PAUSE_S)
     return newer
 
@@ -172,7 +172,7 @@ def check_mpi(launcher: str, size: str) -> None:
 
 
 def has_lost() -> bool:
-    """Whether a rank has ended without a word, so that MPI cannot be ended by all."""
+    """Whether a rank ended without a message, so that MPI cannot be ended by all."""
     return bool((found := membership()) and found.lost)
 
 

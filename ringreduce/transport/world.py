@@ -59,7 +59,7 @@ class World:
 
     @functools.cached_property
     def is_homogeneous(self) -> bool:
-        """True when every host has equally many ranks."""
+        """True when every host has the same number of ranks."""
         return len(set(Counter(self.hosts).values())) == 1
 
     def allgather_object(self, value: Any) -> list[Any]:

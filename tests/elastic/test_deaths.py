@@ -137,4 +137,4 @@ def test_a_rank_whose_operation_waits_for_one_that_hangs_goes_on(python, tmp_pat
 def test_without_ringrun_it_is_said_that_nobody_sees_deaths():
     program = [sys.executable, "-c", "import ringreduce; ringreduce.init()"]
     done = jobs.run(program, env=jobs.environment(RINGREDUCE_ELASTIC="1"), returncode=1)
-    assert "only its agents see how a rank ends, which mpirun and srun do not tell; start with `ringrun" in done.stderr
+    assert "only its agents see how a rank ends, which mpirun and srun do not report; start with" in done.stderr

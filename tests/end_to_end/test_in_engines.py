@@ -39,7 +39,7 @@ def test_dask_s_workers_train_where_the_chunks_lie(start):
         "StartupError: 2 of these 2 processes have been ranks before, in 1 world of other processes"
     )
     assert errors[3].endswith(
-        "MPI starts once in a process: have new workers, by client.restart() or in another cluster"
+        "MPI starts once in a process: get new workers, with client.restart() or from another cluster"
     )
     assert re.search("PeerLostError: .*rank 1 of 3, process .* has ended", errors[4])
 
@@ -54,7 +54,7 @@ def test_ray_s_actors_keep_their_state(start):
         "execute [(1, 1, 'a'), (11, 1, 'a')] [(1, 2, 'a'), (11, 2, 'a')]",
         "execute_single 2",
         "raised KeyError KeyError: 'shard'",
-        "raised StartupError RayExecutor.run(): no ranks are there; call start() first",
+        "raised StartupError RayExecutor.run(): there are no ranks; call start() first",
     ], found
 
 

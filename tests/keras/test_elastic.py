@@ -212,10 +212,10 @@ def of_width(width, kind=keras.optimizers.Adam):
         (
             5,
             keras.optimizers.Adam,
-            r"of variable 'sequential/dense/kernel' the model has the shape \(4, 5\), the last .*3",
+            r"the model's variable 'sequential/dense/kernel' has the shape \(4, 5\), but in the last .*3",
         ),
-        (3, keras.optimizers.SGD, "the optimizer is SGD, in the last commit Adam"),
-        (3, keras.optimizers.Nadam, "the optimizer is Nadam, in the last commit Adam"),
+        (3, keras.optimizers.SGD, "the optimizer is SGD, but in the last commit Adam"),
+        (3, keras.optimizers.Nadam, "the optimizer is Nadam, but in the last commit Adam"),
     ],
 )
 def test_what_cannot_be_made_again_is_named(width, kind, expected):
@@ -223,6 +223,6 @@ def test_what_cannot_be_made_again_is_named(width, kind, expected):
     state.save()
     state.model = of_width(width, kind)
     before = everything(state.model)
-    with pytest.raises(rr.InputError, match=f"KerasState: {expected}.*; commit when you have changed a model"):
+    with pytest.raises(rr.InputError, match=f"KerasState: {expected}.*; commit after you change a model"):
         state.restore()
     assert width == 3 or same(everything(state.model), before)

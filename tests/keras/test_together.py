@@ -133,7 +133,7 @@ def test_keras_own_that_stop(said):
         assert "model.fit: EarlyStopping decides by 'loss', which after epoch 1 is " in text
         assert " on rank 0, " in text
         assert text.endswith(
-            "put hvd.callbacks.MetricAverageCallback() before it, or let it use what all ranks have alike"
+            "put hvd.callbacks.MetricAverageCallback() before it, or let it use a value that is equal on all ranks"
         )
 
 

@@ -253,5 +253,5 @@ def test_layers_that_were_frozen_are_so_again():
     assert not trained.layers[0].trainable
     trained.layers[0].trainable = True
     trained.compile(optimizer=hvd.DistributedOptimizer(sgd()), loss="mse")
-    with pytest.raises(rr.InputError, match=r"KerasState: of variable .* the optimizer has the shape .*; commit when"):
+    with pytest.raises(rr.InputError, match=r"KerasState: the optimizer's variable .* has the shape .*; commit after"):
         state.restore()

@@ -128,7 +128,7 @@ class ElasticRuntime(Runtime):
         self.root = root = gathered.index(max(gathered))
         if gathered[root] == NO_COMMITS:
             who = ranks_text(met.world.origins)
-            raise CollectiveError(f"only spares are left, {who}, which have no state to go on with")
+            raise CollectiveError(f"only spares are left, {who}, which have no state to continue from")
         sets = living_sets(met.values[root][1], met.world, met.membership.dead)
         return setup_of(self.start, met.world, met.transport, sets), len(set(gathered)) == 1
 
@@ -151,7 +151,7 @@ def check_start(settings: Settings, comm: Any, worlds: int) -> None:
     if not settings.error_file:
         raise StartupError(
             "RINGREDUCE_ELASTIC=1, but ringrun has not started this rank: only its agents see how a rank ends, which "
-            "mpirun and srun do not tell; start with `ringrun --elastic`"
+            "mpirun and srun do not report; start with `ringrun --elastic`"
         )
     if comm is not None:
         raise StartupError("init(comm=…): an elastic job uses all ranks that ringrun started; leave comm out")

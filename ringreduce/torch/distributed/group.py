@@ -81,7 +81,7 @@ def _check_place(options: Any, members: Sequence[int], rank: int, size: int) -> 
 
 
 class RingProcessGroup(Operations, dist.ProcessGroup):
-    """Some ranks, which alone made it; destroy_process_group() ends it on this rank.
+    """A group of ranks, created by its members alone; destroy_process_group() ends it on this rank.
 
     Raises: MismatchError, in wait(), on all members when they call different operations, or with different shapes,
             types, ops or roots; then the group can be used further. PeerLostError when a member has left.

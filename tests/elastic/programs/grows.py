@@ -1,4 +1,4 @@
-"""Rank 0 adds slots to the hostfile; the job goes on with three ranks."""
+"""Rank 0 adds slots to the hostfile; the job continues with three ranks."""
 
 import os
 import sys

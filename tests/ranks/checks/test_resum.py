@@ -81,7 +81,7 @@ def by_the_processor(reduce, self, chunks, out, copy):
     ("wrong", "expected"),
     [
         (in_the_part_of_rank_1, "all ranks got a wrong sum, as if one bit had flipped in the part of rank 1"),
-        (in_the_slot_of_rank_2, "ranks 0-1 got other bits than rank 2, from whose memory they read them"),
+        (in_the_slot_of_rank_2, "ranks 0-1 got different bits from rank 2, from whose memory they read them"),
         (in_the_array_of_rank_2, "rank 2 got bits that are not the sum, unlike ranks 0-1"),
         (by_the_processor, "all ranks got the same wrong sum; the rank that summed this element is not known"),
     ],

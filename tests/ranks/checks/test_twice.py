@@ -49,7 +49,7 @@ def found(capsys, monkeypatch, tmp_path, wrong, steps=STEPS):
 @pytest.mark.parametrize(
     ("wrong", "expected"),
     [
-        ("nothing", r"the same bits in 6 steps, of all arrays \(2\), on ranks 0-2"),
+        ("nothing", r"the same bits in 6 steps, in all arrays \(2\), on ranks 0-2"),
         (
             "own",
             r"'w' differs in step 4, on rank 1 before it is reduced: look there for .*use_deterministic_algorithms\)",
@@ -69,6 +69,6 @@ def test_the_first_difference_is_named(capsys, monkeypatch, tmp_path, wrong, exp
 
 def test_a_run_that_was_too_short_is_refused(tmp_path):
     with pytest.raises(
-        SettingsError, match=r"^--twice 9: no array was reduced so often in the first run; ask for fewer"
+        SettingsError, match=r"^--twice 9: no array was reduced that often in the first run; ask for fewer"
     ):
         run_ranks(2, rr.barrier, settings=Settings(twice=f"2:9:{tmp_path}"))

@@ -332,7 +332,7 @@ def test_a_full_disk_ends_the_timeline_and_neither_the_job_nor_its_exit(tmp_path
     monkeypatch.setenv("RINGREDUCE_TIMELINE", str(path))
     run = subprocess.run([sys.executable, "-c", FULL], capture_output=True, text=True, timeout=60)
     assert (run.returncode, run.stdout) == (0, "trained\n"), run.stderr
-    told = f"ringreduce: the timeline ends here, since {path} cannot be written: File too large; the job goes on\n"
+    told = f"ringreduce: the timeline ends here, since {path} cannot be written: File too large; the job continues\n"
     assert run.stderr.count("timeline") == run.stderr.count(told) == 1, run.stderr
     assert len(trace.read(path)) > 20, "what was written before is whole"
 
@@ -382,6 +382,6 @@ def test_a_side_job_that_fails_is_told_of_once_and_ends(capsys):
     assert run_ranks(2, program) == [[2.0] * 3] * 2
     told, full = capsys.readouterr().err.splitlines(), "OSError: [Errno 28] No space left on device"
     assert set(told) >= {
-        f"ringreduce: the timeline of rank {rank} failed, and ends; the job goes on: {full}" for rank in range(2)
+        f"ringreduce: the timeline of rank {rank} failed, and ends; the job continues: {full}" for rank in range(2)
     }
     assert len(told) == len(set(told)) <= 4

@@ -304,7 +304,7 @@ def test_the_job_goes_on_without_its_record(sent, tmp_path, monkeypatch, caplog,
             "another optimizer counts from its second step on"
         )
     warnings = [
-        f"the record of steps of rank {rank} failed, and ends; the job goes on: ZeroDivisionError" for rank in (0, 1)
+        f"the record of steps of rank {rank} failed, and ends; the job continues: ZeroDivisionError" for rank in (0, 1)
     ]
     found = sorted(each.partition(": integer")[0] for each in caplog.messages)
     assert found == (warnings if what == "it fails" else [])

@@ -52,7 +52,7 @@ def test_importing_torch_imports_next_to_nothing_of_ringreduce():
 )
 def test_a_torch_without_the_private_function_is_named(monkeypatch, helper):
     monkeypatch.setattr(distributed_c10d, torch_backend.HELPER, helper)
-    with pytest.raises(RuntimeError, match=r"--torch-backend ring: torch 2\S+ does not make its process groups by .*"):
+    with pytest.raises(RuntimeError, match=r"--torch-backend ring: torch 2\S+ does not create its process groups .*"):
         torch_backend.rename("ring")
 
 

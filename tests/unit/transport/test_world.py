@@ -352,7 +352,7 @@ def test_what_a_store_says_of_an_earlier_start_is_not_the_last_word(joined, monk
         joining.join_by_store(Store(gone, full), 1, 2)
     with pytest.raises(StartupError, match=r"nobody is there$"):
         joining.join_by_store(Store(gone), 1, 2, timeout_s=0.2)
-    assert "waiting for rank 0, since what it has said before is of no use: nobody is there" in caplog.text
+    assert "waiting for rank 0, since what it sent before is of no use: nobody is there" in caplog.text
     with pytest.raises(StartupError, match=r"nobody is there$"):
         joining.join_by_store(Store(gone, None), 1, 2)  # the store has ended with rank 0
     joining.join_by_store(Store(OTHER, gone, *[gone] * 30, full, NEW), 1, 2)
@@ -361,7 +361,7 @@ def test_what_a_store_says_of_an_earlier_start_is_not_the_last_word(joined, monk
 
 def test_a_new_process_cannot_join_one_that_has_started_mpi(monkeypatch):
     monkeypatch.setattr(joining, "_memberships", [])
-    with pytest.raises(StartupError, match=r"rank 1 of 2: rank 0 has started MPI already, .* start them all anew$"):
+    with pytest.raises(StartupError, match=r"rank 1 of 2: rank 0 has started MPI already, .* start new ones$"):
         joining.join_by_store(Store(SAME), 1, 2)
     with pytest.raises(StartupError, match="rank 1 of 2: rank 0 has not said where to meet: wait timeout after 1000ms"):
         joining.join_by_store(Store(None), 1, 2)
