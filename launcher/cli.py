@@ -58,9 +58,9 @@ from .processes import home, open_standard_streams, starter
 from .request import Request, checked
 
 _WHERE = """\
-Without -np there is a rank for every slot of the hosts in -H, --hostfile or an allocation of Slurm,
-LSF, PBS or the MPI Operator; otherwise for every NVIDIA GPU, or physical core. Other hosts are reached
-over ssh or Slurm. Each rank is bound to its own cores; local rank r gets GPU r, and cores near it."""
+Without -np each slot of the hosts in -H, --hostfile or an allocation of Slurm, LSF, PBS or the
+MPI Operator gets a rank; otherwise each NVIDIA GPU, or physical core. Other hosts are reached by
+ssh or Slurm. Each rank is bound to its own cores; local rank r gets GPU r, and cores near it."""
 
 _WHILE = """\
 Lines are printed whole, after their rank: [3] text. Rank 0 reads stdin unless it is a terminal."""
@@ -72,7 +72,7 @@ and SIGUSR1 show what the ranks are doing. Ctrl-C sends SIGINT; a second one kil
 
 _SETTINGS = """\
 Each setting in docs/settings.md is a flag, --log-level debug, a line of a file, log_level: debug,
-and a variable, RINGREDUCE_LOG_LEVEL; the first one wins. horovodrun's flags work, too. Often used:
+and a variable, RINGREDUCE_LOG_LEVEL; the first wins. horovodrun's flags work, too. Often used:
   --check LIST, --timeline FILE find who breaks training (nan,divergence); record what ranks do
   --torch-backend ring          run PyTorch programs that name "gloo", or nothing, over ringreduce
   --stall-abort-s SECONDS       fail after waiting for a rank for this long (never)"""
