@@ -79,7 +79,7 @@ def test_a_firewall_between_a_host_and_this_one(python, own_hosts):
     rule = ["to", own_hosts.addresses[0], "ipproto", "tcp", "sport", "1024-65534", "prohibit"]
     own_hosts.check(1, ["ip", "rule", "add", *rule])
     done = doctor(own_hosts, python, "-H", NAMES, "--start-timeout", "15", returncode=3)
-    told = r"\n  h1: no connection from there to this host \(10\.77\.0\.1 port [0-9]+: .*\); let no firewall stop TCP"
+    told = r"\n  h1: no connection from there to this host \(10\.77\.0\.1 port [0-9]+: .*\); let no firewall block TCP"
     assert re.search(told, done.stdout), done.stdout
     assert list(matrix(done.stdout, "Gbit/s")) == ["h0", "h2", "h3"]
     own_hosts.assert_nothing_is_left()

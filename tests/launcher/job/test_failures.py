@@ -162,7 +162,7 @@ def test_an_mpirun_that_fails_is_quoted(ringrun, broken_mpirun):
 def test_an_mpirun_that_starts_nothing_is_tried_once_more(ringrun, broken_mpirun, tmp_path):
     shell = f"echo again >> {tmp_path}/tries; wc -l < {tmp_path}/tries >&2; exit 42"
     done = ringrun("--verbose", "-np", 2, sys.executable, "-c", "", env=broken_mpirun(shell), returncode=3)
-    assert "ringrun: trying once more, since mpirun ended with exit code 42" in done.stderr
+    assert "ringrun: trying once more: mpirun ended with exit code 42" in done.stderr
     assert done.stderr.endswith("wrote:\n2\n")
 
 

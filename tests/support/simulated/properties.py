@@ -53,7 +53,7 @@ def check_decision_to_end(job: SimulatedJob) -> None:
         or (plan.max_failures is not None and sum(each in FAILED for each in causes) > plan.max_failures)
         or "before init() returned" in why
         or ("did not catch" in why and "blame" in causes)
-        or ("did not go on within" in why and not {"stop", "woken", "killed"}.isdisjoint(causes))
+        or ("did not continue within" in why and not {"stop", "woken", "killed"}.isdisjoint(causes))
         or ("which ended with exit code 0" in why and "exit0" in causes)
     )
     assert justified, f"{why}, but ranks {good} are healthy"
@@ -107,7 +107,7 @@ def _check_cause(job: SimulatedJob, first: Rank) -> None:
     assert job.code == code, f"the exit code is {job.code}, and rank {first.number} ended by {first.cause}"
     blamed = "did not catch" in job.why
     works = job.worked
-    if blamed or "did not go on within" in job.why:  # then a list must work on all that are in it
+    if blamed or "did not continue within" in job.why:  # then a list must work on all that are in it
         works = [number for number, ranks in job.worked.items() if ranks >= set(job.lists[number].ranks)]
     excused = _gone(job, works)
     assert first.number not in excused, f"rank {first.number} is the cause, without which the job had gone on"
