@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from tests.end_to_end.conftest import PROGRAMS, run
-from tests.end_to_end.test_bench import between_hosts, network
+from tests.support.benches import between_hosts, network
 
 
 @between_hosts
