@@ -60,9 +60,9 @@ def agents(tmp_path, events):
         return link
 
     yield made, come
-    made.close()
-    for link in links:
+    for link in links:  # first: it waits a second for those that are there
         link.close()
+    made.close()
 
 
 def hello(rank, size=SIZE, host=""):

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import ringreduce as rr
+from ringreduce.engine import channels
 from ringreduce.ps import worker as ps_worker
 from ringreduce.runtime import Runtime
 from ringreduce.testing import run_ranks
@@ -23,6 +24,12 @@ def pictures():
 
 
 IMAGES, LABELS = pictures()
+
+
+@pytest.fixture
+def last_messages_soon(monkeypatch):
+    """Who waits for one that has left looks for no more of its messages for a second."""
+    monkeypatch.setattr(channels, "LAST_MESSAGES_S", 0.1)
 
 
 def sgd(parameters, gradients):
@@ -179,6 +186,7 @@ def test_torch_s_optimizers_and_tensors():
         np.testing.assert_allclose(found[1], bias, atol=1e-6)
 
 
+@pytest.mark.usefixtures("last_messages_soon")
 def test_a_rule_that_raises_is_raised_by_serve_and_the_workers_do_not_wait():
     def rule(parameters, gradients):
         raise ZeroDivisionError("in the rule")
@@ -376,6 +384,7 @@ RETURNED = {
 }
 
 
+@pytest.mark.usefixtures("last_messages_soon")
 @pytest.mark.parametrize(("rule", "message"), RETURNED.values(), ids=RETURNED)
 def test_what_is_no_set_of_new_parameters_is_refused(rule, message):
     first = {"w": np.ones((2, 3)), "b": np.zeros(3)}
