@@ -57,7 +57,7 @@ def is_whole(config):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_cmdline_main(config):
-    """Three workers, since jobs often wait; -n 0 runs one test after the other."""
+    """Three workers, since jobs often wait, and four for the quick tests; -n 0 runs one test after the other."""
     options = config.option
     if under_a_launcher() and not options.basetemp:  # ranks that tidy one folder at the same time fail by that
         options.basetemp = tempfile.mkdtemp(prefix="pytest-rank-")
@@ -68,7 +68,7 @@ def pytest_cmdline_main(config):
     if hasattr(config, "workerinput"):
         options.loadgroup = True  # a worker has the command line, and not what is set here
     else:
-        options.numprocesses, options.dist = 3, "loadgroup"
+        options.numprocesses, options.dist = 4 if options.markexpr == tiers.QUICK else 3, "loadgroup"
         options.loadscopereorder = False  # else the jobs, which are few and long, would not begin first
         options.maxworkerrestart = "0"  # a worker that dies ends the run: in its place another would wait for ever
 
