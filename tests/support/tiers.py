@@ -18,19 +18,23 @@ QUICK = "not extended and not adapters"
 SAME_SEED = 1
 SEED = int(os.environ.get("TEST_SEED", SAME_SEED))
 
-extended = pytest.mark.extended
+extended, adapters = pytest.mark.extended, pytest.mark.adapters
 
 
-def parted(values: Iterable[Any], quick: Callable[..., bool]) -> list[Any]:
-    """The values of a `parametrize`, of which those run always for which `quick` is true; the others are extended.
+def parted(values: Iterable[Any], quick: Callable[..., bool], otherwise: pytest.MarkDecorator = extended) -> list[Any]:
+    """The values of a `parametrize`, of which those are quick for which `quick` is true; the others are extended.
 
     A value that is a tuple is one of several arguments, and `quick` gets them one by one.
     """
     found = []
     for value in values:
         arguments = value if type(value) is tuple else (value,)
-        found.append(pytest.param(*arguments, marks=[] if quick(*arguments) else [extended]))
+        found.append(pytest.param(*arguments, marks=[] if quick(*arguments) else [otherwise]))
     return found
+
+
+SEEDS = [0, pytest.param(1, marks=adapters), *(pytest.param(each, marks=extended) for each in (2, 3))]
+"""Of programs at random that are long."""
 
 
 def seeds(quick: Iterable[int], explored: int) -> list[Any]:

@@ -258,7 +258,7 @@ def ran(tmp_path, names, *argv):
     }
 
 
-@pytest.mark.parametrize("count", [3, 64])
+@pytest.mark.parametrize("count", [3, pytest.param(64, marks=pytest.mark.adapters)])
 def test_a_command_runs_on_every_node(count, nodes, tmp_path):
     """64 nodes: all are asked at the same time."""
     asker = nodes(count)

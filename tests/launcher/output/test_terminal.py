@@ -7,6 +7,7 @@ import pexpect
 import pytest
 
 from tests.launcher.conftest import WITHOUT_MPI
+from tests.support.tiers import adapters, parted
 
 
 def spawn(arguments, **environment):
@@ -59,14 +60,18 @@ TIME = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d{3} "
 
 @pytest.mark.parametrize(
     "flags",
-    [
-        [],
-        ["--timestamps"],
-        ["--fold"],
-        ["--ranks", "0"],
-        ["--output-filename", "DIR"],
-        ["--timestamps", "--fold", "--timeout", "40"],
-    ],
+    parted(
+        [
+            [],
+            ["--timestamps"],
+            ["--fold"],
+            ["--ranks", "0"],
+            ["--output-filename", "DIR"],
+            ["--timestamps", "--fold", "--timeout", "40"],
+        ],
+        lambda flags: len(flags) != 1 and "--ranks" not in flags,
+        adapters,
+    ),
 )
 def test_a_progress_bar_stays_one_line_with_any_flag(flags, bar, tmp_path):
     flags = [str(tmp_path) if flag == "DIR" else flag for flag in flags]

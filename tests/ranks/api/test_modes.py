@@ -14,6 +14,7 @@ import ringreduce as rr
 from ringreduce.settings import Settings
 from ringreduce.testing import run_ranks
 from tests.support.reference import COMPLEX, legal
+from tests.support.tiers import adapters
 
 torch = pytest.importorskip("torch", reason="torch is not installed: its adapter is not tested here")
 hvd = pytest.importorskip("ringreduce.torch")
@@ -72,8 +73,10 @@ def strict_program():
     assert rr.allreduce(np.ones(2), op=rr.Sum).tolist() == [2, 2]
 
 
-@pytest.mark.parametrize("compiled", [True, False], ids=["compiled", "NumPy"])
-@pytest.mark.parametrize("hosts", [(0, 0), (0, 1)], ids=["one host", "two hosts"])
+OTHERS = [pytest.param((0, 0), False, marks=adapters), pytest.param((0, 1), True, marks=adapters)]
+
+
+@pytest.mark.parametrize(("hosts", "compiled"), [((0, 0), True), ((0, 1), False), *OTHERS], ids=str)
 def test_numpys_errors_and_pythons_warnings(hosts, compiled, monkeypatch):
     if not compiled:
         monkeypatch.setattr("ringreduce.kernels.native.module", None)

@@ -19,7 +19,7 @@ from ringreduce.kernels import native
 from ringreduce.settings import Settings
 from ringreduce.testing import run_ranks
 from tests.support.express import WARM, Counting, Hurried, element, fast, own, values, warm, watched
-from tests.support.tiers import parted
+from tests.support.tiers import SEEDS
 
 pytestmark = [
     pytest.mark.timeout(60),
@@ -28,7 +28,7 @@ pytestmark = [
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
-@pytest.mark.parametrize("seed", parted(range(4), lambda seed: seed < 2))
+@pytest.mark.parametrize("seed", SEEDS)
 def test_sums_are_the_same_whichever_way_each_rank_takes(size, seed, monkeypatch):
     """Names in any order of the ranks' own; some ranks are late; some calls differ, so ids are forgotten in between."""
     monkeypatch.setattr(express, "PATIENCE_US", 5000.0)
@@ -109,7 +109,7 @@ def at(root):
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
-@pytest.mark.parametrize("seed", parted(range(4), lambda seed: seed < 2))
+@pytest.mark.parametrize("seed", SEEDS)
 def test_all_kinds_whichever_way_each_rank_takes(size, seed, monkeypatch):
     """In the program's order, since some have no name; each rank calls or submits, and is late now and then."""
     monkeypatch.setattr(express, "PATIENCE_US", 5000.0)

@@ -17,7 +17,7 @@ from ringreduce.runtime.own_channel import OwnChannel
 from ringreduce.testing import run_ranks
 from ringreduce.transport.window import PACKED
 from tests.support.patience import wait_until
-from tests.support.tiers import parted
+from tests.support.tiers import SEEDS
 from tests.support.world import on_every_world, on_every_world_and_hosts
 
 pytestmark = [
@@ -81,7 +81,7 @@ def reference(arrays, number, kind, chosen, rank):
 
 
 @on_every_world_and_hosts
-@pytest.mark.parametrize("seed", parted(range(3), lambda seed: seed < 2))
+@pytest.mark.parametrize("seed", SEEDS)
 def test_operations_are_the_same_whichever_way_each_rank_takes(world, size, seed):
     least = 10 if getattr(world(size), "hosts", None) is None else 5
 
@@ -130,7 +130,7 @@ def test_operations_are_the_same_whichever_way_each_rank_takes(world, size, seed
 
 
 @on_every_world
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", SEEDS)
 def test_parts_of_all_ranks(world, size, seed):
     """Into arrays that the caller gives; some ranks' calls take the lane, others' do not."""
 

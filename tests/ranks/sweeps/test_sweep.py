@@ -12,6 +12,7 @@ from ringreduce.testing import run_ranks
 from tests.support.on_threads import each_rank_of
 
 optuna = pytest.importorskip("optuna")
+pytestmark = pytest.mark.xdist_group("optuna")  # one worker imports SQLAlchemy
 
 
 def seeded(objective, trials, ranks, **options):

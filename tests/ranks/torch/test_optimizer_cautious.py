@@ -20,6 +20,7 @@ from ringreduce.torch import reducer as torch_reducer
 from ringreduce.torch.gradient import Gradient
 from tests.support import training
 from tests.support.on_threads import each_rank_of
+from tests.support.tiers import adapters
 
 CAUTIOUS = True  # see conftest.py
 STEPS = 12  # more than the cautious ones
@@ -108,7 +109,7 @@ def both_at_once(gan, real, step):
     gan.od.step()
 
 
-@pytest.mark.parametrize("names", [("g.", "d."), ("", "")], ids=["prefixed", "equal"])
+@pytest.mark.parametrize("names", [("g.", "d."), pytest.param(("", ""), marks=adapters)], ids=["prefixed", "equal"])
 @pytest.mark.parametrize("loop", [usual, dcgan, critic_first, not_detached, both_at_once])
 def test_gan_loops_train_as_one_process(loop, names):
     def program(data, wrapping):

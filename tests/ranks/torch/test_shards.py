@@ -20,10 +20,11 @@ from tests.support.sharded import (
     plain,
     sharded,
 )
+from tests.support.tiers import adapters, parted
 
 
-@pytest.mark.parametrize("shared", [False, True])
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("shared", [True, pytest.param(False, marks=adapters)])
+@pytest.mark.parametrize("name", parted(OPTIMIZERS, lambda name: name != "AdamW", adapters))
 def test_a_state_dict_is_the_plain_optimizers_and_can_be_loaded_at_another_number_of_ranks(name, shared):
     def saved():
         model, optimizer = sharded(name=name, shared_parameters=shared)

@@ -15,7 +15,7 @@ from tests.support.simulated.network import CUTS, FAILS, SOON, Fault, Plan
 
 KINDS = [*FAILS, "stop", *CUTS]
 WITH_SPARE = Plan(2, 1)
-PARTS = 12
+PARTS = 24
 """Of a minute's work, of which one is quick."""
 starts = pytest.mark.parametrize("start", [Plan(), WITH_SPARE], ids=["3 ranks", "2 ranks, 1 spare"])
 
