@@ -176,28 +176,34 @@ def test_it_overtakes_nothing_that_is_pending(first):
 def test_a_late_rank_is_named(late):
     """A call that was handed over is pending as any other: its stall is reported, with the caller's line."""
 
+    given_up = threading.Event()
+
     def program():
         warm()
         rr.barrier()
         if rr.rank() == late:
-            time.sleep(0.9)
+            assert given_up.wait(20)
             return
         with pytest.raises(rr.StalledError, match=rf"(?s)allreduce 'a'.*\w*express\w*\.py:\d+.*rank {late}"):
             rr.allreduce_(element(0, "a", 0), name="a", op=rr.Sum)
+        given_up.set()
 
     run_ranks(2, program, settings=Settings(stall_check_s=0.2, stall_abort_s=0.4))
 
 
 def test_a_stall_report_names_what_went_this_way_last(capsys):
+    given_up = threading.Event()
+
     def program():
         warm()
         rr.allreduce_(element(rr.rank(), "c", 0), name="not the last")
         fast("b", element(rr.rank(), "b", 0))
         if rr.rank() == 1:
-            time.sleep(0.9)
+            assert given_up.wait(20)
             return
         with pytest.raises(rr.StalledError):
             rr.allreduce_(element(0, "a", 0), name="a", op=rr.Sum)
+        given_up.set()
 
     run_ranks(2, program, settings=Settings(stall_check_s=0.2, stall_abort_s=0.4))
     told = capsys.readouterr().err
