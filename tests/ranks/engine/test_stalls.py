@@ -32,14 +32,14 @@ def busy(seconds):
     time.sleep(seconds)
 
 
-def late_rank(late, seconds=0.7):
+def late_rank(late):
     begins = threading.Barrier(3)
 
     def program():
         rr.allreduce(np.ones(3), name="first")
         begins.wait()  # or the others wait, on a busy machine, before it is there
         if rr.rank() == late:
-            busy(seconds)
+            busy(0.7)
         return rr.allreduce(np.ones((2, 5)), name="late", op=rr.Sum)[0, 0]
 
     return program
@@ -232,8 +232,8 @@ def test_what_a_rank_waits_for_is_told_with_its_line(name):
 
 
 def test_no_report_when_it_is_turned_off_or_comes_in_time(capsys):
-    run_ranks(3, late_rank(1, 0.3), settings=Settings(stall_check_s=0))
-    run_ranks(3, late_rank(1, 0.3), settings=Settings(stall_check_s=5))
+    run_ranks(3, late_rank(1), settings=Settings(stall_check_s=0))
+    run_ranks(3, late_rank(1), settings=Settings(stall_check_s=5))
     assert capsys.readouterr().err == ""
 
 
