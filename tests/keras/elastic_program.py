@@ -4,17 +4,15 @@ ringrun --elastic -np 3 --min-np 2 python -m tests.keras.elastic_program RANK BA
 """
 
 import os
-import signal
 import sys
 
 import keras
-import numpy as np
 
 import ringreduce.keras as hvd
+from tests.support.keras_fits import assert_all_have, assert_replayed, fit_what_is_left
 
-BATCHES, ROWS = 7, 6
 ORIGIN = int(os.environ["OMPI_COMM_WORLD_RANK"])
-KILLED, AT = map(int, sys.argv[1:])
+KILLED = tuple(map(int, sys.argv[1:]))
 
 
 def new_model(seed, wrap=lambda optimizer: optimizer):
@@ -24,48 +22,17 @@ def new_model(seed, wrap=lambda optimizer: optimizer):
     return model
 
 
-def batch_of(step, rank):
-    """What a rank of the job's start trains on in a step."""
-    x = np.random.default_rng([step, rank]).normal(size=(ROWS, 4)).astype(np.float32)
-    return x, x.sum(1, keepdims=True)
-
-
-def batches(steps, *ranks):
-    pairs = [batch_of(step, rank) for step in steps for rank in ranks]
-    return [np.concatenate(each) for each in zip(*pairs, strict=True)]
-
-
-class Watched(keras.callbacks.Callback):
-    """Kills a rank before a batch; notes who took part in each."""
-
-    def on_train_batch_begin(self, batch, logs=None):
-        if (ORIGIN, state.batch) == (KILLED, AT):
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    def on_train_batch_end(self, batch, logs=None):
-        state.history.append(hvd.allgather_object(ORIGIN))
-
-
 @hvd.elastic.run
 def train(state):
-    counting = [Watched(), hvd.elastic.UpdateEpochStateCallback(state), hvd.elastic.UpdateBatchStateCallback(state)]
-    callbacks = [*counting, hvd.elastic.CommitStateCallback(state)]
-    own = batches(range(state.batch, BATCHES), ORIGIN)
-    model.fit(*own, batch_size=ROWS, epochs=1 - state.epoch, shuffle=False, verbose=0, callbacks=callbacks)
+    fit_what_is_left(hvd, keras.callbacks, state, ORIGIN, KILLED)
 
 
 def main():
     train(state)
-    weights = [keras.ops.convert_to_numpy(each) for each in model.weights]
-    for theirs in hvd.allgather_object(weights):
-        for mine, their in zip(weights, theirs, strict=True):
-            np.testing.assert_array_equal(mine, their)
+    weights = model.get_weights()
+    assert_all_have(hvd, weights)
     if hvd.rank() == 0:
-        alone = new_model(seed=0)
-        for step, ranks in enumerate(state.history):
-            alone.train_on_batch(*batches([step], *ranks))
-        for mine, expected in zip(weights, alone.weights, strict=True):
-            np.testing.assert_allclose(mine, keras.ops.convert_to_numpy(expected), rtol=1e-4, atol=1e-5)
+        assert_replayed(new_model(seed=0), state, weights)
         print(f"replayed {state.history}, epochs: {state.epoch}", flush=True)
 
 

@@ -1,5 +1,7 @@
 """The callbacks: what each promises; and the functions on tensors of the backend."""
 
+import functools
+
 import keras
 import numpy as np
 import pytest
@@ -7,26 +9,19 @@ import pytest
 import ringreduce.keras as hvd
 from tests.keras.models import BATCHES, RANK, SIZE, close, data, equal_on_all_ranks, fit, fit_on, model, numbers, share
 from tests.support import names
+from tests.support.keras_fits import recorder
 from tests.support.tiers import extended, parted
 
 callbacks = hvd.callbacks
 RANKS = np.arange(SIZE)
 
 
-class Recorded(keras.callbacks.Callback):
-    """What each batch, and each epoch's end, sees."""
+def everything(trained):
+    """All that a step depends on."""
+    return numbers([*trained.weights, *trained.optimizer.variables])
 
-    def __init__(self):
-        super().__init__()
-        self.rates, self.logs, self.before = [], [], None
 
-    def on_train_batch_begin(self, batch, logs=None):
-        if self.before is None:
-            self.before = numbers([*self.model.weights, *self.model.optimizer.variables])
-        self.rates.append(float(keras.ops.convert_to_numpy(self.model.optimizer.learning_rate)))
-
-    def on_epoch_end(self, epoch, logs=None):
-        self.logs.append(dict(logs))
+Recorded = functools.partial(recorder, keras.callbacks, everything)
 
 
 @pytest.mark.quick

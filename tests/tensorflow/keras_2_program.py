@@ -4,7 +4,6 @@ TF_USE_LEGACY_KERAS=1 ringrun --horovod --elastic -np 3 python -m tests.tensorfl
 """
 
 import os
-import signal
 import sys
 
 import horovod.keras
@@ -13,9 +12,10 @@ import horovod.tensorflow.keras as hvd
 import numpy as np
 import tensorflow as tf
 
-BATCHES, ROWS = 7, 6
+from tests.support.keras_fits import BATCHES, ROWS, assert_all_have, assert_replayed, batches, fit_what_is_left
+
 ORIGIN = int(os.environ["OMPI_COMM_WORLD_RANK"])
-KILLED, AT = map(int, sys.argv[1:3])
+KILLED = tuple(map(int, sys.argv[1:3]))
 
 
 def new_model(seed, wrap=lambda optimizer: optimizer):
@@ -27,24 +27,6 @@ def new_model(seed, wrap=lambda optimizer: optimizer):
     return model
 
 
-def batches(steps, *ranks):
-    """What ranks of the job's start train on in these steps."""
-    x = [np.random.default_rng([step, rank]).normal(size=(ROWS, 4)) for step in steps for rank in ranks]
-    x = np.concatenate(x).astype(np.float32)
-    return x, x.sum(1, keepdims=True)
-
-
-class Watched(tf.keras.callbacks.Callback):
-    """Kills a rank before a batch; notes who took part in each."""
-
-    def on_train_batch_begin(self, batch, logs=None):
-        if (ORIGIN, state.batch) == (KILLED, AT):
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    def on_train_batch_end(self, batch, logs=None):
-        state.history.append(hvd.allgather_object(ORIGIN))
-
-
 def on_state_reset():
     tf.keras.backend.set_value(state.model.optimizer.lr, 0.1)
     state.resets += 1
@@ -52,26 +34,18 @@ def on_state_reset():
 
 @hvd.elastic.run
 def train(state):
-    counting = [Watched(), hvd.elastic.UpdateEpochStateCallback(state), hvd.elastic.UpdateBatchStateCallback(state)]
-    callbacks = [*counting, hvd.elastic.CommitStateCallback(state)]
-    own = batches(range(state.batch, BATCHES), ORIGIN)
-    model.fit(*own, batch_size=ROWS, epochs=1 - state.epoch, shuffle=False, verbose=0, callbacks=callbacks)
+    fit_what_is_left(hvd, tf.keras.callbacks, state, ORIGIN, KILLED)
 
 
 def main():
     train(state)
     weights = model.get_weights()
-    for theirs in hvd.allgather_object(weights):
-        for mine, their in zip(weights, theirs, strict=True):
-            np.testing.assert_array_equal(mine, their)
+    assert_all_have(hvd, weights)
     if hvd.rank() == 0:
         alone = new_model(seed=0)
         alone.build((None, 4))
         alone.set_weights(first)
-        for step, ranks in enumerate(state.history):
-            alone.train_on_batch(*batches([step], *ranks))
-        for mine, expected in zip(weights, alone.get_weights(), strict=True):
-            np.testing.assert_allclose(mine, expected, rtol=1e-4, atol=1e-5)
+        assert_replayed(alone, state, weights)
         model.save(sys.argv[3])
     hvd.allgather_object("saved")
     loaded = hvd.load_model(sys.argv[3])

@@ -1,5 +1,7 @@
 """The callbacks in the `fit` of Keras 2, of tf_keras, and states of its models."""
 
+import functools
+
 import numpy as np
 import pytest
 import tf_keras
@@ -9,6 +11,7 @@ import ringreduce.tensorflow.keras as hvd
 from ringreduce.log import JOB
 from tests.keras import models
 from tests.keras.models import BATCHES, RANK, SIZE, equal_on_all_ranks, fit_on, numbers
+from tests.support.keras_fits import recorder
 from tests.support.tiers import parted
 from tests.tensorflow.test_keras_2 import legacy, model, of_2022, optimizers, scaled, sgd
 
@@ -32,20 +35,7 @@ def everything(trained):
     return [*numbers([*trained.variables, *(own() if callable(own) else own)]), rate]
 
 
-class Recorded(tf_keras.callbacks.Callback):
-    """What each batch, and each epoch's end, sees."""
-
-    def __init__(self):
-        super().__init__()
-        self.rates, self.logs, self.before = [], [], None
-
-    def on_train_batch_begin(self, batch, logs=None):
-        if self.before is None:
-            self.before = everything(self.model)
-        self.rates.append(float(self.model.optimizer.learning_rate))
-
-    def on_epoch_end(self, epoch, logs=None):
-        self.logs.append(dict(logs))
+Recorded = functools.partial(recorder, tf_keras.callbacks, everything)
 
 
 @pytest.mark.quick
