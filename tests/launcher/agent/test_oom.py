@@ -1,10 +1,7 @@
 """Whether it was the kernel's OOM killer: the parsers, the verdict, and a real one in a cgroup with little memory."""
 
-import contextlib
-import os
 import signal
 import subprocess
-import time
 from pathlib import Path
 
 import hypothesis
@@ -12,6 +9,7 @@ import hypothesis.strategies as st
 import pytest
 
 from ringrun.agent.oom import Counter, OomWatch, counters, judge
+from tests.support.cgroups import cgroup_below
 from tests.support.patience import patient
 
 KILL = -signal.SIGKILL
@@ -89,35 +87,19 @@ def test_any_text_gives_counters_or_none(groups, mounts):
     assert isinstance(list(counters(groups, mounts)), list)
 
 
-@contextlib.contextmanager
 def memory_group(limit):
-    """A memory cgroup below our own with so much memory; skips, and says why, where none can be made."""
+    """A memory cgroup below our own with so much memory."""
     groups, mounts = Path("/proc/self/cgroup").read_text(), Path("/proc/self/mounts").read_text()
     own = next(iter(counters(groups, mounts)), None)
     if own is None:
         pytest.skip("no memory cgroup here that counts OOM kills")
-    group = own.file.parent / f"ringrun-test-{os.getpid()}"
-    limits = {"memory.limit_in_bytes": limit, "memory.max": limit}
-    try:
-        group.mkdir()
-        [name] = [name for name in limits if (group / name).exists()]
+
+    def set_up(group):
+        [name] = [name for name in ("memory.limit_in_bytes", "memory.max") if (group / name).exists()]
         (group / name).write_text(limit)
         subprocess.run(["true"], check=True, preexec_fn=lambda: (group / "cgroup.procs").write_text("0"))
-    except (OSError, ValueError, subprocess.SubprocessError) as error:
-        with contextlib.suppress(OSError):
-            group.rmdir()
-        pytest.skip(f"no cgroup with a limit can be made here ({error}): the OOM killer is not tried for real")
-    try:
-        yield group
-    finally:
-        deadline = time.monotonic() + 5
-        while True:
-            try:
-                group.rmdir()
-                break
-            except OSError:
-                assert time.monotonic() < deadline, f"{group} is not empty"
-                time.sleep(0.05)
+
+    return cgroup_below(own.file.parent, "memory", set_up)
 
 
 FILL_MEMORY = "import itertools; [bytearray(b'x') * (1 << 24) for _ in itertools.count()]"

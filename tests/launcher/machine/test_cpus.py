@@ -1,10 +1,7 @@
 """How many CPUs a process may use: its affinity, and the quotas of cgroups of both versions, also in a real one."""
 
-import contextlib
 import json
 import math
-import os
-import time
 from pathlib import Path
 
 import pytest
@@ -12,6 +9,7 @@ import pytest
 from ringrun.machine.cpus import cpu_quota, limited
 from ringrun.machine.placement import automatic_size, place, threads_of
 from ringrun.machine.topology import Core, Topology
+from tests.support.cgroups import cgroup_below
 from tests.support.fake_machines import write
 
 V1 = "9:name=systemd:/\n4:memory:/a/b\n3:cpu,cpuacct:{}\n0::/\n"
@@ -76,29 +74,17 @@ def test_ranks_and_their_threads_are_no_more_than_a_limit_has_cpus(quota, ranks,
     assert limited(8, quota) == automatic
 
 
-@contextlib.contextmanager
 def cpu_group(quota):
-    """A cgroup with a quota, in which a process may put itself; skips, and says why, where none can be made."""
+    """A cgroup with a quota, in which a process may put itself."""
     top = next(each for each in map(Path, ("/sys/fs/cgroup/cpu", "/sys/fs/cgroup")) if (each / "cgroup.procs").exists())
-    group = top / f"ringrun-test-{os.getpid()}"
-    try:
-        group.mkdir()
+
+    def set_up(group):
         name, text = (
             ("cpu.max", f"{quota} 100000") if (group / "cpu.max").exists() else ("cpu.cfs_quota_us", str(quota))
         )
         (group / name).write_text(text)
-    except OSError as error:
-        with contextlib.suppress(OSError):
-            group.rmdir()
-        pytest.skip(f"no cgroup with a quota can be made here ({error}): none is tried for real")
-    try:
-        yield group
-    finally:
-        deadline = time.monotonic() + 5
-        while group.exists():
-            assert time.monotonic() < deadline, f"{group} is not empty"
-            with contextlib.suppress(OSError):
-                group.rmdir()
+
+    return cgroup_below(top, "CPU time", set_up)
 
 
 SHOW = "import json, os; print(json.dumps([os.environ['WORLD_SIZE'], os.environ['OMP_NUM_THREADS']]))"
