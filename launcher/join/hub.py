@@ -140,10 +140,13 @@ class Hub:
 
     def left(self, link: QueuedLink) -> None:
         """A node's connection has ended, and what it ran."""
-        for host, parts in self._hosts.items():
+        for host, parts in self._hosts.copy().items():
             for part in [each for each in parts if each.link is link]:
                 programs = [each for each in self.programs.copy().values() if each.runs_on is link]
-                self._hosts[host] = tuple(each for each in parts if each is not part)
+                if others := tuple(each for each in parts if each is not part):
+                    self._hosts[host] = others
+                else:  # other threads look at the first part of each
+                    del self._hosts[host]
                 ran = bool(programs) or link in self._cut
                 self._cut.discard(link)
                 lender = part.number if part.node.machine and not ran else -1
@@ -151,7 +154,6 @@ class Hub:
                     self._departures.send(json.dumps([host, lender]).encode(), socket.MSG_DONTWAIT)
                 for program in programs:
                     program.inbox.put(Gone(EOFError()))
-        self._hosts = {host: parts for host, parts in self._hosts.items() if parts}
 
     def _serve_call(self, caller: socket.socket) -> None:
         """Have a command run for a caller, to which its three streams belong, and say how it has ended."""

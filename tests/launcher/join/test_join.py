@@ -410,6 +410,21 @@ def hosts_of(asker):
     ]
 
 
+def test_when_it_is_told_that_a_host_has_left_ringrun_finds_no_rest_of_it(nodes):
+    asker, found = nodes(1), []
+
+    class Departures:
+        def send(self, *_):
+            found.append(hosts_of(asker))
+
+    nodes.hub._departures = Departures()
+    link = nodes.speak(*lent(-1, "n1", 2))
+    assert asker.await_all(3, 60.0, "slots") == 3
+    link.close()
+    wait_until(lambda: found)
+    assert found == [[("n0", 1, [])]]
+
+
 def test_parts_of_one_host_that_are_lent_are_one_host_whose_first_lender_runs_what_is_run(nodes, tmp_path):
     asker = nodes(1)
     links = []
