@@ -102,7 +102,7 @@ def test_layers_that_are_unfrozen_between_two_commits():
     assert same(*results)
     trained.add(keras.layers.Dense(2))
     with pytest.raises(
-        rr.InputError, match=r"sequential/dense/kernel \(3\)' the model has the shape .*, the .* not there"
+        rr.InputError, match=r"sequential/dense/kernel \(3\)' has the shape .*, but in the .* not there"
     ):
         state.restore()
 
