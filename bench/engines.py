@@ -23,6 +23,7 @@ import argparse
 import contextlib
 import importlib.util
 import json
+import logging
 import statistics
 import sys
 import time
@@ -57,7 +58,7 @@ def dask(size: int) -> Iterator[Starts]:
 
     import ringreduce.dask
 
-    one = {"threads_per_worker": 1, "dashboard_address": None}
+    one = {"threads_per_worker": 1, "dashboard_address": None, "silence_logs": logging.CRITICAL}
     with LocalCluster(n_workers=size, **one) as cluster, Client(cluster) as client:
         yield (
             lambda: client.gather(client.map(abs, range(size), pure=False)),
