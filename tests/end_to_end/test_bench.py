@@ -4,6 +4,7 @@ Never how fast it was.
 """
 
 import re
+import shutil
 
 import pytest
 
@@ -45,9 +46,14 @@ def test_starting_jobs_of_512_and_4096_ranks(tmp_path):
     assert len(launch(tmp_path, "--ranks", 512, 4096, "--who", "connections")) == 2
 
 
-def test_starting_ranks_where_an_engine_has_the_processes(tmp_path, engines):
-    command = [PYTHON, BENCH / "engines.py", "--quick", "--runs", 1, "--who", "dask", "torchrun"]
-    rows = kept_by(run([*command, "--json", tmp_path / "rows.json"], **engines), tmp_path)["rows"]
+@pytest.mark.timeout(600)
+@pytest.mark.xdist_group("frameworks")  # Ray is not started beside others that take all cores
+@pytest.mark.parametrize("engine", ["dask", "ray", "spark"])
+def test_starting_ranks_where_an_engine_has_the_processes(tmp_path, engines, engine):
+    if engine == "spark" and shutil.which("java") is None:
+        pytest.skip("Spark needs Java (.ci/packages installs it)")
+    command = [PYTHON, BENCH / "engines.py", "--quick", "--runs", 1, "--who", engine, "torchrun"]
+    rows = kept_by(run([*command, "--json", tmp_path / "rows.json"], timeout_s=500, **engines), tmp_path)["rows"]
     who = ["ringreduce.run", "its own tasks", "run", "first all-reduce"]
     assert [(row["who"], row["wrong"]) for row in rows] == [(each, None if "own" in each else 0) for each in who]
     assert all(row["time_s"] > 0 for row in rows)
