@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import gc
 import re
 
 import numpy as np
@@ -19,6 +20,12 @@ from ringreduce.torch import parts
 EVERY = 4
 SETTINGS = Settings(check=f"divergence:{EVERY}", stall_check_s=0)
 UNTOUCHED = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.BatchNorm1d(6), torch.nn.Linear(6, 2))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def what_tests_before_have_left_is_passed_over():
+    gc.collect()
+    gc.freeze()
 
 
 def trained(change=lambda step, model, optimizer: None, begin=lambda model: None, steps=20):
