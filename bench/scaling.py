@@ -114,7 +114,7 @@ def by_scaling(script: Script, seconds: float) -> dict[int, float]:
 def by_hand(script: Script, ranks: int, seconds: float, about_hz: float) -> float:
     """Steps a second; about_hz: how many to expect, from which the number of steps is chosen."""
     steps = script.steps(ranks)
-    few = math.ceil(10 / steps)
+    few = math.ceil(max(10, seconds / 4 * about_hz) / steps)  # about as many as ringrun scaling leaves out
     many = few + math.ceil(seconds * about_hz / steps)
     times = []
     for epochs in few, many:

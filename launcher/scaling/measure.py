@@ -27,6 +27,8 @@ from ..text import counted
 
 FIRST_STEPS, FIRST_S = 10, 5.0
 """So many steps are left out, or those of so many seconds, but _LEAST_FIRST: they compile, and announce tensors."""
+_WARM = 0.25
+"""Of --seconds: so long is left out where steps are short, as caches and the allocator fill."""
 LEAST_STEPS = 5
 """Fewer steps are no measurement."""
 _LEAST_FIRST = 2
@@ -53,8 +55,9 @@ class Bounds:
 
     def are_first_over(self, now: Answer) -> bool:
         """Return whether all ranks have done the steps that are left out."""
+        warm_s = min(FIRST_S, _WARM * self.seconds)
         return all(
-            each["step"] >= FIRST_STEPS or (each["step"] >= _LEAST_FIRST and each["step_s"] >= FIRST_S)
+            each["step"] >= _LEAST_FIRST and each["step_s"] >= (warm_s if each["step"] >= FIRST_STEPS else FIRST_S)
             for each in now.values()
         )
 

@@ -288,7 +288,9 @@ def test_a_run_without_figures_says_why(report, said, code, problem):
 
 def test_when_the_first_steps_are_over_and_when_it_is_enough():
     bounds = Bounds(10.0, 100)
-    assert [bounds.are_first_over({0: totals(20), 1: totals(each)}) for each in (9, 10)] == [False, True]
+    enough = totals(20, step_s=3.0)
+    assert [bounds.are_first_over({0: enough, 1: totals(each, step_s=3.0)}) for each in (9, 10)] == [False, True]
+    assert [bounds.are_first_over({0: totals(500, step_s=each)}) for each in (2.4, 2.5)] == [False, True], "short steps"
     assert [bounds.are_first_over({0: totals(each, step_s=6.0)}) for each in (1, 2)] == [False, True], "long steps"
     before = {0: totals(10)}
     assert not bounds.is_enough(before, {0: totals(109, step_s=10.0)})
