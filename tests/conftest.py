@@ -82,10 +82,14 @@ def pytest_itemcollected(item):
     tiers.mark(item)
 
 
-def pytest_collection_finish():
-    """Thousands of tests and the modules that they are in stay: no look through all objects need meet them."""
-    gc.collect()
-    gc.freeze()
+def pytest_collection_finish(session):
+    """Thousands of tests and the modules that they are in stay: no look through all objects need meet them.
+
+    Not on ranks: their world is there already, and does not stay.
+    """
+    if not session.config.getoption("--with-mpi", False):
+        gc.collect()
+        gc.freeze()
 
 
 @pytest.hookimpl(tryfirst=True)
