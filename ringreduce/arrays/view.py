@@ -133,6 +133,11 @@ def takes(target: Any, source: np.ndarray[Any, Any], shape: tuple[int, ...]) -> 
     return not np.may_share_memory(target, source)
 
 
+def wrong_out(function: str, out: Any, made: Any) -> InputError:
+    """The error of an array that was given for a result of another shape, as others' rows may make it."""
+    return InputError(f"{function}: out has shape {out.shape}; expected {made.shape}")
+
+
 def check_apart(buffers: Sequence[Buffer]) -> None:
     """Raise InputError where two of several arrays that are changed in place share memory: one would be changed twice.
 

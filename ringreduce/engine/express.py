@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ringreduce.arrays.buffer import numpy_buffer
-from ringreduce.arrays.view import takes
+from ringreduce.arrays.view import takes, wrong_out
 from ringreduce.collectives.compiled import PATIENCE_US
 from ringreduce.engine.inbox import Inbox, may_be_interrupted
 from ringreduce.engine.negotiation import Negotiation
@@ -142,6 +142,7 @@ class Express:
                 if number is None or state.pending or not self._is_idle():
                     return None
                 state.express = plan.key
+            is_given = target is not None
             if target is None:
                 target = True if source is None else np.empty(known.shape, source.dtype)
             elif target is not source and not takes(target, source, known.shape):
@@ -172,7 +173,11 @@ class Express:
             state.express = ""
             self._polling.release()
         made.wait()
-        return made.outputs[0].array() if known.fits.gets is Gets.BY_ROWS else target  # others may have other rows
+        if known.fits.gets is Gets.BY_ROWS and made.outputs[0].shape != target.shape:  # others have other rows
+            if is_given:
+                raise wrong_out(kind, target, made.outputs[0])
+            return made.outputs[0].array()
+        return target
 
     def _is_idle(self) -> bool:
         """True while nothing else is under way, and nobody looks at what is submitted; with the inbox's lock held."""

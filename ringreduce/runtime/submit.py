@@ -13,7 +13,7 @@ from ringreduce import runtime
 from ringreduce.arrays import trees
 from ringreduce.arrays.buffer import Buffer
 from ringreduce.arrays.memory import Memory, in_common
-from ringreduce.arrays.view import to_write
+from ringreduce.arrays.view import to_write, wrong_out
 from ringreduce.errors import InputError, RingreduceError
 from ringreduce.execution.signature import REFUSED, calling_line, named
 from ringreduce.execution.submission import Submission
@@ -90,7 +90,7 @@ def outs_of(
     def finish(submission: Submission) -> list[Any]:
         (made,) = submission.outputs
         if made is not target:
-            raise InputError(f"{function}: out has shape {target.shape}; expected {made.shape}")
+            raise wrong_out(function, target, made)
         written()
         return [out]
 

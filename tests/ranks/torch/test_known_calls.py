@@ -61,3 +61,19 @@ def test_they_go_that_way_beside_numpys_arrays():
         for several, sums in zip(found, [*expected, 3 * ones[2 * rank :][:2]], strict=True):
             for each in several:
                 np.testing.assert_array_equal(each, sums)
+
+
+@pytest.mark.parametrize("made", [np.array, torch.tensor], ids=["NumPy", "torch"])
+def test_rows_of_others_that_do_not_fit_into_out_are_told(made):
+    """Also to a rank whose own call is as it was: it finds out when the others have come."""
+
+    def program():
+        room = made(np.zeros((4, 2), np.float32))
+        for number in range(2 * WARM):
+            assert rr.allgather(made(np.full((2, 2), number + rr.rank(), np.float32)), "e", out=room) is room
+        with pytest.raises(rr.InputError, match=r"^allgather: out has shape \(4, 2\); expected \(5, 2\)$"):
+            rr.allgather(made(np.ones((2 + rr.rank(), 2), np.float32)), "e", out=room)
+        rows = rr.allgather(made(np.ones((2 + rr.rank(), 2), np.float32)), "e")
+        return rows.shape == (5, 2) and bool((rows == 1).all())
+
+    assert run_ranks(2, program) == [True, True]
