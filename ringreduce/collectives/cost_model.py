@@ -79,7 +79,7 @@ class Constants:
                 values[name] = math.nan
             if name not in names or not 0 < values[name] < math.inf:
                 raise SettingsError(
-                    f"RINGREDUCE_COSTS: {item!r}; expected name=number, the number above 0, the name one of "
+                    f"RINGREDUCE_COSTS: {item!r}; expected name=number, where number is above 0 and name is one of "
                     f"{', '.join(names)}"
                 )
         return cls(**values)

@@ -163,7 +163,7 @@ class StallWatch:
             first = next(iter(state.running.values()), None)
         what = "an operation" if first is None else f"{first.signature.text} ({first.line})"
         text = (
-            f"{what} is under way, and has not moved for {stalled_s:.0f} s; rank {self._mailbox.rank} waits "
+            f"{what} is under way, but has not moved for {stalled_s:.0f} s; rank {self._mailbox.rank} waits "
             f"for rank {state.stuck().stuck_on()}"
         )
         asks = isinstance(state, Channel) or (isinstance(state, ProcessSetState) and state.coordinator is not None)
@@ -235,7 +235,7 @@ class StallWatch:
         if probed_s is None:
             self._probed_s[state.number] = now
             self._mailbox.send(StackRequest(-state.number, state.number), state.negotiator.coordinator_rank)
-        text = f"rank {state.negotiator.coordinator_rank}, which coordinates, does not answer"
+        text = f"rank {state.negotiator.coordinator_rank}, the coordinator, does not answer"
         if probed_s and now - probed_s > REPLY_S:
             self._probed_s[state.number] = 0.0
             self._silent.add(state.number)
@@ -265,17 +265,19 @@ class StallWatch:
             text = self._inbox.last_submission_text()
             waiting = self._process_sets.pending()
             refusals = [
-                f"{name!r}: {self._inbox.refusals[name]}" for name in request.names if name in self._inbox.refusals
+                f"its call for {name!r} {self._inbox.refusals[name]}"
+                for name in request.names
+                if name in self._inbox.refusals
             ]
         if waiting:
             text += f", and waits for {named([each.signature.text for each in waiting])}"
-        text += "".join(f"; of {each}" for each in refusals)
+        text += "".join(f"; {each}" for each in refusals)
         for each in waiting:
             (kind, name, *_), number = each.signature, each.process_set
             if name in request.names and (number, kind) != (request.process_set, request.kind):
                 text += f"; it submitted {each.signature.text} ({each.line}) to process set {number}"
                 text += f" ({ranks_text(self._process_sets.members[number])})"
-                return f"{text}: all ranks must pass the same operation and the same process set"
+                return f"{text}: all ranks must call the same operation on the same process set"
         return text
 
     def waiting_for(self) -> str:

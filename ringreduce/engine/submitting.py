@@ -162,7 +162,7 @@ class Submitting:
             if isinstance(state, ProcessSetState) and state.joined:
                 return
             if name is not None and process_set >= GLOBAL:
-                self._inbox.refused(name, f"its call ({line}) was refused there: {why}")
+                self._inbox.refused(name, f"({line}) was refused: {why}")
                 return
             mark = state.numbered(Signature(kind, state.name, details=((REFUSED, why),)))
             made = Submission(mark, process_set, (), (), lambda _: None, None, line, False)

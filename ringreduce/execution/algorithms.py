@@ -196,10 +196,10 @@ def check(settings: Settings, usable: Sequence[str], hosts: Sequence[int], why_n
         }[asked]
         raise SettingsError(
             f"RINGREDUCE_ALGORITHM={asked}: needs {needs}; there are {len(hosts)} ranks on {num_hosts} host"
-            f"{'s' if num_hosts > 1 else ''}{f', and {why_not}' if why_not else ''}; usable are {', '.join(usable)}"
+            f"{'s' if num_hosts > 1 else ''}{f', and {why_not}' if why_not else ''}; usable: {', '.join(usable)}"
         )
     if settings.deterministic and asked not in ("shared", "direct"):
         raise SettingsError(
-            f"RINGREDUCE_ALGORITHM={asked} and RINGREDUCE_DETERMINISTIC=1: its bits depend on how tensors are fused; "
-            "unset one of them, or use shared or direct"
+            f"RINGREDUCE_ALGORITHM={asked} and RINGREDUCE_DETERMINISTIC=1: its results depend on how tensors are fused"
+            "; unset one of them, or use shared or direct"
         )

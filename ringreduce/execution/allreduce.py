@@ -96,8 +96,8 @@ def _way(submission: Submission, context: Context) -> Way:
 def _encoded(reduction: Reduction, wire: Quantized, context: Context) -> Reduction:
     if wire.is_stochastic and context.settings.deterministic:
         raise InputError(
-            f"{wire} with RINGREDUCE_DETERMINISTIC=1: what it draws depends on how tensors are fused; pass "
-            "Compression.int4, or unset that"
+            f"{wire} with RINGREDUCE_DETERMINISTIC=1: its random numbers depend on how tensors are fused; pass "
+            "Compression.int4, or unset the variable"
         )
     return reduction._replace(wire=wire, seed=(next(context.draws),) if wire.is_stochastic else ())
 

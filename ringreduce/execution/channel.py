@@ -82,8 +82,8 @@ class Channel(Running):
         if doubtful := sorted(host.opening & others):
             text = (
                 f"{self.name!r} of ranks {list(self.members)}: another group with {ranks_text(doubtful)} is still "
-                "being created, or was given up; its messages could be taken for this one's. Create one after the "
-                "other, with a longer timeout, or start the job again"
+                "being created, or was given up; its messages could be mistaken for this one's. Create groups one "
+                "at a time, with a longer timeout, or start the job again"
             )
             submission.fail(CollectiveError(text))
             return

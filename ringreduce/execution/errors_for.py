@@ -18,13 +18,13 @@ def unknown_set(
     if process_set in sets:
         return InputError(
             f"{kind}: rank {rank} is not in process set {process_set}, which has {ranks_text(sets[process_set])}; "
-            "call it on these only (check process_set.included())"
+            "call it only on those (check process_set.included())"
         )
     if process_set in gone:
         return InputError(f"{kind}: process set {process_set} no longer exists: {gone[process_set]}")
     return InputError(
         f"{kind}: there is no process set {process_set}; expected one that was passed to init() or add_process_set(), "
-        "and that was not removed"
+        "and not removed"
     )
 
 
@@ -57,7 +57,7 @@ def never_complete(state: Running, submission: Submission, world: World, leaving
     signature = submission.signature
     what = f"rank {world.rank} of {world.size}, {signature.text} ({submission.line})"
     if state.leaver == world.rank:
-        return CollectiveError(f"{what}: was pending when this rank left the job ({leaving}); synchronize it before")
+        return CollectiveError(f"{what}: was pending when this rank left the job ({leaving}); synchronize it first")
     if state.leaver < 0:
         return CollectiveError(f"{what}: {state.closed}")
     return PeerLostError(

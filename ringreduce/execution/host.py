@@ -135,7 +135,7 @@ class HostResources:
         if tags is None:
             raise InputError(
                 f"add_process_set: {list(members)}: MPI has tags for {self._tags.count} process sets that share a "
-                "rank, and all are in use; remove_process_set() those that are not needed"
+                "rank, and all are in use; call remove_process_set() on those not needed"
             )
         return Resources(tags, self._regions.allocate(members), self._gpu_flags.allocate(members))
 

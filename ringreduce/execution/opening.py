@@ -62,7 +62,7 @@ def opened(
         other = found[members.index(theirs)][0]
         raise MismatchError(
             f"rank {host.world.rank} of {host.world.size} opens {name!r} of ranks {list(members)}, but rank {theirs} "
-            f"{other[1]!r} of ranks {list(other[0])}; all members must make the same groups in the same order"
+            f"opens {other[1]!r} of ranks {list(other[0])}; all members must create the same groups in the same order"
         )
     tags = max(each for _, each in found)
     if tags >= host.most_tags:

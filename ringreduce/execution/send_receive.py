@@ -151,7 +151,7 @@ class Receiver:
             submission.fail(
                 MismatchError(
                     f"rank {self._own}, recv with tag {tag} ({submission.line}): {_what(submission)}, but rank "
-                    f"{source} has sent {message.text}; both must pass equal shapes and dtypes"
+                    f"{source} sent {message.text}; both must pass equal shapes and dtypes"
                 )
             )
             return

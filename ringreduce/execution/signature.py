@@ -122,18 +122,18 @@ def mismatch_message(records: Mapping[int, SubmissionRecord], size: int) -> str:
     subject, value, expected, field = _first_difference(mine.signature, theirs.signature)
     text = (
         f"rank {differing[0]} of {size}, {subject} ({mine.line}): {value}, but rank {first} has {expected} "
-        f"({theirs.line}); all ranks must pass {field}"
+        f"({theirs.line}); all ranks must {field}"
     )
     if len(differing) > 1:
         text += f" ({ranks_text(differing)} differ from rank {first})"
     if mine.signature.numbered:
-        text += "; unnamed tensors are numbered in order, so one more call on a rank shifts all later ones: pass name="
+        text += "; unnamed tensors are numbered in order, so an extra call on a rank shifts all later ones: pass name="
     return text
 
 
 def _refusal_message(rank: int, records: Mapping[int, SubmissionRecord], size: int) -> str:
     signature, line, *_ = records[rank]
-    text = f"rank {rank} of {size}, {signature.text} ({line}) was refused there: {signature.refused}"
+    text = f"rank {rank} of {size}, {signature.text} ({line}) was refused: {signature.refused}"
     for other, (theirs, its_line, *_) in records.items():
         if other != rank:
             return f"{text}; rank {other} has {theirs.text} ({its_line})"
@@ -156,15 +156,15 @@ def ranks_text(ranks: Iterable[int]) -> str:
 def _first_difference(mine: Signature, theirs: Signature) -> tuple[str, str, str, str]:
     """The subject, both values, and the requirement, in words."""
     if mine.kind != theirs.kind:
-        return mine.text, mine.text, theirs.text, "equal operations"
+        return mine.text, mine.text, theirs.text, "call the same operation"
     ours, his = dict(mine.details), dict(theirs.details)
     for key in {**ours, **his}:  # first: with other arguments, tensors may be of other shapes, too
         if ours.get(key) != his.get(key):
-            same = f"equal values of {key}" if key.isidentifier() else "the same"
+            same = f"pass the same {key}" if key.isidentifier() else "pass the same"
             return mine.text, _detail_text(key, ours), _detail_text(key, his), same
     if len(mine.tensors) != len(theirs.tensors):
         count = f"{len(mine.tensors)} tensors{_alone(mine, theirs)}"
-        return mine.text, count, f"{len(theirs.tensors)}", "equally many"
+        return mine.text, count, f"{len(theirs.tensors)}", "pass the same number"
     for number, (one, other) in enumerate(zip(mine.tensors, theirs.tensors, strict=True)):
         if one != other:
             return mine.text_of(number), *_tensor_difference(one, other)
@@ -189,12 +189,12 @@ def _alone(mine: Signature, theirs: Signature) -> str:
 
 def _tensor_difference(mine: TensorSignature, theirs: TensorSignature) -> tuple[str, str, str]:
     if mine.name != theirs.name:
-        return f"name {mine.name!r}", f"name {theirs.name!r}", "equal names"
+        return f"name {mine.name!r}", f"name {theirs.name!r}", "pass the same name"
     if mine.dtype != theirs.dtype:
-        return tensor_text(mine), tensor_text(theirs), "equal dtypes"
+        return tensor_text(mine), tensor_text(theirs), "pass equal dtypes"
     if mine.shape != theirs.shape:
-        return tensor_text(mine), tensor_text(theirs), "equal shapes"
-    return f"a tensor on {mine.device}", f"one on {theirs.device}", "equal kinds of device"
+        return tensor_text(mine), tensor_text(theirs), "pass equal shapes"
+    return f"a tensor on {mine.device}", f"one on {theirs.device}", "pass the same kind of device"
 
 
 def tensor_text(tensor: TensorSignature) -> str:

@@ -222,14 +222,14 @@ class TimelineFile:
         if self._keeping == (self._end - self._minute_began <= BYTES_A_MINUTE):
             return
         self._keeping, self._before = not self._keeping, dict(self._newest)
-        what = "all from here on" if self._keeping else "left out until the next minute: the file grows too fast"
+        what = "all events from here on" if self._keeping else "left out until the next minute: the file grows too fast"
         told: list[Record] = [{"name": what, "ph": "i", "s": "g", "pid": 0, "tid": 0, "ts": at_us}]
         for rank in range(len(self._offsets_us)):
             told.append({"name": IN_FLIGHT, "ph": "C", "pid": rank, "ts": at_us, "args": {"bytes": 0}})
         self._write(told)
         if not self._told:
             JOB.warning(
-                f"the timeline {self.path} grows too fast: it keeps the first part of each minute, for all ranks"
+                f"the timeline {self.path} grows too fast: only the first part of each minute is kept, for all ranks"
             )
         self._told = True
 

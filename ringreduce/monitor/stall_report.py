@@ -94,7 +94,7 @@ def _behind(waiting: Sequence[Waiting]) -> str:
         f"{'their' if own[1:] else 'its'} {ordinal(number + 1)} ({newest.signature.text})"
     )
     elsewhere = any(rank in each.submitted for each in waiting for rank in late)
-    return text + (": do all ranks have equally many batches?" if elsewhere else "")
+    return text + (": do all ranks have the same number of batches?" if elsewhere else "")
 
 
 def ordinal(number: int) -> str:

@@ -234,10 +234,10 @@ class Coordinator:
         if signature.kind != JOINABLE:
             text += "a joined rank can take part in allreduce only; call other collectives before any rank joins"
             if signature.kind == "allgather":
-                text += "; sparse gradients are gathered, too: pass sparse_as_dense=True to the optimizer"
+                text += "; sparse gradients are also gathered: pass sparse_as_dense=True to the optimizer"
         elif scaled:
             text += f"op={details['op']} has no neutral element that prescale_factor={details['prescale_factor']} "
-            text += "leaves as it is; scale the array before the call"
+            text += "leaves unchanged; scale the array before the call"
         else:
             return None
         return Failure(signature.key, "CollectiveError", text)

@@ -186,7 +186,7 @@ def test_a_rank_that_does_something_else_is_named_with_its_stack(finished, pytho
     ("rank", "message"),
     [
         (1, r"\nrank 1 does not answer: it is stopped, or in C code that holds the GIL"),
-        (0, r"stalled; rank [12] says: rank [12] has waited for \d s; rank 0, which coordinates, does not answer"),
+        (0, r"stalled; rank [12] says: rank [12] has waited for \d s; rank 0, the coordinator, does not answer"),
     ],
 )
 def test_a_rank_that_is_stopped_is_told(finished, rank, message):
@@ -207,7 +207,7 @@ MUTE_BEFORE = rf"rank 0 has waited in shutdown\(\) for \d+ s for rank 1\nrank 1 
     ("rank", "early", "message"),
     [
         (1, [], MUTE_IN_LEAVING),
-        (0, [], r"rank 0, which coordinates, does not answer"),
+        (0, [], r"rank 0, the coordinator, does not answer"),
         (1, ["early"], MUTE_BEFORE),
     ],
 )
@@ -231,7 +231,7 @@ def test_a_stop_in_the_middle_of_an_operation_is_told(finished):
         returncode=0,
     )
     assert re.search(
-        r"rank 0 says: allreduce 'big\{0\}' \(\S+:\d+\) is under way, and has not moved for \d s; "
+        r"rank 0 says: allreduce 'big\{0\}' \(\S+:\d+\) is under way, but has not moved for \d s; "
         r"rank 0 waits for rank [12]\n(.*\n)*rank 1 does not answer: it is stopped",
         done.stdout,
     ), done.stdout

@@ -141,7 +141,7 @@ def test_a_rank_that_does_not_call_is_named_with_what_it_did_last(script):
     late = "dist.barrier()\nimport time\nif dist.get_rank() == 1: time.sleep(20)\nvalue = "
     program = script(PROGRAM.replace("value = ", late))
     finished = ringrun(PYTHON, 2, program, RINGREDUCE_STALL_CHECK_S="1", RINGREDUCE_STALL_ABORT_S="4", returncode=1)
-    assert re.search(r"allreduce 'group 0' \(train.py:10\) is under way, and has not moved for \d s", finished.stdout)
+    assert re.search(r"allreduce 'group 0' \(train.py:10\) is under way, but has not moved for \d s", finished.stdout)
     assert "rank 0 waits for rank 1" in finished.stdout
     assert "time.sleep(20)" in finished.stdout, "its stack"
 

@@ -49,19 +49,19 @@ MISMATCHES = {
     ),
     "op": (
         lambda r: rr.allreduce_async(zeros(4), name="w", op=[rr.Sum, rr.Average, rr.Sum][r]),
-        "rank 1 of 3, allreduce 'w' .*: op=Average, but rank 0 has op=Sum .*; all ranks must pass equal values of op",
+        "rank 1 of 3, allreduce 'w' .*: op=Average, but rank 0 has op=Sum .*; all ranks must pass the same op",
     ),
     "prescale": (
         lambda r: rr.allreduce_async(zeros(4), name="w", prescale_factor=1.0 + (r == 2)),
-        "rank 2 of 3, .*: prescale_factor=2.0, but rank 0 has prescale_factor=1.0 .* equal values of prescale_factor",
+        "rank 2 of 3, .*: prescale_factor=2.0, but rank 0 has prescale_factor=1.0 .* the same prescale_factor",
     ),
     "postscale": (
         lambda r: rr.allreduce_async(zeros(4), name="w", postscale_factor=0.5 if r == 1 else 1.0),
-        "rank 1 of 3, .*: postscale_factor=0.5, but rank 0 has postscale_factor=1.0 .* values of postscale_factor",
+        "rank 1 of 3, .*: postscale_factor=0.5, but rank 0 has postscale_factor=1.0 .* the same postscale_factor",
     ),
     "group's number": (
         lambda r: rr.grouped_allreduce_async([zeros(4)] * (3 if r == 1 else 2), name="w"),
-        rf"rank 1 of 3, allreduce 'w' {LINE}: 3 tensors, but rank 0 has 2 {LINE}; all ranks must pass equally many",
+        rf"rank 1 of 3, allreduce 'w' {LINE}: 3 tensors, but rank 0 has 2 {LINE}; all ranks must pass the same number",
     ),
     "tree with a leaf more": (
         lambda r: rr.allreduce_async({"a": zeros(4), "b": [zeros(4)] * (1 + (r == 1))}, name="w"),
@@ -73,7 +73,7 @@ MISMATCHES = {
     ),
     "keys of a tree": (
         lambda r: rr.allreduce_async({"a": zeros(4), "c" if r else "b": zeros(4)}),
-        "rank 1 of 3, allreduce 'c' .*: name 'c', but rank 0 has name 'b' .* equal names",
+        "rank 1 of 3, allreduce 'c' .*: name 'c', but rank 0 has name 'b' .* the same name",
     ),
     "shape in a tree": (
         lambda r: rr.allreduce_async({"layers": [zeros(4), zeros(5 + r % 2)]}),
@@ -89,7 +89,7 @@ MISMATCHES = {
     ),
     "names of a group": (
         lambda r: rr.grouped_allreduce_async([zeros(4)] * 2, name="w", names=["a", "c" if r else "b"]),
-        "allreduce 'c' .*: name 'c', but rank 0 has name 'b' .* equal names",
+        "allreduce 'c' .*: name 'c', but rank 0 has name 'b' .* the same name",
     ),
     "allgather's other dimensions": (
         lambda r: rr.allgather_async(zeros(r, 3 + (r == 2)), name="w"),
@@ -109,11 +109,11 @@ MISMATCHES = {
     ),
     "reducescatter's op": (
         lambda r: rr.grouped_reducescatter_async([zeros(6)], name="w", op=rr.Sum if r else rr.Average),
-        "rank 1 of 3, reducescatter 'w' .*: op=Sum, but rank 0 has op=Average .* of op .ranks 1-2 differ",
+        "rank 1 of 3, reducescatter 'w' .*: op=Sum, but rank 0 has op=Average .* the same op .ranks 1-2 differ",
     ),
     "broadcast's root": (
         lambda r: rr.broadcast_async(zeros(4), r % 2, name="w"),
-        "rank 1 of 3, broadcast 'w' .*: root_rank=1, but rank 0 has root_rank=0 .* equal values of root_rank",
+        "rank 1 of 3, broadcast 'w' .*: root_rank=1, but rank 0 has root_rank=0 .* the same root_rank",
     ),
     "broadcast's shape": (
         lambda r: rr.broadcast_async_(zeros(4 + (r == 1)), 0, name="w"),
@@ -155,7 +155,7 @@ DIFFERENT = {
     "no name": (
         lambda r: [rr.allreduce, rr.allgather][r](zeros(4)),
         "allgather of an unnamed tensor, but rank 0 has allreduce of an unnamed tensor .*; unnamed tensors are "
-        "numbered in order, so one more call on a rank shifts all later ones: pass name=$",
+        "numbered in order, so an extra call on a rank shifts all later ones: pass name=$",
     ),
     "no array": (
         lambda r: rr.barrier() if r else rr.allreduce(zeros(4)),
@@ -454,7 +454,7 @@ def test_what_one_rank_refuses_is_the_others_error_and_later_calls_meet(case, re
                 call(True)
             assert isinstance(caught.value, rr.InputError)
         else:
-            message = rf"^rank {refusing} of 3, .*{LINE} was refused there: .*(expected|pass).*; rank . has .* {LINE}$"
+            message = rf"^rank {refusing} of 3, .*{LINE} was refused: .*(expected|pass).*; rank . has .* {LINE}$"
             with pytest.raises(rr.MismatchError, match=message) as caught:
                 call(False)
             assert kind in REFUSED or kind in str(caught.value)

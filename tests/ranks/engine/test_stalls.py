@@ -162,7 +162,7 @@ def test_the_rank_that_has_taken_fewer_steps_is_named_with_their_number(how, beh
     run_ranks(3, program, settings=SOON)
     first, *others = reports[-1].removeprefix("stalled: ").splitlines()[:3]
     assert first == (
-        f"{here} took 11 steps, {ahead} are in their 12th ({what}): do all ranks have equally many batches?"
+        f"{here} took 11 steps, {ahead} are in their 12th ({what}): do all ranks have the same number of batches?"
     )
     waits = {WHAT[how]: (ahead, here), "allreduce 'loss' (float32[])": (here, ahead)}
     for name, (submitted, missing) in waits.items():
@@ -288,7 +288,26 @@ def test_a_name_in_another_process_set_or_of_another_operation_is_told(capsys, r
     assert run_ranks(3, program, process_sets=[ranks] if number else [], settings=settings) == [3, 3, 3]
     told = capsys.readouterr().err
     where = rf"'w' \(test_stalls.py:\d+\) to process set {number} \(ranks {ranks[0]}-{ranks[-1]}\)"
-    assert re.search(f"rank {submitted} {where}: all ranks must pass the same operation and the same ", told), told
+    assert re.search(f"rank {submitted} {where}: all ranks must call the same operation on the same ", told), told
+
+
+def test_a_call_that_the_missing_rank_refused_is_told(capsys):
+    failed = []
+
+    def program():
+        if rr.rank() == 1:
+            with pytest.raises(rr.InputError):
+                rr.allreduce("three", name="w")
+            wait_until(lambda: len(failed) == 2)
+        else:
+            with pytest.raises(rr.StalledError, match="'w'"):
+                rr.allreduce(np.ones(3), name="w")
+            failed.append(rr.rank())
+        return rr.allreduce(1.0, name="after", op=rr.Sum)
+
+    assert run_ranks(3, program, settings=Settings(stall_check_s=0.2, stall_abort_s=1.5)) == [3, 3, 3]
+    told = capsys.readouterr().err
+    assert re.search(r"rank 1 .*; its call for 'w' \(test_stalls.py:\d+\) was refused: allreduce 'w': ", told), told
 
 
 @pytest.mark.parametrize("patient", [False, True])

@@ -127,7 +127,7 @@ def refused_on_one_rank(rank, size):
         ("broadcast", lambda: dist.broadcast(torch.ones(3), 0), lambda: dist.broadcast(sparse, 0), "is not dense"),
     ):
         at = r"\(test_distributed_inputs.py:\d+\)"
-        told = rf"rank 1 of {size}, {kind} 'group \d+' {at} was refused there: .*{why}"
+        told = rf"rank 1 of {size}, {kind} 'group \d+' {at} was refused: .*{why}"
         with pytest.raises(ValueError if rank == 1 else rr.MismatchError, match=why if rank == 1 else told):
             (wrong if rank == 1 else right)()
         after = torch.ones(2)

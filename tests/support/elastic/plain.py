@@ -59,7 +59,7 @@ def run(job: Job, python: Path = Path(sys.executable)):
 def faults(job: Job, printed: str) -> list[str]:
     """What is wrong with a job's report."""
     named = re.findall(r"-- ringrun: rank (\d+) of \d+ failed first --", printed)
-    is_blamed = re.search(rf"missing: rank {job.rank}\b|rank {job.rank}, which coordinates, does not answer", printed)
+    is_blamed = re.search(rf"missing: rank {job.rank}\b|rank {job.rank}, the coordinator, does not answer", printed)
     is_wrong = not is_blamed if job.how in STALLS else named != [str(job.rank)]
     return [f"rank {job.rank} failed, and {named} are named"] * is_wrong
 

@@ -143,7 +143,7 @@ def test_what_is_not_named_keeps_its_default():
 )
 def test_constants_that_do_not_parse_are_refused(item):
     names = "copy_gbs, message_us, message_gbs, wire_us, wire_gbs"
-    message = f"RINGREDUCE_COSTS: {item!r}; expected name=number, the number above 0, the name one of {names}"
+    message = f"RINGREDUCE_COSTS: {item!r}; expected name=number, where number is above 0 and name is one of {names}"
     with pytest.raises(rr.SettingsError, match=f"^{re.escape(message)}$"):
         Constants.parse(f"copy_gbs=3,{item},wire_us=7")
 
@@ -233,8 +233,8 @@ SEVERAL = "several hosts, one of them with several ranks, and shared memory"
             [0, 0, 1],
             "=shared: needs all ranks on one host, and shared memory; there are 3 ranks on 2 hosts; ",
         ),
-        ("hierarchical", [0, 0], f"=hierarchical: needs {SEVERAL}; there are 2 ranks on 1 host; usable are "),
-        ("hierarchical", [0, 1, 2], f"=hierarchical: needs {SEVERAL}; there are 3 ranks on 3 hosts; usable are "),
+        ("hierarchical", [0, 0], f"=hierarchical: needs {SEVERAL}; there are 2 ranks on 1 host; usable: "),
+        ("hierarchical", [0, 1, 2], f"=hierarchical: needs {SEVERAL}; there are 3 ranks on 3 hosts; usable: "),
         *((algorithm, [0], "") for algorithm in ALGORITHMS),
         *(("shared", [0, 0], ""), ("hierarchical", [0, 0, 1], ""), ("ring", [0, 1], ""), ("auto", [0, 1], "")),
     ],
@@ -243,19 +243,19 @@ SEVERAL = "several hosts, one of them with several ranks, and shared memory"
 def test_a_forced_algorithm_that_cannot_be_used_is_refused(algorithm, hosts, message):
     found = told(hosts, Settings(algorithm=algorithm))
     assert message in found if message else found == ""
-    assert "needs" not in message or found.endswith(f"; usable are {', '.join(routes_of(hosts).usable)}")
+    assert "needs" not in message or found.endswith(f"; usable: {', '.join(routes_of(hosts).usable)}")
 
 
 def test_the_refusal_says_why_there_is_no_shared_memory():
     message = told([0, 0], Settings(algorithm="shared"), "rank 1: /dev/shm has 1 MiB free", shared=False)
-    there = "there are 2 ranks on 1 host, and rank 1: /dev/shm has 1 MiB free; usable are ring, halving, direct"
+    there = "there are 2 ranks on 1 host, and rank 1: /dev/shm has 1 MiB free; usable: ring, halving, direct"
     assert there in message
 
 
 def test_deterministic_allows_what_sums_in_the_order_of_the_ranks():
     for algorithm in ("ring", "doubling", "nccl"):
         message = told([0, 1], Settings(algorithm=algorithm, deterministic=True))
-        expected = f"RINGREDUCE_ALGORITHM={algorithm} and RINGREDUCE_DETERMINISTIC=1: its bits depend on"
+        expected = f"RINGREDUCE_ALGORITHM={algorithm} and RINGREDUCE_DETERMINISTIC=1: its results depend on"
         assert message.startswith(expected)
         assert message.endswith("unset one of them, or use shared or direct")
     assert told([0, 1], Settings(algorithm="direct", deterministic=True)) == ""

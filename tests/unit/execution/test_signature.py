@@ -36,7 +36,7 @@ def test_the_key_is_the_operation_and_the_name_or_the_number():
 def test_a_mismatch_of_unnamed_tensors_says_that_they_are_numbered():
     one, other = (reduction(tensor(shape=(n,)), name="unnamed.3")._replace(numbered=True) for n in (1, 2))
     assert explained(one, other).endswith(
-        "all ranks must pass equal shapes; unnamed tensors are numbered in order, so one more call on a rank shifts "
+        "all ranks must pass equal shapes; unnamed tensors are numbered in order, so an extra call on a rank shifts "
         "all later ones: pass name="
     )
     assert "numbered" not in explained(reduction(), reduction(op="Max"))
@@ -46,12 +46,12 @@ DIFFERENCES = {
     "'w' (train.py:1): float32[4, 2], but rank 0 has float32[3] (tra": reduction(tensor(shape=(4, 2))),
     "int8[3], but rank 0 has float32[3] (train.py:0); all ranks must": reduction(tensor(dtype="int8")),
     "a tensor on cuda, but rank 0 has one on cpu": reduction(tensor(device="cuda")),
-    "op=Max, but rank 0 has op=Sum (train.py:0); all ranks must pass equal values": reduction(op="Max"),
+    "op=Max, but rank 0 has op=Sum (train.py:0); all ranks must pass the same op": reduction(op="Max"),
     "prescale_factor=0.5, but rank 0 has prescale_factor=1.0": reduction(prescale=0.5),
     "'w' (train.py:1): 2 tensors, 'v' among them, but rank 0 has 1 (train.py:0); all": reduction(tensor(), tensor("v")),
     "'w.1' (train.py:1): name 'w.1', but rank 0 has name 'w'": reduction(tensor("w.1")),
     "rank 1 of 4, barrier 'w' (train.py:1): barrier 'w', but rank 0 has allreduce 'w' (train.py:0); all ranks must "
-    "pass equal operations": signature.Signature("barrier", "w"),
+    "call the same operation": signature.Signature("barrier", "w"),
 }
 
 
@@ -69,7 +69,7 @@ def test_of_a_group_the_tensor_that_differs_is_told():
 def test_the_first_that_differs_is_told_and_the_others_are_counted():
     text = explained(reduction(), reduction(), reduction(op="Min"), reduction(op="Max"))
     assert text.startswith("rank 2 of 4, allreduce 'w' (train.py:2): op=Min, but rank 0 has op=Sum (train.py:0)")
-    assert text.endswith("equal values of op (ranks 2-3 differ from rank 0)")
+    assert text.endswith("the same op (ranks 2-3 differ from rank 0)")
 
 
 def test_the_lowest_rank_that_gave_it_is_the_measure():
