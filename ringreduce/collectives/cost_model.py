@@ -62,7 +62,7 @@ class Constants:
 
     @property
     def short_bytes(self) -> int:
-        """Elements of so many bytes pass a wire in about the time that messages of their own would take, Python
+        """Elements of this many bytes pass a wire in about the time that messages of their own would take, Python
         included: see negotiation/short.py."""
         return min(SHORT_BYTES, int(1e3 * (ENGINE_US + self.wire_us) * self.wire_gbs))
 
@@ -89,7 +89,7 @@ class Constants:
 
 
 def is_one_shot(nbytes: int, size: int) -> bool:
-    """True when it is faster that every rank of a host sums all: the others' bytes are at most `ONE_SHOT_BYTES`."""
+    """True when it is faster for every rank of a host to sum all: the others' bytes are at most `ONE_SHOT_BYTES`."""
     return nbytes * (size - 1) <= ONE_SHOT_BYTES
 
 
@@ -101,7 +101,7 @@ class Units(NamedTuple):
 
 
 class _Load(NamedTuple):
-    """Of one unit, in µs: alone; of the wire; of the processor."""
+    """The load of one unit, in µs: alone; of the wire; of the processor."""
 
     alone: float
     wire: float
@@ -129,7 +129,7 @@ def _halving(unit: float, size: int, latency: float, rate: float, constants: Con
 
 @functools.lru_cache(maxsize=64)
 def _layout(hosts: tuple[int, ...]) -> tuple[int, int, int]:
-    """How many ranks, hosts, and ranks of the largest host."""
+    """The numbers of ranks, of hosts, and of ranks on the largest host."""
     counted = collections.Counter(hosts)
     return len(hosts), len(counted), max(counted.values())
 

@@ -67,7 +67,7 @@ def allreduce(flat: Any, transport: Transport, reduction: Reduces, segment_bytes
 def scatter_reduce(
     flat: Any, transport: Transport, reduction: Reduces, segment_bytes: int, counts: Sequence[int]
 ) -> Steps[None]:
-    """As `allreduce`, but only rank r gets chunk r, of counts[r] elements; the rest of `flat` stays as it was.
+    """Like `allreduce`, but only rank r gets chunk r, of counts[r] elements; the rest of `flat` stays as it was.
 
     Cost: size - 1 messages a rank, cut into segments; its elements outside its own chunk are sent.
     """

@@ -86,7 +86,7 @@ def allreduce(
 ) -> Steps[None]:
     """Reduce the parts of all units over all ranks of all hosts; every rank gets the same bits.
 
-    units: of any length, alike on all ranks;  watch: see shared.py.
+    units: of any length, the same on all ranks;  watch: see shared.py.
     Cost:  over each host's wire 2 n (H - 1) / H elements each way, with H hosts; 2 (H - 1) messages a unit, or with
            halving 2 log2 H, of partial results in `sum_type`, or as its `wire` says. Memory: the region's, and for
            each unit in flight its chunk, and half of it with halving.
@@ -124,7 +124,7 @@ def allreduce(
 
 
 class _Unit:
-    """What travels at a time, and this rank's chunk of it: its host's sums, then the finished elements."""
+    """What travels at once, and this rank's chunk of it: its host's sums, then the finished elements."""
 
     def __init__(
         self, number: int, parts: Sequence[BufferPair], rank: int, size: int, hierarchy: Hierarchy, reduction: Reduction

@@ -66,5 +66,5 @@ class _OfBlocks:
 
 
 def _key(*numbers: int) -> int:
-    """Of stochastic rounding; on each rank, for each hop, another."""
+    """A key of stochastic rounding, different on each rank and for each hop."""
     return int.from_bytes(hashlib.blake2b(repr(numbers).encode(), digest_size=4).digest(), "little")

@@ -44,7 +44,7 @@ WHOLE_BYTES = 32 << 10
 
 
 class BufferPair(NamedTuple):
-    """Contiguous elements, where from and where to: both 1-D, of equal length and of `element.storage`."""
+    """A source and a target of contiguous elements: both 1-D, of equal length and of `element.storage`."""
 
     source: Any
     target: Any
@@ -82,7 +82,7 @@ def allreduce(
 ) -> Steps[None]:
     """Reduce the parts of all slots over all ranks of the host; every rank gets the same bits.
 
-    slots:  each at most `region.piece_bytes` long, alike on all ranks.
+    slots:  each at most `region.piece_bytes` long, the same on all ranks.
     watch:  called with a slot's number and phase when that begins; DONE: its targets hold the results.
     Cost:   2 waits a slot; see above. Memory: the region's.
     Source: Open MPI's coll/sm and MPICH's release-gather, which do this for one slot.
@@ -107,9 +107,9 @@ def _packed_one_shot(parts: Sequence[BufferPair], region: Region, reduction: Red
 
 
 def one_shot(source: Any, target: Any, region: Region, reduction: Reduction, packed: int | None = None) -> Steps[None]:
-    """As `allreduce` of one array for which `is_one_shot` is true.
+    """Like `allreduce`, for one array for which `is_one_shot` is true.
 
-    packed: the sequence number of the slot where this rank has it already, and has said so.
+    packed: the sequence number of the slot if this rank has already packed and published it.
     """
     sequence = region.sequence if packed is None else packed
     slots = [each[: source.size] for each in region.slots(sequence, source.dtype)]

@@ -30,7 +30,7 @@ LAST_MESSAGES_S = 1.0  # how long a channel's operations may take that a rank ha
 
 
 class Channels:
-    """Their numbers are negative: -1, -2, ... of those that all ranks open, from FIRST_OWN down of others."""
+    """One engine's channels. Numbers are negative: -1, -2, ... if all ranks open them, else from FIRST_OWN down."""
 
     def __init__(
         self,
@@ -69,13 +69,13 @@ class Channels:
         return number
 
     def forget(self, number: int) -> None:
-        """It was closed with its process set; with the inbox's lock held."""
+        """Forget a channel that was closed with its process set; with the inbox's lock held."""
         self.by_number.pop(number, None)
         self.members.pop(number, None)
         self.bases.pop(number, None)
 
     def _context(self, algorithms: Algorithms, members: Sequence[int], operations: Mapping[str, Operation]) -> Context:
-        """Of a channel, with memory of its own."""
+        """The context of a channel, with its own memory."""
         settings = self._host.settings
         fusion_buffer = fusion.FusionBuffer(settings.fusion_buffer_bytes // 2, settings.fusion_slot_bytes)
         return self._make_context(algorithms, tuple(members), operations=operations, fusion_buffer=fusion_buffer)
@@ -83,7 +83,7 @@ class Channels:
     # Those that their members open alone; called by any thread
 
     def open(self, members: Sequence[int], name: str, operations: Mapping[str, Operation]) -> tuple[int, Handle]:
-        """Begin to open a channel; no rank but the members takes part, and each opens one after the other.
+        """Begin to open a channel; no rank but the members takes part, and each opens one at a time.
 
         members: ranks of the world, by rank in the channel;  name: in messages;  operations: see Context.
         Returns: its number, which other ranks do not know, and the handle to wait for.
@@ -112,7 +112,7 @@ class Channels:
         return number, submission
 
     def shut(self, number: int) -> None:
-        """Close such a channel, on this rank; what is not complete fails."""
+        """Close a channel that its members opened, on this rank; what is not complete fails."""
 
         def end() -> None:
             with self._inbox.lock:
@@ -125,7 +125,7 @@ class Channels:
     # The service
 
     def poll(self) -> bool:
-        """Now and then close those whose operations take too long, or whose process set has ended. Returns False."""
+        """Occasionally close those whose operations take too long, or whose process set has ended. Returns False."""
         now = time.monotonic()
         if now >= self._next_check_s:
             self._next_check_s = now + CHECK_S

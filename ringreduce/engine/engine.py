@@ -57,7 +57,7 @@ BROKEN_SEND_S = 1.0  # how long an engine that failed tries to notify the others
 
 
 class Engine:
-    """One rank's engine. Any thread may call `submit`, `leave`, and what `timeline` and `stalls` say."""
+    """One rank's engine. Any thread may call `submit`, `leave`, and what `timeline` and `stalls` allow."""
 
     def __init__(
         self,
@@ -128,7 +128,7 @@ class Engine:
         self.recorder.start(always)
 
     def report(self, for_s: float) -> None:
-        """Record steps, and tell ringrun, for so many seconds from now at least."""
+        """Record steps and report them to ringrun, for at least this many seconds from now."""
         if (self.reporting and self.reporting.prolong(for_s)) or self._ended.is_set():
             return
         self.record(always=False)
@@ -205,7 +205,7 @@ class Engine:
     # Failures
 
     def _break(self, exc: BaseException) -> None:
-        """The engine itself failed: no rank can complete this rank's operations. What fails after that is no news."""
+        """The engine itself failed: no rank can complete this rank's operations. Later failures change nothing."""
         if self.ending.error is not None:
             return
         error = errors.CollectiveError(
@@ -221,7 +221,7 @@ class Engine:
             self._send_broken(error)
 
     def _log(self, error: Exception, exc: Exception) -> None:
-        """With the traceback, unless a thread that waits raises it."""
+        """Log an error, with its traceback unless a waiting thread raises it."""
         is_loss = self.settings.elastic and type(exc).__module__.startswith("mpi4py")
         with self._inbox.lock:
             is_raised = bool(self._inbox.waited_for())

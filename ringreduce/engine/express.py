@@ -1,4 +1,4 @@
-"""Short known operations in the caller's thread: each one call of the compiled module, on one host.
+"""Short known operations in the caller's thread: each is one call of the compiled module, on one host.
 
 What an operation needs is learned when one like it has gone the usual way. The protocol is the usual one: the rank
 counts the operation, the leader schedules what all have counted, each follows the schedule. So a rank that goes this
@@ -56,12 +56,12 @@ class Known(NamedTuple):
 
     @property
     def algorithm(self) -> str:
-        """As `Submission.algorithm`."""
+        """See `Submission.algorithm`."""
         return "shared" if self.recorded[1] == "allreduce" else ""
 
 
 class Express:
-    """One engine's, for the process set of all ranks.
+    """One engine's fast path, for the process set of all ranks.
 
     polling: the lock of the thread that polls;  on_error: called with what has interrupted an operation.
     busy:    executors that have anything to do.
@@ -87,7 +87,7 @@ class Express:
         self._known: dict[Hashable, Known] = {}
 
     def learn(self, kind: str, name: str | None, array: Any, arguments: tuple[Any, ...], handle: Handle) -> None:
-        """Operations of this name, or of this kind without one, and of these arguments are as this one, which is over.
+        """Learn from a finished operation to run those of its name, or of its kind without one, and these arguments.
 
         array: None for an operation that has none.
         """
@@ -116,7 +116,7 @@ class Express:
             self._known[key] = Known(arguments, types, plan, exchange, fits, shape, signature.numbered, told, recorded)
 
     def run(self, kind: str, name: str | None, source: Any, target: Any, arguments: tuple[Any, ...]) -> Any:
-        """Run it, and wait until it is done; returns the target, and None when it must be submitted.
+        """Run an operation and wait for it; returns the target, or None when it must be submitted.
 
         target: None for a new array, of the result's shape and the source's type; also where there is no result.
         """
@@ -195,7 +195,7 @@ class Express:
     def _hand_over(
         self, known: Known, number: int, found: int, source: Any, target: Any, since_s: float | None
     ) -> Submission:
-        """What others are late for, as the submission that it would be if it had not come this way.
+        """What others are late for, as the submission that it would be without this path.
 
         since_s: when the caller began to wait, where steps are recorded.
         """
@@ -225,6 +225,6 @@ class Express:
 
 
 def _rest(submission: Submission, fits: InSlot, context: Context) -> Steps[None]:
-    """What is left of an operation that this rank has packed."""
+    """The rest of an operation that this rank has packed."""
     if not (yield from operations.through_slot(submission, fits, context, is_packed=True)):
         yield from operations.gather_rows(submission, context)

@@ -97,7 +97,7 @@ class Inbox:
             self._urgent = True
 
     def refused(self, name: str, why: str) -> None:
-        """A call of this name was refused; with `lock` held."""
+        """Note that a call of this name was refused; with `lock` held."""
         self.refusals[name] = why
         if len(self.refusals) > MOST_REFUSALS:
             del self.refusals[next(iter(self.refusals))]
@@ -173,7 +173,7 @@ class Inbox:
         return self._nbytes >= self._batch_bytes and not self._defers
 
     def take(self) -> list[Submission]:
-        """The batch, to be announced now, without what has failed; empty while it is to grow."""
+        """The batch to announce now, without what has failed; empty while it may grow."""
         if not self._submissions or self.batches_more():
             return []
         with self.lock:
@@ -183,7 +183,7 @@ class Inbox:
         return [*itertools.filterfalse(HAS_ENDED, submissions)]
 
     def took(self, last: Submission) -> None:
-        """This one came another way, as the last; with `lock` held."""
+        """Note the last submission, which came another way; with `lock` held."""
         self.last = last.signature, last.line, last.submitted_s
 
     def holds_any(self) -> bool:
@@ -233,7 +233,7 @@ class Inbox:
 
 
 def may_be_interrupted() -> bool:
-    """True where a poll in this thread could end in its middle, which no operation survives: the engine's must do it.
+    """True where a poll in this thread could be cut short, which no operation survives: the engine's thread must poll.
 
     The stack may be about to end here, or a function of the script's that traces may raise.
     """
@@ -247,7 +247,7 @@ def may_be_interrupted() -> bool:
 
 
 def has_signal_handlers() -> bool:
-    """True in the main thread of a script that handles a signal by a function of its own, or whose library does.
+    """True in the main thread of a script that handles a signal with its own function, or whose library does.
 
     That could run in the middle of a poll in this thread, and raise, as torch's does when a data loader's worker dies,
     or call a collective. Real-time signals are left out: to look at all takes twice as long.

@@ -34,7 +34,7 @@ NAMED_IN_LOG = 8  # how many operations a log line names
 
 
 class Negotiation:
-    """One engine's."""
+    """The negotiation of one engine."""
 
     def __init__(
         self,

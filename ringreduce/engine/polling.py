@@ -19,14 +19,14 @@ FULL_POLLS = 4  # every fourth poll in which nothing moves is one of all service
 
 
 class Polled(Protocol):
-    """What is polled."""
+    """What can be polled."""
 
     def poll(self) -> bool:
         """Do what can be done without waiting; True when anything moved."""
 
 
 class Service(Polled, Protocol):
-    """What must be polled for something that this rank's own threads do not bring, too."""
+    """What must also be polled for what this rank's own threads do not bring."""
 
     def waits_for(self) -> WaitsFor:
         """What must be polled for, when nothing moves."""

@@ -26,7 +26,7 @@ from ringreduce.transport.world import World
 
 
 class ProcessSets:
-    """One engine's; any thread may ask for `sets` and `numbered`."""
+    """The process sets of one engine; any thread may read `sets` and call `numbered`."""
 
     def __init__(
         self,
@@ -40,7 +40,7 @@ class ProcessSets:
         make_context: Callable[..., Context],
         busy: Mapping[Executor, None],
     ) -> None:
-        """make_context: as Context(algorithms, members, operations=...);  busy: the one of all of these."""
+        """make_context: as Context(algorithms, members, operations=...);  busy: shared by all of these."""
         self.members: dict[int, tuple[int, ...]] = {}
         """Of all sets, by number, including those without this rank."""
         self._world, self._host = world, host
@@ -63,7 +63,7 @@ class ProcessSets:
             return [self.members.get(each, gone[each]) for each in range(1, self._next)]
 
     def begin(self, others: Iterable[Sequence[int] | str]) -> None:
-        """Make the set of all ranks, and these others; a text, why one has ended, takes a number only."""
+        """Create the set of all ranks, and these others; a text, why one has ended, only takes a number."""
         for each in (range(self._world.size), *others):
             if isinstance(each, str):
                 with self._inbox.lock:
@@ -73,7 +73,7 @@ class ProcessSets:
                 self.add(each)
 
     def add(self, members: Sequence[int]) -> int:
-        """Make a process set; all ranks of the world do so in the same order, so its number is equal on all."""
+        """Create a process set; all ranks of the world do so in the same order, so its number is the same on all."""
         resources = self._resources[self._next] = self._host.reserve(members)
         rank, number, state = self._world.rank, self._next, None
         if rank in members:

@@ -49,7 +49,7 @@ class Inquiry(NamedTuple):
 
 
 class StallWatch:
-    """One engine's."""
+    """The stall watch of one engine."""
 
     def __init__(
         self,
@@ -216,7 +216,7 @@ class StallWatch:
         is_over: bool = False,
         of_leaving: bool = False,
     ) -> None:
-        """Query what the ranks do; the report follows when all have replied, or after `REPLY_S`."""
+        """Ask the ranks what they are doing; the report follows when all have replied, or after `REPLY_S`."""
         self._requests += 1
         kind = stalled[0].kind if stalled else ""
         request = StackRequest(self._requests, state.number, kind, tuple(each.name for each in stalled))
@@ -281,7 +281,7 @@ class StallWatch:
         return text
 
     def waiting_for(self) -> str:
-        """What threads of this rank wait for, as `allreduce 'layer3.w' (train.py:41)`; empty for nothing.
+        """What threads of this rank wait for, such as `allreduce 'layer3.w' (train.py:41)`; empty for nothing.
 
         Any thread may call it.
         """

@@ -28,7 +28,7 @@ OF_A_STEP = 16  # elements: of a loss and a few metrics
 
 
 class Inspector(Protocol):
-    """What looks at what is submitted, before it can change: checks/nan.py, resum.py, twice.py."""
+    """Inspects what is submitted, before it can change: checks/nan.py, resum.py, twice.py."""
 
     def look(
         self,
@@ -37,7 +37,7 @@ class Inspector(Protocol):
         details: Sequence[tuple[str, Any]],
         inputs: Sequence[Buffer],
     ) -> Any:
-        """What is in the arrays; None: they are none to look at. It may wait for other operations."""
+        """What is found in the arrays; None: there are none to inspect. It may wait for other operations."""
 
     def begin(self, made: Submission, seen: Any, of_step: bool) -> None:
         """The engine is about to get the submission; with the inbox's lock held."""
@@ -93,7 +93,7 @@ class Submitting:
     ) -> Handle:
         """Submit an operation; returns at once.
 
-        name:    None: a submission gets a numbered one.
+        name:    None: the submission gets a numbered name.
         details: arguments that must be equal on all ranks; names: of a group's tensors, for messages.
         signed:  tensors whose types and shapes must be equal on all ranks, by default the inputs; by_rows: but for
                  their dim 0.
@@ -148,11 +148,11 @@ class Submitting:
         return taken if of_step or (before and before % taken == 0) else -1  # so often in each step
 
     def refuse(self, kind: str, name: str | None, process_set: int, why: str, line: str) -> None:
-        """This rank has refused a call, with an InputError, and may go on; other ranks may wait in theirs.
+        """This rank has refused a call, with an InputError, and may continue; other ranks may wait in theirs.
 
-        A call that goes by its order, in a channel or without a name, keeps its place: something that no rank can run
+        A call that is matched by order, in a channel or without a name, keeps its place: something that no rank can run
         stands there, so the others' calls fail at once, with this rank's reason, and later ones meet as they should.
-        Of a call by name the reason is told when its others have waited for long.
+        The reason of a call by name is reported when the others have waited long.
         """
         why = why[:LONGEST_REASON]
         with self._inbox.lock:
@@ -192,7 +192,7 @@ class Submitting:
             self.owed -= sum(each.count for each in submission.inputs)
 
     def has_shared_little(self, parameters: int, steps: int) -> bool:
-        """Whether no more than losses and metrics have gone since `parameters` were owed: the rank trains alone."""
+        """Whether no more than losses and metrics were shared since `parameters` were owed: the rank trains alone."""
         return parameters - self.owed < min(parameters, OF_A_STEP * steps)
 
     def _put(self, state: ProcessSetState, submission: Submission) -> None:

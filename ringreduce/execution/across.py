@@ -32,7 +32,7 @@ NO_ELEMENTS = np.empty(0, np.uint8)
 
 
 class Across:
-    """One channel's, on one rank.  signatures: of its host's members; None: they share no memory."""
+    """The first step of one channel's operations.  signatures: of this host's members; None: they share no memory."""
 
     def __init__(self, algorithms: Algorithms, signatures: Signatures | None) -> None:
         region, whole = algorithms.region, algorithms.channels[0]
@@ -46,7 +46,7 @@ class Across:
             self.transport = SubsetTransport(whole, first, 0) if whole.rank in first else None
 
     def lane(self, mine: int, reduction: Reduction, keep: Callable[[Task[Any]], object]) -> Callable[..., int] | None:
-        """As the compiled module's Exchange.run (see lane.py), of short arrays; None where there is none.
+        """Like the compiled module's Exchange.run (see lane.py), for short arrays; None where it is not compiled.
 
         keep: called with what a first rank has begun, and not ended well.
         """
@@ -82,7 +82,7 @@ class Across:
         return run
 
     def run(self, mine: int, source: Any, reduction: Reduction | None, number: int | None) -> Steps[Any | None]:
-        """The reduction of `source` over all ranks; None on all of them when they do not mean the same.
+        """The reduction of `source` over all ranks; None on all of them when their operations differ.
 
         mine:      the hash of this rank's operation.
         reduction: None: there is nothing to be reduced; the result has no elements.
@@ -132,7 +132,7 @@ def _nothing(*_: Any) -> None:
 
 
 def sum_of(parts: Sequence[Any], reduction: Reduction | None) -> Any:
-    """A host's: the partial result of arrays of elements, which are not changed."""
+    """The partial result of a host's arrays, which are not changed."""
     if reduction is None:
         return NO_ELEMENTS
     partial = np.empty(parts[0].size, reduction.sum_type)
@@ -141,7 +141,7 @@ def sum_of(parts: Sequence[Any], reduction: Reduction | None) -> Any:
 
 
 def finished(total: Any, reduction: Reduction) -> Any:
-    """The elements of a result that is the caller's to change."""
+    """The elements of a result, which the caller may change."""
     elements = total if reduction.in_place else np.empty(total.size, reduction.element.storage)
     reduction.finish(total, elements)
     return elements

@@ -52,7 +52,7 @@ def candidates(settings: Settings, usable: list[str]) -> list[str]:
 
 
 class Algorithms:
-    """The algorithms of one process set, on one of its ranks; all members choose alike.
+    """The algorithms of one process set, on one of its ranks; all members choose the same.
 
     hosts:     host number of each member.
     order:     the members' indices, as they stand around a ring.
@@ -84,7 +84,7 @@ class Algorithms:
         self.one_host = one_host = len(set(hosts)) == 1
         is_free = settings.algorithm == "auto" and not settings.deterministic
         self.short_bytes = constants.short_bytes if is_free and not one_host else 0
-        """Most of an all-reduce whose elements travel with what the ranks agree on by messages."""
+        """The largest all-reduce whose elements travel with what the ranks agree on by messages."""
         self.segment_bytes = settings.ring_segment_bytes * (LONGER_INSIDE if one_host else 1)
         if not one_host and settings.ring_segment_bytes == SEGMENT_BYTES:  # the default
             self.segment_bytes = segment_bytes(constants)
@@ -143,7 +143,7 @@ class Algorithms:
         return "" if self.region is None else str(self.region.stores)
 
     def text(self) -> str:
-        """Such as `doubling below 32768 B, then ring`."""
+        """The choice in words, such as `doubling below 32768 B, then ring`."""
         below = [f"{algorithm} below {nbytes} B" for nbytes, algorithm, _ in self.table()[:-1]]
         return ", then ".join([*below, self._narrow[LONGEST]])
 
@@ -171,7 +171,7 @@ def _table(hosts: Sequence[int], candidates: Sequence[str], constants: Constants
 
 
 def tuned(settings: Settings, hosts: Sequence[int], usable: list[str], constants: Constants) -> Settings:
-    """Settings whose buckets, and so batches, are as long as is best for many bytes; the user's own stay."""
+    """Settings whose buckets, and so batches, are as long as is best for large data; the user's own values stay."""
     if len(set(hosts)) == 1 or settings.fusion_slot_bytes != Settings.fusion_slot_bytes:
         return settings
     algorithm = choose(LARGE_BYTES, LARGE_BYTES, hosts, candidates(settings, usable), constants)

@@ -75,7 +75,7 @@ def allreduce(submissions: Sequence[Submission], context: Context) -> Steps[None
 
 
 class Way(NamedTuple):
-    """How an all-reduce is run, as far as it alone decides; alike on all ranks, and kept in its plan."""
+    """How an all-reduce is run, as far as it alone decides; the same on all ranks, and kept in its plan."""
 
     wire: Quantized | None
     short: Reduction | None  # of one short array on one host, whose sum needs no buckets
@@ -109,12 +109,12 @@ def _finish(submission: Submission, context: Context) -> None:
 
 
 def is_by_elements(submission: Submission) -> bool:
-    """True for an all-reduce that Adasum, which compares whole tensors, is not."""
+    """True for an all-reduce that works element by element; Adasum compares whole tensors."""
     return submission.signature.kind == "allreduce" and ADASUM not in submission.signature.details
 
 
 def travelling(submission: Submission, most_bytes: int) -> Reduction | None:
-    """Its reduction, where the elements travel with what the hosts agree on, into `reduced`; else None.
+    """The reduction, where the elements travel with what the hosts agree on, into `reduced`; else None.
 
     What is encoded never does, or its bits would depend on who was late.
     """

@@ -4,7 +4,7 @@ A channel has tags and shared memory of its own, so it and named operations neve
 
 Each operation begins with an exchange of its signature's hash, on one host by flags, else also by messages, with which
 the elements of a short sum travel (across.py). Where hashes differ, all ranks exchange the signatures themselves, and
-the operation fails on all; then the channel goes on.
+the operation fails on all; then the channel continues.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ ORDERED = "ordered"  # the name of all operations of a channel of `ordered()`, i
 
 
 class Channel(Running):
-    """One process set's, on one rank, which is a member.
+    """The channel of one process set, on a rank that is a member.
 
     signatures: where the members on this host compare hashes; None: they send messages.
     """
@@ -72,7 +72,7 @@ class Channel(Running):
         self.across = Across(algorithms, signatures) if several else None
 
     def open(self, submission: Submission, host: HostResources) -> None:
-        """Make it by its members alone (opening.py); it must be complete before anything else is enqueued."""
+        """Open it among its members alone (opening.py); that must be complete before anything else is enqueued."""
         submission.begin(self.running)
         self.executor.enqueue(self._open(submission, host))
 
@@ -183,7 +183,7 @@ class Channel(Running):
             submission.complete()
 
     def _compare(self, submission: Submission, word: int) -> Steps[list[int] | None]:
-        """None when ranks have called different operations; else their words (shared_arrays.py). On all ranks alike."""
+        """None when ranks have called different operations; else their words (shared_arrays.py). Same on all ranks."""
         mine, signatures = hash_of(submission.signature), self.signatures
         number, self.signed = self.signed, None
         if self.across is not None or signatures is None:
@@ -195,7 +195,7 @@ class Channel(Running):
         return signatures.beside(number) if all(each == mine for each in signatures.read(number)) else None
 
     def _cross(self, submission: Submission, mine: int, number: int | None) -> Steps[Any | None]:
-        """See `Across.run`; what the lane has begun goes on."""
+        """See `Across.run`; what the lane has begun continues."""
         across, (task, self.crossing) = self.across, (self.crossing, None)
         if across is None:
             raise AssertionError("an operation on one host is signed there")
@@ -218,5 +218,5 @@ class Channel(Running):
 
 @functools.lru_cache(maxsize=4096)
 def hash_of(signature: Signature) -> int:
-    """The same on all ranks."""
+    """An operation's hash, the same on all ranks."""
     return int.from_bytes(hashlib.blake2b(repr(signature).encode(), digest_size=8).digest(), "little", signed=True)

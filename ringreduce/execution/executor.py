@@ -65,7 +65,7 @@ class Executor:
         return moved
 
     def _rest(self) -> None:
-        """It has nothing to do, unless a thread of the user's enqueues something just now."""
+        """Leave `busy`, unless one of the user's threads enqueues something just now."""
         self.context.busy.pop(self, None)
         if self._queue:
             self.context.busy[self] = None
@@ -83,7 +83,7 @@ class Executor:
         return None if work is None else work.peer
 
     def abandon(self) -> None:
-        """Drop all operations; the current one will never complete. Its messages are `InFlight`'s affair."""
+        """Drop all operations; the current one will never complete. Its messages are left to `InFlight`."""
         if self._queue:
             self.context.gpu.abandon(self._queue[0].steps)
         self._queue.clear()
@@ -106,7 +106,7 @@ class Running:
         self.leaver = -1
 
     def numbered(self, signature: Signature) -> Signature:
-        """That of an unnamed submission, as these are told apart; with the lock held."""
+        """The signature that tells an unnamed submission apart; with the lock held."""
         return signature
 
     @property
@@ -123,7 +123,7 @@ class Running:
         return min([each for each in self.executors if each.busy], key=lambda each: each.moved_s)
 
     def close(self) -> list[Submission]:
-        """It was closed, with the lock held; returns what fails: here all that is not complete."""
+        """Close it, with the lock held; returns what fails: here all that is not complete."""
         return self.abandon()
 
     def abandon(self) -> list[Submission]:

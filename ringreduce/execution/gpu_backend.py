@@ -46,7 +46,7 @@ class GpuBackend(Protocol):
         """
 
     def abandon(self, steps: Steps[None]) -> None:
-        """Keep an operation that will not go on, since work that it has queued may still use its memory."""
+        """Keep an operation that will not continue, since work that it has queued may still use its memory."""
 
     def release(self) -> Steps[None]:
         """Free all memory of a removed set, after all that its members have queued."""

@@ -38,7 +38,7 @@ def on_host(submissions: Sequence[Submission], phase: str, move: Move, context: 
 
 
 def integers_of_all(values: Any, context: Context) -> Steps[Any]:
-    """Every rank's integers, by rank; as many on each."""
+    """Every rank's integers, by rank; the same number on each."""
     if context.algorithms.shared_region is None:
         return (yield from bruck.allgather(values, context.transport))
     found = np.empty((context.transport.size, values.size), np.int64)
@@ -49,7 +49,7 @@ def integers_of_all(values: Any, context: Context) -> Steps[Any]:
 def allgather(sources: Arrays, targets: Sequence[Arrays], context: Context, wholes: Arrays = ()) -> Steps[None]:
     """Copy every rank r's sources into targets[r] of all ranks.
 
-    wholes: where array k of all ranks is wanted in one, that one: the targets are its parts, so nothing is packed.
+    wholes: where array k of all ranks is wanted as one, that one: the targets are its parts, so nothing is packed.
     """
     rank, region = context.transport.rank, context.algorithms.shared_region
     for source, target in zip(sources, targets[rank], strict=True):

@@ -45,7 +45,7 @@ def window_bytes(settings: Settings) -> int:
 
 
 def clear_block(window: Window, settings: Settings, local_rank: int) -> None:
-    """Make a rank's flags and counters as new, after a world that was given up; nobody may count on them."""
+    """Reset a rank's flags and counters, after a world that was given up; nobody may count on them."""
     block = window.blocks[local_rank]
     block[:FLAGS_BYTES] = 0
     block[block_bytes(settings.shared_slot_bytes, settings.shared_regions) :] = 0
@@ -117,7 +117,7 @@ class HostResources:
         )
 
     def abandon_opening(self, others: Container[int]) -> None:
-        """The channel that this rank is opening with these ranks is given up; those with other ranks go on."""
+        """The channel that this rank is opening with these ranks is given up; those with other ranks continue."""
         self._transport.in_flight.abandon(tags_of(self.first_own_tags), others)
 
     def signatures(self, resources: Resources, members: Sequence[int]) -> Signatures | None:
@@ -140,7 +140,7 @@ class HostResources:
         return Resources(tags, self._regions.allocate(members), self._gpu_flags.allocate(members))
 
     def clear(self, resources: Resources, is_member: bool) -> None:
-        """Make this rank's part of the shared memory of a removed set as new; nobody may look at it meanwhile."""
+        """Reset this rank's part of the shared memory of a removed set; nobody may look at it meanwhile."""
         if self.window is None or not is_member:
             return
         own = self.window.blocks[self.world.local_rank]

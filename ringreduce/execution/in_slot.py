@@ -23,7 +23,7 @@ from ringreduce.transport.window import CACHE_LINE_BYTES, SUMMED, Region, Signat
 
 
 class Gets(enum.IntEnum):
-    """What a rank's target gets of the slots, as in kernels/native.c."""
+    """What a rank's target gets from the slots, as in kernels/native.c."""
 
     REDUCED = 0  # of all, combined by each rank
     IN_CHUNKS = 1  # of all, combined chunk by chunk, each by one rank
@@ -90,7 +90,7 @@ class InSlot(NamedTuple):
         return self.region.slot_bytes - CACHE_LINE_BYTES
 
     def rows_of_all(self) -> list[int]:
-        """By rank, when all have packed."""
+        """The number of rows of each rank, when all have packed."""
         return [int(each[0]) for each in self._slots(np.dtype(np.int64), 0, 1)]
 
     def _chunk_by_chunk(self, target: Any) -> Steps[None]:
@@ -106,7 +106,7 @@ class InSlot(NamedTuple):
             region.read(each[low:high], target[low:high])
 
     def compiled(self, signatures: Signatures | Region, signature: int) -> Any:
-        """The compiled module's form of it, and None where there is none.  signature: its hash.
+        """The operation in the compiled module's form, or None where there is none.  signature: its hash.
 
         signatures: the region itself for an operation of a schedule, which signs nothing.
         """
@@ -122,7 +122,7 @@ class InSlot(NamedTuple):
 
 
 def in_slot(submission: Submission, context: Context) -> InSlot | None:
-    """None for an operation that runs otherwise. Alike on all ranks, but where ranks have arrays in shared memory."""
+    """None for an operation that runs otherwise. Same on all ranks, but where ranks have arrays in shared memory."""
     region, kind, inputs = context.algorithms.shared_region, submission.signature.kind, submission.inputs
     if region is None:
         return None
@@ -155,7 +155,7 @@ def in_slot(submission: Submission, context: Context) -> InSlot | None:
 
 
 def in_slot_of_set(submission: Submission, context: Context) -> InSlot | None:
-    """As `in_slot`, of an operation of a process set; ranks compare no words there, so rows go with the elements.
+    """Like `in_slot`, for an operation of a process set; ranks compare no words there, so rows go with the elements.
 
     Of an allgather this rank's own affair only: others may have too many elements for a slot.
     """

@@ -1,4 +1,4 @@
-"""Operations whose results go into arrays that the caller gives, as torch.distributed's do.
+"""Operations whose results go into arrays that the caller passes, as torch.distributed's do.
 
 Where a submission has arrays for each rank, those of rank r are r * k to (r + 1) * k - 1, of k together.
 """
@@ -32,7 +32,7 @@ def all_gather(submissions: Sequence[Submission], context: Context) -> Steps[Non
 
 
 def reduce_scatter(submissions: Sequence[Submission], context: Context) -> Steps[None]:
-    """Reduce the inputs for each rank, of all ranks, into the k outputs of that one; parts may differ by rank."""
+    """Reduce the inputs for each rank, of all ranks, into the k outputs of that rank; parts may differ by rank."""
 
     def move(sources: Arrays, targets: Arrays, of: list[Reduction]) -> Steps[None]:
         yield from halves.reduce_scatter(_by_rank(sources, context.transport.size), targets, of, context)
@@ -43,7 +43,7 @@ def reduce_scatter(submissions: Sequence[Submission], context: Context) -> Steps
 
 
 def exchange(submissions: Sequence[Submission], context: Context) -> Steps[None]:
-    """Input r goes to rank r, whose own one comes into output r.  payload: True where sizes may not fit each other."""
+    """Send input r to rank r, and receive its input into output r.  payload: True where sizes may not match."""
     size = context.transport.size
 
     def move(sources: Arrays, targets: Arrays) -> Steps[None]:

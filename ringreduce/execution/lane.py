@@ -1,4 +1,4 @@
-"""Short operations of a channel in the caller's thread: each one call of the compiled module, instead of a submission.
+"""Short operations of a channel in the caller's thread: each is one call of the compiled module, not a submission.
 
 What an operation needs is learned when one like it has gone the usual way. All ranks sign it as usual, so one that
 takes the lane may work with one that submits. Where others are late, or have called something else, this rank submits
@@ -37,7 +37,7 @@ class Known(NamedTuple):
 
 
 class Lane:
-    """One channel's, on one rank.
+    """The lane of one channel, on one rank.
 
     polling:  the lock of the thread that may run operations; on_error: called with what has interrupted one.
     is_unsafe: see inbox.may_be_interrupted.
@@ -67,7 +67,7 @@ class Lane:
             return None
 
     def learn(self, key: Hashable, submission: Any) -> None:
-        """Operations of this key are as this one, which is over."""
+        """Learn from a finished operation to run those of this key."""
         channel, mine = self._channel, hash_of(submission.signature)
         kind, name, *_ = submission.signature.unnumbered
         what = name, kind, sum(each.nbytes for each in submission.inputs)
@@ -90,7 +90,7 @@ class Lane:
         self._channel.crossing = task
 
     def run(self, known: Known, source: Any, target: Any) -> bool:
-        """Run it; True when it is done; else it must be submitted."""
+        """Run an operation; True when it is done, else it must be submitted."""
         polling, channel = self._polling, self._channel
         since_s = time.monotonic() if self._recorder.recording else None
         if not (polling.acquire(False) or polling.acquire(timeout=TAKE_OVER_S)):

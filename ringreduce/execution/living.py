@@ -1,4 +1,4 @@
-"""Objects that others own, for as long as these keep them."""
+"""Objects that others own, as long as their owners keep them."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ Owned = TypeVar("Owned")
 
 
 class Living(Generic[Owned]):
-    """As weakref.WeakSet, which cannot be iterated over while another thread adds to it."""
+    """A weakref.WeakSet that can be iterated over while another thread adds to it."""
 
     def __init__(self) -> None:
         self._objects: weakref.WeakValueDictionary[int, Owned] = weakref.WeakValueDictionary()
 
     def add(self, each: Owned) -> None:
-        """Have it among them until nobody else has it."""
+        """Keep it in the set until nobody else holds it."""
         self._objects[id(each)] = each
 
     def __iter__(self) -> Iterator[Owned]:

@@ -1,4 +1,4 @@
-"""Opens a channel that its members make alone: no other rank takes part, as in torch.distributed's new_group.
+"""Opens a channel that its members create alone: no other rank takes part, as in torch.distributed's new_group.
 
 By messages with tags that are kept for this they agree on tags of the channel's own, and make shared memory of its own.
 So a rank opens one channel after the other, and none any more with a rank with which it has given one up: that one's
@@ -44,7 +44,7 @@ def before_opening(host: HostResources, members: Sequence[int]) -> Algorithms:
 
 
 def nothing() -> None:
-    """What a channel abandons that has no messages in flight, but whose tags others may use."""
+    """Abandon nothing: the channel has no messages in flight, and others may use its tags."""
 
 
 def opened(
@@ -53,7 +53,7 @@ def opened(
     """The algorithms of a channel, and its `Signatures`, None where its members share no memory.
 
     transport: of `before_opening`.
-    Raises:    MismatchError when the members do not open the same; InputError when MPI has no tags left.
+    Raises:    MismatchError when the members do not open the same one; InputError when MPI has no tags left.
     """
     mine = tuple(members), name
     found = yield from allgather_object((mine, host.next_own_tags), transport)

@@ -60,7 +60,7 @@ def run(submissions: Sequence[Submission], context: Context) -> Steps[None]:
 
 
 def _adasum(submissions: Sequence[Submission], context: Context) -> Steps[None]:
-    """Each tensor separately, since Adasum compares the gradients of each layer."""
+    """Reduce each tensor separately, since Adasum compares the gradients of each layer."""
     size = len(context.members)
     if size & (size - 1):
         raise InputError(f"op=Adasum: {size} ranks; expected a power of two, such as 2, 4 or 8")
@@ -112,7 +112,7 @@ def _broadcast_in_window(batch: Batch, root: int, region: Region, context: Conte
 
 
 def _allgather(submissions: Sequence[Submission], context: Context) -> Steps[None]:
-    """Gathers the ranks' row counts first, of all tensors of a group together; with the rows, where there is room."""
+    """Gather the ranks' row counts first, of all tensors of a group together; with the rows, where there is room."""
     region = context.algorithms.shared_region
     for submission in submissions:
         if region is not None and len(submission.inputs) == 1 and not submission.inputs[0].on_gpu:
@@ -139,7 +139,7 @@ def gather_rows(submission: Submission, context: Context) -> Steps[None]:
 
 
 def through_slot(submission: Submission, fits: InSlot, context: Context, is_packed: bool = False) -> Steps[bool]:
-    """Run it in one slot; False when the rows of all ranks, now its payload, have no room there."""
+    """Run it in one slot; False when the rows of all ranks, now its payload, do not fit there."""
     region = fits.region
     if not is_packed:
         fits.pack([each.flat for each in submission.inputs])
@@ -232,7 +232,7 @@ def _gather_shards(submissions: Sequence[Submission], context: Context) -> Steps
 
 
 def make_outputs(submission: Submission, rows: Sequence[int], context: Context) -> None:
-    """As the inputs, but of so many rows each; where the caller has given arrays of these shapes, those."""
+    """Make outputs like the inputs, with this many rows each; keep the caller's own if they have these shapes."""
     shapes = [(own, *tensor.shape[1:]) for tensor, own in zip(submission.inputs, rows, strict=True)]
     if [each.shape for each in submission.outputs] != shapes:
         both = zip(submission.inputs, shapes, strict=True)

@@ -1,6 +1,6 @@
-"""What an engine remembers of an operation, so that one that comes again needs no checks, and no thought how it is run.
+"""What an engine remembers of an operation, so that repeating it needs no checks and no new decisions.
 
-As MPI's persistent collectives, but found by name. A plan holds no array and no address: a call's types, shapes and
+Like MPI's persistent collectives, but found by name. A plan holds no array and no address: a call's types, shapes and
 devices are compared with it each time, so a plan is never out of date. It ends with its engine.
 """
 
@@ -19,7 +19,7 @@ MOST_PLANS = 32768  # that are kept
 
 
 class Plan:
-    """Of one operation in one process set or channel, on one rank."""
+    """What is kept of one operation in one process set or channel, on one rank."""
 
     __slots__ = ("_reductions", "id", "is_whole", "key", "signature", "submitted", "travels", "way")
 
@@ -27,7 +27,7 @@ class Plan:
         """signature: without its number, where it is of unnamed submissions."""
         self.signature, self.key = signature, signature.key
         self.id: int | None = None
-        """By which it is announced, as negotiation/cache.py knows; None: by a record."""
+        """The id by which it is announced, from negotiation/cache.py; None: by a record."""
         self.is_whole = False
         """It describes what is moved, not only what ranks compare: so `way` and `travels` may be kept."""
         self.submitted = 0  # how often, where that is counted
@@ -46,12 +46,12 @@ class Plan:
 
 
 class Plans:
-    """One engine's."""
+    """The plans of one engine."""
 
     def __init__(self) -> None:
         self._plans: dict[tuple[Any, ...], Plan] = {}
         self._last: dict[str | None, tuple[list[Any], Plan]] = {}
-        """By name, that of the last operation: to compare it takes half as long as to hash it."""
+        """By name, the last operation and its plan: comparing it takes half as long as hashing it."""
 
     def find(
         self,
@@ -67,7 +67,7 @@ class Plans:
         check: Callable[[Buffer], object],
         together: Callable[[Sequence[Buffer]], object] | None = None,
     ) -> Plan:
-        """That of an operation on these tensors; a new one is checked first. Parameters as in Submitting.submit.
+        """The plan of an operation on these tensors; a new one is checked first. Parameters as in Submitting.submit.
 
         known_as: the name in its signature.  is_whole: the tensors are the inputs themselves.
         """

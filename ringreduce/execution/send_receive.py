@@ -58,7 +58,7 @@ def send(submission: Submission, context: Context, transport: Transport, destina
 
 
 class Header(Work):
-    """A header that comes, or something else that is to be done before: see `Receiver._is_due`."""
+    """A header that arrives, or something else that must be done first: see `Receiver._is_due`."""
 
     def __init__(self, work: Work, is_due: Callable[[], bool]) -> None:
         self.work, self.peer, self._is_due = work, work.peer, is_due
@@ -88,7 +88,7 @@ class Receiver:
         return self._receive(submission)
 
     def _all_waiting(self) -> list[Submission]:
-        """Without those that another rank's message came for."""
+        """The receives that wait, without those that got another rank's message."""
         for each in [each for each in self._waiting if each.payload[0] not in (None, self._rank)]:
             self._waiting.remove(each)  # no new list: another thread may be adding to this one
         return self._waiting

@@ -30,7 +30,7 @@ class ArrayMemory(Protocol):
 
     @property
     def nbytes(self) -> int:
-        """Its size."""
+        """The size of the array."""
 
     def move(self) -> tuple[int, Buffer]:
         """Move the array into shared memory, and hold it; returns that file's descriptor, and the array now.
@@ -40,7 +40,7 @@ class ArrayMemory(Protocol):
 
 
 class SharedArrays:
-    """Those of one channel, on one rank."""
+    """The shared arrays of one channel, on one rank."""
 
     def __init__(self) -> None:
         self._others: WeakKeyDictionary[ArrayMemory, list[Any]] = WeakKeyDictionary()
@@ -55,7 +55,7 @@ class SharedArrays:
         return [each[: own.nbytes].view(own.element.storage) for each in self._others[submission.payload]]
 
     def share(self, submission: Submission, members: int, allgather: AllgatherObject) -> Generator[Any, Any, int]:
-        """Move this array and map the others'; all members call it. Returns its number, or REFUSED, on all alike."""
+        """Move this array and map the others'; all members call it. Returns its number, or REFUSED, the same on all."""
         memory: ArrayMemory = submission.payload
         shared_file, why = None, ""
         try:

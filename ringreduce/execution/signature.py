@@ -45,7 +45,7 @@ class Signature(NamedTuple):
 
     @property
     def unnumbered(self) -> Signature:
-        """Itself without its number, if it has one: what unnamed submissions have in common."""
+        """The signature without its number, if it has one: what unnamed submissions have in common."""
         if not self.numbered:
             return self
         kind, name, tensors, details, numbered = self  # half as long as `_replace`
@@ -62,12 +62,12 @@ class Signature(NamedTuple):
 
     @property
     def refused(self) -> str:
-        """Of what stands for a call that its rank has refused: why. See `engine.submitting.Submitting.refuse`."""
+        """Why the rank refused the call that this stands for, if it did. See `engine.submitting.Submitting.refuse`."""
         return next((why for name, why in self.details if name == REFUSED), "")
 
     @property
     def text(self) -> str:
-        """In words, such as allreduce 'layer3.w', or allreduce of an unnamed tensor."""
+        """The operation in words, such as allreduce 'layer3.w', or allreduce of an unnamed tensor."""
         if not self.numbered:
             return f"{self.kind} {self.name!r}"
         names, count = self.names, len(self.tensors)
@@ -76,14 +76,14 @@ class Signature(NamedTuple):
         return self.kind + (f" of {count} unnamed tensors" if count > 1 else " of an unnamed tensor" * count)
 
     def text_of(self, number: int) -> str:
-        """As `text`, of one of its tensors."""
+        """Like `text`, for one of its tensors."""
         if self.names:
             return f"{self.kind} {self.names[number]!r}"
         return self.text + (f", tensor {number + 1} of {len(self.tensors)}" if len(self.tensors) > 1 else "")
 
     @property
     def names(self) -> list[str]:
-        """Those that the caller has given its tensors; none where `names_of` has made them."""
+        """The names that the caller gave its tensors; none where `names_of` made them."""
         names = [each.name for each in self.tensors]
         return [] if names == names_of(self.unnumbered.name, None, len(names)) else names
 
@@ -105,7 +105,7 @@ def sign(tensor: Buffer, name: str, shape: tuple[int, ...] | None = None) -> Ten
 
 
 def kind_of_device(device: str) -> str:
-    """Such as cuda, of cuda:1."""
+    """The kind of a device, such as cuda for cuda:1."""
     return device.partition(":")[0]
 
 
@@ -141,7 +141,7 @@ def _refusal_message(rank: int, records: Mapping[int, SubmissionRecord], size: i
 
 
 def ranks_text(ranks: Iterable[int]) -> str:
-    """Such as `rank 3` or `ranks 0,2-511`, short for any number of ranks."""
+    """Ranks in words, such as `rank 3` or `ranks 0,2-511`, short for any number of ranks."""
     spans: list[list[int]] = []
     for rank in sorted(ranks):
         if spans and rank == spans[-1][-1] + 1:
@@ -179,7 +179,7 @@ def _detail_text(key: str, details: Mapping[str, Any]) -> str:
 
 
 def _alone(mine: Signature, theirs: Signature) -> str:
-    """Of a group whose tensors have names of their own: the first one that one rank alone has."""
+    """The first tensor that one rank alone has, of a group whose tensors have their own names."""
     ours, his = ({each.name for each in one.tensors} for one in (mine, theirs))
     for name in mine.names:
         if name not in his:
@@ -198,7 +198,7 @@ def _tensor_difference(mine: TensorSignature, theirs: TensorSignature) -> tuple[
 
 
 def tensor_text(tensor: TensorSignature) -> str:
-    """Such as float32[1000, 3]."""
+    """A tensor in words, such as float32[1000, 3]."""
     return f"{tensor.dtype}[{', '.join(map(str, tensor.shape))}]"
 
 
@@ -240,7 +240,7 @@ _thread = threading.local()
 
 @contextlib.contextmanager
 def called_from(line: str) -> Iterator[None]:
-    """In it `line` is the calling line in a thread of a library, which no function of the user's has called."""
+    """Within it, `line` is the calling line in a library's thread, which no function of the user has called."""
     _thread.line = line
     try:
         yield
@@ -253,7 +253,7 @@ def called_from(line: str) -> Iterator[None]:
 
 @functools.lru_cache(maxsize=32768)
 def is_of_library(path: str) -> bool:
-    """True for a file of this package, Python's library and installed packages, and for code that these have made."""
+    """True for a file of this package, Python's library and installed packages, and for code that these generated."""
     if path.startswith("<"):
         return not path.startswith(TYPED)
     if _package(path) is not None or path.startswith((PACKAGE, STANDARD_LIBRARY, SCRIPTS)):
@@ -275,7 +275,7 @@ def _line(path: str, number: int) -> str:
 
 
 def named(name: str | None, names: Sequence[str] | None, number: int, count: int) -> str:
-    """Which of `count` tensors number `number` is, behind the word for an operation; nothing for one without a name."""
+    """Which of `count` tensors number `number` is, after the word for an operation; nothing for one without a name."""
     if names is not None and number < len(names):
         return f" {names[number]!r}"
     return (f" {name!r}" if name else "") + (f", tensor {number + 1} of {count}" if count > 1 else "")

@@ -30,7 +30,7 @@ Spans = list[tuple[float, float]]
 
 @dataclasses.dataclass
 class Step:
-    """From the end of the step before to its own; times are of time.monotonic()."""
+    """One step, from the end of the previous one; times are of time.monotonic()."""
 
     number: int
     from_s: float
@@ -47,7 +47,7 @@ class Step:
 
 
 class StepRecorder:
-    """One engine's, which records nothing until `start`; steps are counted always. Any thread may call it."""
+    """One engine's recorder: idle until `start`, but steps are always counted. Any thread may call it."""
 
     def __init__(self) -> None:
         self.recording = self._always = False
@@ -91,7 +91,7 @@ class StepRecorder:
         self.recording = self._always
 
     def when_recording(self, action: Callable[[], object]) -> None:
-        """Call it when steps are recorded: now, or when that begins."""
+        """Call `action` once steps are recorded: now, or when that begins."""
         if self.recording:
             action()
         else:
@@ -200,7 +200,7 @@ class StepRecorder:
 
 
 def label(signature: Any, process_set: int) -> str:
-    """An operation's name for who reads a record: sets of a sweep's teams have operations of one name."""
+    """An operation's name for readers of a record: the sets of a sweep's teams use the same names."""
     name = signature.unnumbered.name
     if name.startswith("check."):  # what follows says of which array, or comparison
         name = ".".join(name.split(".")[:2])
@@ -208,7 +208,7 @@ def label(signature: Any, process_set: int) -> str:
 
 
 def _is_frameworks() -> bool:
-    """True in a thread that Python has not started, such as XLA's, or autograd's of a GPU: it computes a step, too."""
+    """True in a thread that Python did not start, such as XLA's, or autograd's of a GPU: it computes a step, too."""
     return isinstance(threading.current_thread(), threading._DummyThread)
 
 
@@ -228,5 +228,5 @@ def united(spans: Spans, since: float = -math.inf) -> Spans:
 
 
 def length(spans: Spans) -> float:
-    """Of spans that do not touch."""
+    """The total length of spans that do not touch."""
     return sum(high - low for low, high in spans)

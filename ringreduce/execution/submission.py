@@ -48,7 +48,7 @@ class Handle(Generic[Result]):
     _makers: tuple[Callable[[Any], Any], ...] = ()
 
     def mapped(self, make: Callable[[Result], Made]) -> Handle[Made]:
-        """This handle; from now on its result is what `make`, in the thread that waits, makes of the one it had."""
+        """Make `make(result)` the result, computed in the thread that waits; returns this handle."""
         self._makers = *self._makers, make
         return self  # type: ignore[return-value]
 
@@ -57,7 +57,7 @@ class Handle(Generic[Result]):
         return self.ended
 
     def poll(self) -> bool:
-        """As `done`; makes the engine stop batching."""
+        """Like `done`, but makes the engine stop batching."""
         if not self.ended:
             self._on_poll()
         return self.ended
@@ -106,7 +106,7 @@ class Handle(Generic[Result]):
 
 
 class Ended(Handle[Result]):
-    """Of what is over before anybody could wait: `result` is there."""
+    """A handle of what ended before anybody could wait: the result is there."""
 
     ended = True
 
@@ -129,7 +129,7 @@ def _copied(error: BaseException) -> BaseException:
 
 
 class Submission(Handle):
-    """What the engine knows of it; that of a group has many tensors. One is made for each tensor of each step."""
+    """An operation as the engine knows it; a group's has many tensors. One is made for each tensor of each step."""
 
     ready: Sequence[Any] = ()  # events of the caller's streams, after which inputs on a GPU may be read; see Gpu.begin
     missing_pieces = 1  # the planning itself
@@ -174,7 +174,7 @@ class Submission(Handle):
         self.waits = waits
         self.then = () if then is None else (then,)
         """Called by the thread that polls (engine/polling.py) just before the end; must not wait. What one raises is
-        this rank's error of this operation; the engine, and the other ranks, go on."""
+        this rank's error of this operation; the engine, and the other ranks, continue."""
         self.submitted_s = time.monotonic()
         self._on_wait, self._on_poll = on_wait, on_poll
 
@@ -184,7 +184,7 @@ class Submission(Handle):
         in_flight[self.key] = self
 
     def add_then(self, then: Callable[[BaseException | None], object]) -> None:
-        """Have this called, too, after what is there already."""
+        """Also call this, after what is there already."""
         self.then = *self.then, then
 
     def reduction(self, element: ElementType) -> Reduction:

@@ -93,7 +93,7 @@ class Timeline:
         return tuple(events)
 
     def ready(self, submissions: Sequence[Submission], rank: int) -> None:
-        """This rank has announced them. Only while recording."""
+        """Record that this rank has announced them. Only while recording."""
         for each in submissions:
             found = self._of(each)
             found.announced_us = now = now_us()
@@ -101,7 +101,7 @@ class Timeline:
         self._count()
 
     def negotiated(self, submission: Submission, operation: Operation) -> None:
-        """All ranks are ready: the negotiation is over, and the submission is queued. Only while recording."""
+        """Record that all ranks are ready, so that the submission is queued. Only while recording."""
         found, since, now = self._of(submission), 1e6 * submission.submitted_s, now_us()
         found.operation, found.phase, announced = operation, ("QUEUE", now), found.announced_us
         if announced:  # else this rank has joined
@@ -110,14 +110,14 @@ class Timeline:
             self.events.append(Event(name, found.row, announced, now - announced, operation, found.args))
 
     def message(self, submission: Submission, name: str) -> None:
-        """It was sent or received: the time from when it was submitted until now."""
+        """Record a message that was sent or received: the time from its submission until now."""
         if self.recording:
             since, now, row = 1e6 * submission.submitted_s, now_us(), self._free_row(submission)
             self._free_us[row] = now
             self.events.append(Event(name, row, since, now - since, args=_args(submission)))
 
     def cycle(self) -> None:
-        """The engine announces new tensors; while it records."""
+        """Record that the engine announces new tensors. Only while recording."""
         if self.mark_cycles:
             self.events.append(Event("CYCLE_START", "engine", now_us()))
 
@@ -151,7 +151,7 @@ class Timeline:
         return self._submitted[submission]
 
     def _free_row(self, submission: Submission) -> str:
-        """Such as allreduce.layer3.w; with a number where that was in use when this was submitted."""
+        """A row, such as allreduce.layer3.w; with a number where that was in use when this was submitted."""
         kind, name, _, _, numbered = submission.signature
         if numbered:
             name, _, number = name.rpartition(".")
@@ -208,7 +208,7 @@ class TimelineFile:
         self._sample(max((self._time(rank, each.start_us) for each in events), default=0.0))
 
     def _keeps(self, operation: Operation | None) -> bool:
-        """By its number alone, so it is the same on all ranks; None: what is of no operation."""
+        """Decide by the operation's number alone, so the same on all ranks; None: an event of no operation."""
         if operation is None:
             return self._keeping
         schedule, number, *_ = operation

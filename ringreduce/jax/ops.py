@@ -50,7 +50,7 @@ def allreduce(call: Call) -> Any:
 def allgather(call: Call) -> Any:
     """Concatenate the arrays of all ranks along dim 0, in rank order; of a tree each array.
 
-    Shape:    as `ringreduce.allgather`; inside jit, and under grad, all ranks pass equally many rows.
+    Shape:    as `ringreduce.allgather`; inside jit, and under grad, all ranks pass the same number of rows.
     Gradient: this rank's rows of the result's gradient, averaged over the ranks.
     Source:   Horovod's allgather.
     """

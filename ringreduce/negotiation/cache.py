@@ -1,7 +1,7 @@
 """Signatures by id, so that submitting a cached tensor costs a counter.
 
 Only the coordinator of a process set decides what is cached; the other ranks follow its responses, so all caches are
-equal at equal response numbers. Unnamed submissions that differ by their number only share an id.
+equal at equal response numbers. Unnamed submissions that differ only by their number share an id.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ class Cache(dict[int, Signature]):
 
 
 def _key(signature: Signature) -> str | Signature:
-    """Unnamed tensors have no key in common, but their signature."""
+    """What a tensor is found by: the key, or the signature if it is unnamed."""
     return signature if signature.numbered else signature.key
 
 
 class Ids:
-    """Which ids the coordinator may give to new signatures; a forgotten one when all ranks have read so."""
+    """Which ids the coordinator may give to new signatures; a forgotten one when all ranks have read that."""
 
     def __init__(self, capacity: int) -> None:
         self._free = list(range(capacity - 1, -1, -1))
@@ -61,7 +61,7 @@ class Ids:
         self._clock = 0
 
     def use(self, ids: list[int]) -> None:
-        """These are the most recently used ones."""
+        """Make these the most recently used ones."""
         self._clock += 1
         for each in ids:
             self._used[each] = self._clock
@@ -80,10 +80,10 @@ class Ids:
         return sorted(cache, key=self._used.__getitem__)[:missing] if missing > 0 else []
 
     def retire(self, ids: list[int], response: int) -> None:
-        """A response forgets these."""
+        """Note that a response forgets these."""
         self._retired += [(response, number) for number in ids]
 
     def read(self, response: int) -> None:
-        """All ranks have read this response."""
+        """Free what this response and earlier ones forget: all ranks have read it."""
         while self._retired and self._retired[0][0] <= response:
             self._free.append(self._retired.pop(0)[1])

@@ -23,7 +23,7 @@ from ringreduce.negotiation.protocol import Announcement, Failure, Response
 from ringreduce.ops import NEUTRAL_UNSCALED, ReduceOp
 
 UNNAMED_WAIT_S = 0.05
-"""How long unnamed tensors wait for each other that may differ, before all are negotiated by records, which tell."""
+"""How long unnamed tensors that may differ wait for each other; then all are negotiated by records, which show it."""
 JOINABLE = "allreduce"  # the only kind of operation that joined ranks can take part in
 
 

@@ -18,7 +18,7 @@ from ringreduce.transport.world import World
 
 
 class Ending:
-    """One engine's. Any thread may look at it.
+    """The state of one engine. Any thread may read it.
 
     It changes with the inbox's lock held, so that what a thread submits meanwhile is announced, or refused.
     """

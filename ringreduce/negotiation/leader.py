@@ -39,7 +39,7 @@ def children_of(group: int, groups: int) -> range:
 
 
 class Leader:
-    """One group's leader; messages are the caller's affair."""
+    """One group's leader; messages are left to the caller."""
 
     def __init__(
         self,
@@ -197,12 +197,12 @@ class Leader:
 
 
 def _items(array: Any) -> memoryview:
-    """Its items, which are read ten times faster than through the array."""
+    """The array's items, ten times faster to read than through the array."""
     return memoryview(array)
 
 
 def _count(counters: Any, ids: Sequence[int], by: int) -> None:
-    """Change the counters of these ids, of which there may be equal ones. Few: `np.add.at` takes 10 us."""
+    """Change the counters of these ids, which may repeat. Few: `np.add.at` takes 10 us."""
     words = _items(counters)
     for each in ids:
         words[each] = (words[each] + by) & WRAP

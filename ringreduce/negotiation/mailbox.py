@@ -13,14 +13,14 @@ Handler = Callable[[int, Any], object]
 
 
 class Mailbox:
-    """One engine's."""
+    """The mailbox of one engine."""
 
     def __init__(self, transport: EngineTransport) -> None:
         self.rank, self.size = transport.rank, transport.size
         self.messages = 0  # how many this rank has sent, and their size
         self.nbytes = 0
         self.handlers: dict[type, Handler] = {}
-        """By the type of message: called with the rank that sent it, and the message."""
+        """By type of message: called with the rank that sent it, and the message."""
         self._transport = transport
 
     def send(self, message: Any, rank: int) -> None:

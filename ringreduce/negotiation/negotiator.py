@@ -151,17 +151,17 @@ class Negotiator:
         return not self._awaits_response and (self._leader is None or self._leader.is_idle)
 
     def counted(self, number: int, submission: Submission) -> None:
-        """This submission was counted, and is to be followed."""
+        """Note that this submission was counted, and is to be followed."""
         self._counted[number].append(submission)
         if submission.signature.numbered:
             self._unnamed[submission.key] = number
 
     def _counted_ids(self) -> list[int]:
-        """Of this rank's submissions that are not ready."""
+        """The ids of this rank's submissions that are not ready."""
         return [number for number, submissions in self._counted.items() if submissions]
 
     def _unnamed_id(self, key: str, number: int | None) -> int | None:
-        """The id to count an unnamed submission by: only if all of this rank that are not ready are of this id.
+        """The id to count an unnamed submission by: only if all of this rank's that are not ready have this id.
 
         So unnamed submissions with different signatures are matched by their numbers, in the program's order.
         """
@@ -246,7 +246,7 @@ class Negotiator:
             self._send(message, self._group.below)
 
     def check(self, now_s: float, overdue_s: float) -> None:
-        """Forget ids that some ranks have not submitted for so long. Called now and then.
+        """Forget ids that some ranks have not submitted for this long. Called occasionally.
 
         Those of unnamed tensors soon, where ranks wait for each other in different ones: all with a rank's call of that
         number are the same call. Where one waits alone, ranks are late. Of groups whose ranks differ, the lowest leader
@@ -310,7 +310,7 @@ class Negotiator:
         self._announce_again(withdrawn)
 
     def _announce_again(self, submissions: list[Submission]) -> None:
-        """Have these announced again, and with the last of what was counted the join that waits for it."""
+        """Announce these again, and with the last of what was counted the join that waits for it."""
         if self._joins is not None and not self._counted_ids():
             submissions.append(self._joins)
             self._joins = None

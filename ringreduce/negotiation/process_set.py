@@ -45,5 +45,5 @@ class ProcessSetState(Running):
 
     @property
     def coordinator(self) -> Coordinator | None:
-        """On the first member only."""
+        """The coordinator, on the first member only."""
         return self.negotiator.coordinator

@@ -90,7 +90,7 @@ class StackRequest(NamedTuple):
 
 
 class StackReply(NamedTuple):
-    """What a rank does: its last submission, what it waits for, and a thread's stack."""
+    """What a rank is doing: its last submission, what it waits for, and a thread's stack."""
 
     number: int
     doing: str

@@ -48,7 +48,7 @@ class Short:
         return travelling(submission, self._most_bytes) if submission.waits else None
 
     def receive(self, child: int, message: Ready) -> None:
-        """A report of a group below."""
+        """Take a report of a group below."""
         self._below[child] = (message.ids, message.partial) if message.partial else None
 
     def partial(self, ids: list[int], counted: Sequence[Submission], times: int, group: Sequence[Held] = ()) -> bytes:

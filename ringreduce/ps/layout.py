@@ -38,7 +38,7 @@ class Shard(NamedTuple):
 
 
 def shards_of(keys: Sequence[Key], servers: int) -> list[list[Shard]]:
-    """The shards of each server, about equally many bytes each.
+    """The shards of each server, about the same number of bytes each.
 
     An array of more than a server's share is cut by rows into a shard for each; then the largest shard goes to the
     server that has the fewest bytes.

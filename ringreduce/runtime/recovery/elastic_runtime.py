@@ -117,7 +117,7 @@ class ElasticRuntime(Runtime):
     def _rendezvous(self, last: Setup, commits: int, sets: ProcessSets | None) -> tuple[Setup, bool]:
         """Meet the ranks of the newest list, see `meet`; the sets are those of the rank with the most commits.
 
-        Returns: the world, and whether all ranks have equally many commits.
+        Returns: the world, and whether all ranks have the same number of commits.
         Raises:  CollectiveError where only spares meet that have no state yet.
         """
         origins = last.world.origins
