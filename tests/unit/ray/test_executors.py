@@ -6,7 +6,7 @@ import types
 import pytest
 
 import ringreduce as rr
-import ringreduce.ray
+import ringreduce.ray.elastic
 from ringreduce.ray import ElasticRayExecutor, RayExecutor
 
 
@@ -37,7 +37,7 @@ def test_arguments_that_are_not_there_say_what_to_use(options, says):
 def test_an_elastic_job_begins_with_the_room_that_there_is(monkeypatch, settings, options, expected):
     ray = types.SimpleNamespace(is_initialized=lambda: True, cluster_resources=lambda: {"CPU": 6.0, "GPU": 2.0})
     monkeypatch.setitem(sys.modules, "ray", ray)
-    monkeypatch.setattr(ringreduce.ray, "run", lambda fn, **asked: (fn, asked))
+    monkeypatch.setattr(ringreduce.ray.elastic, "run", lambda fn, **asked: (fn, asked))
     settings = ElasticRayExecutor.create_settings(**settings, timeout_s=30, verbose=2)
     executor = ElasticRayExecutor(settings, env_vars={"MARK": "a"}, **options)
     executor.start()

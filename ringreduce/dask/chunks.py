@@ -1,10 +1,4 @@
-"""ringreduce on Dask: ranks on the machines that Dask has.
-
-    losses = ringreduce.dask.run(train, args=(0.1,), client=client)        ranks beside the workers
-    model = ringreduce.dask.map(train, x, y)[0]                            ranks that are the workers, on their data
-
-Nothing of Dask is imported before a function here is called.
-"""
+"""Ranks that are Dask's workers, each on the chunks that lie there."""
 
 from __future__ import annotations
 
@@ -13,126 +7,17 @@ import math
 import os
 import socket
 import time
-import uuid
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
 from ringreduce.api import joined
-from ringreduce.errors import InputError, MissingExtraError, PeerLostError
+from ringreduce.errors import InputError, PeerLostError
 from ringreduce.transport import joining
-from ringrun import lending
 
-if TYPE_CHECKING:
-    from distributed import Client
-
-__all__ = ["map", "run"]
-
-_LOOK_FOR_MORE_S = 1.0  # for workers that have come
 _LOOK_S = 2.0  # whether Dask has lost a worker, whose task it would keep for ever
 _NOTICED_S = 5.0  # for ranks to end that have waited for one that has failed
-
-
-def run(
-    fn: Callable[..., Any],
-    args: Iterable[Any] = (),
-    kwargs: Mapping[str, Any] | None = None,
-    *,
-    client: Client | None = None,
-    workers: str | Sequence[str] | None = None,
-    elastic: bool = False,
-    min_np: int | None = None,
-    max_np: int | None = None,
-    env: Mapping[str, str] | None = None,
-    timeout_s: float = 60.0,
-    **flags: Any,
-) -> list[Any]:
-    """Call `fn(*args, **kwargs)` on one rank for each worker of a Dask cluster; returns the results, by rank.
-
-    client:    of the cluster, by default the current one.
-    workers:   addresses or names of some of its workers, by default all.
-    elastic:   ranks go on without those that fail, down to min_np; with max_np, workers that come later are used, too,
-               from the next commit on. The results are those of the ranks that are left in the end.
-    env:       variables for the ranks.
-    timeout_s: how long workers may take to begin.
-    flags:     ringrun's, as of `ringreduce.run`.
-
-    Each rank is a process beside its worker, with that one's Python, folder, import path and GPU; one of the worker's
-    threads waits for it. The loss of a worker is the loss of its rank, and of a host's first worker that of the host's.
-
-    Raises: JobFailedError when a rank fails, with ringrun's report; StartupError when workers cannot run ranks;
-            InputError; KeyboardInterrupt once all ranks have ended; MissingExtraError where Dask is not installed.
-
-    >>> losses = run(train, args=(0.1,), client=client)                                                # doctest: +SKIP
-    """
-    client = client or _current()
-    names = _workers(client, workers)
-    if not names:
-        raise InputError(f"ringreduce.dask.run(): the cluster has no workers{f' {workers}' if workers else ''}")
-    lending.checked("ringreduce.dask.run()", args, len(names), elastic, {"min_np": min_np, "max_np": max_np, **flags})
-    ticket = lending.ticket(timeout_s)
-    lenders = _Lenders(client, ticket, (lambda: _workers(client, workers)) if max_np else None, max_np or len(names))
-    lenders.add(names)
-    asked = {**flags, "elastic": elastic or None, "min_np": min_np, "max_np": max_np}
-    try:
-        call = fn, tuple(args), dict(kwargs or {})
-        np = min(len(names), lenders.most)
-        results: list[Any] = lending.run(call, ticket, np, asked, env or {}, lenders.trouble)
-        return results
-    finally:
-        client.cancel(list(lenders.futures.values()))
-
-
-def _current() -> Client:
-    try:
-        from distributed import get_client
-    except ImportError as error:
-        raise MissingExtraError.of("ringreduce.dask needs Dask", "dask", error) from error
-    try:
-        found: Client = get_client()
-        return found
-    except ValueError as error:
-        raise InputError("ringreduce.dask.run(): there is no Dask client here; pass client=Client(…)") from error
-
-
-def _workers(client: Client, wanted: str | Sequence[str] | None) -> list[str]:
-    """Return the addresses of the workers that there are, of those that are wanted."""
-    wanted = [wanted] if isinstance(wanted, str) else wanted
-    there = client.scheduler_info(n_workers=-1)["workers"]
-    found = {address for address, each in there.items() if wanted is None or {address, each["name"]} & {*wanted}}
-    return sorted(found, key=lambda address: (there[address]["host"], address))
-
-
-class _Lenders:
-    """The tasks that lend slots, one on each worker."""
-
-    def __init__(self, client: Client, ticket: lending.Ticket, look: Callable[[], list[str]] | None, most: int) -> None:
-        """look: returns the workers that there are, where those that come are to be used, up to `most`."""
-        self._client, self._ticket, self._look, self.most = client, ticket, look, most
-        self.futures: dict[str, Any] = {}
-        """By the address of the worker."""
-        self._look_at_s = time.monotonic() + _LOOK_FOR_MORE_S
-
-    def add(self, names: Sequence[str]) -> None:
-        """Let these workers lend a slot each, as far as there may be so many."""
-        for name in names:
-            if name not in self.futures and len(self.futures) < self.most:
-                only = {"workers": [name], "allow_other_workers": False, "pure": False, "retries": 0}
-                key = f"ringreduce-{uuid.uuid4().hex}"
-                self.futures[name] = self._client.submit(lending.lend, self._ticket, key=key, **only)
-
-    def trouble(self) -> str:
-        """Return why a worker cannot lend; see to workers that have come and gone."""
-        failed = [each for each in self.futures.values() if each.status == "error"]
-        if self._look is None:
-            return str(failed[0].exception()) if failed else ""
-        if time.monotonic() >= self._look_at_s:
-            self._look_at_s = time.monotonic() + _LOOK_FOR_MORE_S
-            there = self._look()
-            self.futures = {name: each for name, each in self.futures.items() if name in there}
-            self.add(there)
-        return ""
 
 
 def map(

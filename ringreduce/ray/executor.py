@@ -1,137 +1,22 @@
-"""ringreduce on Ray: ranks on the machines that Ray has.
-
-    losses = ringreduce.ray.run(train, args=(0.1,), np=8, gpus=1)                            ranks beside its workers
-    executor = ringreduce.ray.RayExecutor(num_workers=8, use_gpu=True)                       ranks that are its actors
-
-Nothing of Ray is imported before a function here is called.
-"""
+"""Ranks that are Ray's actors, and keep their state from call to call."""
 
 from __future__ import annotations
 
-import contextlib
 import math
 import os
 import time
-import types
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ringreduce.api import joined
-from ringreduce.errors import InputError, MissingExtraError, PeerLostError, StartupError
+from ringreduce.errors import InputError, PeerLostError, StartupError
 from ringreduce.transport import joining
-from ringrun import lending
-
-__all__ = ["ElasticRayExecutor", "RayExecutor", "run"]
 
 _NOTICED_S = 5.0  # for ranks to end that have waited for one that has failed
-_LEAVE_S = 10.0  # for tasks to end that have lent slots
-_HERE = "ringreduce.ray.run()"
 _SLOTS = "since Horovod 0.22 it is num_workers_per_host, cpus_per_worker or gpus_per_worker; pass that"
 _ELASTIC = (
     "actors that keep their state are not elastic; use ElasticRayExecutor, or ringreduce.ray.run(…, elastic=True)"
 )
-
-
-def run(
-    fn: Callable[..., Any],
-    args: Iterable[Any] = (),
-    kwargs: Mapping[str, Any] | None = None,
-    *,
-    np: int = 1,
-    cpus: float = 1,
-    gpus: float = 0,
-    elastic: bool = False,
-    min_np: int | None = None,
-    max_np: int | None = None,
-    placement_group: Any = None,
-    strategy: str = "PACK",
-    env: Mapping[str, str] | None = None,
-    timeout_s: float = 60.0,
-    **flags: Any,
-) -> list[Any]:
-    """Call `fn(*args, **kwargs)` on each of `np` ranks on Ray's nodes; returns the results, by rank.
-
-    np:              how many ranks; a Ray task holds the resources of each.
-    cpus, gpus:      of each rank. The GPUs of a host are divided among its ranks.
-    elastic:         ranks go on without those that fail, down to min_np; with max_np, nodes that come later are used,
-                     from the next commit on. The results are those of the ranks that are left in the end.
-    placement_group: one that exists, by default that of the task or actor that calls this; where there is none, and the
-                     job is not elastic, one is made, with a bundle for each rank, and removed in the end.
-    strategy:        of the one that is made: "PACK", "SPREAD", "STRICT_PACK" or "STRICT_SPREAD".
-    env:             variables for the ranks.
-    timeout_s:       how long Ray may take to find room, and tasks to begin.
-    flags:           ringrun's, as of `ringreduce.run`.
-
-    Each rank is a process beside a worker of Ray's, with the Python, the folder, the import path and the variables that
-    the runtime environment gives to that one.
-
-    Raises: JobFailedError when a rank fails, with ringrun's report; StartupError when Ray has no room, or tasks cannot
-            run ranks; InputError; KeyboardInterrupt once all ranks have ended; MissingExtraError without Ray.
-
-    >>> losses = run(train, args=(0.1,), np=8, gpus=1)                                                 # doctest: +SKIP
-    """
-    try:
-        import ray
-        from ray.util.placement_group import remove_placement_group
-        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
-    except ImportError as error:
-        raise MissingExtraError.of("ringreduce.ray needs Ray", "ray", error) from error
-    lending.checked(_HERE, args, np, elastic, {"min_np": min_np, "max_np": max_np, **flags})
-    if not ray.is_initialized():
-        ray.init()
-    group, own = placement_group or ray.util.get_current_placement_group(), None
-    tasks: Sequence[Any] = ()
-    try:
-        if group is None and not elastic:
-            group = own = _group(ray, np, cpus, gpus, strategy, timeout_s)
-        options = {
-            "num_cpus": cpus,
-            "num_gpus": gpus,
-            "max_retries": -1 if elastic else 0,  # on another node, or on one that comes
-            "scheduling_strategy": PlacementGroupSchedulingStrategy(group) if group else "SPREAD",
-        }
-        ticket = lending.ticket(timeout_s)
-        lend = ray.remote(lending.lend).options(**options)
-        tasks = [lend.remote(ticket) for _ in range(max_np or np)]
-        call = fn, tuple(args), dict(kwargs or {})
-        asked = {**flags, "elastic": elastic or None, "min_np": min_np, "max_np": max_np}
-        results: list[Any] = lending.run(call, ticket, np, asked, env or {}, lambda: _trouble(ray, tasks, elastic))
-        return results
-    finally:
-        _, left = ray.wait(list(tasks), num_returns=len(tasks), timeout=_LEAVE_S) if tasks else ((), ())
-        for each in left:  # not by force, which ends Ray itself where a task is ending
-            ray.cancel(each)
-        if own is not None:
-            remove_placement_group(own)
-
-
-def _group(ray: Any, np: int, cpus: float, gpus: float, strategy: str, timeout_s: float) -> Any:
-    """Return a placement group with room for all ranks."""
-    bundle = {name: count for name, count in {"CPU": cpus, "GPU": gpus}.items() if count}
-    group = ray.util.placement_group([bundle] * np, strategy=strategy)
-    try:
-        ray.get(group.ready(), timeout=timeout_s)
-    except BaseException as error:
-        ray.util.remove_placement_group(group)
-        if not isinstance(error, ray.exceptions.GetTimeoutError):
-            raise
-        has = {name: count for name, count in ray.cluster_resources().items() if name in ("CPU", "GPU")}
-        what = f"Ray had no room for {np} ranks of {bundle} within {timeout_s:g} s; the cluster has {has}"
-        raise StartupError(f"{_HERE}: {what}; ask for less, or wait longer: timeout_s") from None
-    return group
-
-
-def _trouble(ray: Any, tasks: Sequence[Any], elastic: bool) -> str:
-    """Return why tasks cannot lend: one of them, or of an elastic job all. A task that is lost is a lost host."""
-    done, more = ray.wait(list(tasks), num_returns=len(tasks), timeout=0)
-    failed = []
-    for each in done:
-        with contextlib.suppress(ray.exceptions.WorkerCrashedError, ray.exceptions.NodeDiedError):
-            try:
-                ray.get(each)
-            except (ray.exceptions.RayTaskError, ray.exceptions.RuntimeEnvSetupError) as error:
-                failed.append(str(error))
-    return failed[0] if failed and not (elastic and more) else ""
 
 
 class RayExecutor:
@@ -307,77 +192,6 @@ class RayExecutor:
         if errors:
             raise min(errors, key=lambda error: isinstance(error, PeerLostError))  # the others' follow from it
         return list(ray.get(list(references)))
-
-
-class ElasticRayExecutor:
-    """Elastic jobs by the names of Horovod: ranks beside Ray's workers, which go on without those that are lost.
-
-        executor = ElasticRayExecutor(ElasticRayExecutor.create_settings(min_num_proc=2), use_gpu=True)
-        executor.start()
-        losses = executor.run(train)
-
-    The job begins with as many ranks as the cluster has room for, of at most max_num_proc; otherwise it is that of
-    `run(train, elastic=True)`.
-
-    cpus_per_slot, use_gpu, gpus_per_slot: what Ray reserves for each rank; by default one CPU, and no GPU or one.
-    env_vars:            variables for the ranks.
-    override_discovery:  Horovod's, without effect: Ray itself tells which hosts there are.
-    Source: Horovod's horovod.ray.ElasticRayExecutor.
-    """
-
-    @staticmethod
-    def create_settings(
-        min_num_proc: int = 1,
-        max_num_proc: int | None = None,
-        reset_limit: int | None = None,
-        elastic_timeout: float = 600,
-        timeout_s: float = 60,
-        *,
-        min_np: int | None = None,
-        max_np: int | None = None,
-        **_: Any,
-    ) -> types.SimpleNamespace:
-        """Return settings: how many ranks at least and at most, by either name, and how long they may take to start.
-
-        elastic_timeout, reset_limit, and others: Horovod's, without effect.
-        """
-        limits = {"min_np": min_np or min_num_proc, "max_np": max_np or max_num_proc}
-        return types.SimpleNamespace(**limits, timeout_s=timeout_s)
-
-    def __init__(
-        self,
-        settings: Any = None,
-        use_gpu: bool = False,
-        cpus_per_slot: int = 1,
-        gpus_per_slot: float | None = None,
-        env_vars: Mapping[str, str] | None = None,
-        override_discovery: bool = True,
-    ) -> None:
-        if gpus_per_slot and not use_gpu:
-            raise InputError(f"ElasticRayExecutor: gpus_per_slot={gpus_per_slot}, but use_gpu is not True")
-        self.settings = settings or self.create_settings()
-        self._cpus, self._gpus = cpus_per_slot, (gpus_per_slot or 1) if use_gpu else 0
-        self._env = env_vars
-
-    def start(self) -> None:
-        """Do nothing: `run` starts the ranks."""
-
-    def run(self, worker_fn: Callable[[], Any], callbacks: Any = None) -> list[Any]:
-        """Call worker_fn() on each rank; return the results of those that are left in the end.
-
-        Raises: InputError with callbacks, which Horovod calls in this process; otherwise as `ringreduce.ray.run`.
-        """
-        import ray
-
-        if callbacks:
-            raise InputError("ElasticRayExecutor.run: there are no callbacks; print in worker_fn: it comes here")
-        if not ray.is_initialized():
-            ray.init()
-        wanted, has = self.settings, ray.cluster_resources()
-        room = [int(has.get(kind, 0) / each) for kind, each in {"CPU": self._cpus, "GPU": self._gpus}.items() if each]
-        ranks = max(wanted.min_np, min([*room, wanted.max_np or math.inf]))
-        each = {"cpus": self._cpus, "gpus": self._gpus, "env": self._env, "timeout_s": wanted.timeout_s}
-        return run(worker_fn, np=ranks, elastic=True, min_np=wanted.min_np, max_np=wanted.max_np, **each)
 
 
 class _Rank:
