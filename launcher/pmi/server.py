@@ -5,6 +5,7 @@ import dataclasses
 import json
 import os
 import secrets
+import shutil
 import signal
 import socket
 import sys
@@ -34,7 +35,7 @@ class Server:
     """One world of `size` ranks."""
 
     def __init__(self, size: int, folder: str) -> None:
-        """folder: for a unix socket, and files of PMIx."""
+        """folder: for a unix socket, and files of PMIx, until MPI has started."""
         self.size, self._folder = size, folder
         self._members: dict[int, Member] = {}
         self._changed = threading.Condition()
@@ -71,6 +72,7 @@ class Server:
                     return True
                 case wire.Begun():
                     self._has_begun = True
+                    shutil.rmtree(self._folder, ignore_errors=True)  # needed no more; an engine may kill this process
                     return True
                 case wire.Leaving():
                     member.has_left = True  # its link stays: a thread that wakes up while Python ends may crash

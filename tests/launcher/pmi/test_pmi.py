@@ -5,6 +5,7 @@ import functools
 import json
 import os
 import re
+import shutil
 import socket
 import subprocess
 import sys
@@ -49,9 +50,7 @@ def served(monkeypatch):
     for folder, here, thread in made:
         here._break("the test is over")
         thread.join(WAIT_S)
-        with contextlib.suppress(OSError):
-            os.unlink(f"{folder}/socket")
-        os.rmdir(folder)
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 @pytest.fixture
@@ -156,14 +155,17 @@ def test_all_are_told_when_the_last_has_come_and_of_who_is_lost(served, rank_of)
 
 def test_one_that_leaves_is_not_lost(served, rank_of):
     address, _ = served(3)
+    folder = os.path.dirname(wire.Address.parse(json.loads(address)[0]).path)
     ranks = [rank_of(address, number) for number in range(3)]
     for rank in ranks:
         rank.hears(wire.Joined)
+    assert os.path.exists(folder)
     ranks[1].link.send(wire.Begun())
     ranks[1].link.send(wire.Leaving())
     ranks[1].end()
     while "process" in rank_of(address, 1).hears(wire.Refused).why:  # as long as it is thought to be there
         pass
+    assert not os.path.exists(folder), "an engine that kills this process leaves nothing behind"
     ranks[2].end()
     assert ranks[0].hears(wire.Lost).rank == 2
 
