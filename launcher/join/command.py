@@ -46,7 +46,7 @@ from ..network import LOST_AFTER_S, own_addresses
 from ..request import Joined, checked
 from .head import Nodes, OverJoin
 from .key import read_key
-from .node import lend, own_node
+from .node import MORE_TIME, lend, own_node
 from .platforms import MAX_NODES, OF_PLATFORM, NodeRank, find_node_rank
 
 _USAGE = "ringrun join [HEAD:PORT] [--nodes N | --lend N] [--key-file FILE] [options] [command [arguments …]]"
@@ -153,7 +153,7 @@ def _be_head(resolved: config.Config, node_rank: NodeRank, authkey: bytes, slots
             found = nodes.await_all(wanted, timeout_s, what)
             have_joined = f"{found} of {wanted} {what} have joined within {timeout_s:g} s"
             if found < (least if elastic else wanted):
-                why = "see what ringrun has written on the others, or allow more: --join-timeout"
+                why = f"see what ringrun has written on the others, or {MORE_TIME}"
                 raise MachineError(f"{have_joined}; {why}")
             if elastic and what == "slots" and found < wanted:
                 options = resolved.options

@@ -25,6 +25,7 @@ from ..errors import MachineError
 from ..machine.topology import VISIBLE_VARIABLE
 from .platforms import NodeRank
 
+MORE_TIME = "allow more time: --join-timeout; in Ray's or Dask's run() timeout_s, in Spark's start_timeout"
 _PAUSE_S = 0.5
 _PROGRESS_S = 3.0
 _OTHER_KEY_S = 5.0
@@ -226,5 +227,5 @@ def lend(node_rank: NodeRank, authkey: bytes, node: wire.Node, timeout_s: float,
 def _why_no_head(where: str, error: OSError, timeout_s: float, why: str) -> str:
     if isinstance(error, PermissionError):
         return f"{where}: what listens there does not know this job's key; give all nodes the same key"
-    cure = "see that the head runs, and that its name and port are right; or allow more: --join-timeout"
+    cure = f"see that the head runs, and that its name and port are right; or {MORE_TIME}"
     return f"{where}: no head has answered for {timeout_s:g} s ({error}); {cure} ({why})"
