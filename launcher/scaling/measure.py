@@ -68,6 +68,13 @@ class Bounds:
         is_long = seconds >= self.seconds and (steps >= LEAST_STEPS or seconds >= _LONGER * self.seconds)
         return is_long or (self.steps is not None and steps >= self.steps)
 
+    def left_s(self, before: Answer, now: Answer) -> float:
+        """Return how long it takes at least until they are enough."""
+        if not before or self.steps is not None:
+            return 0.0
+        measured_s: float = min(each["step_s"] - before[rank]["step_s"] for rank, each in now.items())
+        return self.seconds - measured_s
+
 
 @dataclass(frozen=True)
 class Run:
@@ -134,8 +141,7 @@ def _watch(process: subprocess.Popen[bytes], size: int, bounds: Bounds) -> tuple
     now: Answer = {}
     until_s = time.monotonic() + bounds.wait_s
     job = None
-    while process.poll() is None:
-        time.sleep(_LOOK_S)
+    while not _ends_within(process, max(_LOOK_S, bounds.left_s(before, now))):  # each look takes time from a core
         job = job or next((each for each in find_jobs() if each.pid == process.pid), None)
         answer = _answer(job) if job else None
         if answer is None:
@@ -149,6 +155,12 @@ def _watch(process: subprocess.Popen[bytes], size: int, bounds: Bounds) -> tuple
         if time.monotonic() > until_s:
             return before, now, False
     return before, now, True
+
+
+def _ends_within(process: subprocess.Popen[bytes], timeout_s: float) -> bool:
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(timeout_s)
+    return process.returncode is not None
 
 
 def _answer(job: RunningJob) -> Answer | None:
