@@ -129,48 +129,60 @@ class StepRecorder:
     def ended(self, it: Any) -> None:
         """A submission has ended."""
         begun_s, nbytes = it.begun_s or it.submitted_s, sum([each.nbytes for each in it.inputs or it.outputs])
-        times = it.submitted_s, it.ready_s or begun_s, begun_s, time.monotonic()
-        self._add(Operation(label(it.signature, it.process_set), it.signature.kind, nbytes, *times, it.algorithm))
+        name = label(it.signature, it.process_set)
+        with self._lock:
+            times = it.submitted_s, it.ready_s or begun_s, begun_s, time.monotonic()
+            self._add(Operation(name, it.signature.kind, nbytes, *times, it.algorithm))
 
     def passed(self, name: str, kind: str, nbytes: int, since_s: float, algorithm: str | None) -> None:
         """The fast lane has waited for an operation; algorithm None: which has not ended, and is submitted now."""
-        if algorithm is not None:
-            self._add(Operation(name, kind, nbytes, since_s, since_s, since_s, time.monotonic(), algorithm))
-        else:
-            self.passed_s[threading.get_ident()] = since_s
-        self.waited(name, since_s)
+        with self._lock:
+            now_s = time.monotonic()
+            if algorithm is not None:
+                self._add(Operation(name, kind, nbytes, since_s, since_s, since_s, now_s, algorithm))
+            else:
+                self.passed_s[threading.get_ident()] = since_s
+            self._wait(name, since_s, now_s)
+
+    def waited(self, name: str, since_s: float) -> None:
+        """A thread has waited for an operation."""
+        with self._lock:
+            self._wait(name, since_s, time.monotonic())
+
+    # Called with the lock, so that what ends later comes later
 
     def _add(self, operation: Operation) -> None:
         name, kind, nbytes, _, ready_s, begun_s, ended_s, algorithm = operation
+        step = self._step
+        step.count += 1
+        step.nbytes += nbytes
+        if step.count <= MOST:
+            step.operations.append(operation)
+        if len(self._moving) < MOST_SPANS:
+            extend(self._moving, max(ready_s, step.from_s), ended_s)
         size = 1 << max(0, nbytes - 1).bit_length()
-        with self._lock:
-            step = self._step
-            step.count += 1
-            step.nbytes += nbytes
-            if step.count <= MOST:
-                step.operations.append(operation)
-            if step.count <= MOST_SPANS:
-                self._moving.append((ready_s, ended_s))
-            sums = (self._by_algorithm, f"{algorithm or kind} {size}"), (self._by_name, name[:LONGEST_NAME])
-            for found, key in sums:
-                row = found.setdefault(key if key in found or len(found) < MOST else "others", [0, 0, 0.0])
-                row[:] = row[0] + 1, row[1] + nbytes, row[2] + ended_s - begun_s
+        for found, key in (self._by_algorithm, f"{algorithm or kind} {size}"), (self._by_name, name[:LONGEST_NAME]):
+            row = found.get(key)
+            if row is None:
+                row = found.setdefault(key if len(found) < MOST else "others", [0, 0, 0.0])
+            row[0] += 1
+            row[1] += nbytes
+            row[2] += ended_s - begun_s
 
-    def waited(self, name: str, since_s: float) -> None:
-        """A thread has waited for an operation; it counts where that thread trains, or is one of a framework's own."""
+    def _wait(self, name: str, since_s: float, now_s: float) -> None:
+        """It counts where that thread trains, or is one of a framework's own."""
         if threading.get_ident() != self.thread and not _is_frameworks():
             return
-        now_s = time.monotonic()
-        with self._lock:
-            if len(self._step.waits) < MOST:
-                self._step.waits.append((name, since_s, now_s))
-            if len(self._blocked) < MOST_SPANS:
-                self._blocked.append((since_s, now_s))
+        if len(self._step.waits) < MOST:
+            self._step.waits.append((name, since_s, now_s))
+        if len(self._blocked) < MOST_SPANS:
+            extend(self._blocked, max(since_s, self._step.from_s), now_s)
 
     def _end(self, step: Step, examples: int | None) -> None:
-        moving, blocked = united(self._moving, step.from_s), united(self._blocked, step.from_s)
+        moving, blocked = self._moving, self._blocked
         step.moving_s, step.blocked_s = length(moving), length(blocked)
-        step.hidden_s = length(united(moving + blocked)) - step.blocked_s
+        if moving != blocked:  # as those of the fast lane are
+            step.hidden_s = length(united(moving + blocked)) - step.blocked_s
         self._begin(step.number + 1)
         step.to_s, step.examples = self._step.from_s, examples or self._loaded or None
         self._loaded = 0
@@ -212,14 +224,27 @@ def _is_frameworks() -> bool:
     return isinstance(threading.current_thread(), threading._DummyThread)
 
 
-def united(spans: Spans, since: float = -math.inf) -> Spans:
-    """The same time, from `since` on, as spans that do not touch, in order.
+def extend(spans: Spans, low: float, high: float) -> None:
+    """Add a span to those that do not touch, in order; it ends after all of them.
 
-    >>> united([(5, 6), (1, 3), (2, 4), (0, 1)], since=2)
-    [(2, 4), (5, 6)]
+    >>> spans = [(0, 1), (2, 3), (4, 5)]
+    >>> extend(spans, 2.5, 6)
+    >>> spans
+    [(0, 1), (2, 6)]
+    """
+    while spans and spans[-1][1] >= low:
+        low = min(low, spans.pop()[0])
+    spans.append((low, high))
+
+
+def united(spans: Spans) -> Spans:
+    """The same time as spans that do not touch, in order.
+
+    >>> united([(5, 6), (1, 3), (2, 4)])
+    [(1, 4), (5, 6)]
     """
     found: Spans = []
-    for low, high in sorted((max(low, since), high) for low, high in spans if high > since):
+    for low, high in sorted(spans):
         if found and low <= found[-1][1]:
             found[-1] = found[-1][0], max(high, found[-1][1])
         else:

@@ -76,10 +76,10 @@ def in_batch(batch: Any) -> int | None:
 def _length(part: Any) -> int | None:
     if isinstance(part, tuple | list):
         return len(part)
-    shape = getattr(part, "shape", None)
-    with contextlib.suppress(IndexError, TypeError, ValueError):
-        return None if shape is None else int(shape[0])
-    return None
+    try:
+        return int(part.shape[0])
+    except (AttributeError, IndexError, TypeError, ValueError):
+        return None
 
 
 def _in_torchs(iterator: Any, batch: Any) -> int | None:
