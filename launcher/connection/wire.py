@@ -297,7 +297,7 @@ class Ask(NamedTuple):
 
 
 class Record(NamedTuple):
-    """The rank is to record its steps for `record_s` more seconds, and to say what it has Measured."""
+    """The rank is to record its steps for `record_s` more seconds, and to say what it has Measured; 0: count only."""
 
     record_s: float
 

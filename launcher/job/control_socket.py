@@ -18,10 +18,14 @@ from pathlib import Path
 
 from ..connection.listener import Listener, Reader
 from ..connection.queued import QueuedLink
-from .events import Events, StacksWanted, TotalsWanted
+from .events import CountsWanted, Events, StacksWanted, TotalsWanted
 
-STACKS, TOTALS = b"stacks\n", b"totals\n"
-_QUESTIONS: dict[bytes, type[StacksWanted | TotalsWanted]] = {STACKS: StacksWanted, TOTALS: TotalsWanted}
+STACKS, TOTALS, COUNTS = b"stacks\n", b"totals\n", b"counts\n"
+_QUESTIONS: dict[bytes, type[StacksWanted | TotalsWanted | CountsWanted]] = {
+    STACKS: StacksWanted,
+    TOTALS: TotalsWanted,
+    COUNTS: CountsWanted,
+}
 _LONGEST_QUESTION = max(map(len, _QUESTIONS))
 ANSWER_S = 10.0
 _DIRECTORIES = "ringrun-*"
@@ -120,7 +124,7 @@ def _answers(job: RunningJob) -> bool:
 
 
 def ask(job: RunningJob, question: bytes) -> str:
-    """Return what the job says to STACKS or TOTALS; OSError when it cannot be asked, empty when it has just ended."""
+    """Return what the job says to a key of `_QUESTIONS`; OSError where it cannot be asked, empty if it has ended."""
     with socket.socket(socket.AF_UNIX) as connection:
         connection.settimeout(ANSWER_S)
         connection.connect(job.socket)

@@ -103,6 +103,12 @@ class TotalsWanted(NamedTuple):
     deliver: Callable[[list[str]], None]
 
 
+class CountsWanted(NamedTuple):
+    """As TotalsWanted; ranks record no more, which takes time, and only count their steps."""
+
+    deliver: Callable[[list[str]], None]
+
+
 Event: TypeAlias = (
     Arrived
     | Refused
@@ -119,5 +125,6 @@ Event: TypeAlias = (
     | HostLeft
     | StacksWanted
     | TotalsWanted
+    | CountsWanted
 )
 Events: TypeAlias = "SimpleQueue[Event]"

@@ -212,8 +212,8 @@ class Supervisor:
                 self._on_report(rank, report)
             case events.StacksWanted(deliver):
                 self._ask(lambda question: deliver(ranks.stacks(question)))
-            case events.TotalsWanted(deliver):
-                self._agents.broadcast(wire.Record(_RECORD_S))
+            case events.TotalsWanted(deliver) | events.CountsWanted(deliver):
+                self._agents.broadcast(wire.Record(_RECORD_S if isinstance(event, events.TotalsWanted) else 0.0))
                 deliver(encode(self._collector.latest()))
             case events.Deaf(reason):
                 self._end(shutdown.AFTER_TERMINATE, raising(MachineError(f"ranks can no longer be heard: {reason}")))

@@ -1,8 +1,9 @@
 """Measures one run of a script: a ringrun of its own, which is ended once enough steps were seen.
 
-A rank counts its own steps, by its own clock (ringreduce/execution/steps.py). What it has counted when the first steps
-were over is taken off what it has counted in the end. A script that ends by itself before that is measured as a whole,
-but for its first step.
+A rank counts its own steps, by its own clock (ringreduce/execution/steps.py). For the first half of the time it records
+what each step waits for, from which the parts of a step come; for the second half it only counts, since recording takes
+time itself: that is the speed. Of each half, what had been counted at its start is taken off. A script that ends by
+itself before the second one is measured as a whole, but for its first step.
 """
 
 from __future__ import annotations
@@ -14,11 +15,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ..job.control_socket import TOTALS, RunningJob, ask, find_jobs
+from ..job.control_socket import COUNTS, TOTALS, RunningJob, ask, find_jobs
 from ..job.plan import run_module
 from ..processes import start_with_parent, uninterrupted
 from ..report.outcome import LAST_WORDS
@@ -67,6 +68,11 @@ class Bounds:
         seconds: float = min(each["step_s"] - before[rank]["step_s"] for rank, each in now.items())
         is_long = seconds >= self.seconds and (steps >= LEAST_STEPS or seconds >= _LONGER * self.seconds)
         return is_long or (self.steps is not None and steps >= self.steps)
+
+    @property
+    def half(self) -> Bounds:
+        """For one of the two halves of a run."""
+        return replace(self, seconds=self.seconds / 2, steps=self.steps and max(LEAST_STEPS, self.steps // 2))
 
     def left_s(self, before: Answer, now: Answer) -> float:
         """Return how long it takes at least until they are enough."""
@@ -130,31 +136,50 @@ def measure(size: int, flags: Sequence[str], command: Sequence[str], folder: str
                 start_new_session=True,  # Ctrl-C reaches this process alone
             )
             at_end.callback(_end, process)
-        before, now, has_ended = _watch(process, size, bounds)
+        seen = Seen()
+        has_ended = _watch(process, size, bounds, seen)
     said = Path(folder, _OUTPUT).read_text(errors="replace").splitlines()
-    return run_of(size, _read(Path(folder, DATA)), before, now, said, process.returncode if has_ended else None)
+    return run_of(size, _read(Path(folder, DATA)), seen, said, process.returncode if has_ended else None)
 
 
-def _watch(process: subprocess.Popen[bytes], size: int, bounds: Bounds) -> tuple[Answer, Answer, bool]:
-    """Return what ranks had counted after the first steps, and last, and whether the job has ended by itself."""
-    before: Answer = {}
-    now: Answer = {}
-    until_s = time.monotonic() + bounds.wait_s
-    job = None
-    while not _ends_within(process, max(_LOOK_S, bounds.left_s(before, now))):  # each look takes time from a core
+@dataclass
+class Seen:
+    """What ranks have said: of their recorded steps after the first ones and last, and of those only counted."""
+
+    recorded: tuple[Answer, Answer] = ({}, {})
+    counted: tuple[Answer, Answer] = ({}, {})
+
+
+def _watch(process: subprocess.Popen[bytes], size: int, bounds: Bounds, seen: Seen) -> bool:
+    """Watch a job until it is measured; return whether it has ended by itself."""
+    until_s, half = time.monotonic() + bounds.wait_s, bounds.half
+    job, question, left_s = None, TOTALS, 0.0
+    while not _ends_within(process, max(_LOOK_S, left_s)):  # each look takes time from a core
         job = job or next((each for each in find_jobs() if each.pid == process.pid), None)
-        answer = _answer(job) if job else None
+        answer = _answer(job, question) if job else None
         if answer is None:
             job = None
-        elif len(answer) == size:
-            now = answer
-            if not before and bounds.are_first_over(now):
-                before, until_s = now, time.monotonic() + 2 * _LONGER * bounds.seconds
-            if before and bounds.is_enough(before, now):
-                return before, now, False
+        elif len(answer) == size and question is TOTALS:
+            before = seen.recorded[0]
+            if not before and bounds.are_first_over(answer):
+                before, until_s = answer, time.monotonic() + 2 * _LONGER * bounds.seconds
+            seen.recorded, left_s = (before, answer), half.left_s(before, answer)
+            if before and half.is_enough(before, answer):
+                question, left_s = COUNTS, 0.0
+        elif len(counted := _counted(answer)) == size:
+            seen.counted = before, now = seen.counted[0] or counted, counted
+            if half.is_enough(before, now):
+                return False
+            left_s = half.left_s(before, now)
         if time.monotonic() > until_s:
-            return before, now, False
-    return before, now, True
+            return False
+    return True
+
+
+def _counted(answer: Answer) -> Answer:
+    """Return the steps that ranks only count, of those that have begun to, as if they were recorded ones."""
+    found = {rank: said["counted"] for rank, said in answer.items() if said.get("counted")}
+    return {rank: {"step": steps, "step_s": last_s} for rank, (steps, last_s) in found.items()}
 
 
 def _ends_within(process: subprocess.Popen[bytes], timeout_s: float) -> bool:
@@ -163,9 +188,9 @@ def _ends_within(process: subprocess.Popen[bytes], timeout_s: float) -> bool:
     return process.returncode is not None
 
 
-def _answer(job: RunningJob) -> Answer | None:
+def _answer(job: RunningJob, question: bytes) -> Answer | None:
     try:
-        return {said["rank"]: said for said in map(json.loads, ask(job, TOTALS).splitlines())}
+        return {said["rank"]: said for said in map(json.loads, ask(job, question).splitlines())}
     except (OSError, ValueError):  # it ends just now
         return None
 
@@ -189,25 +214,29 @@ def _read(path: Path) -> dict[str, Any]:
     return report
 
 
-def run_of(
-    size: int, report: Mapping[str, Any], before: Answer, now: Answer, said: Sequence[str], code: int | None
-) -> Run:
+def run_of(size: int, report: Mapping[str, Any], seen: Seen, said: Sequence[str], code: int | None) -> Run:
     """Return what a run has given; `said`: what it has printed, and `code` its exit code, if it has ended by itself."""
     if code:
         return Run(size, problem=f"failed: {_why(report, said, code)}", ended=True)
+    before, now = seen.recorded
     rows = {row["rank"]: row for row in report.get("ranks") or ()}
     last = {rank: _later(row, now.get(rank) or {}) for rank, row in rows.items()}
     grown = [_grown(before.get(rank) or {}, each) for rank, each in last.items() if each.get("step_s")]
     steps = min((each["step"] for each in grown), default=0) if len(grown) == size else 0
     if steps < LEAST_STEPS and before and code is not None:  # so short that none came after the first look
-        return run_of(size, report, {}, now, said, code)
+        return run_of(size, report, Seen(({}, now)), said, code)
     if steps < LEAST_STEPS:
         return Run(
             size, int(steps), problem=_too_few(int(steps), said, has_ended=code is not None), ended=code is not None
         )
     known = all(each["examples"] for each in grown)
-    step_s = _mean([each["step_s"] / each["step"] for each in grown])
+    recorded_s = _mean([each["step_s"] / each["step"] for each in grown])
+    counted = [_grown(seen.counted[0][rank], each) for rank, each in seen.counted[1].items()]
+    is_counted = bool(counted) and min(each["step"] for each in counted) >= LEAST_STEPS
+    step_s = _mean([each["step_s"] / each["step"] for each in counted]) if is_counted else recorded_s
+    steps = int(min(each["step"] for each in counted)) if is_counted else steps
     parts, late = report["step"], [each for each in report["stragglers"] if each["kind"] != "slow link"]
+    to_ms = 1e3 * step_s / recorded_s
     of_parts = sum(parts[f"{name}_ms"] for name in ("computing", "exposed", "waiting")) or 1.0
     to_mean = 1e3 * step_s / of_parts  # the report's are of its last steps
     return Run(
@@ -218,8 +247,8 @@ def run_of(
         1e3 * step_s,
         parts["exposed_ms"] * to_mean,
         parts["waiting_ms"] * to_mean,
-        min(1e3 * each["core_wait_s"] / each["step"] for each in grown),
-        _mean([1e3 * each["loading"] * each["step_s"] / each["step"] for each in grown]),
+        min(to_ms * each["core_wait_s"] / each["step"] for each in grown),
+        _mean([to_ms * each["loading"] * each["step_s"] / each["step"] for each in grown]),
         f"{late[0]['who']} ({late[0]['text']})" if late else "",
         min(late[0]["delay_ms"], late[0]["caused_ms"] / (size - 1)) * to_mean if late else 0.0,
         tuple((each["text"], each["saves_ms"]) for each in report["advice"]),

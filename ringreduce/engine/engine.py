@@ -128,7 +128,11 @@ class Engine:
         self.recorder.start(always)
 
     def report(self, for_s: float) -> None:
-        """Record steps and report them to ringrun, for at least this many seconds from now."""
+        """Record steps and report them to ringrun, for at least this many seconds from now; 0: only count them, now."""
+        if not for_s:
+            if self.reporting:
+                self.reporting.only_count()
+            return
         if (self.reporting and self.reporting.prolong(for_s)) or self._ended.is_set():
             return
         self.record(always=False)

@@ -52,6 +52,8 @@ class StepRecorder:
     def __init__(self) -> None:
         self.recording = self._always = False
         self.taken = 0  # steps, recorded or not
+        self.counted: tuple[int, float] | None = None  # once `count` was called: steps, and when the last one ended
+        self._counts = False
         self.thread = threading.get_ident()  # that trains: so far the one that called init()
         self.steps: collections.deque[Step] = collections.deque(maxlen=KEPT)
         self.passed_s: dict[int, float] = {}  # since when a thread, whose submission comes now, has waited for it
@@ -90,6 +92,11 @@ class StepRecorder:
         """Record no more."""
         self.recording = self._always
 
+    def count(self) -> None:
+        """Record no more, and count steps with the time of the last one: what is recorded takes time itself."""
+        self._counts = True
+        self.stop()
+
     def when_recording(self, action: Callable[[], object]) -> None:
         """Call `action` once steps are recorded: now, or when that begins."""
         if self.recording:
@@ -108,6 +115,8 @@ class StepRecorder:
             return
         self._who, self._others = who, set()
         self.taken += 1
+        if self._counts:
+            self.counted = self.taken, time.monotonic()
         if not self.recording:
             return
         if not _is_frameworks():

@@ -1,7 +1,7 @@
 """Sends ringrun what a rank has recorded of its steps; as messages of `launcher_link.report`, in `measured`:
 
     {"about": …}    once: what this rank is
-    {"totals": …}   each second: sums over all steps but the first one
+    {"totals": …}   each second: sums over all steps but the first one; while steps are only counted, those of before
     {"step": …}     the last steps, each once, a second after the start, then more and more seldom, and at the end
 
 A thread of its own does that, without MPI, and looks now and then what the rank's script does. What ringrun does not
@@ -62,7 +62,8 @@ class Reporting:
         self._until_s = time.monotonic() + for_s
         self.job = SideJob("the record of steps", host.world.rank)
         self._sampler = Sampler(recorder.thread)
-        self._has_begun = self._has_told = False
+        self._has_begun = self._has_told = self._is_to_count = False
+        self._recorded: dict[str, Any] | None = None  # the totals, once steps are only counted
         self._sent = -1  # the number of the last step that was sent
         self._due: list[Step] = []  # to be sent
         self._next_s, self._steps_s, self._interval_s = 0.0, time.monotonic() + FIRST_STEPS_S, FIRST_STEPS_S
@@ -74,6 +75,10 @@ class Reporting:
         """Report for so many seconds from now, at least; False when it has ended."""
         self._until_s = max(self._until_s, time.monotonic() + for_s)
         return self._thread.is_alive()
+
+    def only_count(self) -> None:
+        """Record no more, and say how many steps there are. Any thread may call it."""
+        self._is_to_count = True
 
     def close(self) -> None:
         """Send what is left; ringrun may be gone."""
@@ -91,13 +96,20 @@ class Reporting:
                 time.sleep(LAST_S / 100)
 
     def _run(self) -> None:
-        while not self._ending.wait(random.uniform(*SAMPLE_S)):  # noqa: S311 - no secret
+        while not self._ending.wait(TOTALS_S if self._recorded else random.uniform(*SAMPLE_S)):  # noqa: S311 - no secret
             self.job(self._work)
             if time.monotonic() >= self._until_s:
                 self._recorder.stop()
                 return
 
     def _work(self) -> None:
+        if self._is_to_count and self._recorded is None:
+            self._recorded = self._totals()
+            self._recorder.count()
+            self._transport.traffic = None
+        if self._recorded is not None:
+            self._send_totals()
+            return
         now_s, recorder = time.monotonic(), self._recorder
         if self._sampler.thread != recorder.thread or (recorder.steps and not self._has_begun):
             self._has_begun, self._sampler = bool(recorder.steps), Sampler(recorder.thread)
@@ -117,12 +129,15 @@ class Reporting:
     def _send_totals(self) -> None:
         if not self._has_told:
             self._has_told = self._send("about", {**self._about, "versions": versions()})
+        counted = {} if self._recorded is None else {**self._recorded, "counted": self._recorder.counted}
+        self._send("totals", {"at_s": time.monotonic(), **(counted or self._totals())})
+
+    def _totals(self) -> dict[str, Any]:
         traffic, (rss, shm) = self._transport.traffic or Traffic(), memory()
         others = {"rss": rss, "shm": shm, "fusion": self._fusion_bytes, "no_overlap": self._host.no_overlap}
         others["stores"] = self._algorithms.stores
         sent = {"sent": dict(traffic.nbytes), "send_s": dict(traffic.seconds)}
-        sums = {**self._recorder.totals(), **self._sampler.totals()}
-        self._send("totals", {"at_s": time.monotonic(), **sums, **sent, **others})
+        return {**self._recorder.totals(), **self._sampler.totals(), **sent, **others}
 
     def _not_sent(self) -> list[Step]:
         """Of the last steps those that ringrun does not have."""

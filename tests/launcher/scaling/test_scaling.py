@@ -9,7 +9,7 @@ import pytest
 from ringrun.errors import UsageError
 from ringrun.scaling import command
 from ringrun.scaling.analyse import GLOBAL, OTHER, PER_RANK, UNKNOWN, analyse, figure, rows, table
-from ringrun.scaling.measure import Bounds, Run, run_of
+from ringrun.scaling.measure import Bounds, Run, Seen, run_of
 from ringrun.scaling.page import render
 from tests.support.patience import patient, wait_until
 
@@ -195,17 +195,28 @@ def test_the_first_steps_are_taken_off_by_each_ranks_own_clock():
     report = a_report(30, 30)
     for row in report["ranks"]:
         row["steps_s"] = 32.0
-    run = run_of(2, report, {0: slow_first, 1: slow_first}, now, (), None)
+    run = run_of(2, report, Seen(({0: slow_first, 1: slow_first}, now)), (), None)
     assert (run.steps, run.steps_s, run.examples, run.problem) == (20, 10.0, 32.0, "")
     assert (run.step_ms, run.computing_ms) == (100.0, pytest.approx(80.0)), "parts are scaled to the mean step"
     assert run.core_ms == pytest.approx(10.0)
     assert run.examples_s == pytest.approx(640.0)
 
 
+@pytest.mark.parametrize(("counted", "expected"), [(25, (25, 12.5, 80.0)), (4, (30, 10.0, 100.0))])
+def test_the_speed_is_that_of_the_steps_that_were_only_counted_if_there_are_enough(counted, expected):
+    """Recording makes these 100 ms long, and others 80."""
+    seen = Seen(({}, {0: totals(30)}), ({0: {"step": 40, "step_s": 7.0}}, {0: {"step": 40 + counted, "step_s": 7.0}}))
+    seen.counted[1][0]["step_s"] += 0.08 * counted
+    run = run_of(1, a_report(30), seen, (), None)
+    assert (run.steps, run.steps_s, run.step_ms) == pytest.approx(expected)
+    assert (run.computing_ms, run.examples) == (pytest.approx(0.8 * expected[2]), 32.0)
+    assert run.core_ms == pytest.approx(expected[2] / 10)
+
+
 def test_a_script_that_ends_by_itself_is_measured_as_a_whole():
-    run = run_of(1, a_report(40), {}, {}, ["done"], 0)
+    run = run_of(1, a_report(40), Seen(), ["done"], 0)
     assert (run.steps, run.ended, run.problem) == (40, True, "")
-    late = run_of(1, a_report(40), {0: totals(38)}, {0: totals(38)}, ["done"], 0)
+    late = run_of(1, a_report(40), Seen(({0: totals(38)}, {0: totals(38)})), ["done"], 0)
     assert late.steps == 40, "seen only when it was over"
     assert any("ended on its own" in note for note in answer(run, a_run(2)).notes)
 
@@ -213,7 +224,7 @@ def test_a_script_that_ends_by_itself_is_measured_as_a_whole():
 def test_the_share_of_the_data_loader_is_that_of_the_samples_since_the_first_steps():
     before = {0: totals(10, lines={"train.py:3 (data loader)": 50, "train.py:5": 50})}
     now = {0: totals(30, lines={"train.py:3 (data loader)": 80, "train.py:5": 60})}
-    assert run_of(1, a_report(30), before, now, (), None).loading_ms == pytest.approx(75.0)
+    assert run_of(1, a_report(30), Seen((before, now)), (), None).loading_ms == pytest.approx(75.0)
 
 
 def test_who_is_late_is_named_and_no_link():
@@ -222,7 +233,7 @@ def test_who_is_late_is_named_and_no_link():
         {"who": "rank 1", "kind": "core shared", "text": "another process runs on its core"}
         | {"delay_ms": 10.0, "caused_ms": 6.0},
     ]
-    run = run_of(2, a_report(30, 30, stragglers=late), {}, {}, (), None)
+    run = run_of(2, a_report(30, 30, stragglers=late), Seen(), (), None)
     assert (run.late, run.late_ms) == ("rank 1 (another process runs on its core)", 12.0), "scaled to the mean step"
 
 
@@ -282,7 +293,7 @@ def test_a_machine_too_busy_to_compare_is_said_first():
     ],
 )
 def test_a_run_without_figures_says_why(report, said, code, problem):
-    run = run_of(2 if len(report.get("ranks", ())) > 1 else 1, report, {}, {}, said, code)
+    run = run_of(2 if len(report.get("ranks", ())) > 1 else 1, report, Seen(), said, code)
     assert problem in run.problem
 
 

@@ -182,6 +182,7 @@ def test_steps_that_are_sent_follow_one_another_however_short_they_are(sent, mon
     """So that those of all ranks are the same: only in such can be seen who waits for whom."""
     settings, found = sent
     monkeypatch.setattr(reporting, "STEPS_S", 60.0)
+    monkeypatch.setattr(reporting, "FIRST_STEPS_S", 0.5)  # in which three steps end, on a busy machine, too
 
     def program():
         while len(numbers := [each["step"]["number"] for each in found if "step" in each]) < 3:
@@ -283,6 +284,33 @@ def test_while_it_is_off_nothing_is_recorded_or_sent_and_steps_are_counted(sent,
     assert run_ranks(2, program, settings=dataclasses.replace(sent[0], report=False)) == [(None, False, None)] * 2
     assert not any(sent[1])
     assert not [each for each in threading.enumerate() if each.name == "ringreduce reports"]
+
+
+def test_steps_that_are_only_counted_change_no_totals_and_the_time_of_the_last_is_told(sent):
+    settings, found = sent
+
+    def program():
+        def steps(until):
+            while not until([each["totals"] for each in found if "totals" in each]):
+                rr.allreduce(np.ones(100), name="w")
+                rr.mark_step()
+                time.sleep(1e-3)
+
+        engine = runtime.current("test").engine
+        steps(lambda said: said and said[-1]["step"] > 2)
+        engine.report(0.0)
+        steps(lambda said: said[-1].get("counted"))
+        recorded, taken = engine.recorder.totals(), engine.recorder.taken
+        steps(lambda said: said[-1]["counted"][0] > taken)
+        assert engine.recorder.totals() == recorded
+        assert (engine.recorder.recording, engine.transport.traffic) == (False, None)
+        return recorded["step"]
+
+    (step,) = run_ranks(1, program, settings=settings)
+    counted = [each["totals"] for each in found if each.get("totals", {}).get("counted")]
+    assert {each["step"] for each in counted} == {step}
+    (first, first_s), (last, last_s) = counted[0]["counted"], counted[-1]["counted"]
+    assert last_s - first_s >= 1e-3 * (last - first) > 0
 
 
 @pytest.mark.parametrize("what", ["the socket goes", "it fails"])

@@ -140,7 +140,7 @@ def test_recording_ends_when_nobody_asks_any_more(by_script):
         engine = runtime.current("test").engine
         if by_script:
             rr.stats()
-        engine.report(0.0)
+        engine.report(1e-9)
         assert engine.recorder.recording
         wait_until(lambda: all(each.name != "ringreduce reports" for each in threading.enumerate()))
         assert engine.recorder.recording == by_script
