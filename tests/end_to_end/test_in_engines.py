@@ -44,8 +44,8 @@ def test_dask_s_workers_train_where_the_chunks_lie(start):
     assert re.search("PeerLostError: .*rank 1 of 3, process .* has ended", errors[4])
 
 
-def test_ray_s_actors_keep_their_state(start):
-    found = start(PROGRAMS / "in_ray.py")
+def test_ray_s_actors_keep_their_state(start, tmp_path):
+    found = start(PROGRAMS / "in_ray.py", TMPDIR=str(tmp_path), RAY_TMPDIR="/tmp")  # its sockets need a short one
     ranks = [[[(rank, 2, rank, 3.0 * step) for rank in (0, 1)] for step in (1, 2, 3)]]
     said = [line for line in found if line.startswith(("run", "the same", "execute", "raised"))]
     assert said == [
@@ -56,6 +56,7 @@ def test_ray_s_actors_keep_their_state(start):
         "raised KeyError KeyError: 'shard'",
         "raised StartupError RayExecutor.run(): there are no ranks; call start() first",
     ], found
+    assert not list(tmp_path.glob("ringrun-pmi-*")), "Ray kills what its actors have started"
 
 
 def test_ray_s_trainer_trains_over_ring_and_starts_its_workers_again(start, tmp_path):
