@@ -30,7 +30,7 @@ from ringreduce.arrays.buffer import Buffer
 from ringreduce.arrays.dtypes import ElementType
 from ringreduce.arrays.gpu_buffer import any_on_gpu
 from ringreduce.checks.agreement import Agreement, Finding
-from ringreduce.errors import NanError, StalledError
+from ringreduce.errors import NanError, PeerLostError, StalledError
 from ringreduce.execution.submission import Submission
 from ringreduce.log import JOB, LOGGER
 from ringreduce.monitor import launcher_link
@@ -179,6 +179,10 @@ class Nan:
         try:
             agreed = self._agreed(sets)
         except StalledError:
+            return
+        except PeerLostError:  # it has left, or is lost, which the next operation says
+            if self._action != "report":
+                raise
             return
         if agreed is not None and getattr(optimizer, "found_inf", None):
             self._skip()  # as fused optimizers do, to which GradScaler leaves it

@@ -198,6 +198,25 @@ def test_a_report_does_not_wait_for_a_rank_that_skips_a_step(capfd, monkeypatch)
     assert len(re.findall("rank 1 of 2, .* 'b' .* step 2: NaN in", capfd.readouterr().err)) == 1
 
 
+def test_a_report_does_not_fail_a_step_whose_other_ranks_have_left(monkeypatch):
+    monkeypatch.setattr(nan, "REPORT_S", 0.05)
+
+    def program():
+        rr.check("nan")
+        take = Torch()
+        take(0, 0.0)
+        take.backward(1)
+        take.optimizer.synchronize()
+        if rr.rank() == BAD:
+            wait_until(lambda: runtime.current("test").engine.states[0].closed)
+        with take.optimizer.skip_synchronize():
+            take.optimizer.step()
+        return take.parameters["b"].detach().numpy()
+
+    first, second = run_ranks(2, program)
+    np.testing.assert_array_equal(first, second)
+
+
 @pytest.mark.parametrize("fused", [False, True])
 def test_infinities_that_a_grad_scaler_skips_are_only_counted(fused):
     import torch
