@@ -21,10 +21,9 @@ from typing import Any, NamedTuple
 from ringreduce.errors import InputError
 
 from . import run_function
-from .errors import MachineError
 from .job.plan import run_module
 from .machine.topology import VISIBLE_VARIABLE
-from .network import own_addresses
+from .network import addresses_or_loopback
 from .processes import start_with_parent
 from .run_function import FOLDER_VARIABLE, PATH_VARIABLE, PYTHON_VARIABLE
 
@@ -48,11 +47,7 @@ def ticket(timeout_s: float) -> Ticket:
     with socket.socket() as free:
         free.bind(("", 0))
         port: int = free.getsockname()[1]
-    try:
-        addresses = own_addresses((), ())
-    except MachineError:  # a laptop without a network, whose engine is on it, too
-        addresses = ("127.0.0.1",)
-    return Ticket(tuple(addresses), port, secrets.token_hex(32), timeout_s)
+    return Ticket(addresses_or_loopback(), port, secrets.token_hex(32), timeout_s)
 
 
 def run(

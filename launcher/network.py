@@ -64,6 +64,21 @@ def own_addresses(hosts: Iterable[str], interfaces: Sequence[str]) -> tuple[str,
     return found
 
 
+def addresses_or_loopback() -> tuple[str, ...]:
+    """As own_addresses, for any host; that of the loopback where there is no network, as on some laptops."""
+    try:
+        return own_addresses((), ())
+    except MachineError:
+        return ("127.0.0.1",)
+
+
+def listen_everywhere(backlog: int) -> socket.socket:
+    """Return a socket that takes connections at a free port of all addresses of this host, IPv6 included."""
+    six = socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if six else socket.AF_INET
+    return socket.create_server(("", 0), family=family, dualstack_ipv6=six, backlog=backlog)
+
+
 def _address_towards(host: str) -> str | None:
     """Return the address of this host from which packets to `host` would go; None where its name is unknown."""
     with contextlib.suppress(OSError, UnicodeError):

@@ -10,10 +10,7 @@ from collections.abc import Callable, Sequence
 from ..connection.link import HANDSHAKE_TIMEOUT_S
 
 _LINE_BYTES = 1 << 14
-_TOGETHER = {
-    "init": "response_to_init pmi_version=1 pmi_subversion=1",
-    "barrier_in": "barrier_out",
-}
+_TOGETHER = {"init": "response_to_init pmi_version=1 pmi_subversion=1", "barrier_in": "barrier_out"}
 """What all ranks ask before any is answered."""
 
 
@@ -29,6 +26,7 @@ class Answers:
             "get_universe_size": f"universe_size size={self._size} rc=0",
             "get_my_kvsname": f"my_kvsname kvsname={name} rc=0",
             "finalize": "finalize_ack rc=0",
+            "put": "put_result rc=0 msg=success",
         }
         self._values = {"PMI_process_mapping": mapping(hosts)}
         self._waiting: dict[int, Callable[[str], object]] = {}
@@ -61,15 +59,12 @@ class Answers:
                         each(f"cmd={_TOGETHER[command]} rc=0\n")
                 self._waiting.clear()
             return
-        key, answer = asked.get("key", ""), self._alike.get(command, f"{command}_result rc=-1 msg=not_supported")
         if command == "put":
-            self._values[key] = asked.get("value", "")
-            answer = "put_result rc=0 msg=success"
-        elif command == "get":
-            value = self._values.get(key)
-            found = "rc=-1 msg=key_not_found value=unknown" if value is None else f"rc=0 msg=success value={value}"
-            answer = f"get_result {found}"
-        send(f"cmd={answer}\n")
+            self._values[asked.get("key", "")] = asked.get("value", "")
+        value = self._values.get(asked.get("key", ""))
+        found = "rc=-1 msg=key_not_found value=unknown" if value is None else f"rc=0 msg=success value={value}"
+        alike = {**self._alike, "get": f"get_result {found}"}
+        send(f"cmd={alike.get(command, f'{command}_result rc=-1 msg=not_supported')}\n")
 
 
 def shows(key: bytes, name: str, rank: int) -> str:

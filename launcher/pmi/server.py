@@ -1,13 +1,11 @@
 """The process that answers the MPI of all ranks, and tells them who is lost. It ends with the last of them."""
 
-import contextlib
 import dataclasses
 import json
 import os
 import secrets
 import shutil
 import signal
-import socket
 import sys
 import tempfile
 import threading
@@ -18,8 +16,7 @@ from ..connection import wire
 from ..connection.link import Gone
 from ..connection.listener import Listener
 from ..connection.queued import QueuedLink
-from ..errors import MachineError
-from ..network import own_addresses
+from ..network import addresses_or_loopback, listen_everywhere
 from . import pmix
 from .answers import Answers
 
@@ -43,10 +40,8 @@ class Server:
         self._are_complete = False  # all ranks have come
         self._has_begun = False  # the MPI of all ranks
         self._broken = ""  # why this process ends before the ranks do
-        addresses: tuple[str, ...] = ("127.0.0.1",)
-        with contextlib.suppress(MachineError):  # a host without a network
-            addresses = (*own_addresses((), ()), *addresses)
-        self._listener = Listener(folder, addresses, backlog=size)
+        addresses = dict.fromkeys([*addresses_or_loopback(), "127.0.0.1"])
+        self._listener = Listener(folder, tuple(addresses), backlog=size)
         self.address = json.dumps([str(self._listener.address), self._listener.authkey.hex()])
 
     def serve(self, starter: int) -> None:
@@ -107,9 +102,7 @@ class Server:
                 variables, port = pmix.serve(ranks, self._name, self._folder), 0
             else:
                 answers = Answers(self._name, [f"{of.host} {of.boot}" for of in ranks], self._listener.authkey)
-                six = socket.has_dualstack_ipv6()
-                family = socket.AF_INET6 if six else socket.AF_INET
-                sock = socket.create_server(("", 0), family=family, dualstack_ipv6=six)
+                sock = listen_everywhere(self.size)
                 self._listener.listen(sock, answers.serve, self.size)
                 variables = [{"PMI_RANK": str(rank), "PMI_SIZE": str(self.size)} for rank in range(self.size)]
                 port = sock.getsockname()[1]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import socket
 import sys
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
@@ -13,7 +12,7 @@ from dataclasses import dataclass
 from ..errors import MachineError
 from ..folders import private_folder
 from ..hosts import Host, Machine
-from ..network import own_addresses
+from ..network import listen_everywhere, own_addresses
 from ..remote import Problem, Reach, Remote
 from .ask import Facts, Question, ask
 from .findings import Finding, find, lines, table
@@ -123,14 +122,8 @@ def check_job(
         remote = reach.remote(directory)
         addresses: list[tuple[str, int]] = []
         if others := [host.name for host in hosts if not remote.is_here(host.name)]:
-            port = stack.enter_context(_listener()).getsockname()[1]
+            # the kernel answers those that connect
+            port = stack.enter_context(listen_everywhere(_BACKLOG)).getsockname()[1]
             found = sorted(own_addresses(others, interfaces), key=lambda address: ":" in address)  # MPICH needs IPv4
             addresses = [(address, port) for address in found]
         return check(hosts, remote, python, command, folder, addresses=addresses, timeout_s=reach.timeout_s)
-
-
-def _listener() -> socket.socket:
-    """Return a socket that takes connections to any address of this host; the kernel answers them."""
-    if socket.has_dualstack_ipv6():
-        return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=_BACKLOG)
-    return socket.create_server(("", 0), backlog=_BACKLOG)

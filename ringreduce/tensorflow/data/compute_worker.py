@@ -4,7 +4,6 @@ ringrun -np 4 python -m ringreduce.tensorflow.data.compute_worker service.json
 """
 
 import argparse
-import contextlib
 import os
 
 from ringreduce.api.control import init
@@ -12,8 +11,7 @@ from ringreduce.api.objects import broadcast_object
 from ringreduce.api.world import rank, size
 from ringreduce.errors import InputError
 from ringreduce.tensorflow.data.compute_service import ComputeService, TfDataServiceConfig, compute_worker_fn
-from ringrun.errors import MachineError
-from ringrun.network import own_addresses
+from ringrun.network import addresses_or_loopback
 
 _KEY_BYTES = 32
 
@@ -27,10 +25,8 @@ def main(dispatchers: int, dispatcher_side: str, configfile: str, timeout: int) 
     config = None
     if rank() == 0:
         key = os.urandom(_KEY_BYTES)
-        addresses, port = ("127.0.0.1",), ComputeService(key).port
-        with contextlib.suppress(MachineError):  # where there is no network
-            addresses = own_addresses((), ())
-        found = {"": [(each, port) for each in addresses]}
+        port = ComputeService(key).port
+        found = {"": [(each, port) for each in addresses_or_loopback()]}
         config = TfDataServiceConfig(dispatchers, workers, dispatcher_side, found, key, timeout)
         config.write(configfile)
     compute_worker_fn(broadcast_object(config, 0), timeout)

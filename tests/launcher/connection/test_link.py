@@ -26,8 +26,8 @@ from ringrun.connection.listener import Listener
 from ringrun.connection.queued import NotReadError
 from ringrun.connection.wire import Address, Note, Signal
 from ringrun.errors import MachineError
-from ringrun.network import own_addresses, parse_interfaces
-from tests.support.patience import wait_until
+from ringrun.network import addresses_or_loopback, listen_everywhere, own_addresses, parse_interfaces
+from tests.support.patience import patient, wait_until
 
 
 class Served:
@@ -463,6 +463,21 @@ def test_interfaces_and_addresses_of_this_host():
     assert parse_interfaces("lo") == ("lo",)
     with pytest.raises(MachineError, match="the interfaces lo have no address that other hosts could reach"):
         own_addresses(["h1"], ["lo"])
+
+
+def test_a_host_without_a_network_has_its_loopback(monkeypatch):
+    monkeypatch.setattr(network, "_interface_addresses", lambda names: iter(["10.0.0.1"]))
+    assert addresses_or_loopback() == ("10.0.0.1",)
+    monkeypatch.setattr(network, "_interface_addresses", lambda names: iter([]))
+    assert addresses_or_loopback() == ("127.0.0.1",)
+
+
+@pytest.mark.parametrize("six", [False, True])
+def test_what_listens_everywhere_is_reached_by_each_address(monkeypatch, six):
+    monkeypatch.setattr(socket, "has_dualstack_ipv6", lambda: six)
+    with listen_everywhere(1) as listener:
+        for address in ["127.0.0.1", "::1"][: 1 + six]:
+            socket.create_connection((address, listener.getsockname()[1]), patient(10)).close()
 
 
 def test_an_address_at_which_nothing_can_listen_is_not_told(tmp_path, monkeypatch):
