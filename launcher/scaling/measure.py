@@ -251,7 +251,7 @@ def run_of(size: int, report: Mapping[str, Any], seen: Seen, said: Sequence[str]
         _mean([to_ms * each["loading"] * each["step_s"] / each["step"] for each in grown]),
         f"{late[0]['who']} ({late[0]['text']})" if late else "",
         min(late[0]["delay_ms"], late[0]["caused_ms"] / (size - 1)) * to_mean if late else 0.0,
-        tuple((each["text"], each["saves_ms"]) for each in report["advice"]),
+        tuple((each["text"], each["saves_ms"] * to_mean) for each in report["advice"]),
         len(report["job"]["hosts"]),
         ended=code is not None,
     )

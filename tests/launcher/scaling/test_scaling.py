@@ -195,9 +195,11 @@ def test_the_first_steps_are_taken_off_by_each_ranks_own_clock():
     report = a_report(30, 30)
     for row in report["ranks"]:
         row["steps_s"] = 32.0
+    report["advice"] = [{"text": "rank 1: give it less to do", "saves_ms": 20.0}]
     run = run_of(2, report, Seen(({0: slow_first, 1: slow_first}, now)), (), None)
     assert (run.steps, run.steps_s, run.examples, run.problem) == (20, 10.0, 32.0, "")
     assert (run.step_ms, run.computing_ms) == (100.0, pytest.approx(80.0)), "parts are scaled to the mean step"
+    assert run.advice == (("rank 1: give it less to do", pytest.approx(40.0)),), "and so is what would be saved"
     assert run.core_ms == pytest.approx(10.0)
     assert run.examples_s == pytest.approx(640.0)
 
