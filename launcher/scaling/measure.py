@@ -33,7 +33,6 @@ _WARM = 0.25
 LEAST_STEPS = 5
 """Fewer steps are no measurement."""
 _LEAST_FIRST = 2
-_LONGER = 6  # times the seconds that were asked for: where steps are so long that there are less than LEAST_STEPS
 _LOOK_S = 0.2
 _END_S = 30.0
 _LOADER = " (data loader)"
@@ -54,6 +53,15 @@ class Bounds:
     wait_s: float = 120.0
     """How long it may take until the first steps are over."""
 
+    longer: float = 6.0
+    """Times the seconds, where steps are so long that there are fewer than LEAST_STEPS."""
+
+    @property
+    def half(self) -> Bounds:
+        """For one of the two halves of a run; long steps have as much time as in a whole one."""
+        steps = self.steps and max(LEAST_STEPS, self.steps // 2)
+        return replace(self, seconds=self.seconds / 2, steps=steps, longer=2 * self.longer)
+
     def are_first_over(self, now: Answer) -> bool:
         """Return whether all ranks have done the steps that are left out."""
         warm_s = min(FIRST_S, _WARM * self.seconds)
@@ -66,13 +74,8 @@ class Bounds:
         """Return whether the steps between two answers are enough."""
         steps: int = min(each["step"] - before[rank]["step"] for rank, each in now.items())
         seconds: float = min(each["step_s"] - before[rank]["step_s"] for rank, each in now.items())
-        is_long = seconds >= self.seconds and (steps >= LEAST_STEPS or seconds >= _LONGER * self.seconds)
+        is_long = seconds >= self.seconds and (steps >= LEAST_STEPS or seconds >= self.longer * self.seconds)
         return is_long or (self.steps is not None and steps >= self.steps)
-
-    @property
-    def half(self) -> Bounds:
-        """For one of the two halves of a run."""
-        return replace(self, seconds=self.seconds / 2, steps=self.steps and max(LEAST_STEPS, self.steps // 2))
 
     def left_s(self, before: Answer, now: Answer) -> float:
         """Return how long it takes at least until they are enough."""
@@ -162,7 +165,7 @@ def _watch(process: subprocess.Popen[bytes], size: int, bounds: Bounds, seen: Se
         elif len(answer) == size and question is TOTALS:
             before = seen.recorded[0]
             if not before and bounds.are_first_over(answer):
-                before, until_s = answer, time.monotonic() + 2 * _LONGER * bounds.seconds
+                before, until_s = answer, time.monotonic() + 2 * bounds.longer * bounds.seconds
             seen.recorded, left_s = (before, answer), half.left_s(before, answer)
             if before and half.is_enough(before, answer):
                 question, left_s = COUNTS, 0.0
@@ -178,8 +181,10 @@ def _watch(process: subprocess.Popen[bytes], size: int, bounds: Bounds, seen: Se
 
 def _counted(answer: Answer) -> Answer:
     """Return the steps that ranks only count, of those that have begun to, as if they were recorded ones."""
-    found = {rank: said["counted"] for rank, said in answer.items() if said.get("counted")}
-    return {rank: {"step": steps, "step_s": last_s} for rank, (steps, last_s) in found.items()}
+    names = "step", "step_s", "core_wait_s"
+    return {
+        rank: dict(zip(names, said["counted"], strict=True)) for rank, said in answer.items() if said.get("counted")
+    }
 
 
 def _ends_within(process: subprocess.Popen[bytes], timeout_s: float) -> bool:
@@ -247,7 +252,7 @@ def run_of(size: int, report: Mapping[str, Any], seen: Seen, said: Sequence[str]
         1e3 * step_s,
         parts["exposed_ms"] * to_mean,
         parts["waiting_ms"] * to_mean,
-        min(to_ms * each["core_wait_s"] / each["step"] for each in grown),
+        min(1e3 * each["core_wait_s"] / each["step"] for each in (counted if is_counted else grown)),
         _mean([to_ms * each["loading"] * each["step_s"] / each["step"] for each in grown]),
         f"{late[0]['who']} ({late[0]['text']})" if late else "",
         min(late[0]["delay_ms"], late[0]["caused_ms"] / (size - 1)) * to_mean if late else 0.0,

@@ -129,8 +129,10 @@ class Reporting:
     def _send_totals(self) -> None:
         if not self._has_told:
             self._has_told = self._send("about", {**self._about, "versions": versions()})
-        counted = {} if self._recorded is None else {**self._recorded, "counted": self._recorder.counted}
-        self._send("totals", {"at_s": time.monotonic(), **(counted or self._totals())})
+        sums = self._recorded or self._totals()
+        if counted := self._recorder.counted:
+            sums = {**sums, "counted": (*counted, self._sampler.core_wait_s())}
+        self._send("totals", {"at_s": time.monotonic(), **sums})
 
     def _totals(self) -> dict[str, Any]:
         traffic, (rss, shm) = self._transport.traffic or Traffic(), memory()

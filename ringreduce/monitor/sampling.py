@@ -39,10 +39,13 @@ class Sampler:
             self._lines[line] += 1
 
     def totals(self) -> dict[str, Any]:
-        """At which lines it was how often; seconds in which another thread had the core that it needed."""
-        core_wait_s = (self._core_wait_ns() - self._begun_ns) / 1e9
+        """At which lines it was how often; how long it waited for a core."""
         lines = dict(self._lines.most_common(MOST_TOLD))
-        return {"lines": lines, "samples": self._samples, "core_wait_s": core_wait_s}
+        return {"lines": lines, "samples": self._samples, "core_wait_s": self.core_wait_s()}
+
+    def core_wait_s(self) -> float:
+        """How long another thread had the core that it needed."""
+        return (self._core_wait_ns() - self._begun_ns) / 1e9
 
     def _core_wait_ns(self) -> int:
         """0 where the kernel does not say."""

@@ -59,7 +59,7 @@ LOADS = """
         model(inputs).sum().backward()
         optimizer.step()
 """
-ARGUMENTS = "--rounds", 1, "--seconds", 1, "--json", "s.json"
+ARGUMENTS = "--rounds", 1, "--seconds", 2, "--json", "s.json"
 
 
 @pytest.fixture

@@ -204,11 +204,14 @@ def test_the_first_steps_are_taken_off_by_each_ranks_own_clock():
     assert run.examples_s == pytest.approx(640.0)
 
 
+NAMES = "step", "step_s", "core_wait_s"
+
+
 @pytest.mark.parametrize(("counted", "expected"), [(25, (25, 12.5, 80.0)), (4, (30, 10.0, 100.0))])
 def test_the_speed_is_that_of_the_steps_that_were_only_counted_if_there_are_enough(counted, expected):
     """Recording makes these 100 ms long, and others 80."""
-    seen = Seen(({}, {0: totals(30)}), ({0: {"step": 40, "step_s": 7.0}}, {0: {"step": 40 + counted, "step_s": 7.0}}))
-    seen.counted[1][0]["step_s"] += 0.08 * counted
+    before, now = (40, 7.0, 1.0), (40 + counted, 7.0 + 0.08 * counted, 1.0 + 0.008 * counted)
+    seen = Seen(({}, {0: totals(30)}), tuple({0: dict(zip(NAMES, each, strict=True))} for each in (before, now)))
     run = run_of(1, a_report(30), seen, (), None)
     assert (run.steps, run.steps_s, run.step_ms) == pytest.approx(expected)
     assert (run.computing_ms, run.examples) == (pytest.approx(0.8 * expected[2]), 32.0)
@@ -311,6 +314,9 @@ def test_when_the_first_steps_are_over_and_when_it_is_enough():
     assert bounds.is_enough(before, {0: totals(20, step_s=11.0)}), "seconds"
     assert not bounds.is_enough(before, {0: totals(12, step_s=40.0)}), "too few"
     assert bounds.is_enough(before, {0: totals(12, step_s=61.0)}), "for too long"
+    half = bounds.half
+    assert half.is_enough(before, {0: totals(20, step_s=6.0)}), "half the seconds"
+    assert not half.is_enough(before, {0: totals(12, step_s=60.0)}), "but a long step has as much time"
 
 
 def test_flags_of_ringrun_go_on_to_each_run_and_ours_do_not():
