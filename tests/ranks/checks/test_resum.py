@@ -106,7 +106,7 @@ def test_ten_thousand_clean_steps_raise_no_alarm(capsys):
         for step in range(10_000):
             params = optimizer({name: np.sin(each + step + rr.rank()) for name, each in params.items()}, params)
 
-    assert not found(capsys, program, 2, 300, Settings(check="divergence:7,sdc:11", deterministic=True))
+    assert not found(capsys, program, 2, Settings(check="divergence:7,sdc:11", deterministic=True))
 
 
 def test_it_is_refused_where_bits_depend_on_fusion():
