@@ -62,7 +62,8 @@ class Writer:
     def _run(self) -> None:
         wait_s = _FIRST_S
         while not self._is_over.wait(wait_s):
-            self._write()
+            if not any(each.get("counted") for each in self._collector.latest()):  # else there is nothing new to write
+                self._write()
             wait_s = _EACH_S
         if said := self._write():
             self._say(f"ringrun: {said}")

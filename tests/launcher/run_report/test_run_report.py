@@ -216,6 +216,23 @@ def full(folder):
     (folder / ".report.json.part").symlink_to("/dev/full")
 
 
+@pytest.mark.parametrize("counted", [None, [7, 1.0, 0.0]])
+def test_nothing_is_written_while_steps_are_only_counted(counted, tmp_path, collector, said, monkeypatch):
+    """To write takes time from the ranks, whose speed is measured just then."""
+    looked = threading.Semaphore(0)
+    latest = collector.latest
+    monkeypatch.setattr(write, "_FIRST_S", 0.01)
+    monkeypatch.setattr(write, "_EACH_S", 0.01)
+    monkeypatch.setattr(collector, "latest", lambda: looked.release() or latest())
+    for rank in collector.ranks.values():
+        rank.totals["counted"] = counted
+    writer = Writer(str(tmp_path), collector, said.append)
+    assert all(looked.acquire(timeout=30) for _ in range(3))
+    assert (tmp_path / "report.json").exists() == (counted is None)
+    writer.finish(0)
+    assert (tmp_path / "report.json").exists()
+
+
 def gone(folder):
     folder.rmdir()
 
