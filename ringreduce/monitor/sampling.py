@@ -6,12 +6,12 @@ import collections
 import functools
 import inspect
 import os
-import sys
 import threading
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
 
+from ringreduce.execution.frames import current_frames
 from ringreduce.monitor.launcher_link import PACKAGE
 
 MOST_LINES, MOST_TOLD = 512, 64
@@ -32,7 +32,7 @@ class Sampler:
 
     def look(self) -> None:
         """Note at which line of the user's own code it is."""
-        frame = sys._current_frames().get(self.thread)
+        frame = current_frames().get(self.thread)
         line = "" if frame is None else line_of(frame)
         self._samples += 1
         if line and (line in self._lines or len(self._lines) < MOST_LINES):

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 import traceback
 from collections.abc import Mapping, Sequence
 
+from ringreduce.execution.frames import current_frames
 from ringreduce.execution.signature import PACKAGE, ranks_text, tensor_text
 from ringreduce.log import LOGGER
 from ringreduce.monitor import launcher_link
@@ -25,7 +25,7 @@ def warn(settings: Settings, text: str, full: str = "") -> None:
 
 def stack_of(thread: int) -> str:
     """The Python stack of a thread, down to the line that called this package."""
-    frame = sys._current_frames().get(thread)
+    frame = current_frames().get(thread)
     if frame is None:
         return "its main thread has ended\n"
     frames = list(traceback.extract_stack(frame))

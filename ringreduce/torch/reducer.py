@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from ringreduce.errors import BackwardError
+from ringreduce.execution.frames import current_frames
 from ringreduce.execution.living import Living
 from ringreduce.execution.signature import calling_line, is_of_library
 from ringreduce.optim.buckets import UNKNOWN
@@ -246,7 +247,7 @@ def line_of_backward() -> str:
     while own is not None and is_of_library(own.f_code.co_filename):
         own = own.f_back
     if own is None:
-        for innermost in sys._current_frames().values():
+        for innermost in current_frames().values():
             frame: FrameType | None = innermost
             while frame is not None and frame.f_code.co_name != "_engine_run_backward":  # of torch.autograd.graph
                 frame = frame.f_back
