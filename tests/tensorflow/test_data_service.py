@@ -1,10 +1,12 @@
 """How ranks that train find tf.data's service; jobs that use it: end_to_end/test_frameworks.py."""
 
 import dataclasses
+import gc
 import multiprocessing
 import os
 import stat
 import threading
+from multiprocessing.managers import BaseProxy
 
 import pytest
 import tensorflow as tf
@@ -37,6 +39,17 @@ def test_who_lacks_the_key_is_not_heard(config):
         dataclasses.replace(config, key=os.urandom(32)).compute_client()
     config.compute_client().say("worker 0", "here")
     assert config.compute_client().wait(["worker 0"], 1) == ["here"]
+
+
+def test_a_client_that_is_gone_calls_nobody(config, monkeypatch):
+    """Rank 0 has the service, too: garbage collected in the thread that takes its calls would wait for itself."""
+    called = []
+    monkeypatch.setattr(BaseProxy, "_decref", lambda *_: called.append(1))
+    client = config.compute_client()
+    client.say("worker 0")
+    del client
+    gc.collect()
+    assert called == []
 
 
 def test_what_does_not_start_is_named(config):

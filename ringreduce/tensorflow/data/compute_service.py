@@ -78,6 +78,7 @@ class ComputeClient:
         manager = _manager(address, key)
         manager.connect()
         service = manager.service()
+        service._close.cancel()  # collected in the service's own thread, it would call that, and wait for itself
         self.say, self.wait = service.say, service.wait
 
     def shutdown(self) -> None:
