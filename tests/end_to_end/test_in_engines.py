@@ -45,7 +45,7 @@ def test_dask_s_workers_train_where_the_chunks_lie(start):
 
 
 def test_ray_s_actors_keep_their_state(start, tmp_path):
-    found = start(PROGRAMS / "in_ray.py", TMPDIR=str(tmp_path), RAY_TMPDIR="/tmp")  # its sockets need a short one
+    found = start(PROGRAMS / "in_ray.py", TMPDIR=str(tmp_path))
     ranks = [[[(rank, 2, rank, 3.0 * step) for rank in (0, 1)] for step in (1, 2, 3)]]
     said = [line for line in found if line.startswith(("run", "the same", "execute", "raised"))]
     assert said == [
