@@ -11,20 +11,21 @@ import socket
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 
 from ..connection.listener import Listener, Reader
 from ..connection.queued import QueuedLink
-from .events import CountsWanted, Events, StacksWanted, TotalsWanted
+from .events import Event, Events, StacksWanted, TotalsWanted
 
 STACKS, TOTALS, COUNTS = b"stacks\n", b"totals\n", b"counts\n"
-_QUESTIONS: dict[bytes, type[StacksWanted | TotalsWanted | CountsWanted]] = {
+_RECORD_S = 10.0  # so long do ranks record their steps after the last question for totals
+_QUESTIONS: dict[bytes, Callable[[Callable[[list[str]], None]], Event]] = {
     STACKS: StacksWanted,
-    TOTALS: TotalsWanted,
-    COUNTS: CountsWanted,
+    TOTALS: partial(TotalsWanted, record_s=_RECORD_S),
+    COUNTS: partial(TotalsWanted, record_s=0.0),
 }
 _LONGEST_QUESTION = max(map(len, _QUESTIONS))
 ANSWER_S = 10.0

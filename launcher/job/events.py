@@ -98,15 +98,13 @@ class StacksWanted(NamedTuple):
 
 
 class TotalsWanted(NamedTuple):
-    """Somebody wants what each rank has said last of its steps, a JSON object a line; `deliver` as of StacksWanted."""
+    """Somebody wants what each rank has said last of its steps, a JSON object a line; `deliver` as of StacksWanted.
+
+    Ranks record their steps for `record_s` from now; with 0 they only count them, which takes less time.
+    """
 
     deliver: Callable[[list[str]], None]
-
-
-class CountsWanted(NamedTuple):
-    """As TotalsWanted; ranks record no more, which takes time, and only count their steps."""
-
-    deliver: Callable[[list[str]], None]
+    record_s: float
 
 
 Event: TypeAlias = (
@@ -125,6 +123,5 @@ Event: TypeAlias = (
     | HostLeft
     | StacksWanted
     | TotalsWanted
-    | CountsWanted
 )
 Events: TypeAlias = "SimpleQueue[Event]"

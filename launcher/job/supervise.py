@@ -34,7 +34,6 @@ from .ranks import Agents
 
 _LAUNCHER_STEPS = (shutdown.Step(None, 1.0), shutdown.Step(signal.SIGTERM, 0.5), shutdown.Step(signal.SIGKILL, 0.5))
 _STACKS_INTERVAL_S = 60.0
-_RECORD_S = 10.0  # so long do ranks record their steps after the last look at them
 _PROGRESS_S = 3.0  # a start that takes longer is told about, then after twice the time, and so on
 _MOST_NOTICES = 1000  # that are remembered
 _LONGEST_WAIT_S = 3600.0  # of one wait: a queue does not take just any number
@@ -212,8 +211,8 @@ class Supervisor:
                 self._on_report(rank, report)
             case events.StacksWanted(deliver):
                 self._ask(lambda question: deliver(ranks.stacks(question)))
-            case events.TotalsWanted(deliver) | events.CountsWanted(deliver):
-                self._agents.broadcast(wire.Record(_RECORD_S if isinstance(event, events.TotalsWanted) else 0.0))
+            case events.TotalsWanted(deliver, record_s):
+                self._agents.broadcast(wire.Record(record_s))
                 deliver(encode(self._collector.latest()))
             case events.Deaf(reason):
                 self._end(shutdown.AFTER_TERMINATE, raising(MachineError(f"ranks can no longer be heard: {reason}")))

@@ -3,11 +3,14 @@
 import json
 import re
 import signal
+import subprocess
+from types import SimpleNamespace
 
 import pytest
 
 from ringrun.errors import UsageError
-from ringrun.scaling import command
+from ringrun.job.control_socket import COUNTS, TOTALS
+from ringrun.scaling import command, measure
 from ringrun.scaling.analyse import GLOBAL, OTHER, PER_RANK, UNKNOWN, analyse, figure, rows, table
 from ringrun.scaling.measure import Bounds, Run, Seen, run_of
 from ringrun.scaling.page import render
@@ -317,6 +320,30 @@ def test_when_the_first_steps_are_over_and_when_it_is_enough():
     half = bounds.half
     assert half.is_enough(before, {0: totals(20, step_s=6.0)}), "half the seconds"
     assert not half.is_enough(before, {0: totals(12, step_s=60.0)}), "but a long step has as much time"
+
+
+def test_a_run_is_looked_at_seldom_since_each_look_takes_time_from_its_ranks(monkeypatch, tmp_path):
+    """A job of 10 steps a second, by a clock that only waiting moves."""
+    now, asked = [0.0], []
+
+    def wait(timeout_s):
+        now[0] += timeout_s
+        raise subprocess.TimeoutExpired("ringrun", timeout_s)
+
+    def ask(job, question):
+        asked.append(question)
+        said = {"rank": 0, "step": int(10 * now[0]), "step_s": int(10 * now[0]) / 10}
+        return json.dumps(said | {"counted": [said["step"], said["step_s"], 0.0]})
+
+    process = SimpleNamespace(pid=1, returncode=None, wait=wait, terminate=lambda: setattr(process, "wait", id))
+    monkeypatch.setattr(measure, "start_with_parent", lambda *_, **_more: process)
+    monkeypatch.setattr(measure, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(measure, "find_jobs", lambda: [SimpleNamespace(pid=1)])
+    monkeypatch.setattr(measure, "ask", ask)
+    measure.measure(1, [], ["python", "train.py"], str(tmp_path), Bounds(seconds=20.0))
+    assert now[0] == pytest.approx(25.0, abs=1.0)
+    assert asked.count(TOTALS) <= 30  # five a second for the first 5 s, whose end nobody can foresee
+    assert asked.count(COUNTS) <= 4
 
 
 def test_flags_of_ringrun_go_on_to_each_run_and_ours_do_not():
