@@ -237,7 +237,7 @@ def run_job(request: Request) -> int:
     refuse_being_many(os.environ, starter())
     command = find_command(request.job.command, _SUBCOMMANDS)
     if (name := request.job.command[0]) != command[0] == sys.executable != shutil.which(name):
-        say(f"ringrun: {name} means ringrun's own, {sys.executable}, as its environment is not activated")
+        say(f"ringrun: {name} runs ringrun's own {sys.executable}, because its environment is not activated")
     detected = detect(interpreter_of(command))
     preflight = _preflight(request, command)
     if preflight is None and both_mpi_wheels(detected.library.prefix):
@@ -275,7 +275,7 @@ def run_job(request: Request) -> int:
         say(f"ringrun: {detected.library.python} loads {detected.library.text}")
         say(f"ringrun: running {example(detected, job, os.environ)}")
         if stay := withheld(os.environ, job.asked, job.allowed) if hosts else []:
-            say(f"ringrun: not sent to other hosts: {', '.join(stay)}; --env NAME sends one")
+            say(f"ringrun: variables not sent to other hosts: {', '.join(stay)}; send one with --env NAME")
 
     from .job.run import run_job as run_found  # not needed to say what is wrong with a command line
 

@@ -125,9 +125,13 @@ def check_size(elastic: Elastic, size: int) -> None:
     """Raise UsageError if so many ranks, spares included, are too few."""
     if (np := size - elastic.spares) < elastic.min_np:
         spares = f", plus {counted(elastic.spares, 'spare')}" if elastic.spares else ""
-        raise UsageError(f"--min-np {elastic.min_np}: the job would begin with {np} ranks{spares}")
+        raise UsageError(
+            f"--min-np {elastic.min_np}: the job would start with {np} ranks{spares}; raise -np, or lower --min-np"
+        )
     if elastic.max_np is not None and np > elastic.max_np:
-        raise UsageError(f"--max-np {elastic.max_np}: the job would begin with {np} ranks")
+        raise UsageError(
+            f"--max-np {elastic.max_np}: the job would start with {np} ranks; lower -np, or raise --max-np"
+        )
 
 
 def rank_variables(elastic: Elastic, of_engine: Mapping[str, str], environ: Mapping[str, str]) -> dict[str, str]:

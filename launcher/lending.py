@@ -121,7 +121,7 @@ def checked(where: str, args: object, np: object, elastic: bool, flags: Mapping[
         raise InputError(f"{where}: expected a number of ranks, 1 or more, got {np!r}")
     for name in ("hosts", "hostfile", "host_discovery_script", "wdir"):
         if flags.get(name) is not None:
-            raise InputError(f"{where}: {name}={flags[name]!r}: the engine says where ranks run; leave it out")
+            raise InputError(f"{where}: {name}={flags[name]!r}: Ray, Spark or Dask places the ranks; leave it out")
     for name in ("min_np", "max_np"):
         if flags.get(name) is not None and not elastic:
             raise InputError(f"{where}: {name}={flags[name]!r} is for an elastic job; add elastic=True")

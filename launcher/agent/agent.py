@@ -252,9 +252,9 @@ class Agent:
         """End the rank if it does not: other ranks, which need it, hear of its failure when it has ended."""
         time.sleep(self._settings.exit_s)
         if not self._ended_at_s:
-            late = f"has not ended {self._settings.exit_s:g} s after its script did, with exit code {code}"
-            why = "it may wait for a thread, a child process or an atexit function"
-            self._send(wire.Note(f"ringrun: {self._who} {late}, and is killed; {why} (--grace allows more)"))
+            late = f"still runs {self._settings.exit_s:g} s after its script ended with exit code {code}"
+            why = "it may be waiting for a thread, a child process or an atexit function"
+            self._send(wire.Note(f"ringrun: {self._who} {late}, and is killed; {why} (--grace allows more time)"))
             processes.signal_group(child, signal.SIGKILL)
 
     def _died(self, code: int) -> None:

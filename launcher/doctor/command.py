@@ -61,7 +61,7 @@ def _parser() -> Parser:
     parser = Parser("ringrun doctor", _USAGE, __doc__)
     add = parser.group("Options")
     add_host_flags(add)
-    add("--gradients", metavar="MB", help="of a training step, in float32: four bytes a parameter")
+    add("--gradients", metavar="MB", help="gradients of a training step, in float32: 4 bytes per parameter")
     add("--computing", metavar="S", help="seconds of a training step on one rank alone")
     add("-h", "--help", action="help", help="print this manual and exit")
     return parser

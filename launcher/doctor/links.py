@@ -147,11 +147,11 @@ def findings(links: Links) -> list[str]:
     unfinished = {link: 0.0 for link in links.links if not link.is_measured}
     unfinished_cures = [_UNFINISHED_CURE.format(between) for between in ("it and the others", "the two")]
     gbit_s = f"slow: {{}} Gbit/s (typical here: {links.typical_gbit_s:.3g})"
-    latency_us = f"late: {{}} µs (typical here: {links.typical_latency_us:.3g})"
+    latency_us = f"high-latency: {{}} µs (typical here: {links.typical_latency_us:.3g})"
     return [
         *_told(links.hosts, slow, gbit_s, _SLOW_CURES),
         *_told(links.hosts, late, latency_us, _LATE_CURES, more_is_worse=True),
-        *_told(links.hosts, unfinished, "begun and not finished", unfinished_cures),
+        *_told(links.hosts, unfinished, "not measured completely", unfinished_cures),
     ]
 
 

@@ -91,7 +91,7 @@ class OpenMPI(Engine):
         chosen = environ.get(_PML, "ob1")
         if ("ob1" in chosen.removeprefix("^").split(",")) == chosen.startswith("^"):
             raise MachineError(
-                f"--elastic: {_PML}={chosen}: of Open MPI's ways to send, only ob1 outlives lost ranks (UCX does not); "
+                f"--elastic: {_PML}={chosen}: of Open MPI's PMLs, only ob1 survives the loss of ranks (UCX does not); "
                 f"unset {_PML}"
             )
         return {"OMPI_MCA_mpi_ft_enable": "1", "OMPI_MCA_smsc": "^cma"}

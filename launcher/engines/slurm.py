@@ -41,7 +41,7 @@ class Srun(Engine):
             if len(set(counts)) > 1:
                 counts_text = ", ".join(f"{name}:{count}" for name, count in zip(names, counts, strict=True))
                 raise UsageError(
-                    f"--launcher srun: srun starts as many ranks on one host as on another, not {counts_text}; "
+                    f"--launcher srun: srun starts the same number of ranks on every host, not {counts_text}; "
                     "leave --launcher out, or give all hosts the same number of slots"
                 )
             flags += [*on_nodes(names, counts[0]), "--export=ALL"]

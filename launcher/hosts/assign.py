@@ -33,9 +33,9 @@ def named_hosts(listed: str | None, file: str | None, place: str = "", script: S
     """
     _refuse_being_many(os.environ)
     if listed is not None and file is not None:
-        raise UsageError(f"{place}-H and --hostfile exclude each other; give one of them")
+        raise UsageError(f"{place}-H and --hostfile cannot be combined; use only one")
     if script and (listed is not None or file is not None):
-        raise UsageError(f"{place}--host-discovery-script excludes -H and --hostfile; give one of them")
+        raise UsageError(f"{place}--host-discovery-script cannot be combined with -H or --hostfile; use only one")
     try:
         if listed is not None:
             hosts, why = parse_host_list(listed), f"-H {listed}"

@@ -134,7 +134,7 @@ def _parse_line(words: list[str], where: str) -> Host:
             raise UsageError(f"{where}: {_why_not(key)}")
     # Above `slots` Open MPI fills a host up to max_slots when it may oversubscribe; ringrun never passes the slots.
     if slots is not None and most is not None and most < slots:
-        raise UsageError(f"{where}: expected max_slots of at least the slots, {slots}, not {most}")
+        raise UsageError(f"{where}: expected max_slots to be at least slots={slots}, got {most}")
     return Host(host.name, most if slots is None else slots)
 
 

@@ -147,7 +147,7 @@ def network_hint(job: Job) -> str:
     if not (found := job.machines.networks(host.name for host, _ in job.hosts)):
         return ""
     cure = f"name one that does: --network-interfaces {found[0].split()[0]}"
-    return f"perhaps a network does not lead from each host to each other ({listed(found)}): {cure}"
+    return f"perhaps one of these networks does not connect all hosts ({listed(found)}): {cure}"
 
 
 def _advice(cause: RankEnd, job: Job, launcher_said: Sequence[str]) -> list[str]:

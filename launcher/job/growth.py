@@ -138,7 +138,7 @@ class HostWatch:
                 self._ask(named, has)
         except LauncherError as error:
             if str(error) != self._complaint and not self._ended.is_set():
-                self._say(f"ringrun: warning: hosts stay as they are: {error}")
+                self._say(f"ringrun: warning: the list of hosts was not updated: {error}")
             self._complaint = str(error)
 
     def _is_due(self, there_is: object) -> bool:

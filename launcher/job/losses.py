@@ -137,7 +137,7 @@ class Losses:
             return why
         late = self._members.expired(now_s)
         if isinstance(late, Kill):
-            self._kill(late, f"{_WAITED}: it did not meet them within {self._elastic.stalled_s:g} s after a loss")
+            self._kill(late, f"{_WAITED}: it did not rejoin them within {self._elastic.stalled_s:g} s of a loss")
         elif isinstance(late, Wake):
             for rank in late.ranks:
                 self._agents.send(rank, WakeUp())

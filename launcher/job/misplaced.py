@@ -40,7 +40,7 @@ def misplaced(job: Job, hello: Hello, environ: Mapping[str, str], cpus: str = ""
     if own_name not in ("", hello.host):
         called = f"{name}, which calls itself {own_name}" if own_name != name else name
         what = f"rank {hello.rank} is to run on {called}, but was started on {hello.host}"
-        cure = "name each host as it calls itself, see `hostname` there"
+        cure = "use the name that `hostname` prints on each host"
     elif boot and hello.boot and boot != hello.boot:
         elsewhere = f"another machine that calls itself {hello.host}, too"
         what = f"rank {hello.rank} is to run on {name}, but was started on {elsewhere}"

@@ -71,7 +71,7 @@ class Agents:
     def start(self) -> None:
         """Begin to take connections. Called after mpirun was started, since threads and fork do not mix."""
         self._printer.on_closed = lambda: self._events.put(OutputClosed())
-        needs = f"each of the {self._job.size} ranks takes one of ringrun's open files, see `ulimit -n`"
+        needs = f"ringrun needs an open file for each of the {self._job.size} ranks; raise `ulimit -n`"
         self._listener.start(
             lambda link: _Agent(link, self),
             lambda why: self._printer.message([f"ringrun: {why}; {needs}"]),
@@ -131,7 +131,7 @@ class Agents:
         """Return what handles the messages of an agent that begins with `hello`; None if it is not let in."""
         if isinstance(hello, Gone):
             if isinstance(hello.error, ValueError):
-                self._events.put(Refused(f"an agent begins with what it has not sent: {hello.error}"))
+                self._events.put(Refused(f"an agent's first message is not valid: {hello.error}"))
             return None
         refusal = self._refusal(hello)
         if not isinstance(hello, wire.Hello) or refusal:
@@ -147,7 +147,7 @@ class Agents:
     def _refusal(self, hello: wire.Message) -> str:
         """Return why an agent that begins with `hello` is none that this job awaits; nothing if it is one."""
         if not isinstance(hello, wire.Hello):
-            return f"an agent begins with {type(hello).__name__}"
+            return f"expected Hello as an agent's first message, got {type(hello).__name__}"
         if hello.size != self._job.size or not 0 <= hello.rank < hello.size:
             return (
                 f"a process on host {hello.host} was started as rank {hello.rank} of {hello.size}, but this job has "

@@ -79,7 +79,7 @@ def run(job: Job, attempt: Attempt, reallocate: Reallocate, wait: Wait, say: Say
                 is_enough = found and not (job.elastic and found.size < job.elastic.min_np)
                 if is_enough or not (left_s := blacklist.next_s()):
                     break
-                say(f"ringrun: waiting {left_s:.0f} s for a host that has failed, and is left out until then")
+                say(f"ringrun: waiting {left_s:.0f} s for a host that failed and is left out until then")
                 number = wait(left_s)
         except LauncherError as error:
             say(f"ringrun: no restart: {error}")

@@ -59,7 +59,7 @@ def _parser() -> Parser:
     parser = cli.parser("ringrun join", _USAGE, __doc__ or "")
     add = parser.group("Which nodes")
     add("--nodes", metavar="N", help="how many nodes there are, if no variable says so")
-    lent = "lend N slots; without a command: of a part of this host, until the job ends; a head may lend 0"
+    lent = "lend N slots of this host; without a command, until the job ends; a head may lend 0"
     add("--lend", metavar="N", help=lent)
     add("--key-file", metavar="FILE", help="the key of the job (-: a line of standard input; else RINGRUN_KEY)")
     wait = "how long to wait for all nodes, and for the head (600)"
@@ -100,12 +100,12 @@ def _join(resolved: config.Config, head: str) -> int:
 
 def _node_rank(head: str, options: Namespace) -> NodeRank:
     if options.command and _HEAD.fullmatch(options.command[0]):
-        raise UsageError(f"{options.command[0]} is where the command should begin; put it first: {_USAGE}")
+        raise UsageError(f"{options.command[0]}: HEAD:PORT must come before all flags: {_USAGE}")
     count = options.nodes and whole(options.nodes, "--nodes", 1, MAX_NODES)
     if match := _HEAD.fullmatch(head):
         lends_part = options.lend is not None and not options.command
         if not (count or lends_part or options.np != "auto"):
-            raise UsageError(f"{head}: how many nodes are there? expected --nodes N beside it, or as many slots as -np")
+            raise UsageError(f"{head}: the number of nodes is unknown; add --nodes N, or -np N to wait for N slots")
         host = match["host"].strip("[]")
         index = 0 if is_here(Host(host)) and not lends_part else -1
         return NodeRank(index, count or 0, host, parse_port(match["port"], head), head)

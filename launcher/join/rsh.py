@@ -18,7 +18,7 @@ def main() -> int:
             socket.send_fds(hub, [host + b"\0" + b" ".join(words)], [0, 1, 2])
             if answer := hub.recv(16):
                 return int(answer)
-            why: object = "what holds their connections can do no more just now"
+            why: object = "the process that holds their connections gave no answer"
         except OSError as error:
             why = error
     print(f"the job's nodes cannot be reached: {why}", file=sys.stderr)

@@ -46,7 +46,7 @@ def start(size: int) -> str:
     assert server.stdout
     with server.stdout as said:
         if not (address := said.readline().strip()):
-            raise NotJoinedError(f"the process that tells MPI of the ranks ended with exit code {server.wait()}")
+            raise NotJoinedError(f"the PMI server ended with exit code {server.wait()}")
     return address
 
 
@@ -99,7 +99,7 @@ class Membership:
                     self._lose([message.rank], message.how)
         if not self._has_left:  # as when the host of who started it is gone; no loss would be heard of any more
             ranks = [0] if self.rank else [*range(1, self.size)]
-            self._lose(ranks, "the process that rank 0 has started, which tells MPI of the ranks, cannot be reached")
+            self._lose(ranks, "the PMI server that rank 0 started cannot be reached")
 
     def _lose(self, ranks: Sequence[int], how: str) -> None:
         with self._lock:
@@ -141,7 +141,7 @@ def join(
                 sock.sendall(f"{rank} {shows(authkey, message.name, rank)}\n".encode())
                 variables["PMI_FD"] = str(sock.detach())
         except (OSError, EOFError, ValueError) as error:
-            raise NobodyThereError(f"the process that tells MPI of the ranks cannot be reached: {error}") from error
+            raise NobodyThereError(f"the PMI server cannot be reached: {error}") from error
         at_failure.pop_all()
     os.environ.update(variables)
     for name, value in (OpenMPI().environment("") if pmix else {}).items():

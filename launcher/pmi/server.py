@@ -82,7 +82,7 @@ class Server:
     def _admit(self, member: "Member", said: wire.Joining) -> str:
         """Take a rank; returns why not, if so. With the last one all are told."""
         if said.size != self.size:
-            return f"rank {said.rank} is one of {said.size} ranks, and the rank that came first one of {self.size}"
+            return f"rank {said.rank} expects {said.size} ranks, but the rank that joined first expects {self.size}"
         if not 0 <= said.rank < self.size:
             return f"rank {said.rank} of {self.size}: expected one from 0 to {self.size - 1}"
         other = self._members.get(said.rank)
@@ -122,7 +122,7 @@ class Server:
 
     def _break(self, why: str) -> None:
         """Have this process end, which tells all ranks and their MPI."""
-        print(f"the process that tells MPI of the ranks ends: {why}", file=sys.stderr)
+        print(f"the PMI server ends: {why}", file=sys.stderr)
         with self._changed:
             self._broken = why
             self._changed.notify()

@@ -32,8 +32,8 @@ _NAME_CURE = "correct the name, or make it known here: getent hosts HOST, /etc/h
 _RULES = (
     (
         READ_BEFORE,
-        "its login reads standard input, and with it what ringrun sends",
-        "let ~/.bashrc, ~/.ssh/rc or the like on HOST read only where a terminal is: [ -t 0 ] && …",
+        "its login scripts read standard input, and so swallow what ringrun sends",
+        "make ~/.bashrc, ~/.ssh/rc or the like on HOST read stdin only if it is a terminal: [ -t 0 ] && …",
     ),
     (
         r"remote host identification has changed|host key for .* has changed",

@@ -140,7 +140,7 @@ def in_words(end: RankEnd) -> str:
         return f"killed by signal {-end.code} ({_signal_name(-end.code)}), exit code {exit_code(end)}"
     number = end.code - _SHELLS_OFFSET
     if number in _FATAL:
-        return f"exit code {end.code}: of a shell, killed by signal {number} ({_signal_name(number)})"
+        return f"exit code {end.code}: what a shell returns after signal {number} ({_signal_name(number)})"
     return f"exit code {end.code}"
 
 

@@ -26,12 +26,10 @@ class _Family(NamedTuple):
 
 _FAMILIES = {
     "steps": _Family("counter", "Steps that have ended.", lambda said: said["step"]),
-    "computing_seconds": _Family(
-        "counter", "Time of steps, without what was blocked.", lambda said: said["computing_s"]
-    ),
+    "computing_seconds": _Family("counter", "Time in steps, less blocked time.", lambda said: said["computing_s"]),
     "blocked_seconds": _Family("counter", "Time training waited for operations.", lambda said: said["blocked_s"]),
     "exposed_seconds": _Family("counter", "Blocked time in which data moved; in the rest, ranks were late.", exposed_s),
-    "hidden_seconds": _Family("counter", "Time in which data moved while it computed.", lambda said: said["hidden_s"]),
+    "hidden_seconds": _Family("counter", "Time data moved while the rank computed.", lambda said: said["hidden_s"]),
     "operations": _Family("counter", "Operations.", lambda said: _by_algorithm(said, 0), "algorithm"),
     "bytes": _Family("counter", "Bytes of operations.", lambda said: _by_algorithm(said, 1), "algorithm"),
     "sent_bytes": _Family("counter", "Bytes of messages to other ranks.", lambda said: sum(said["sent"].values())),

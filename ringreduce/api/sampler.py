@@ -147,7 +147,7 @@ def _in_order(array: Any, ranks: int, rows: int, left: int) -> Any:
     """Item by item what came rank by rank: (ranks * rows, …), of which `left` count."""
     if len(array) != ranks * rows:
         raise InputError(
-            f"gather_for_metrics: {len(array)} rows of {ranks} ranks; this one has {rows}, and so must all"
+            f"gather_for_metrics: got {len(array)} rows from {ranks} ranks; expected {rows} from each, as on this rank"
         )
     shape = array.shape[1:]
     return array.reshape(ranks, rows, *shape).swapaxes(0, 1).reshape(ranks * rows, *shape)[: max(0, left)]

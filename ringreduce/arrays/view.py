@@ -147,8 +147,8 @@ def check_apart(buffers: Sequence[Buffer]) -> None:
     if found := overlapping(memory):
         first, second = sorted(int(each.name) for each in found)
         error = InputError(
-            f"it shares memory with tensor {first + 1} of these, and so would be changed twice; pass each array once, "
-            "as one that two names have, or copies"
+            f"it shares memory with tensor {first + 1} of this call, and would be changed twice; pass each array only "
+            "once, even if it has two names, or pass copies"
         )
         error.at = second
         raise error

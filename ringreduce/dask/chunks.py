@@ -44,7 +44,7 @@ def map(
     found = client.run(_where, workers=workers)
     names = sorted(found, key=lambda name: (found[name][0], name))
     if len({found[name][:2] for name in names}) < len(names):
-        raise InputError("map: several of Dask's workers share a process, which can be one rank; use processes=True")
+        raise InputError("map: Dask workers share a process, but each rank needs its own; use processes=True")
     ranks = joined.ranks_again(
         [found[name][2] for name in names], "get new workers, with client.restart() or from another cluster"
     )
@@ -101,7 +101,7 @@ def _parts(collection: Any, number: int, first: Any) -> list[Any]:
     if hasattr(collection, "rechunk"):
         rows = (first if hasattr(first, "rechunk") else collection).chunks[0]
         if sum(rows) != collection.shape[0]:  # or nobody knows, which is NaN
-            raise InputError(f"{which} has {collection.shape[0]} rows, and the first one {sum(rows)}; expected as many")
+            raise InputError(f"{which} has {collection.shape[0]} rows; expected {sum(rows)}, as in the first one")
         collection = collection.rechunk({0: rows, **dict.fromkeys(range(1, collection.ndim), -1)})
     parts = list(np.ravel(collection.to_delayed()))
     if len(parts) != (expected := first.numblocks[0] if hasattr(first, "rechunk") else first.npartitions):

@@ -67,7 +67,7 @@ class State:
         self._updates |= update_res
 
     def commit(self) -> None:
-        """Save the state, to which a failure leads back; call it on all ranks after the same step.
+        """Save the state to return to after a failure; call it on all ranks after the same step.
 
         Raises: HostsUpdatedInterrupt, see `check_host_updates`; PeerLostError in a job that reduces arrays on GPUs,
                 where results may be wrong that a rank was lost in.
@@ -100,7 +100,7 @@ class State:
         raise NotImplementedError
 
     def reset(self) -> None:
-        """The ranks have changed; before the callbacks."""
+        """Called when the ranks have changed, before the reset callbacks."""
 
     def resume(self) -> None:
         """The job was started again: go back to the last commit that is left of it; before the first `sync`."""
@@ -143,7 +143,7 @@ class ObjectState(State):
         for name, value in attributes.items():
             if getattr(value, "shares_parameters", False):
                 raise InputError(
-                    f"{type(self).__name__}: {name} has shared_parameters=True, with which the ranks cannot change"
+                    f"{type(self).__name__}: {name} has shared_parameters=True, which elastic jobs do not support"
                 )
             setattr(self, name, value)
         self._committed, self._spare = Commit(), Commit()

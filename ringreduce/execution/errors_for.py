@@ -40,7 +40,7 @@ def name_is_pending(submission: Submission, rank: int) -> InputError:
 def after_join(submission: Submission) -> InputError:
     """This rank has joined."""
     signature = submission.signature
-    return InputError(f"{signature.text} after join(): a rank that has joined waits until all have")
+    return InputError(f"{signature.text} after join(): a rank may call nothing else until all ranks have called join()")
 
 
 def engine_closed(submission: Submission, why: str, error: Exception | None) -> CollectiveError:

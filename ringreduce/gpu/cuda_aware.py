@@ -18,7 +18,7 @@ def answer(is_set: bool) -> tuple[bool, str]:
     if is_set:
         return True, f"{VARIABLE}=1"
     says_yes, sentence = declared()
-    return False, f"{sentence}; {VARIABLE}=1 lets it have GPU memory" if says_yes else sentence
+    return False, f"{sentence}; {VARIABLE}=1 passes GPU memory to it" if says_yes else sentence
 
 
 def declared() -> tuple[bool, str]:
@@ -29,8 +29,8 @@ def declared() -> tuple[bool, str]:
     name = mpi.mpi_library()[0]
     answer = says(library)
     if answer is None:
-        return False, f"{name} does not say whether it has CUDA; set {VARIABLE}=1 if it has"
-    return answer, f"{name} says that it has {'' if answer else 'no '}CUDA"
+        return False, f"{name} does not say whether it is CUDA-aware; set {VARIABLE}=1 if it is"
+    return answer, f"{name} says that it is {'' if answer else 'not '}CUDA-aware"
 
 
 def says(library: Any) -> bool | None:

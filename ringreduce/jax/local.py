@@ -71,7 +71,9 @@ def wrapped(optimizer: Any, parameters: Any, options: Options) -> Any:
     inner, exchange = optax.with_extra_args_support(optimizer), Exchange(compression=options.compression)
     agreed: list[bool] = []
     if options.delay:
-        raise InputError(f"{options.function}: delay={options.delay}, but a program of XLA waits for its all-reduces")
+        raise InputError(
+            f"{options.function}: delay={options.delay}; expected 0, since an XLA program waits for its all-reduces"
+        )
 
     def init(params: Any) -> LocalState:
         anchors = jax.tree.map(_wide, params)

@@ -67,7 +67,7 @@ def arguments(kept: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
         if name in kept and name not in given:
             if str(kept[name]) not in known:
                 raise InputError(
-                    f"load_model: the model was saved with {name}={kept[name]}; pass {name}= what it is here"
+                    f"load_model: the model was saved with {name}={kept[name]}, not known here; pass {name}= yourself"
                 )
             found[name] = known[str(kept[name])]
     return found | given

@@ -70,7 +70,7 @@ class Fit:
         self._asks_in_batches, self.is_together = bool(asks), not any(map(_differ, lengths[::2], lengths[1::2]))
         if not self.is_together:
             own = f"{self._epochs} epochs of {self._steps or 'an unknown number of'} batches"
-            self._warn(f"it has {self._by_rank(own)}; {WAIT}: give all as many")
+            self._warn(f"it has {self._by_rank(own)}; {WAIT}: give all ranks the same number")
 
     def epoch_begins(self) -> None:
         """All ranks' models have come as far as this: compare what no optimizer has, if check=divergence is on."""

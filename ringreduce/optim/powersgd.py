@@ -121,7 +121,9 @@ class PowerSGD:
                 shape: it is that of another model.
         """
         if state["rank"] != self.rank:
-            raise InputError(f"PowerSGD: the state is of rank={state['rank']}, this of rank={self.rank}; make it equal")
+            raise InputError(
+                f"PowerSGD: the loaded state has rank={state['rank']}; expected {self.rank}: pass the same rank="
+            )
         self.residuals = {name: _copied(each) for name, each in state["residuals"].items()}
         self.shared = {
             name: Shared(state["steps"][name], len(each), _copied(state["q"][name]))

@@ -150,7 +150,7 @@ class Reducer:
         again = min(RECOVERY_STEPS, CAUTIOUS_STEPS << self._clears - 1) if was_cleared else RECOVERY_STEPS
         self._recovery = max(least, again)
         if not self._unclean and self.exchange.size > 1 and self.overlaps:
-            then = "only all ranks may do it together" if was_cleared else "it is a BackwardError"
+            then = "all ranks must do it together" if was_cleared else "doing it again raises BackwardError"
             JOB.warning(
                 f"DistributedOptimizer: {why}; so gradients are reduced at step(), not during backward(), until "
                 f"{self._recovery} steps have passed without it. From then on {then}: put a backward() "

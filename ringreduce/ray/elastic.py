@@ -73,7 +73,9 @@ class ElasticRayExecutor:
         import ray
 
         if callbacks:
-            raise InputError("ElasticRayExecutor.run: there are no callbacks; print in worker_fn: it comes here")
+            raise InputError(
+                "ElasticRayExecutor.run: callbacks are not supported; print in worker_fn: its output appears here"
+            )
         if not ray.is_initialized():
             ray.init()
         wanted, has = self.settings, ray.cluster_resources()

@@ -47,7 +47,7 @@ class Trial:
         return self._suggested("suggest_categorical", name, choices)
 
     def report(self, value: float, step: int) -> None:
-        """What the first rank of the team has reached after `step` steps; `should_prune` judges by it."""
+        """Report the first rank's `value` after `step` steps; `should_prune` judges by it."""
         self._team.call(self.number, "report", float(value), step)
 
     def should_prune(self) -> bool:

@@ -118,7 +118,7 @@ def _into(collective: Callable[..., Any], call: inspect.BoundArguments) -> Any:
     call.apply_defaults()
     has = call.arguments
     if torch.is_grad_enabled() and _requires_it([has["tensor"], has["out"]]):
-        why = "no gradients go through out; pass tensor.detach(), or leave out away"
+        why = "gradients do not flow through out=; pass tensor.detach(), or call it without out"
         function, number = collective.__name__, number_of(has["process_set"], collective.__name__)
         raise refused(function, InputError(f"{function}: {why}"), number, has["name"])
     return collective(*call.args, **call.kwargs)

@@ -125,7 +125,7 @@ def _newer(store: Store, word: bytes, until_s: float, why: str) -> bytes:
         while (newer := store.get(KEY)) == word and time.monotonic() < until_s:
             if time.monotonic() > told_s + _LATE_S:
                 told_s = time.monotonic()
-                JOB.warning(f"waiting for rank 0, since what it sent before is of no use: {why}")
+                JOB.warning(f"waiting for a new address from rank 0, since the last one does not work: {why}")
             time.sleep(_PAUSE_S)
     return newer
 

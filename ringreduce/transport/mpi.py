@@ -99,10 +99,10 @@ def claim_rank(environ: Mapping[str, str]) -> None:
         if (holder := os.readlink(claim)) == pid:
             return
         has_ended = not os.path.exists(f"/proc/{holder}")
-        workers = "let it start the workers, in place of multiprocessing, and call in each what one worker does"
+        workers = "let ringrun start the workers, not multiprocessing, and call the worker's function in each"
         raise StartupError(
             f"init(): process {pid} cannot be rank {environ.get('RANK')}: process {holder} "
-            f"{'was, which has ended' if has_ended else 'is'}, and to ringrun a rank is one process; "
+            f"{'was, and has ended' if has_ended else 'is'}, and ringrun allows one process per rank; "
             f"{'start each program with a ringrun of its own, or' if has_ended else ''} {workers}: ringrun -np N …"
         ) from None
     except OSError:

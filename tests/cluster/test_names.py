@@ -125,5 +125,5 @@ def test_a_rank_that_mpi_starts_elsewhere_ends_the_start(own_hosts, python):
     done = ringrun(own_hosts, python, "h0:1,h1:1", env={"PATH": f"{own_hosts.folder}:{PATH}"}, returncode=3)
     assert done.stdout == ""
     where = "rank 1 is to run on h1, but was started on h2"
-    cure = "name each host as it calls itself, see `hostname` there"
+    cure = "use the name that `hostname` prints on each host"
     assert done.stderr.splitlines()[-1] == f"ringrun: error: {where}; {cure}"

@@ -88,7 +88,7 @@ def test_a_network_that_leads_nowhere_is_named_with_the_cure(own_hosts, python, 
     add(own_hosts, CABLE, "eth1", network)
     done = ringrun(own_hosts, python)
     if done.returncode:
-        hint = "perhaps a network does not lead from each host to each other (eth0 10.77.0.0/24, eth1 10.78."
+        hint = "perhaps one of these networks does not connect all hosts (eth0 10.77.0.0/24, eth1 10.78."
         assert hint in done.stderr
         assert "): name one that does: --network-interfaces eth0\n" in done.stderr
     else:

@@ -33,7 +33,7 @@ def test_dask_s_workers_train_where_the_chunks_lie(start):
     assert found[:8] == [*trained, *trained, "the same processes True", "frame {45.0}"], found
     errors = found[8:13]
     assert errors[0] == "KeyError: 'shard'"
-    assert errors[1] == "InputError: map: collection 1 has 800 rows, and the first one 900; expected as many"
+    assert errors[1] == "InputError: map: collection 1 has 800 rows; expected 900, as in the first one"
     assert errors[2] == "InputError: map: collection 0 is a ndarray; expected an array or a dataframe of Dask"
     assert errors[3].startswith(
         "StartupError: 2 of these 2 processes have been ranks before, in 1 world of other processes"

@@ -55,7 +55,7 @@ def test_what_cannot_be_done_is_refused():
     params = jnp.ones(3)
     with pytest.raises(TypeError, match=r"diloco: expected an optax gradient transformation, got a int; as in"):
         hvd.diloco(5, sync_every=4)
-    with pytest.raises(rr.InputError, match=r"delay=2, but a program of XLA waits"):
+    with pytest.raises(rr.InputError, match=r"delay=2; expected 0, since an XLA program waits"):
         rr.DiLoCo(optax.sgd(0.1), sync_every=4, delay=2)
     optimizer = hvd.diloco(optax.sgd(0.1), sync_every=4)
     with pytest.raises(rr.InputError, match=r"diloco: update without params"):

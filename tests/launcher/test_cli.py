@@ -147,7 +147,7 @@ def test_a_python_beside_an_environment_that_is_not_activated_is_ringruns_own(ri
     activated = {"PATH": "/usr/bin:/bin", "VIRTUAL_ENV": "", "CONDA_PREFIX": ""}
     done = ringrun("-np", 1, "python", "-c", "import sys; print(sys.executable)", env=activated, returncode=0)
     assert done.stdout == f"[0] {sys.executable}\n"
-    meant = f"python means ringrun's own, {sys.executable}, as its environment is not activated"
+    meant = f"python runs ringrun's own {sys.executable}, because its environment is not activated"
     assert done.stderr == f"ringrun: {meant}\n"
 
 

@@ -159,7 +159,7 @@ def test_a_lender_that_reaches_no_head_says_so():
         ({"args": "x"}, r"args='x': expected a tuple of the function's arguments, such as \('x',\)"),
         ({"np": 0}, "expected a number of ranks, 1 or more, got 0"),
         ({"np": "4"}, "expected a number of ranks, 1 or more, got '4'"),
-        ({"flags": {"hosts": "h1"}}, "hosts='h1': the engine says where ranks run; leave it out"),
+        ({"flags": {"hosts": "h1"}}, "hosts='h1': Ray, Spark or Dask places the ranks; leave it out"),
         ({"flags": {"max_np": 4}}, "max_np=4 is for an elastic job; add elastic=True"),
     ],
 )

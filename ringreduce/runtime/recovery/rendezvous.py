@@ -94,7 +94,8 @@ def _meet(start: Setup, last: Setup, members: Members, membership: Membership, v
             report_s = now_s + REPORT_EVERY_S
         if now_s > until_s:
             raise CollectiveError(
-                f"the ranks {list(membership.ranks)} of list {membership.number} did not meet within {limit_s:g} s"
+                f"the ranks {list(membership.ranks)} of membership {membership.number} did not reconnect "
+                f"within {limit_s:g} s"
             )
 
     world, before = world_of(start.world, membership), last.transport.in_flight

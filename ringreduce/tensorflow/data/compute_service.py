@@ -98,7 +98,7 @@ def _manager(address: Any, key: bytes, service: ComputeService | None = None) ->
 
 @dataclasses.dataclass(frozen=True)
 class TfDataServiceConfig:
-    """A service of tf.data's, as a file has it: `read` and `write`.
+    """How to reach a tf.data service; saved with `write`, loaded with `read`.
 
     dispatchers:     one for all ranks that train, or one for each of them.
     dispatcher_side: where they are: "compute" or "training".

@@ -122,9 +122,12 @@ def test_a_rank_that_is_cut_off_is_lost_for_that_reason_and_its_agent_sees_the_e
             hello(1, size=1),
             "a process on host h1 was started as rank 1 of 1, but this job has 4: perhaps another MPI's",
         ),
-        (hello(1, host="h2"), "rank 1 is to run on h1, but was started on h2; name each host as it calls itself"),
-        (Note("no greeting"), "an agent begins with Note"),
-        (None, "an agent begins with what it has not sent: message 0 of this connection was changed"),
+        (
+            hello(1, host="h2"),
+            "rank 1 is to run on h1, but was started on h2; use the name that `hostname` prints on each host",
+        ),
+        (Note("no greeting"), "expected Hello as an agent's first message, got Note"),
+        (None, "an agent's first message is not valid: message 0 of this connection was changed"),
     ],
 )
 def test_only_ranks_that_the_job_awaits_are_let_in_and_each_once(agents, events, second, reason):

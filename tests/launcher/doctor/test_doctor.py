@@ -90,7 +90,7 @@ def test_one_slow_link_and_one_late_one():
         "n0 – n1: slow: 4.9 Gbit/s (typical here: 10); check what lies between the two: switch ports"
     )
     assert late.startswith(
-        "n2 – n3: late: 900 µs (typical here: 20); check the route between the two (ping, traceroute)"
+        "n2 – n3: high-latency: 900 µs (typical here: 20); check the route between the two (ping, traceroute)"
     )
 
 
@@ -160,7 +160,7 @@ def test_a_single_link_that_no_network_of_these_days_would_have():
 def test_a_link_that_hangs_is_told():
     (line,) = findings(all_links(names(4), n1_n2=(math.nan, math.nan)))
     assert line.startswith(
-        "n1 – n2: begun and not finished; check that no firewall blocks TCP between the two on any port"
+        "n1 – n2: not measured completely; check that no firewall blocks TCP between the two on any port"
     )
 
 

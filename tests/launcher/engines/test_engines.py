@@ -197,7 +197,7 @@ def test_srun_starts_as_many_on_every_host():
     even = ACROSS._replace(rsh=(), ranks=((Host("h1"), 2), (Host("h2"), 2)))
     argv = Srun("pmix").command(launcher, 4, ["agent"], as_root=False, across=even)
     assert {"--mpi=pmix", "--nodelist=h1,h2", "--nodes=2", "--ntasks-per-node=2", "--ntasks=4"} <= set(argv)
-    with pytest.raises(UsageError, match="as many ranks on one host as on another, not h1:3, h2:2; leave"):
+    with pytest.raises(UsageError, match="the same number of ranks on every host, not h1:3, h2:2; leave"):
         Srun().command(launcher, 5, ["agent"], as_root=False, across=ACROSS)
 
 

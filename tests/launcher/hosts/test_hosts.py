@@ -164,7 +164,7 @@ KEYS = "expected slots= or max_slots="
         ("h2 4", "expected key=value behind the host, as in slots=4, got '4'"),
         ("h2:2 slots=2", "slots: the slots are given twice; give them once"),
         ("h2 max_slots=2 max-slots=2", "max-slots: the slots are given twice; give them once"),
-        ("h2 slots=4 max_slots=2", "expected max_slots of at least the slots, 4, not 2"),
+        ("h2 slots=4 max_slots=2", "expected max_slots to be at least slots=4, got 2"),
         ("slots=4", f"{NAME}, got 'slots=4'"),
         ("^h2", f"{NAME}, got '^h2'"),
         ("+n0", f"{NAME}, got '+n0'"),

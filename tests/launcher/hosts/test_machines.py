@@ -144,7 +144,7 @@ def test_the_address_that_all_have_reached_is_this_host_s():
 HOSTS = ((Host("node7"), 2), (Host("node8"), 1))
 JOB = Job(3, ["true"], hosts=HOSTS, machines=known(node7=machine(7), node8=machine(8)))
 ONE_HOST = Job(2, ["true"])
-CURE_NAME = "name each host as it calls itself, see `hostname` there"
+CURE_NAME = "use the name that `hostname` prints on each host"
 
 
 @pytest.mark.parametrize(

@@ -110,7 +110,7 @@ def test_how_long_a_host_may_be_silent_is_one_setting(asked, seconds):
     ("arguments", "message"),
     [
         (["-np", "4", "-H", "localhost:3"], "-np 4: the hosts have 3 slots (localhost:3)"),
-        (["-H", "localhost", "--hostfile", "f"], "-H and --hostfile exclude each other"),
+        (["-H", "localhost", "--hostfile", "f"], "-H and --hostfile cannot be combined"),
         (["--hostfile", "no-such-file"], "no-such-file"),
         (["-H", "localhost:none"], "localhost:none"),
         (["-p", "ssh"], "--ssh-port: expected a port from 1 to 65535, got 'ssh'"),
@@ -127,7 +127,7 @@ def test_how_long_a_host_may_be_silent_is_one_setting(asked, seconds):
         (["-np", "2", "--stdin", "0,1"], "expected one rank"),
         (["-np", "2", "--stdin", "2"], "--stdin: there is no rank 2"),
         (["doctor", "train.py"], "unexpected argument 'train.py'; see ringrun doctor --help"),
-        (["doctor", "-H", "h1", "--hostfile", "f"], "-H and --hostfile exclude each other"),
+        (["doctor", "-H", "h1", "--hostfile", "f"], "-H and --hostfile cannot be combined"),
         (["doctor", "--hostfile", "no-such-file"], "hostfile no-such-file: no such file"),
         (["doctor", "-p", "none"], "--ssh-port: expected a port from 1 to 65535, got 'none'"),
         (["doctor", "-i", "no-such-key"], "--ssh-identity-file no-such-key: no such file"),
@@ -236,7 +236,9 @@ def test_odd_bytes_in_what_a_program_says_are_no_fault(tmp_path):
 
 
 def test_one_source_of_hosts_is_enough(tmp_path):
-    with pytest.raises(UsageError, match="--host-discovery-script excludes -H and --hostfile; give one of them"):
+    with pytest.raises(
+        UsageError, match="--host-discovery-script cannot be combined with -H or --hostfile; use only one"
+    ):
         cli.parse(["--host-discovery-script", "x", "-H", "h1", "true"])
     missing = tmp_path / "missing"
     with pytest.raises(UsageError, match=f"--host-discovery-script {missing}: cannot be executed: No such file"):

@@ -269,7 +269,9 @@ def test_a_script_that_has_failed_does_not_keep_its_rank_alive(ringrun, script, 
     flags = ["--grace", grace_s] if grace_s else []
     done = ringrun("-np", 2, *flags, *script(f"{HEAD}import multiprocessing\n{fails}time.sleep(60)"), returncode=code)
     assert time.monotonic() - begin_s < patient(30)
-    late = f" {grace_s or 3} s after its script did, with exit code {code}, and is killed; it may wait for a thread"
+    late = (
+        f" {grace_s or 3} s after its script ended with exit code {code}, and is killed; it may be waiting for a thread"
+    )
     assert done.stderr.count(f" has not ended{late}") == 1, done.stderr
     assert "rank 1 of 2 failed first" in done.stderr
     wait_until_gone()

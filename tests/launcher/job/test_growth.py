@@ -146,7 +146,7 @@ def test_a_script_that_fails_changes_nothing_and_is_told_once(clock):
     watched = Watched(clock, ON_H1)
     watched.hosts = UsageError("it ended with exit code 1")
     assert watched.look() == watched.look() == []
-    assert watched.said == ["ringrun: warning: hosts stay as they are: it ended with exit code 1"]
+    assert watched.said == ["ringrun: warning: the list of hosts was not updated: it ended with exit code 1"]
     assert watched.look(H1, H2) == [HostsCame(("h2:2",), 4)]
 
 

@@ -158,7 +158,7 @@ def test_where_hosts_that_are_left_out_are_needed_it_waits_for_them():
     job = Job(8, ["true"], restarts=1, elastic=Elastic(min_np=2))
     assert restarts.run(job, run.attempt, run.reallocate, run.wait, run.said.append, left) == 0
     assert run.pauses == [1, 30, 12]
-    assert "ringrun: waiting 30 s for a host that has failed, and is left out until then" in run.said
+    assert "ringrun: waiting 30 s for a host that failed and is left out until then" in run.said
 
 
 @pytest.mark.parametrize(

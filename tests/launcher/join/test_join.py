@@ -174,12 +174,12 @@ def test_a_key_that_others_may_know_is_none(text, mode, message, tmp_path):
     ("arguments", "message"),
     [
         (["true"], "nothing says which node this is; expected NODE_RANK, NNODES and MASTER_ADDR, or"),
-        (["--nodes", "2", "h0:1234", "true"], "h0:1234 is where the command should begin; put it first: ringrun join"),
+        (["--nodes", "2", "h0:1234", "true"], "h0:1234: HEAD:PORT must come before all flags: ringrun join"),
         (
             ["localhost:1234", "--nodes", "2", "true"],
             r"localhost means another host on each of 2 nodes \(localhost:1234\)",
         ),
-        (["h0:1234", "true"], r"nodes are there\? expected --nodes N beside it, or as many slots as -np"),
+        (["h0:1234", "true"], r"the number of nodes is unknown; add --nodes N, or -np N to wait for N slots"),
         (["h0:1234", "--lend", "0", "--key-file", "KEY"], "--lend: expected a whole number from 1 to 999999, got '0'"),
         (["h0:1234", "--lend", "two", "--key-file", "KEY"], "--lend: expected a whole number from 1 to"),
         (["h0:1234", "--nodes", "2", "true"], "a job's nodes need a key: --key-file FILE, or the variable RINGRUN_KEY"),

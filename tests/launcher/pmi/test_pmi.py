@@ -181,9 +181,7 @@ def test_the_server_s_end_is_a_loss_too(rank_of):
     started.wait()
     assert heard.wait(WAIT_S)
     assert joined.lost_ranks == [0]
-    assert joined.lost.startswith(
-        "the process that rank 0 has started, which tells MPI of the ranks, cannot be reached"
-    )
+    assert joined.lost.startswith("the PMI server that rank 0 started cannot be reached")
 
 
 def test_while_mpi_starts_a_loss_ends_the_others_connections(rank_of, capfd):
@@ -198,7 +196,7 @@ def test_while_mpi_starts_a_loss_ends_the_others_connections(rank_of, capfd):
     assert lines.readline() == ""
     client._STARTED[-1].wait()
     why = "rank 1 of 2, process 1001 on here, has ended before the MPI of all ranks had started"
-    assert capfd.readouterr().err == f"the process that tells MPI of the ranks ends: {why}\n"
+    assert capfd.readouterr().err == f"the PMI server ends: {why}\n"
 
 
 def test_a_server_that_can_hear_nobody_any_more_ends_and_all_see_it(served, rank_of, monkeypatch, capsys):
@@ -215,9 +213,7 @@ def test_a_server_that_can_hear_nobody_any_more_ends_and_all_see_it(served, rank
         first.hears(wire.Joined)
     thread.join(WAIT_S)
     assert not thread.is_alive()
-    assert capsys.readouterr().err == (
-        "the process that tells MPI of the ranks ends: RuntimeError: can't start new thread\n"
-    )
+    assert capsys.readouterr().err == ("the PMI server ends: RuntimeError: can't start new thread\n")
 
 
 def test_who_is_missing_is_said_and_then_it_is_an_error(served, rank_of):
@@ -252,7 +248,7 @@ def test_one_that_ends_before_all_are_there_ends_the_others_wait(served, rank_of
     ("rank", "size", "why"),
     [
         (0, 3, "there is a rank 0 of 3 already, process 1000 on here"),
-        (1, 2, "rank 1 is one of 2 ranks, and the rank that came first one of 3"),
+        (1, 2, "rank 1 expects 2 ranks, but the rank that joined first expects 3"),
         (3, 3, "rank 3 of 3: expected one from 0 to 2"),
     ],
 )

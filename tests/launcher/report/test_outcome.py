@@ -91,7 +91,7 @@ def test_a_rank_that_left_in_order_has_not_failed_when_the_mpi_ends_it(ends, lef
         (3, 3, "exit code 3"),
         (-9, 137, "killed by signal 9 (SIGKILL), exit code 137"),
         (-11, 139, "killed by signal 11 (SIGSEGV, segmentation fault), exit code 139"),
-        (137, 137, "exit code 137: of a shell, killed by signal 9 (SIGKILL)"),
+        (137, 137, "exit code 137: what a shell returns after signal 9 (SIGKILL)"),
         (128, 128, "exit code 128"),
         (255, 255, "exit code 255"),
         (-40, 168, "killed by signal 40 (unnamed), exit code 168"),

@@ -392,7 +392,7 @@ NAMED = {
     ),
     "one twice": (
         lambda: rr.grouped_allreduce_([MEMORY, zeros(2), MEMORY], op=rr.Sum),
-        "allreduce, tensor 3 of 3: it shares memory with tensor 1 of these, and so would be changed twice",
+        "allreduce, tensor 3 of 3: it shares memory with tensor 1 of this call, and would be changed twice",
     ),
     "one and its part": (
         lambda: rr.allreduce_({"all": MEMORY, "some": MEMORY[3:5]}),

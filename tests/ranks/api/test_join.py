@@ -127,7 +127,7 @@ def test_a_rank_that_has_joined_submits_nothing():
             while not joined():
                 time.sleep(0.001)
             with pytest.raises(
-                rr.InputError, match=r"^allreduce 'w' after join\(\): a rank that has joined waits until a"
+                rr.InputError, match=r"^allreduce 'w' after join\(\): a rank may call nothing else until a"
             ):
                 rr.allreduce_async(np.zeros(1), name="w")
             with pytest.raises(ValueError, match=r"^join 'join' after join\(\)"):

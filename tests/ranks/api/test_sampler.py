@@ -54,5 +54,5 @@ def test_rows_that_belong_to_no_item_are_refused():
         rr.gather_for_metrics(np.zeros(2), sampler, start=2)
     with pytest.raises(ValueError, match=r"\[1, 2\] rows"):
         rr.gather_for_metrics([np.zeros(1), np.zeros(2)], sampler)
-    with pytest.raises(ValueError, match=r"rows of 2 ranks; this one has [12], and so must all"):
+    with pytest.raises(ValueError, match=r"rows from 2 ranks; expected [12] from each, as on this rank"):
         rr.gather_for_metrics(np.zeros(1 + rr.rank()), sampler)

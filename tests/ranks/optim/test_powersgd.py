@@ -225,7 +225,7 @@ REFUSED = {
     ),
     "other rank": (
         lambda: rr.PowerSGD(4).load_state_dict({"rank": 2}),
-        "PowerSGD: the state is of rank=2, this of rank=4; make it equal",
+        "PowerSGD: the loaded state has rank=2; expected 4: pass the same rank=",
     ),
     "other shape": (
         lambda: trained(of_other_model("layer.w", (12, 30)), 1, mean_of(0, 1)),

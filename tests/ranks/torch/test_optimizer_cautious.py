@@ -194,7 +194,7 @@ def test_overlap_that_was_lost_comes_back_after_clean_steps(unclean, where, monk
     off, on = (False, True), (where == "host", False)
     assert run_ranks(2, program) == [([False] * 14 + [True], [on] + [off] * 12 + [on] * 2)] * 2
     what = r"computed again before step\(\)" if unclean == "backward" else r"cleared without a step\(\)"
-    then = "BackwardError" if unclean == "backward" else "only all ranks may do it together"
+    then = "BackwardError" if unclean == "backward" else "all ranks must do it together"
     said = re.findall(rf"of '.*' was {what} \((.*):\d+\); .*{then}.*no_sync", capsys.readouterr().err)
     line = "train.py" if unclean == "backward" else "test_optimizer_cautious.py"
     assert said == [line] * 2, "once a rank"

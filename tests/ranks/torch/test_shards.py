@@ -191,7 +191,7 @@ def test_shared_parameters_that_leave_their_memory_and_ranks_that_change():
         model, optimizer = sharded(shared_parameters=True)
         after(1, optimizer, model)
         with pytest.raises(
-            ringreduce.InputError, match="optimizer has shared_parameters=True, with which the ranks cannot change"
+            ringreduce.InputError, match="optimizer has shared_parameters=True, which elastic jobs do not support"
         ):
             hvd.elastic.TorchState(model, optimizer)
         model.to(torch.float64).to(torch.float32)

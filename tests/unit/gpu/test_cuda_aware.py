@@ -14,7 +14,7 @@ def test_pip_s_mpis_say_that_they_have_no_cuda():
         "from mpi4py import MPI\n"
         "from ringreduce.gpu.cuda_aware import declared\n"
         "name, version = MPI.get_vendor()\n"
-        "print(declared() == (False, f\"{name} {'.'.join(map(str, version))} says that it has no CUDA\"))\n"
+        "print(declared() == (False, f\"{name} {'.'.join(map(str, version))} says that it is not CUDA-aware\"))\n"
     )
     done = run([sys.executable, "-c", program], env=environment(), returncode=0)
     assert done.stdout == "True\n"
@@ -42,9 +42,9 @@ def test_the_questions_of_open_mpi_and_mpich():
 @pytest.mark.parametrize(
     ("says", "expected"),
     [
-        (True, (True, "An MPI 1.2 says that it has CUDA")),
-        (False, (False, "An MPI 1.2 says that it has no CUDA")),
-        (None, (False, "An MPI 1.2 does not say whether it has CUDA; set RINGREDUCE_CUDA_AWARE_MPI=1 if it has")),
+        (True, (True, "An MPI 1.2 says that it is CUDA-aware")),
+        (False, (False, "An MPI 1.2 says that it is not CUDA-aware")),
+        (None, (False, "An MPI 1.2 does not say whether it is CUDA-aware; set RINGREDUCE_CUDA_AWARE_MPI=1 if it is")),
     ],
 )
 def test_what_mpi_says(says, expected, monkeypatch):
@@ -57,5 +57,5 @@ def test_only_the_setting_lets_mpi_have_gpu_memory(monkeypatch):
     for declares in (True, False):
         monkeypatch.setattr(cuda_aware, "declared", lambda declares=declares: (declares, "It speaks"))
         assert answer(True) == (True, "RINGREDUCE_CUDA_AWARE_MPI=1")
-        advice = "; RINGREDUCE_CUDA_AWARE_MPI=1 lets it have GPU memory" * declares
+        advice = "; RINGREDUCE_CUDA_AWARE_MPI=1 passes GPU memory to it" * declares
         assert answer(False) == (False, f"It speaks{advice}")

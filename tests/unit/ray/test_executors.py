@@ -44,5 +44,5 @@ def test_an_elastic_job_begins_with_the_room_that_there_is(monkeypatch, settings
     fn, asked = executor.run(len)
     assert fn is len
     assert asked == {"elastic": True, "env": {"MARK": "a"}, "timeout_s": 30, **expected}
-    with pytest.raises(rr.InputError, match=r"there are no callbacks; print in worker_fn"):
+    with pytest.raises(rr.InputError, match=r"callbacks are not supported; print in worker_fn"):
         executor.run(len, callbacks=[print])

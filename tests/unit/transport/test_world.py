@@ -266,7 +266,7 @@ def test_a_rank_that_has_ended_is_named_too(monkeypatch, tmp_path):
     claim_rank(environ)
     monkeypatch.setattr(mpi.os, "getpid", lambda: own)
     with pytest.raises(
-        StartupError, match=r"process \d+ cannot be rank 3: process 1073741824 was, which has ended, .*own"
+        StartupError, match=r"process \d+ cannot be rank 3: process 1073741824 was, and has ended, .*own"
     ):
         claim_rank(environ)
 
@@ -352,7 +352,7 @@ def test_what_a_store_says_of_an_earlier_start_is_not_the_last_word(joined, monk
         joining.join_by_store(Store(gone, full), 1, 2)
     with pytest.raises(StartupError, match=r"nobody is there$"):
         joining.join_by_store(Store(gone), 1, 2, timeout_s=0.2)
-    assert "waiting for rank 0, since what it sent before is of no use: nobody is there" in caplog.text
+    assert "waiting for a new address from rank 0, since the last one does not work: nobody is there" in caplog.text
     with pytest.raises(StartupError, match=r"nobody is there$"):
         joining.join_by_store(Store(gone, None), 1, 2)  # the store has ended with rank 0
     joining.join_by_store(Store(OTHER, gone, *[gone] * 30, full, NEW), 1, 2)
