@@ -8,10 +8,10 @@ from contextlib import contextmanager
 from .errors import MachineError
 
 _LONGEST = 60  # characters; what is put there has long names, and a socket's path has room for about 100
-_PLAIN = re.compile(r"[\w./+@,-]*")
+_PLAIN = re.compile(r"[\w./+@,-]*", re.ASCII)  # a letter is a byte
 
 
-def make_private_folder() -> str:
+def make_private_folder(prefix: str = "ringrun-") -> str:
     """Make one and return its name; MachineError where that is not possible.
 
     It is in the usual place, or in /tmp if a socket's path would be too long there; also where its name has a space or
@@ -22,15 +22,15 @@ def make_private_folder() -> str:
     try:
         usual = tempfile.gettempdir()
         is_fit = len(usual) <= _LONGEST and _PLAIN.fullmatch(usual)
-        return tempfile.mkdtemp(prefix="ringrun-", dir=usual if is_fit else "/tmp")  # noqa: S108 - mkdtemp is safe there
+        return tempfile.mkdtemp(prefix=prefix, dir=usual if is_fit else "/tmp")  # noqa: S108 - mkdtemp is safe there
     except OSError as error:
         raise MachineError(f"no folder for temporary files can be made: {error}; make room, or set TMPDIR") from error
 
 
 @contextmanager
-def private_folder() -> Iterator[str]:
+def private_folder(prefix: str = "ringrun-") -> Iterator[str]:
     """Have one for as long as the block runs."""
-    folder = make_private_folder()
+    folder = make_private_folder(prefix)
     try:
         yield folder
     finally:

@@ -18,7 +18,6 @@ import shlex
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -31,6 +30,7 @@ from .connection.listener import Listener
 from .connection.queued import QueuedLink
 from .connection.wire import Address, Hello, Input, Message, Output
 from .errors import LauncherError
+from .folders import private_folder
 from .network import own_addresses, parse_interfaces
 from .processes import start_with_parent
 from .text import numbered
@@ -39,7 +39,6 @@ KEY_VARIABLE = "_RINGREDUCE_RUN_KEY"
 """With which a rank proves that it belongs to this job; no rank's own program sees it."""
 PIECE_BYTES = 64 << 20
 CHUNK_BYTES = 1 << 16
-LONGEST_FOLDER = 80  # a socket's path has room for about 100
 RANK_PROGRAM = "from ringrun.run_function import serve; serve()"
 REFUSES = "ringrun: error: "
 FAILED = re.compile(r"-- ringrun: rank \d+ of \d+ failed first ")
@@ -80,21 +79,21 @@ def on_ranks(
 
     ringrun = [sys.executable, *run_module("ringrun"), *(head.flags if head else ()), *_arguments(flags, head)]
     results = _Results(pickling.dumps(call))
-    parent = "/tmp" if len(tempfile.gettempdir()) > LONGEST_FOLDER else None  # noqa: S108 - mkdtemp is safe there
-    with tempfile.TemporaryDirectory(prefix="ringreduce-", dir=parent, ignore_cleanup_errors=True) as folder:
+    with contextlib.ExitStack() as opened:
         try:
+            folder = opened.enter_context(private_folder("ringreduce-"))
             listener = Listener(folder, head.addresses if head else _addresses(flags), 1024)
         except LauncherError as error:
             raise InputError(f"run(): {error}") from error
-        with contextlib.closing(listener):
-            listener.start(lambda link: _Rank(link, results))
-            program = ["/bin/sh", "-c", OWN_PYTHON] if head else [python, "-c"]
-            rank = [*program, RANK_PROGRAM, str(listener.address)]
-            # by name: every user of this host can read a command line
-            asked = {name: str(value) for name, value in variables.items()} | {KEY_VARIABLE: listener.authkey.hex()}
-            ringrun += [f"--env={name}" for name in asked]
-            environment = {**os.environ, **asked, **(head.environment if head else {})}
-            code, report = _finish([*ringrun, *rank], environment, head and _before_ranks(head.trouble, results))
+        opened.callback(listener.close)
+        listener.start(lambda link: _Rank(link, results))
+        program = ["/bin/sh", "-c", OWN_PYTHON] if head else [python, "-c"]
+        rank = [*program, RANK_PROGRAM, str(listener.address)]
+        # by name: every user of this host can read a command line
+        asked = {name: str(value) for name, value in variables.items()} | {KEY_VARIABLE: listener.authkey.hex()}
+        ringrun += [f"--env={name}" for name in asked]
+        environment = {**os.environ, **asked, **(head.environment if head else {})}
+        code, report = _finish([*ringrun, *rank], environment, head and _before_ranks(head.trouble, results))
     if code == 0:
         return results.by_rank(some_are_lost=bool(flags.get("elastic") or flags.get("min_num_proc")))
     raise _failure(code, report)

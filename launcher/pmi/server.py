@@ -7,7 +7,6 @@ import secrets
 import shutil
 import signal
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Sequence
@@ -16,6 +15,7 @@ from ..connection import wire
 from ..connection.link import Gone
 from ..connection.listener import Listener
 from ..connection.queued import QueuedLink
+from ..folders import private_folder
 from ..network import addresses_or_loopback, listen_everywhere
 from . import pmix
 from .answers import Answers
@@ -150,7 +150,7 @@ def main(size: int, starter: int) -> None:
     """Write the address to stdout, and serve; see Server.serve."""
     for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    with tempfile.TemporaryDirectory(prefix="ringrun-pmi-", ignore_cleanup_errors=True) as folder:
+    with private_folder("ringrun-pmi-") as folder:
         server = Server(size, folder)
         print(server.address, flush=True)
         server.serve(starter)

@@ -161,6 +161,13 @@ def test_it_listens_only_where_ranks_of_other_hosts_are_to_connect(monkeypatch, 
 
 
 @pytest.mark.quick
+def test_without_room_for_its_socket_the_cure_is_told(monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", "/dev/null")
+    with pytest.raises(rr.InputError, match=r"^run\(\): no folder .* can be made: .*; make room, or set TMPDIR$"):
+        rr.run(print)
+
+
+@pytest.mark.quick
 def test_a_connection_that_somebody_interferes_with_is_ended_with_a_line(capsys):
     assert not _Rank(None, None).handle(Gone(ValueError("message 3 was changed")))
     assert capsys.readouterr().err == "run(): a rank's connection is broken: message 3 was changed\n"

@@ -355,6 +355,7 @@ def test_hosts_that_are_lent_keep_their_own_variables():
         ("/tmp/o'brien", "/tmp"),
         ("/tmp/a;b", "/tmp"),
         (f"/tmp/{'x' * 90}", "/tmp"),
+        (f"/tmp/{'é' * 40}", "/tmp"),
     ],
 )
 def test_the_private_folder_has_a_name_that_every_launcher_takes(usual, chosen, monkeypatch):

@@ -345,6 +345,12 @@ def test_pmix_answers_open_mpi_s_ranks_of_this_user_and_nobody_else(rank_of):
         assert re.fullmatch(r"returned -\d+\n", start(0, user=65534))
 
 
+def test_a_long_name_of_the_usual_folder_leaves_room_for_the_server_s_socket(tmp_path, monkeypatch):
+    (usual := tmp_path / ("x" * 90)).mkdir()
+    monkeypatch.setenv("TMPDIR", str(usual))
+    assert client.join(client.start(1), 0, 1, WAIT_S, print).variables["PMI_SIZE"] == "1"
+
+
 def test_without_any_rank_it_ends_after_who_started_it(served):
     _, thread = served(2, starter=-1)
     thread.join(WAIT_S)
