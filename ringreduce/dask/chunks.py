@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import os
 import socket
@@ -34,8 +35,8 @@ def map(
                  the current one.
     On several hosts needs MPICH. `ringreduce.init()` has been called when `fn` begins, and `shutdown()` is when it
     ends. The same workers can be called again, but not others together with them, since MPI starts once in a process.
-    Raises: what `fn` has raised; the other ranks get PeerLostError. InputError for collections that do not fit.
-            StartupError where workers have been ranks with others.
+    Raises: what `fn` has raised; the other ranks get PeerLostError. What a chunk has raised; no rank has begun then.
+            InputError for collections that do not fit. StartupError where workers have been ranks with others.
     Source: dask-mpi's issue 25 asks for it.
     """
     import distributed
@@ -116,6 +117,9 @@ def _held(client: Any, names: Sequence[str], collections: Sequence[Sequence[Any]
     computed = [client.compute(each) for each in collections]
     held: list[list[list[Any]]] = [[[] for _ in collections] for _ in names]
     distributed.wait(computed)
+    for each in itertools.chain(*computed):
+        if each.status == "error":  # its rank would never begin, and the others would wait for it
+            raise each.exception()
     holders = client.who_has(computed[0]) if computed else {}
     for parts in zip(*computed, strict=True):
         ranks = [names.index(name) for name in holders.get(parts[0].key, ()) if name in names]

@@ -2,6 +2,7 @@
 
 import logging
 import os
+import time
 
 import numpy as np
 
@@ -9,6 +10,7 @@ import ringreduce.dask
 from ringreduce.errors import InputError, PeerLostError, StartupError
 
 STEPS, RATE = 30, 0.1
+SOON_S = 300.0  # ten minutes are how long ranks wait for one that never comes
 
 
 def train(x, y):
@@ -43,6 +45,12 @@ def counts(frame):
     return float(rr.allreduce(float(frame["a"].sum()), op=rr.Sum))
 
 
+def breaks(block, block_id):
+    if block_id[0] == 1:
+        raise ValueError(f"chunk {block_id[0]} has {len(block)} rows")
+    return block
+
+
 def refused(error, called, *args, **kwargs):
     try:
         called(*args, **kwargs)
@@ -63,10 +71,14 @@ def main():
     alone = np.zeros(5)
     for _ in range(STEPS):
         alone -= RATE * (x.T @ (x @ alone - y)) / len(x)
-    options = {"n_workers": 3, "threads_per_worker": 1, "dashboard_address": None, "silence_logs": logging.CRITICAL}
+    options = {"n_workers": 3, "threads_per_worker": 1, "dashboard_address": ":0", "silence_logs": logging.CRITICAL}
     with LocalCluster(**options) as cluster, Client(cluster) as client:
         chunks = da.from_array(x, chunks=(70, 3)).persist(), da.from_array(y, chunks=400)
+        broken = chunks[1].rechunk(70).map_blocks(breaks, dtype=float, meta=np.empty(0))
+        print(refused(ValueError, ringreduce.dask.map, train, chunks[0], broken))
+        began_s = time.monotonic()
         first, second = (ringreduce.dask.map(train, *chunks) for _ in range(2))
+        print("soon", time.monotonic() < began_s + SOON_S)
         for found in (first, second):
             weights, ranks, rows, pids = zip(*found, strict=True)
             print("ranks", ranks, "rows", sum(rows), "workers", len(set(pids)))
