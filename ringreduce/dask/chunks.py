@@ -17,6 +17,8 @@ from ringreduce.api import joined
 from ringreduce.errors import InputError, PeerLostError
 from ringreduce.transport import joining
 
+from .tasks import workers_of
+
 _LOOK_S = 2.0  # whether Dask has lost a worker, whose task it would keep for ever
 _NOTICED_S = 5.0  # for ranks to end that have waited for one that has failed
 
@@ -31,8 +33,8 @@ def map(
     collections: Dask's arrays or dataframes, divided alike along the first axis. `fn` gets of each what this worker
                  holds, in one piece, which may be empty: an array or a dataframe. Chunks that are in no worker yet, or
                  elsewhere than the first collection's, are brought there.
-    workers:     their addresses; by default all of the cluster, each with a thread that is free. `client`: by default
-                 the current one.
+    workers:     their addresses or names; by default all that the cluster has, each with a thread that is free.
+                 `client`: by default the current one.
     On several hosts needs MPICH. `ringreduce.init()` has been called when `fn` begins, and `shutdown()` is when it
     ends. The same workers can be called again, but not others together with them, since MPI starts once in a process.
     Raises: what `fn` has raised; the other ranks get PeerLostError. What a chunk has raised; no rank has begun then.
@@ -42,7 +44,9 @@ def map(
     import distributed
 
     client = client or distributed.get_client()
-    found = client.run(_where, workers=workers)
+    if not (there := workers_of(client, workers)):
+        raise InputError(f"map: the cluster has no workers{'' if workers is None else f' {workers}'}")
+    found = client.run(_where, workers=there)
     names = sorted(found, key=lambda name: (found[name][0], name))
     if len({found[name][:2] for name in names}) < len(names):
         raise InputError("map: Dask workers share a process, but each rank needs its own; use processes=True")
@@ -100,8 +104,10 @@ def _parts(collection: Any, number: int, first: Any) -> list[Any]:
     if not hasattr(collection, "to_delayed") or getattr(collection, "ndim", 1) == 0:
         raise InputError(f"{which} is a {type(collection).__name__}; expected an array or a dataframe of Dask")
     if hasattr(collection, "rechunk"):
+        if math.isnan(sum(collection.shape)):
+            raise InputError(f"{which}: the sizes of its chunks are unknown; call compute_chunk_sizes() of it first")
         rows = (first if hasattr(first, "rechunk") else collection).chunks[0]
-        if sum(rows) != collection.shape[0]:  # or nobody knows, which is NaN
+        if sum(rows) != collection.shape[0]:
             raise InputError(f"{which} has {collection.shape[0]} rows; expected {sum(rows)}, as in the first one")
         collection = collection.rechunk({0: rows, **dict.fromkeys(range(1, collection.ndim), -1)})
     parts = list(np.ravel(collection.to_delayed()))

@@ -49,12 +49,12 @@ def run(
     >>> losses = run(train, args=(0.1,), client=client)                                                # doctest: +SKIP
     """
     client = client or _current()
-    names = _workers(client, workers)
+    names = workers_of(client, workers)
     if not names:
-        raise InputError(f"ringreduce.dask.run(): the cluster has no workers{f' {workers}' if workers else ''}")
+        raise InputError(f"ringreduce.dask.run(): the cluster has no workers{'' if workers is None else f' {workers}'}")
     lending.checked("ringreduce.dask.run()", args, len(names), elastic, {"min_np": min_np, "max_np": max_np, **flags})
     ticket = lending.ticket(timeout_s)
-    lenders = _Lenders(client, ticket, (lambda: _workers(client, workers)) if max_np else None, max_np or len(names))
+    lenders = _Lenders(client, ticket, (lambda: workers_of(client, workers)) if max_np else None, max_np or len(names))
     lenders.add(names)
     asked = {**flags, "elastic": elastic or None, "min_np": min_np, "max_np": max_np}
     try:
@@ -78,7 +78,7 @@ def _current() -> Client:
         raise InputError("ringreduce.dask.run(): there is no Dask client here; pass client=Client(…)") from error
 
 
-def _workers(client: Client, wanted: str | Sequence[str] | None) -> list[str]:
+def workers_of(client: Client, wanted: str | Sequence[str] | None) -> list[str]:
     """Return the addresses of the workers that there are, of those that are wanted."""
     wanted = [wanted] if isinstance(wanted, str) else wanted
     there = client.scheduler_info(n_workers=-1)["workers"]

@@ -32,17 +32,21 @@ def test_dask_s_workers_train_where_the_chunks_lie(start):
     trained = ["ranks (0, 1, 2) rows 900 workers 3", "as alone True", "the same bits True"]
     assert found[:2] == ["ValueError: chunk 1 has 70 rows", "soon True"], found
     assert found[2:10] == [*trained, *trained, "the same processes True", "frame {45.0}"], found
-    errors = found[10:15]
+    errors = found[10:19]
     assert errors[0] == "KeyError: 'shard'"
     assert errors[1] == "InputError: map: collection 1 has 800 rows; expected 900, as in the first one"
     assert errors[2] == "InputError: map: collection 0 is a ndarray; expected an array or a dataframe of Dask"
-    assert errors[3].startswith(
+    unknown = "the sizes of its chunks are unknown; call compute_chunk_sizes() of it first"
+    assert errors[3:5] == [f"InputError: map: collection {number}: {unknown}" for number in (0, 1)]
+    assert errors[5] == "InputError: map: the cluster has no workers []"
+    assert errors[6].startswith(
         "StartupError: 2 of these 2 processes have been ranks before, in 1 world of other processes"
     )
-    assert errors[3].endswith(
+    assert errors[6].endswith(
         "MPI starts once in a process: get new workers, with client.restart() or from another cluster"
     )
-    assert re.search("PeerLostError: .*rank 1 of 3, process .* has ended", errors[4])
+    assert re.search("PeerLostError: .*rank 1 of 3, process .* has ended", errors[7])
+    assert errors[8] == "InputError: map: the cluster has no workers"
 
 
 def test_ray_s_actors_keep_their_state(start, tmp_path):

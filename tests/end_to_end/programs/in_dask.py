@@ -90,9 +90,14 @@ def main():
         print(refused(KeyError, ringreduce.dask.map, raises, *chunks))
         print(refused(InputError, ringreduce.dask.map, train, chunks[0], chunks[1][:800]))
         print(refused(InputError, ringreduce.dask.map, train, x, y))
+        print(refused(InputError, ringreduce.dask.map, train, chunks[0][chunks[0][:, 0] > 0], chunks[1]))
+        print(refused(InputError, ringreduce.dask.map, train, chunks[0], chunks[1][chunks[1] > 0]))
+        print(refused(InputError, ringreduce.dask.map, counts, frame, workers=[]))
         some = [*client.ncores()][:2]
         print(refused(StartupError, ringreduce.dask.map, train, *chunks, workers=some))
         print(refused(PeerLostError, ringreduce.dask.map, ends))
+    with LocalCluster(**options | {"n_workers": 0}) as cluster, Client(cluster) as client:
+        print(refused(InputError, ringreduce.dask.map, counts, frame))
 
 
 if __name__ == "__main__":
