@@ -37,6 +37,7 @@ def map(
                  `client`: by default the current one.
     On several hosts needs MPICH. `ringreduce.init()` has been called when `fn` begins, and `shutdown()` is when it
     ends. The same workers can be called again, but not others together with them, since MPI starts once in a process.
+    Calls on a cluster wait for each other: one runs at a time, also of several clients.
     Raises: what `fn` has raised; the other ranks get PeerLostError. What a chunk has raised; no rank has begun then.
             InputError for collections that do not fit. StartupError where workers have been ranks with others.
     Source: dask-mpi's issue 25 asks for it.
@@ -44,6 +45,13 @@ def map(
     import distributed
 
     client = client or distributed.get_client()
+    # a client that was killed holds it for lease-timeout, which is 30 s
+    with distributed.Lock("ringreduce.dask.map", scheduler_rpc=client.scheduler, loop=client.loop):
+        return _call(fn, collections, client, workers)
+
+
+def _call(fn: Callable[..., Any], collections: Sequence[Any], client: Any, workers: Sequence[str] | None) -> list[Any]:
+    """Do what `map` says, while no other call does."""
     if not (there := workers_of(client, workers)):
         raise InputError(f"map: the cluster has no workers{'' if workers is None else f' {workers}'}")
     found = client.run(_where, workers=there)

@@ -96,6 +96,8 @@ def join(address: str, rank: int, size: int, timeout_s: float = TIMEOUT_S) -> No
     from ringrun.pmi import client
 
     try:
+        if before := membership():
+            raise client.NotJoinedError(_already(before, "cannot join other processes"))
         _memberships.append(client.join(address, rank, size, timeout_s, JOB.warning, library.pmix()))
     except client.NotJoinedError as error:
         raise StartupError(f"init() of rank {rank} of {size}: {error}") from None

@@ -32,7 +32,7 @@ def test_dask_s_workers_train_where_the_chunks_lie(start):
     trained = ["ranks (0, 1, 2) rows 900 workers 3", "as alone True", "the same bits True"]
     assert found[:2] == ["ValueError: chunk 1 has 70 rows", "soon True"], found
     assert found[2:10] == [*trained, *trained, "the same processes True", "frame {45.0}"], found
-    errors = found[10:19]
+    errors = found[10:20]
     assert errors[0] == "KeyError: 'shard'"
     assert errors[1] == "InputError: map: collection 1 has 800 rows; expected 900, as in the first one"
     assert errors[2] == "InputError: map: collection 0 is a ndarray; expected an array or a dataframe of Dask"
@@ -46,7 +46,8 @@ def test_dask_s_workers_train_where_the_chunks_lie(start):
         "MPI starts once in a process: get new workers, with client.restart() or from another cluster"
     )
     assert re.search("PeerLostError: .*rank 1 of 3, process .* has ended", errors[7])
-    assert errors[8] == "InputError: map: the cluster has no workers"
+    assert errors[8] == "two calls [[45.0, 45.0], [450.0, 450.0]]"
+    assert errors[9] == "InputError: map: the cluster has no workers"
 
 
 def test_ray_s_actors_keep_their_state(start, tmp_path):

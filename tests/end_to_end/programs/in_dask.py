@@ -1,8 +1,10 @@
 """Ranks that are Dask's workers: trains where the chunks lie, then meets a rank that raises, and one that ends."""
 
+import functools
 import logging
 import os
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
@@ -43,6 +45,12 @@ def counts(frame):
     import ringreduce as rr
 
     return float(rr.allreduce(float(frame["a"].sum()), op=rr.Sum))
+
+
+def summed(part, times):
+    import ringreduce as rr
+
+    return [float(rr.allreduce(times * float(part.sum()), op=rr.Sum)) for _ in range(STEPS)][-1]
 
 
 def breaks(block, block_id):
@@ -96,6 +104,11 @@ def main():
         some = [*client.ncores()][:2]
         print(refused(StartupError, ringreduce.dask.map, train, *chunks, workers=some))
         print(refused(PeerLostError, ringreduce.dask.map, ends))
+    with LocalCluster(**options | {"n_workers": 2, "threads_per_worker": 2}) as cluster, Client(cluster) as client:
+        numbers = da.arange(10, chunks=3)
+        calls = [functools.partial(ringreduce.dask.map, functools.partial(summed, times=each)) for each in (1, 10)]
+        with ThreadPoolExecutor() as pool:
+            print("two calls", [*pool.map(lambda call: call(numbers, client=client), calls)])
     with LocalCluster(**options | {"n_workers": 0}) as cluster, Client(cluster) as client:
         print(refused(InputError, ringreduce.dask.map, counts, frame))
 

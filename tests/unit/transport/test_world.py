@@ -325,6 +325,8 @@ def test_mpi_starts_once_in_a_process(joined):
     for place in ((0, 2), (1, 3)):
         with pytest.raises(StartupError, match=f"{already} cannot become rank {place[0]} of {place[1]} "):
             joining.join_by_store(Store(SAME), *place)
+    with pytest.raises(StartupError, match=f"{already} cannot join other processes"):
+        joining.join("somewhere", 0, 2)
     assert not is_to_join({}), "it has"
     joined.lost = "rank 0 of 2, process 7 on a, has ended"
     with pytest.raises(StartupError, match=f"{already} has lost others: rank 0 of 2, process 7 on a, has ended"):
