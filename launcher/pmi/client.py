@@ -42,7 +42,8 @@ def start(size: int) -> str:
     command = [sys.executable, "-c", _PROGRAM, str(size), str(os.getpid()), json.dumps(sys.path)]
     quiet = subprocess.DEVNULL
     server = subprocess.Popen(command, stdin=quiet, stdout=subprocess.PIPE, text=True, start_new_session=True)
-    _STARTED.append(server)  # else Python warns that it outlives its object
+    # kept, else Python warns that it outlives its object; poll(), else one that has ended stays a zombie
+    _STARTED[:] = [each for each in _STARTED if each.poll() is None] + [server]
     assert server.stdout
     with server.stdout as said:
         if not (address := said.readline().strip()):

@@ -23,7 +23,8 @@ from .answers import Answers
 LATE_S = 10.0
 """How long ranks wait for others before they are told, every time, who has not come."""
 _LOOK_S = 0.5
-_NOBODY_S = 60.0  # for the first rank to come, after who started this process has ended
+_UNUSED_S = 660.0  # how long it stays without a rank: more than ringreduce.transport.joining.TIMEOUT_S
+_NOBODY_S = 60.0  # the same, where who started this process has ended
 _NAME_BYTES = 8
 _NOBODY = wire.Joining(-1, 0, "", "", 0)
 
@@ -47,11 +48,12 @@ class Server:
     def serve(self, starter: int) -> None:
         """Be there until all ranks have gone.  starter: the process that has started this one."""
         self._listener.start(lambda link: Member(self, link), broken=self._break)
-        told_s, alone_s = time.monotonic(), 0.0
+        told_s, alone_s, most_s = time.monotonic(), 0.0, _UNUSED_S
         with self._changed:
-            while not self._broken and (self._members or not self._are_complete) and alone_s < _NOBODY_S:
+            while not self._broken and (self._members or not self._are_complete) and alone_s < most_s:
                 self._changed.wait(_LOOK_S)
-                alone_s = 0.0 if self._members or os.getppid() == starter else alone_s + _LOOK_S
+                most_s = _UNUSED_S if os.getppid() == starter else _NOBODY_S
+                alone_s = 0.0 if self._members else alone_s + _LOOK_S
                 if not self._are_complete and time.monotonic() - told_s > LATE_S:
                     told_s = time.monotonic()
                     self._tell(wire.Awaited(tuple(sorted({*range(self.size)} - self._members.keys()))))

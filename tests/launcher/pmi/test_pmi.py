@@ -13,6 +13,7 @@ import threading
 
 import pytest
 
+from ringreduce.transport import joining
 from ringrun.connection import wire
 from ringrun.connection.link import connect
 from ringrun.pmi import client, server
@@ -37,7 +38,6 @@ def served(monkeypatch):
 
     def begin(size, late_s=0.2, starter=0):
         monkeypatch.setattr(server, "LATE_S", late_s)
-        monkeypatch.setattr(server, "_NOBODY_S", 0.5)
         folder = f"/tmp/ringrun-pmi-test-{os.getpid()}-{len(made)}"
         os.mkdir(folder)
         here = server.Server(size, folder)
@@ -351,10 +351,32 @@ def test_a_long_name_of_the_usual_folder_leaves_room_for_the_server_s_socket(tmp
     assert client.join(client.start(1), 0, 1, WAIT_S, print).variables["PMI_SIZE"] == "1"
 
 
-def test_without_any_rank_it_ends_after_who_started_it(served):
-    _, thread = served(2, starter=-1)
+@pytest.mark.parametrize(("limit", "starter"), [("_NOBODY_S", -1), ("_UNUSED_S", os.getppid())])
+def test_without_any_rank_it_ends_soon_after_who_started_it_and_some_day_in_any_case(
+    served, rank_of, monkeypatch, limit, starter
+):
+    assert server._UNUSED_S > joining.TIMEOUT_S, "a rank may come as late as others wait for it"
+    address, thread = served(2, starter=starter)
+    rank = rank_of(address, 0, 2)
+    rank.hears(wire.Awaited)
+    monkeypatch.setattr(server, limit, 0.5)
+    for _ in range(3):  # longer than that
+        rank.hears(wire.Awaited)
+    rank.end()
     thread.join(WAIT_S)
     assert not thread.is_alive()
+
+
+def test_one_that_has_ended_is_no_zombie_after_the_next_start():
+    client.start(1)
+    first = client._STARTED[-1]
+    first.kill()
+    os.waitid(os.P_PID, first.pid, os.WEXITED | os.WNOWAIT)
+    assert os.path.exists(f"/proc/{first.pid}")
+    client.start(1)
+    assert not os.path.exists(f"/proc/{first.pid}")
+    assert first not in client._STARTED
+    client._STARTED[-1].kill()
 
 
 def test_the_process_lives_as_long_as_any_rank_and_no_longer(rank_of):
