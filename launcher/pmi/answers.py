@@ -27,8 +27,9 @@ class Answers:
             "get_my_kvsname": f"my_kvsname kvsname={name} rc=0",
             "finalize": "finalize_ack rc=0",
             "put": "put_result rc=0 msg=success",
+            "get": "get_result rc=-1 msg=key_not_found value=unknown",
         }
-        self._values = {"PMI_process_mapping": mapping(hosts)}
+        self._found = {("get", "PMI_process_mapping"): f"get_result rc=0 msg=success value={mapping(hosts)}"}
         self._waiting: dict[int, Callable[[str], object]] = {}
         self._expected = {*range(self._size)}
         self._lock = threading.Lock()
@@ -59,12 +60,11 @@ class Answers:
                         each(f"cmd={_TOGETHER[command]} rc=0\n")
                 self._waiting.clear()
             return
+        key = asked.get("key", "")
         if command == "put":
-            self._values[asked.get("key", "")] = asked.get("value", "")
-        value = self._values.get(asked.get("key", ""))
-        found = "rc=-1 msg=key_not_found value=unknown" if value is None else f"rc=0 msg=success value={value}"
-        alike = {**self._alike, "get": f"get_result {found}"}
-        send(f"cmd={alike.get(command, f'{command}_result rc=-1 msg=not_supported')}\n")
+            self._found["get", key] = f"get_result rc=0 msg=success value={asked.get('value', '')}"
+        told = self._found.get((command, key)) or self._alike.get(command, f"{command}_result rc=-1 msg=not_supported")
+        send(f"cmd={told}\n")
 
 
 def shows(key: bytes, name: str, rank: int) -> str:
