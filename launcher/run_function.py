@@ -227,8 +227,8 @@ def _finish(
         stderr=subprocess.PIPE,
         start_new_session=True,  # a terminal's Ctrl-C reaches this process alone
     )
-    try:
-        with process, selectors.DefaultSelector() as selector:
+    with process, selectors.DefaultSelector() as selector:
+        try:
             for pipe, printer in ((process.stdout, out), (process.stderr, errors)):
                 assert pipe is not None
                 selector.register(pipe, selectors.EVENT_READ, printer)
@@ -244,10 +244,9 @@ def _finish(
                 except KeyboardInterrupt:
                     is_interrupted = True
                     process.send_signal(signal.SIGINT)
-    except BaseException:
-        process.terminate()
-        process.wait()
-        raise
+        except BaseException:  # by the engine, or by what has replaced sys.stdout
+            process.terminate()  # before `with process`, which waits for its end
+            raise
     if is_interrupted:
         raise KeyboardInterrupt
     if why:

@@ -2,6 +2,7 @@
 
 import re
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -127,6 +128,26 @@ def test_an_elastic_job_does_not_begin_with_less_than_it_may_have():
 def test_what_keeps_tasks_from_lending_ends_the_wait_for_them():
     with pytest.raises(StartupError, match=r"^run\(\): no worker has ringreduce$"):
         lending.run((train, (2,), {}), lending.ticket(300), 2, {}, {}, lambda: "no worker has ringreduce")
+
+
+@pytest.mark.parametrize("where", ["trouble", "stdout"])
+def test_an_error_while_the_job_runs_ends_it(where, monkeypatch):
+    """Its tasks have as long as they may take to begin, in which nothing of the kind is waited for."""
+
+    class Full:
+        def write(self, text):
+            raise ZeroDivisionError(text)
+
+    def trouble():
+        if where == "stdout":
+            monkeypatch.setattr("sys.stderr", Full())  # ringrun says there how many slots have joined
+            return ""
+        raise ZeroDivisionError
+
+    begin_s = time.monotonic()
+    with pytest.raises(ZeroDivisionError):
+        lending.run((train, (2,), {}), lending.ticket(900), 2, {}, {}, trouble)
+    assert time.monotonic() - begin_s < 120
 
 
 @pytest.mark.extended
