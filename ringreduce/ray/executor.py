@@ -95,7 +95,8 @@ class RayExecutor:
             made = executable_cls, tuple(executable_args or ()), dict(executable_kwargs or {})
             starts = []
             for rank, k in enumerate(order):
-                gpus = [gpu for node, ids in places if node == places[k][0] for gpu in ids]
+                # once each, though several may share one: CUDA sees none where a GPU is listed twice
+                gpus = dict.fromkeys(gpu for node, ids in places if node == places[k][0] for gpu in ids)
                 variables = {**(extra_env_vars or {}), **({"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {})}
                 starts.append(self.workers[rank].start.remote(address, rank, len(actors), variables, made))
             self._results(starts)

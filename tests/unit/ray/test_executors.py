@@ -1,4 +1,4 @@
-"""The arguments of Horovod's executors on Ray, without Ray; jobs: end_to_end/test_ray.py, test_in_engines.py."""
+"""Horovod's executors on Ray, without Ray; jobs: end_to_end/test_ray.py, test_in_engines.py."""
 
 import sys
 import types
@@ -23,6 +23,35 @@ from ringreduce.ray import ElasticRayExecutor, RayExecutor
 def test_arguments_that_are_not_there_say_what_to_use(options, says):
     with pytest.raises(rr.InputError, match=f"RayExecutor: {says}"):
         RayExecutor(num_hosts=2, **options)
+
+
+class Actor:
+    """Of Ray: each method is called by its `remote`, and what that returns is the result itself."""
+
+    def __init__(self, place):
+        self.variables = []
+        self.where = types.SimpleNamespace(remote=lambda: place)
+        self.begin = types.SimpleNamespace(remote=lambda size: "address")
+        self.start = types.SimpleNamespace(remote=lambda *arguments: self.variables.append(arguments[3]))
+
+
+@pytest.mark.parametrize(
+    ("places", "expected"),
+    [
+        ([("n", ["0"]), ("n", ["0"])], ["0", "0"]),
+        ([("n", ["0"]), ("n", ["0"]), ("n", ["1"]), ("n", ["1"])], ["0,1"] * 4),
+        ([("n", ["1"]), ("m", ["0"]), ("n", ["0"]), ("m", ["0"])], ["1,0", "0", "1,0", "0"]),
+        ([("n", []), ("n", [])], [None, None]),
+    ],
+)
+def test_each_gpu_of_a_host_is_visible_once_to_its_ranks_though_they_share_it(monkeypatch, places, expected):
+    actors = [Actor(place) for place in places]
+    ray = types.SimpleNamespace(remote=lambda cls: cls, get=lambda each, timeout=None: each)
+    monkeypatch.setitem(sys.modules, "ray", ray)
+    monkeypatch.setattr(RayExecutor, "_actors", lambda self, actor: actors)
+    monkeypatch.setattr(RayExecutor, "_results", lambda self, references: list(references))
+    RayExecutor(num_workers=len(places), use_gpu=True, gpus_per_worker=0.5).start()
+    assert [each.variables[0].get("CUDA_VISIBLE_DEVICES") for each in actors] == expected
 
 
 @pytest.mark.parametrize(
