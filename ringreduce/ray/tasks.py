@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -105,11 +104,13 @@ def _group(ray: Any, np: int, cpus: float, gpus: float, strategy: str, timeout_s
 def _trouble(ray: Any, tasks: Sequence[Any], elastic: bool) -> str:
     """Return why tasks cannot lend: one of them, or of an elastic job all. A task that is lost is a lost host."""
     done, more = ray.wait(list(tasks), num_returns=len(tasks), timeout=0)
+    of = ray.exceptions
+    lost = of.WorkerCrashedError, of.NodeDiedError, of.LocalRayletDiedError, of.OutOfMemoryError
     failed = []
     for each in done:
-        with contextlib.suppress(ray.exceptions.WorkerCrashedError, ray.exceptions.NodeDiedError):
-            try:
-                ray.get(each)
-            except (ray.exceptions.RayTaskError, ray.exceptions.RuntimeEnvSetupError) as error:
+        try:
+            ray.get(each)
+        except of.RayError as error:
+            if not isinstance(error, lost):
                 failed.append(str(error))
     return failed[0] if failed and not (elastic and more) else ""

@@ -1,4 +1,4 @@
-"""Horovod's executors on Ray, without Ray; jobs: end_to_end/test_ray.py, test_in_engines.py."""
+"""Horovod's executors on Ray, and what its tasks say, without Ray; jobs: end_to_end/test_ray.py, test_in_engines.py."""
 
 import sys
 import types
@@ -7,6 +7,7 @@ import pytest
 
 import ringreduce as rr
 import ringreduce.ray.elastic
+import ringreduce.ray.tasks
 from ringreduce.ray import ElasticRayExecutor, RayExecutor
 
 
@@ -52,6 +53,23 @@ def test_each_gpu_of_a_host_is_visible_once_to_its_ranks_though_they_share_it(mo
     monkeypatch.setattr(RayExecutor, "_results", lambda self, references: list(references))
     RayExecutor(num_workers=len(places), use_gpu=True, gpus_per_worker=0.5).start()
     assert [each.variables[0].get("CUDA_VISIBLE_DEVICES") for each in actors] == expected
+
+
+LOST = ["WorkerCrashedError", "NodeDiedError", "LocalRayletDiedError", "OutOfMemoryError"]
+OTHERS = ["RayTaskError", "RuntimeEnvSetupError", "TaskCancelledError", "TaskUnschedulableError"]
+
+
+@pytest.mark.parametrize("kind", LOST + OTHERS)
+def test_a_task_that_is_lost_is_a_lost_host_and_any_other_says_why_it_cannot_lend(kind):
+    of = types.SimpleNamespace(RayError=type("RayError", (Exception,), {}))
+    vars(of).update({name: type(name, (of.RayError,), {}) for name in LOST + OTHERS})
+
+    def get(task):
+        raise getattr(of, kind)(f"{kind} of {task}")
+
+    ray = types.SimpleNamespace(exceptions=of, get=get, wait=lambda tasks, num_returns, timeout: (tasks, []))
+    said = ringreduce.ray.tasks._trouble(ray, ["a", "b"], elastic=False)
+    assert said == ("" if kind in LOST else f"{kind} of a")
 
 
 @pytest.mark.parametrize(
