@@ -30,6 +30,7 @@ from .run_function import FOLDER_VARIABLE, PATH_VARIABLE, PYTHON_VARIABLE
 _JOINED = "has joined the job of"
 _CONNECT_S = 2.0
 _PAUSE_S = 0.2
+_AGAIN_S = 10  # for a head that has just been reached
 _KEY = "RINGRUN_KEY"
 
 
@@ -60,17 +61,26 @@ def run(
 ) -> list[Any]:
     """Do what `ringreduce.run` says, on `np` of the slots that tasks lend with this ticket.
 
-    trouble: called several times a second; returns why tasks cannot lend, which ends a job without ranks, or nothing.
+    trouble: called several times a second from when tasks can join, and starts them at first: of a job that is refused
+             there are none. Returns why they cannot lend, which ends a job without ranks, or nothing.
     """
+    is_there = False
+
+    def ask() -> str:
+        nonlocal is_there
+        is_there = is_there or bool(_look(ticket)[0])
+        return trouble() if is_there else ""
+
     argv = ("join", f"localhost:{ticket.port}", "--lend=0", f"--join-timeout={ticket.timeout_s:g}", "--wdir=/")
-    head = run_function.Head(argv, {_KEY: ticket.key}, ticket.addresses, trouble)
+    head = run_function.Head(argv, {_KEY: ticket.key}, ticket.addresses, ask)
     return run_function.on_ranks(call, {"np": np, **flags}, variables, sys.executable, head)
 
 
-def lend(ticket: Ticket, slots: int = 1, gpus: str | None = None) -> str:
+def lend(ticket: Ticket, slots: int = 1, gpus: str | None = None, wanted: Callable[[], bool] = lambda: True) -> str:
     """Lend slots of this host, with the GPUs that are visible, to a job until it has ended; return what was said.
 
-    gpus: as CUDA_VISIBLE_DEVICES lists them, if not those of this process.
+    gpus:   as CUDA_VISIBLE_DEVICES lists them, if not those of this process.
+    wanted: asked while there is no head; returns whether one can still come.
 
     Ranks here end with this thread, and with its process. RuntimeError where the job was not joined.
     """
@@ -78,8 +88,8 @@ def lend(ticket: Ticket, slots: int = 1, gpus: str | None = None) -> str:
     own[PATH_VARIABLE] = os.pathsep.join(filter(None, sys.path))
     if gpus is not None:
         own[VISIBLE_VARIABLE] = gpus
-    head = f"{_reached(ticket)}:{ticket.port}"
-    command = [sys.executable, *run_module("ringrun"), "join", head, f"--lend={slots}", "--join-timeout=60"]
+    head = f"{_reached(ticket, wanted)}:{ticket.port}"
+    command = [sys.executable, *run_module("ringrun"), "join", head, f"--lend={slots}", f"--join-timeout={_AGAIN_S}"]
     options: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stderr": subprocess.PIPE}
     process = start_with_parent(command, signal.SIGKILL, (), env={**os.environ, **own}, **options)
     try:
@@ -96,21 +106,32 @@ def lend(ticket: Ticket, slots: int = 1, gpus: str | None = None) -> str:
     return said
 
 
-def _reached(ticket: Ticket) -> str:
+def _reached(ticket: Ticket, wanted: Callable[[], bool]) -> str:
     """Return the first of the head's addresses that can be reached from here; it may only just be starting."""
     until_s = time.monotonic() + ticket.timeout_s
     while True:
-        for address in ticket.addresses:
-            try:
-                socket.create_connection((address, ticket.port), _CONNECT_S).close()
-            except OSError as error:
-                why = f"{address} port {ticket.port}: {error}"
-            else:
-                return f"[{address}]" if ":" in address else address
+        address, why = _look(ticket)
+        if address:
+            return f"[{address}]" if ":" in address else address
+        if not wanted():
+            raise RuntimeError("the job ended before this task joined it")
         if time.monotonic() > until_s:
             where = f"the process that called run() cannot be reached from {socket.gethostname()}"
             raise RuntimeError(f"{where}: {why}; let its firewall pass TCP from there")
         time.sleep(_PAUSE_S)
+
+
+def _look(ticket: Ticket) -> tuple[str, str]:
+    """Return the first of the head's addresses at which it listens, if there is one, else why not."""
+    why = ""
+    for address in ticket.addresses:
+        try:
+            socket.create_connection((address, ticket.port), _CONNECT_S).close()
+        except OSError as error:
+            why = f"{address} port {ticket.port}: {error}"
+        else:
+            return address, ""
+    return "", why
 
 
 def checked(where: str, args: object, np: object, elastic: bool, flags: Mapping[str, object]) -> None:

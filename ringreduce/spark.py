@@ -132,14 +132,18 @@ def _run(
 
     # Spark ends a stage whose task has failed too often: tasks that are to go on without it are each a stage
     counts = [1] * most if elastic else [most]
-    stages = [InheritableThread(target=stage, args=(tasks,), daemon=True) for tasks in counts]
-    for each in stages:
-        each.start()
+    stages: list[Any] = []
+
+    def trouble() -> str:
+        if not stages:
+            stages.extend(InheritableThread(target=stage, args=(tasks,), daemon=True) for tasks in counts)
+            for each in stages:
+                each.start()
+        return failed[0] if len(failed) == len(stages) else ""
+
     try:
         call = fn, tuple(args), dict(kwargs or {})
-        results: list[Any] = lending.run(
-            call, ticket, np, asked, env or {}, lambda: failed[0] if len(failed) == len(stages) else ""
-        )
+        results: list[Any] = lending.run(call, ticket, np, asked, env or {}, trouble)
         return results
     finally:
         _join(stages, 1.0)

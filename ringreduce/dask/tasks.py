@@ -54,8 +54,8 @@ def run(
         raise InputError(f"ringreduce.dask.run(): the cluster has no workers{'' if workers is None else f' {workers}'}")
     lending.checked("ringreduce.dask.run()", args, len(names), elastic, {"min_np": min_np, "max_np": max_np, **flags})
     ticket = lending.ticket(timeout_s)
-    lenders = _Lenders(client, ticket, (lambda: workers_of(client, workers)) if max_np else None, max_np or len(names))
-    lenders.add(names)
+    look = (lambda: workers_of(client, workers)) if max_np else None
+    lenders = _Lenders(client, ticket, names, look, max_np or len(names))
     asked = {**flags, "elastic": elastic or None, "min_np": min_np, "max_np": max_np}
     try:
         call = fn, tuple(args), dict(kwargs or {})
@@ -86,12 +86,32 @@ def workers_of(client: Client, wanted: str | Sequence[str] | None) -> list[str]:
     return sorted(found, key=lambda address: (there[address]["host"], address))
 
 
+def _lend(ticket: lending.Ticket) -> str:
+    """Lend a slot; a task that has begun cannot be ended from elsewhere, so it looks whether it is cancelled."""
+    from distributed import get_worker
+
+    worker = get_worker()
+    task = worker.state.tasks[worker.get_current_task()]
+    said: str = lending.lend(ticket, wanted=lambda: task.state == "executing")
+    return said
+
+
 class _Lenders:
     """The tasks that lend slots, one on each worker."""
 
-    def __init__(self, client: Client, ticket: lending.Ticket, look: Callable[[], list[str]] | None, most: int) -> None:
-        """look: returns the workers that there are, where those that come are to be used, up to `most`."""
-        self._client, self._ticket, self._look, self.most = client, ticket, look, most
+    def __init__(
+        self,
+        client: Client,
+        ticket: lending.Ticket,
+        names: Sequence[str],
+        look: Callable[[], list[str]] | None,
+        most: int,
+    ) -> None:
+        """names: the workers that there are at first.
+
+        look: returns those that there are, where those that come are to be used, up to `most`.
+        """
+        self._client, self._ticket, self._names, self._look, self.most = client, ticket, names, look, most
         self.futures: dict[str, Any] = {}
         """By the address of the worker."""
         self._look_at_s = time.monotonic() + _LOOK_FOR_MORE_S
@@ -102,10 +122,12 @@ class _Lenders:
             if name not in self.futures and len(self.futures) < self.most:
                 only = {"workers": [name], "allow_other_workers": False, "pure": False, "retries": 0}
                 key = f"ringreduce-{uuid.uuid4().hex}"
-                self.futures[name] = self._client.submit(lending.lend, self._ticket, key=key, **only)
+                self.futures[name] = self._client.submit(_lend, self._ticket, key=key, **only)
 
     def trouble(self) -> str:
         """Return why a worker cannot lend; see to workers that have come and gone."""
+        self.add(self._names)
+        self._names = ()
         failed = [each for each in self.futures.values() if each.status == "error"]
         if self._look is None:
             return str(failed[0].exception()) if failed else ""

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from ringreduce.errors import MissingExtraError, StartupError
+from ringreduce.errors import InputError, MissingExtraError, StartupError
 from ringrun import lending
 
 _LEAVE_S = 10.0  # for tasks to end that have lent slots
+_NO_RANKS_S = 1.0  # where no rank has run there
 _HERE = "ringreduce.ray.run()"
 
 
@@ -60,7 +61,8 @@ def run(
     if not ray.is_initialized():
         ray.init()
     group, own = placement_group or ray.util.get_current_placement_group(), None
-    tasks: Sequence[Any] = ()
+    tasks: list[Any] = []
+    count, leave_s = 0, _LEAVE_S
     try:
         if group is None and not elastic:
             group = own = _group(ray, np, cpus, gpus, strategy, timeout_s)
@@ -72,13 +74,21 @@ def run(
         }
         ticket = lending.ticket(timeout_s)
         lend = ray.remote(lending.lend).options(**options)
-        tasks = [lend.remote(ticket) for _ in range(max_np or np)]
+
+        def trouble() -> str:
+            tasks.extend(lend.remote(ticket) for _ in range(0 if tasks else max_np or np))
+            return _trouble(ray, tasks, elastic)
+
         call = fn, tuple(args), dict(kwargs or {})
         asked = {**flags, "elastic": elastic or None, "min_np": min_np, "max_np": max_np}
-        results: list[Any] = lending.run(call, ticket, np, asked, env or {}, lambda: _trouble(ray, tasks, elastic))
+        results: list[Any] = lending.run(call, ticket, np, asked, env or {}, trouble)
+        count = len(results)  # more tasks of an elastic job begin when there is room, and find no head
         return results
+    except (InputError, StartupError):
+        leave_s = _NO_RANKS_S
+        raise
     finally:
-        _, left = ray.wait(list(tasks), num_returns=len(tasks), timeout=_LEAVE_S) if tasks else ((), ())
+        _, left = ray.wait(tasks, num_returns=count or len(tasks), timeout=leave_s) if tasks else ((), ())
         for each in left:  # not by force, which ends Ray itself where a task is ending
             ray.cancel(each)
         if own is not None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from distributed import Client, LocalCluster
 import ringreduce as rr
 import ringreduce.dask
+from ringrun import lending
 from tests.support.engines import go_on, gone, pids, sleep, train, trained
 
 if __name__ == "__main__":
@@ -18,7 +19,8 @@ if __name__ == "__main__":
 """
 WORKS = """
         assert ringreduce.dask.run(train, (2,), env={"ASKED": "for"}, **slow) == trained(3, 2, "for")
-        refused = [({"args": "x"}, "args='x'"), ({"min_np": 2}, "add elastic=True"), ({"hosts": "h1"}, "says where")]
+        refused = [({"args": "x"}, "args='x'"), ({"min_np": 2}, "add elastic=True"), ({"hosts": "h1"}, "places")]
+        refused += [({"reset_limit": 1}, "for jobs that grow"), ({"nonsense": 1}, "--nonsense")]
         for wrong, expected in refused:
             try:
                 ringreduce.dask.run(train, **{"args": (2,), **slow, **wrong})
@@ -26,11 +28,17 @@ WORKS = """
                 assert expected in str(error), error
             else:
                 raise AssertionError(wrong)
+        waiting = client.submit(ringreduce.dask.tasks._lend, lending.ticket(900))  # nobody listens there
+        while not any(client.run(lambda dask_worker: bool(dask_worker.state.executing)).values()):
+            time.sleep(0.1)
+        client.cancel(waiting)
+        begin_s = time.monotonic()
         try:
             ringreduce.dask.run(train, (2, True), **slow)
         except rr.JobFailedError as error:
             print(error)
         assert ringreduce.dask.run(train, (3,), workers=[0, 2], **slow) == trained(2, 3)
+        assert time.monotonic() - begin_s < 200, "no worker waits for a head that never comes"
         print("done")
 """
 INTERRUPTED = """
@@ -51,7 +59,7 @@ INTERRUPTED = """
 NOT_THERE = """
         def break_it():
             import ringrun.lending
-            ringrun.lending._reached = lambda _: 1 / 0
+            ringrun.lending._reached = lambda *_: 1 / 0
         client.run(break_it)
         try:
             ringreduce.dask.run(train, (2,), **slow)

@@ -48,7 +48,7 @@ INTERRUPTED = """
 CANNOT_LEND = """
     def break_it(_):
         import ringrun.lending
-        ringrun.lending._reached = lambda _: 1 / 0
+        ringrun.lending._reached = lambda *_: 1 / 0
         return []
     # Spark gives the next stage the same Python processes
     spark.sparkContext.parallelize(range(2), 2).barrier().mapPartitions(break_it).collect()

@@ -168,6 +168,16 @@ def test_once_there_are_ranks_ringrun_says_which_is_lost_and_not_the_engine(lend
         lending.run((sleep, (str(tmp_path),), {}), ticket, 2, SLOW, {}, trouble)
 
 
+def test_no_task_is_started_for_a_job_that_is_refused():
+    with pytest.raises(InputError, match=r"--nonsense"):
+        lending.run((train, (2,), {}), lending.ticket(900), 2, {"nonsense": 1}, {}, lambda: "the tasks would begin")
+
+
+def test_a_task_whose_job_has_ended_does_not_wait_for_its_head():
+    with pytest.raises(RuntimeError, match=r"^the job ended before this task joined it$"):
+        lending.lend(lending.ticket(900), wanted=lambda: False)
+
+
 def test_a_lender_that_reaches_no_head_says_so():
     ticket = lending.ticket(0.1)
     with pytest.raises(RuntimeError, match=rf"cannot be reached from \S+: .* port {ticket.port}: .*refused.*; let its"):
