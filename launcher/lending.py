@@ -101,7 +101,7 @@ def lend(ticket: Ticket, slots: int = 1, gpus: str | None = None, wanted: Callab
         process.kill()
         process.wait()
         raise
-    if _JOINED not in said:
+    if _JOINED not in said or run_function.REFUSES in said:  # it says that it has joined before the head takes it
         raise RuntimeError(f"`ringrun join` on {socket.gethostname()} ended with exit code {code}: {said.strip()}")
     return said
 

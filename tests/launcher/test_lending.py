@@ -1,5 +1,6 @@
 """run() on slots that others lend, as tasks of Ray, Spark and Dask do: here, threads of this process."""
 
+import contextlib
 import re
 import threading
 import time
@@ -9,6 +10,9 @@ import pytest
 
 from ringreduce.errors import InputError, JobFailedError, StartupError
 from ringrun import lending
+from ringrun.connection import wire
+from ringrun.connection.listener import Listener
+from ringrun.join.key import KEY_VARIABLE, read_key
 from tests.support.engines import go_on, grow, sleep, train, trained
 from tests.support.patience import patient, wait_until
 
@@ -182,6 +186,31 @@ def test_a_lender_that_reaches_no_head_says_so():
     ticket = lending.ticket(0.1)
     with pytest.raises(RuntimeError, match=rf"cannot be reached from \S+: .* port {ticket.port}: .*refused.*; let its"):
         lending.lend(ticket)
+
+
+class Refusing:
+    """A head's end of a connection, which takes no node."""
+
+    def __init__(self, link):
+        self.link = link
+
+    def handle(self, message):
+        if isinstance(message, wire.Node):
+            self.link.send(wire.Release(2, f"a node called {message.host} has already joined"))
+        return False
+
+
+def test_a_lender_that_the_head_does_not_take_says_why(tmp_path):
+    ticket = lending.ticket(60)._replace(addresses=("127.0.0.1",))
+    head = Listener(
+        str(tmp_path), ticket.addresses, 8, port=ticket.port, authkey=read_key(None, {KEY_VARIABLE: ticket.key})
+    )
+    with contextlib.closing(head):
+        head.start(Refusing)
+        with pytest.raises(
+            RuntimeError, match=r"ended with exit code 2: (?s:.*)error: a node called .* already joined"
+        ):
+            lending.lend(ticket)
 
 
 @pytest.mark.parametrize(
