@@ -55,7 +55,7 @@ def run(
     lending.checked("ringreduce.dask.run()", args, len(names), elastic, {"min_np": min_np, "max_np": max_np, **flags})
     ticket = lending.ticket(timeout_s)
     look = (lambda: workers_of(client, workers)) if max_np else None
-    lenders = _Lenders(client, ticket, names, look, max_np or len(names))
+    lenders = _Lenders(client, ticket, names, look, max_np or len(names), elastic)
     asked = {**flags, "elastic": elastic or None, "min_np": min_np, "max_np": max_np}
     try:
         call = fn, tuple(args), dict(kwargs or {})
@@ -106,11 +106,13 @@ class _Lenders:
         names: Sequence[str],
         look: Callable[[], list[str]] | None,
         most: int,
+        elastic: bool,
     ) -> None:
         """names: the workers that there are at first.
 
         look: returns those that there are, where those that come are to be used, up to `most`.
         """
+        self._elastic = elastic
         self._client, self._ticket, self._names, self._look, self.most = client, ticket, names, look, most
         self.futures: dict[str, Any] = {}
         """By the address of the worker."""
@@ -125,15 +127,14 @@ class _Lenders:
                 self.futures[name] = self._client.submit(_lend, self._ticket, key=key, **only)
 
     def trouble(self) -> str:
-        """Return why a worker cannot lend; see to workers that have come and gone."""
+        """Return why a worker cannot lend, of an elastic job why all cannot; see to those that have come and gone."""
         self.add(self._names)
         self._names = ()
-        failed = [each for each in self.futures.values() if each.status == "error"]
-        if self._look is None:
-            return str(failed[0].exception()) if failed else ""
-        if time.monotonic() >= self._look_at_s:
+        if self._look and time.monotonic() >= self._look_at_s:
             self._look_at_s = time.monotonic() + _LOOK_FOR_MORE_S
             there = self._look()
             self.futures = {name: each for name, each in self.futures.items() if name in there}
             self.add(there)
-        return ""
+        failed = [each for each in self.futures.values() if each.status == "error"]
+        may_go_on = self._elastic and len(failed) < len(self.futures)
+        return str(failed[0].exception()) if failed and not may_go_on else ""
