@@ -134,8 +134,17 @@ def _look(ticket: Ticket) -> tuple[str, str]:
     return "", why
 
 
-def checked(where: str, args: object, np: object, elastic: bool, flags: Mapping[str, object]) -> None:
-    """Raise InputError for what an engine's run() cannot have meant."""
+def checked(
+    where: str, args: object, np: object, elastic: bool, flags: Mapping[str, object], names: Mapping[str, str]
+) -> None:
+    """Raise InputError for what an engine's run() cannot have meant.
+
+    names: what flags are called here that have other names in Horovod, or in ringrun: those would count for ringrun
+           alone, and not for how many tasks there are.
+    """
+    for name, here in names.items():
+        if flags.get(name):
+            raise InputError(f"{where}: {name}={flags[name]!r}: here it is {here}")
     if isinstance(args, str) or not hasattr(args, "__iter__"):
         raise InputError(f"{where}: args={args!r}: expected a tuple of the function's arguments, such as ({args!r},)")
     if not isinstance(np, int) or isinstance(np, bool) or np < 1:

@@ -120,7 +120,7 @@ def _arguments(flags: Mapping[str, object], head: Head | None = None) -> Iterato
     for name, value in flags.items():
         if value is None:
             continue
-        if name in OF_GROWING_JOBS and not (head and name in ("max_np", "max_num_proc")):
+        if name in OF_GROWING_JOBS and not (head and name == "max_np"):
             raise InputError(
                 f"run(): {name}={value} is for jobs that grow: `ringrun --elastic --restarts N` starts them, run() "
                 "does not; elastic=True, np=4, spares=1 starts five ranks, of which one waits to replace another"

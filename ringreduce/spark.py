@@ -23,6 +23,9 @@ from ringrun import lending
 __all__ = ["rank", "run", "run_elastic"]
 
 _LEAVE_S = 10.0
+_NAMES = {"np": "num_proc=", "elastic": "run_elastic()"} | {
+    f"{limit}_{name}": f"run_elastic({limit}_num_proc=)" for limit in ("min", "max") for name in ("np", "num_proc")
+}
 _JAVA_FRAMES = re.compile(r"^\tat .*\n?", re.MULTILINE)
 
 
@@ -110,7 +113,7 @@ def _run(
     context = spark.sparkContext
     np = context.defaultParallelism if num_proc is None else num_proc
     asked = {**flags, **(elastic or {})}
-    lending.checked(where, args, np, bool(elastic), asked)
+    lending.checked(where, args, np, bool(elastic), flags, _NAMES)
     ticket, group = lending.ticket(start_timeout or 60.0), f"ringreduce-{uuid.uuid4().hex}"
     most = asked.get("max_np") or np
     failed: list[str] = []

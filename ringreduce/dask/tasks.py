@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from distributed import Client
 
 _LOOK_FOR_MORE_S = 1.0  # for workers that have come
+_HERE = "ringreduce.dask.run()"
+_NAMES = {"np": "workers=", "num_proc": "workers=", "min_num_proc": "min_np=", "max_num_proc": "max_np="}
 
 
 def run(
@@ -51,12 +53,13 @@ def run(
     client = client or _current()
     names = workers_of(client, workers)
     if not names:
-        raise InputError(f"ringreduce.dask.run(): the cluster has no workers{'' if workers is None else f' {workers}'}")
-    lending.checked("ringreduce.dask.run()", args, len(names), elastic, {"min_np": min_np, "max_np": max_np, **flags})
+        raise InputError(f"{_HERE}: the cluster has no workers{f' {workers}' if workers else ''}")
+    limits = {"min_np": min_np, "max_np": max_np}
+    lending.checked(_HERE, args, len(names), elastic, {**limits, **flags}, _NAMES)
     ticket = lending.ticket(timeout_s)
     look = (lambda: workers_of(client, workers)) if max_np else None
     lenders = _Lenders(client, ticket, names, look, max_np or len(names), elastic)
-    asked = {**flags, "elastic": elastic or None, "min_np": min_np, "max_np": max_np}
+    asked = {**flags, "elastic": elastic or None, **limits}
     try:
         call = fn, tuple(args), dict(kwargs or {})
         np = min(len(names), lenders.most)
@@ -75,7 +78,7 @@ def _current() -> Client:
         found: Client = get_client()
         return found
     except ValueError as error:
-        raise InputError("ringreduce.dask.run(): there is no Dask client here; pass client=Client(…)") from error
+        raise InputError(f"{_HERE}: there is no Dask client here; pass client=Client(…)") from error
 
 
 def workers_of(client: Client, wanted: str | Sequence[str] | None) -> list[str]:

@@ -11,6 +11,7 @@ from ringrun import lending
 _LEAVE_S = 10.0  # for tasks to end that have lent slots
 _NO_RANKS_S = 1.0  # where no rank has run there
 _HERE = "ringreduce.ray.run()"
+_NAMES = {"num_proc": "np=", "min_num_proc": "min_np=", "max_num_proc": "max_np="}
 
 
 def run(
@@ -57,7 +58,7 @@ def run(
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
     except ImportError as error:
         raise MissingExtraError.of("ringreduce.ray needs Ray", "ray", error) from error
-    lending.checked(_HERE, args, np, elastic, {"min_np": min_np, "max_np": max_np, **flags})
+    lending.checked(_HERE, args, np, elastic, {"min_np": min_np, "max_np": max_np, **flags}, _NAMES)
     if not ray.is_initialized():
         ray.init()
     group, own = placement_group or ray.util.get_current_placement_group(), None

@@ -8,7 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from ringreduce import spark
+from ringreduce.dask import tasks as dask
 from ringreduce.errors import InputError, JobFailedError, StartupError
+from ringreduce.ray import tasks as ray
 from ringrun import lending
 from ringrun.connection import wire
 from ringrun.connection.listener import Listener
@@ -220,11 +223,33 @@ def test_a_lender_that_the_head_does_not_take_says_why(tmp_path):
         ({"np": 0}, "expected a number of ranks, 1 or more, got 0"),
         ({"np": "4"}, "expected a number of ranks, 1 or more, got '4'"),
         ({"flags": {"hosts": "h1"}}, "hosts='h1': Ray, Spark or Dask places the ranks; leave it out"),
+        ({"flags": {"num_proc": 4}}, "num_proc=4: here it is np="),
         ({"flags": {"max_np": 4}}, "max_np=4 is for an elastic job; add elastic=True"),
     ],
 )
 def test_what_run_of_an_engine_cannot_have_meant(wrong, message):
-    right = {"where": "here", "args": (), "np": 2, "elastic": False, "flags": {}}
+    right = {"where": "here", "args": (), "np": 2, "elastic": False, "flags": {}, "names": {"num_proc": "np="}}
     lending.checked(**right)
     with pytest.raises(InputError, match=f"^here: {message}"):
         lending.checked(**{**right, **wrong})
+
+
+@pytest.mark.parametrize(
+    ("engine", "flag", "here"),
+    [
+        (ray, "num_proc", "np="),
+        (ray, "min_num_proc", "min_np="),
+        (ray, "max_num_proc", "max_np="),
+        (dask, "np", "workers="),
+        (dask, "num_proc", "workers="),
+        (dask, "max_num_proc", "max_np="),
+        (spark, "np", "num_proc="),
+        (spark, "elastic", "run_elastic()"),
+        (spark, "min_np", "run_elastic(min_num_proc=)"),
+        (spark, "max_num_proc", "run_elastic(max_num_proc=)"),
+    ],
+)
+def test_a_number_of_ranks_by_another_engine_s_name_says_what_it_is_here(engine, flag, here):
+    """It would count for ringrun alone, and not for how many tasks there are."""
+    with pytest.raises(InputError, match=rf"^here: {flag}=4: here it is {re.escape(here)}$"):
+        lending.checked("here", (), 2, flag != "max_num_proc", {flag: 4}, engine._NAMES)
