@@ -18,12 +18,13 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from ringreduce.errors import InputError
+from ringreduce.errors import InputError, StartupError
 
 from . import run_function
+from .errors import MachineError
 from .job.plan import run_module
 from .machine.topology import VISIBLE_VARIABLE
-from .network import addresses_or_loopback
+from .network import own_addresses
 from .processes import start_with_parent
 from .run_function import FOLDER_VARIABLE, PATH_VARIABLE, PYTHON_VARIABLE
 
@@ -44,11 +45,18 @@ class Ticket(NamedTuple):
 
 
 def ticket(timeout_s: float) -> Ticket:
-    """Return one for a job of this process, whose tasks may take so long to begin."""
+    """Return one for a job of this process, whose tasks may take so long to begin. StartupError without a network.
+
+    To the MPI a task's host is another one, and Open MPI's launcher reaches none over the loopback.
+    """
+    try:
+        addresses = own_addresses((), ())
+    except MachineError as error:
+        raise StartupError(f"run(): {error}, or use ringreduce.run(), whose ranks on this host need none") from error
     with socket.socket() as free:
         free.bind(("", 0))
         port: int = free.getsockname()[1]
-    return Ticket(addresses_or_loopback(), port, secrets.token_hex(32), timeout_s)
+    return Ticket(addresses, port, secrets.token_hex(32), timeout_s)
 
 
 def run(

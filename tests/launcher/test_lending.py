@@ -191,6 +191,12 @@ def test_a_lender_that_reaches_no_head_says_so():
         lending.lend(ticket)
 
 
+def test_without_a_network_no_task_is_started(monkeypatch):
+    monkeypatch.setattr("ringrun.network._interface_addresses", lambda names: iter(["127.0.0.1", "::1"]))
+    with pytest.raises(StartupError, match=r"^run\(\): this host has no address .*, or use ringreduce\.run\(\), whose"):
+        lending.ticket(60)
+
+
 class Refusing:
     """A head's end of a connection, which takes no node."""
 
