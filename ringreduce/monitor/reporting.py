@@ -2,7 +2,8 @@
 
     {"about": …}    once: what this rank is
     {"totals": …}   each second: sums over all steps but the first one; while steps are only counted, those of before
-    {"step": …}     the last steps, each once, a second after the start, then more and more seldom, and at the end
+    {"step": …}     the last steps, each once, a second after the start, then more and more seldom, and at the end, or
+                    before steps are only counted
 
 A thread of its own does that, without MPI, and looks now and then what the rank's script does. What ringrun does not
 take is lost, and the job goes on.
@@ -88,12 +89,8 @@ class Reporting:
             self.job(self._finish)
 
     def _finish(self) -> None:
-        until_s = time.monotonic() + LAST_S
         self._send_totals()
-        self._due = self._not_sent()
-        while self._due and time.monotonic() < until_s:
-            if not self._send_step():
-                time.sleep(LAST_S / 100)
+        self._send_steps()
 
     def _run(self) -> None:
         while not self._ending.wait(TOTALS_S if self._recorded else random.uniform(*SAMPLE_S)):  # noqa: S311 - no secret
@@ -104,8 +101,9 @@ class Reporting:
 
     def _work(self) -> None:
         if self._is_to_count and self._recorded is None:
+            self._send_steps()  # now, since a rank that only counts is often ended by a signal
+            self._recorder.count()  # before the totals are taken: no step that ends meanwhile is recorded
             self._recorded = self._totals()
-            self._recorder.count()
             self._transport.traffic = None
         if self._recorded is not None:
             self._send_totals()
@@ -145,6 +143,13 @@ class Reporting:
         """Of the last steps those that ringrun does not have."""
         kept = max(LEAST_STEPS, STEPS_OF_ALL // self._host.world.size)
         return [each for each in list(self._recorder.steps)[-kept:] if each.number > self._sent]
+
+    def _send_steps(self) -> None:
+        """Send all of them, as many as there is time for."""
+        self._due, until_s = self._not_sent(), time.monotonic() + LAST_S
+        while self._due and time.monotonic() < until_s:
+            if not self._send_step():
+                time.sleep(LAST_S / 100)
 
     def _send_step(self) -> bool:
         """Send the next one that is due; True when ringrun has it."""

@@ -314,6 +314,25 @@ def test_steps_that_are_only_counted_change_no_totals_and_the_time_of_the_last_i
     assert last_s - first_s >= 1e-3 * (last - first) > 0
 
 
+def test_before_steps_are_only_counted_those_that_were_recorded_are_sent(sent, monkeypatch):
+    """Who keeps the others waiting is seen in them alone, and a rank that counts is ended by a signal."""
+    settings, found = sent
+    for name, seconds in (("FIRST_STEPS_S", 1e9), ("LAST_S", 20.0)):
+        monkeypatch.setattr(reporting, name, seconds)
+
+    def program():
+        for _ in range(STEPS * (1 + rr.rank())):
+            rr.mark_step()
+        engine = runtime.current("test").engine
+        engine.report(0.0)
+        wait_until(lambda: not engine.recorder.recording)
+        wait_until(lambda: sum("step" in each for each in found) == 3 * STEPS)
+
+    run_ranks(2, program, settings=settings)
+    numbers = sorted(each["step"]["number"] for each in found if "step" in each)
+    assert numbers == sorted([*range(STEPS), *range(2 * STEPS)])
+
+
 @pytest.mark.parametrize("what", ["the socket goes", "it fails"])
 def test_the_job_goes_on_without_its_record(sent, tmp_path, monkeypatch, caplog, what):
     if what == "it fails":
