@@ -225,7 +225,7 @@ def run_of(size: int, report: Mapping[str, Any], seen: Seen, said: Sequence[str]
         return Run(size, problem=f"failed: {_why(report, said, code)}", ended=True)
     before, now = seen.recorded
     rows = {row["rank"]: row for row in report.get("ranks") or ()}
-    last = {rank: _later(row, now.get(rank) or {}) for rank, row in rows.items()}
+    last = {rank: _later(row, before.get(rank) or {}, now.get(rank) or {}) for rank, row in rows.items()}
     grown = [_grown(before.get(rank) or {}, each) for rank, each in last.items() if each.get("step_s")]
     steps = min((each["step"] for each in grown), default=0) if len(grown) == size else 0
     if steps < LEAST_STEPS and before and code is not None:  # so short that none came after the first look
@@ -262,11 +262,15 @@ def run_of(size: int, report: Mapping[str, Any], seen: Seen, said: Sequence[str]
     )
 
 
-def _later(row: Mapping[str, Any], now: Totals) -> Totals:
-    """Return what a rank has counted at its end, as the report has it, with what only its answer has."""
+def _later(row: Mapping[str, Any], before: Totals, now: Totals) -> Totals:
+    """Return what a rank has counted at its end, as the report has it, with what only its answers have."""
     core_s = 1e-3 * row["core_wait_ms"] * row["steps"]
+    if now.get("step") and "core_wait_s" in now:  # as often in the steps that came after this answer
+        since = before if before.get("step", 0) < now["step"] else {}
+        steps, since_s = since.get("step", 0), since.get("core_wait_s", 0.0)
+        core_s = since_s + (now["core_wait_s"] - since_s) * (row["steps"] - steps) / (now["step"] - steps)
     report = {"step": row["steps"], "step_s": row["steps_s"], "examples": row["examples"], "core_wait_s": core_s}
-    return {**now, **report, **{name: now[name] for name in ("core_wait_s",) if name in now}}
+    return {**now, **report}
 
 
 def _grown(before: Totals, now: Totals) -> dict[str, float]:
@@ -274,6 +278,8 @@ def _grown(before: Totals, now: Totals) -> dict[str, float]:
     found = {name: (now.get(name) or 0) - (before.get(name) or 0) for name in ("step", "step_s", "examples")}
     found["core_wait_s"] = max(0.0, (now.get("core_wait_s") or 0) - (before.get("core_wait_s") or 0))
     seen = {line: count - before.get("lines", {}).get(line, 0) for line, count in now.get("lines", {}).items()}
+    if not any(seen.values()):  # the script has ended before another look
+        seen = now.get("lines", {})
     loading = sum(count for line, count in seen.items() if line.endswith(_LOADER))
     return found | {"loading": loading / max(1, sum(seen.values()))}
 

@@ -235,6 +235,19 @@ def test_the_share_of_the_data_loader_is_that_of_the_samples_since_the_first_ste
     assert run_of(1, a_report(30), Seen((before, now)), (), None).loading_ms == pytest.approx(75.0)
 
 
+def test_a_script_that_ends_before_a_second_look_has_its_parts_all_the_same():
+    """Of the first look, which came after the first steps, as between it and the end."""
+    looks = {rank: totals(20 + rank, lines={"t.py:3 (data loader)": 50, "t.py:5": 50}) for rank in (0, 1)}
+    run = run_of(2, a_report(40, 41), Seen((looks, looks)), (), 0)
+    assert (run.steps, run.loading_ms, run.core_ms) == (20, pytest.approx(50.0), pytest.approx(10.0))
+
+
+def test_a_wait_for_a_core_in_the_first_steps_is_in_no_other_one():
+    before, now = totals(10, core_wait_s=50.0), totals(20, core_wait_s=50.1)
+    run = run_of(1, a_report(40), Seen(({0: before}, {0: now})), (), None)
+    assert run.core_ms == pytest.approx(10.0)
+
+
 def test_who_is_late_is_named_and_no_link():
     late = [
         {"who": "link from a to b", "kind": "slow link", "text": "it carries half"},
