@@ -169,8 +169,9 @@ def _watch(process: subprocess.Popen[bytes], size: int, bounds: Bounds, seen: Se
             seen.recorded, left_s = (before, answer), half.left_s(before, answer)
             if before and half.is_enough(before, answer):
                 question, left_s = COUNTS, 0.0
-        elif len(counted := _counted(answer)) == size:
-            seen.counted = before, now = seen.counted[0] or counted, counted
+        elif len(now := _counted(answer)) == size:
+            before = seen.counted[0] or now
+            seen.counted = before, now
             if half.is_enough(before, now):
                 return False
             left_s = half.left_s(before, now)
@@ -236,10 +237,10 @@ def run_of(size: int, report: Mapping[str, Any], seen: Seen, said: Sequence[str]
         )
     known = all(each["examples"] for each in grown)
     recorded_s = _mean([each["step_s"] / each["step"] for each in grown])
-    counted = [_grown(seen.counted[0][rank], each) for rank, each in seen.counted[1].items()]
-    is_counted = bool(counted) and min(each["step"] for each in counted) >= LEAST_STEPS
-    step_s = _mean([each["step_s"] / each["step"] for each in counted]) if is_counted else recorded_s
-    steps = int(min(each["step"] for each in counted)) if is_counted else steps
+    unrecorded = [_grown(seen.counted[0][rank], each) for rank, each in seen.counted[1].items()]
+    is_counted = bool(unrecorded) and min(each["step"] for each in unrecorded) >= LEAST_STEPS
+    step_s = _mean([each["step_s"] / each["step"] for each in unrecorded]) if is_counted else recorded_s
+    steps = int(min(each["step"] for each in unrecorded)) if is_counted else steps
     parts, late = report["step"], [each for each in report["stragglers"] if each["kind"] != "slow link"]
     to_ms = 1e3 * step_s / recorded_s
     of_parts = sum(parts[f"{name}_ms"] for name in ("computing", "exposed", "waiting")) or 1.0
@@ -252,7 +253,7 @@ def run_of(size: int, report: Mapping[str, Any], seen: Seen, said: Sequence[str]
         1e3 * step_s,
         parts["exposed_ms"] * to_mean,
         parts["waiting_ms"] * to_mean,
-        min(1e3 * each["core_wait_s"] / each["step"] for each in (counted if is_counted else grown)),
+        min(1e3 * each["core_wait_s"] / each["step"] for each in (unrecorded if is_counted else grown)),
         _mean([to_ms * each["loading"] * each["step_s"] / each["step"] for each in grown]),
         f"{late[0]['who']} ({late[0]['text']})" if late else "",
         min(late[0]["delay_ms"], late[0]["caused_ms"] / (size - 1)) * to_mean if late else 0.0,
