@@ -58,9 +58,9 @@ class Bounds:
 
     @property
     def half(self) -> Bounds:
-        """For one of the two halves of a run; long steps have as much time as in a whole one."""
+        """For one of the two halves of a run; where steps are long, the first one may take all of the time."""
         steps = self.steps and max(LEAST_STEPS, self.steps // 2)
-        return replace(self, seconds=self.seconds / 2, steps=steps, longer=2 * self.longer)
+        return replace(self, seconds=self.seconds / 2, steps=steps, longer=4 * self.longer)
 
     def are_first_over(self, now: Answer) -> bool:
         """Return whether all ranks have done the steps that are left out."""
@@ -232,9 +232,8 @@ def run_of(size: int, report: Mapping[str, Any], seen: Seen, said: Sequence[str]
     if steps < LEAST_STEPS and before and code is not None:  # so short that none came after the first look
         return run_of(size, report, Seen(({}, now)), said, code)
     if steps < LEAST_STEPS:
-        return Run(
-            size, int(steps), problem=_too_few(int(steps), said, has_ended=code is not None), ended=code is not None
-        )
+        problem = _too_few(int(steps), said, has_ended=code is not None, is_warm=bool(before))
+        return Run(size, int(steps), problem=problem, ended=code is not None)
     known = all(each["examples"] for each in grown)
     recorded_s = _mean([each["step_s"] / each["step"] for each in grown])
     unrecorded = [_grown(seen.counted[0][rank], each) for rank, each in seen.counted[1].items()]
@@ -298,13 +297,14 @@ def _why(report: Mapping[str, Any], said: Sequence[str], code: int) -> str:
     return (errors or [*said[-1:], f"exit code {code}"])[0].removeprefix(f"{_OF_RINGRUN}error: ")
 
 
-def _too_few(steps: int, said: Sequence[str], *, has_ended: bool) -> str:
+def _too_few(steps: int, said: Sequence[str], *, has_ended: bool, is_warm: bool) -> str:
     """Return why a run is no measurement; what ringrun has said of ranks that never joined explains it."""
-    if steps:
-        when, more = "in the time allowed", "allow more with --wait or --seconds"
+    if steps or is_warm:
+        when, more = "in the time allowed", f"allow more with {'--seconds' if is_warm else '--wait'}"
         if has_ended:
             when, more = "before the script ended", "let it train longer"
-        return f"only {counted(steps, 'step')} could be measured {when}; {more}"
+        many = f"only {counted(steps, 'step')}" if steps else "no step"
+        return f"{many} could be measured {when}; {more}"
     when = "before the script ended" if has_ended else "before the time of --wait was up"
     alone = [line.removeprefix(_OF_RINGRUN) for line in said if _ALONE in line]
     return "; ".join([f"no step was counted {when}: {STEP_ENDS}", *alone[:1]])

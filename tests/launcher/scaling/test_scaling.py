@@ -335,28 +335,54 @@ def test_when_the_first_steps_are_over_and_when_it_is_enough():
     assert not half.is_enough(before, {0: totals(12, step_s=60.0)}), "but a long step has as much time"
 
 
-def test_a_run_is_looked_at_seldom_since_each_look_takes_time_from_its_ranks(monkeypatch, tmp_path):
-    """A job of 10 steps a second, by a clock that only waiting moves."""
+@pytest.fixture
+def simulated(monkeypatch, tmp_path):
+    """Measure a job with one step in so many seconds, by a clock that only waiting moves; see the fields it returns."""
     now, asked = [0.0], []
 
     def wait(timeout_s):
         now[0] += timeout_s
         raise subprocess.TimeoutExpired("ringrun", timeout_s)
 
-    def ask(job, question):
-        asked.append(question)
-        said = {"rank": 0, "step": int(10 * now[0]), "step_s": int(10 * now[0]) / 10}
-        return json.dumps(said | {"counted": [said["step"], said["step_s"], 0.0]})
+    def measured(step_s, bounds):
+        def ask(job, question):
+            asked.append(question)
+            steps = int(now[0] / step_s + 1e-9)
+            if question is TOTALS:
+                row = a_report(steps)["ranks"][0] | {"steps_s": steps * step_s}
+                (tmp_path / "report.json").write_text(json.dumps(a_report(steps, ranks=[row])))
+            said = {"rank": 0, "step": steps, "step_s": steps * step_s}
+            return json.dumps(said | {"counted": [steps, steps * step_s, 0.0]})
+
+        monkeypatch.setattr(measure, "ask", ask)
+        run = measure.measure(1, [], ["python", "train.py"], str(tmp_path), bounds)
+        return SimpleNamespace(run=run, took_s=now[0], asked=asked)
 
     process = SimpleNamespace(pid=1, returncode=None, wait=wait, terminate=lambda: setattr(process, "wait", id))
     monkeypatch.setattr(measure, "start_with_parent", lambda *_, **_more: process)
     monkeypatch.setattr(measure, "time", SimpleNamespace(monotonic=lambda: now[0]))
     monkeypatch.setattr(measure, "find_jobs", lambda: [SimpleNamespace(pid=1)])
-    monkeypatch.setattr(measure, "ask", ask)
-    measure.measure(1, [], ["python", "train.py"], str(tmp_path), Bounds(seconds=20.0))
-    assert now[0] == pytest.approx(25.0, abs=1.0)
-    assert asked.count(TOTALS) <= 30  # five a second for the first 5 s, whose end nobody can foresee
-    assert asked.count(COUNTS) <= 4
+    return measured
+
+
+def test_a_run_is_looked_at_seldom_since_each_look_takes_time_from_its_ranks(simulated):
+    found = simulated(0.1, Bounds(seconds=20.0))
+    assert found.took_s == pytest.approx(25.0, abs=1.0)
+    assert found.asked.count(TOTALS) <= 30  # five a second for the first 5 s, whose end nobody can foresee
+    assert found.asked.count(COUNTS) <= 4
+    assert (found.run.problem, found.run.step_ms) == ("", pytest.approx(100.0))
+
+
+@pytest.mark.parametrize("step_s", [8.0, 15.0, 22.0])
+def test_long_steps_are_measured_in_the_time_that_there_is(simulated, step_s):
+    found = simulated(step_s, Bounds())
+    assert (found.run.problem, found.run.step_ms) == ("", pytest.approx(1e3 * step_s))
+    assert found.took_s <= 2 * step_s + 121.0
+
+
+def test_steps_that_are_too_long_ask_for_more_seconds(simulated):
+    problem = "only 3 steps could be measured in the time allowed; allow more with --seconds"
+    assert simulated(35.0, Bounds()).run.problem == problem
 
 
 def test_flags_of_ringrun_go_on_to_each_run_and_ours_do_not():
