@@ -24,7 +24,7 @@ from ..job.plan import run_module
 from ..processes import start_with_parent, uninterrupted
 from ..report.outcome import LAST_WORDS
 from ..run_report import DATA, STEP_ENDS
-from ..text import counted
+from ..text import counted, numbered
 
 FIRST_STEPS, FIRST_S = 10, 5.0
 """So many steps are left out, or those of so many seconds, but _LEAST_FIRST: they compile, and announce tensors."""
@@ -232,8 +232,11 @@ def run_of(size: int, report: Mapping[str, Any], seen: Seen, said: Sequence[str]
     if steps < LEAST_STEPS and before and code is not None:  # so short that none came after the first look
         return run_of(size, report, Seen(({}, now)), said, code)
     if steps < LEAST_STEPS:
-        problem = _too_few(int(steps), said, has_ended=code is not None, is_warm=bool(before))
-        return Run(size, int(steps), problem=problem, ended=code is not None)
+        has_ended, silent = code is not None, [rank for rank in range(size) if not last.get(rank, {}).get("step_s")]
+        problem = _too_few(int(steps), has_ended=has_ended, is_warm=bool(before))
+        if silent:
+            problem = _no_step(report, silent, size, said, has_ended=has_ended)
+        return Run(size, int(steps), problem=problem, ended=has_ended)
     known = all(each["examples"] for each in grown)
     recorded_s = _mean([each["step_s"] / each["step"] for each in grown])
     unrecorded = [_grown(seen.counted[0][rank], each) for rank, each in seen.counted[1].items()]
@@ -297,14 +300,23 @@ def _why(report: Mapping[str, Any], said: Sequence[str], code: int) -> str:
     return (errors or [*said[-1:], f"exit code {code}"])[0].removeprefix(f"{_OF_RINGRUN}error: ")
 
 
-def _too_few(steps: int, said: Sequence[str], *, has_ended: bool, is_warm: bool) -> str:
-    """Return why a run is no measurement; what ringrun has said of ranks that never joined explains it."""
-    if steps or is_warm:
-        when, more = "in the time allowed", f"allow more with {'--seconds' if is_warm else '--wait'}"
-        if has_ended:
-            when, more = "before the script ended", "let it train longer"
-        many = f"only {counted(steps, 'step')}" if steps else "no step"
-        return f"{many} could be measured {when}; {more}"
+def _too_few(steps: int, *, has_ended: bool, is_warm: bool) -> str:
+    """Return why a run whose ranks have all counted steps is no measurement."""
+    when, more = "in the time allowed", f"allow more with {'--seconds' if is_warm else '--wait'}"
+    if has_ended:
+        when, more = "before the script ended", "let it train longer"
+    many = f"only {counted(steps, 'step')}" if steps else "no step"
+    return f"{many} could be measured {when}; {more}"
+
+
+def _no_step(
+    report: Mapping[str, Any], silent: Sequence[int], size: int, said: Sequence[str], *, has_ended: bool
+) -> str:
+    """Return why the `silent` ranks have none; what ringrun has said of ranks that never joined explains it."""
     when = "before the script ended" if has_ended else "before the time of --wait was up"
+    first = " after the first one" if report.get("timeline") else ""  # which is in no sum
+    why = f"no step{first} was counted {when}: {STEP_ENDS}"
+    if len(silent) < size:
+        why = f"{numbered('rank', silent)} counted no step, others did: every rank must end its steps"
     alone = [line.removeprefix(_OF_RINGRUN) for line in said if _ALONE in line]
-    return "; ".join([f"no step was counted {when}: {STEP_ENDS}", *alone[:1]])
+    return "; ".join([why, *alone[:1]])
