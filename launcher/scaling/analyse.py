@@ -267,7 +267,7 @@ def _busy(base: Size) -> str:
 
 def _held_text(answer: Answer, base: Size, more: Sequence[Size]) -> str:
     of_base, of_last = _examples(base.runs), _examples(more[-1].runs)
-    if of_base is None or of_last is None:
+    if answer.held == UNKNOWN or of_base is None or of_last is None:
         return (
             "the number of examples in a step is unknown, and so is what was held equal: the first speed-up applies "
             "if the script splits one batch across its ranks, the second if each rank has its own batch; "

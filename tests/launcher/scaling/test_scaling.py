@@ -57,7 +57,10 @@ def test_what_is_held_equal_is_not_guessed():
     assert rows(found)[1]["efficiency"] == "–"
     assert "1.82 times as fast if each rank has its own batch" in found.sentence
     assert "call rr.mark_step(examples=…) in the script" in found.notes[0]
-    assert answer(a_run(1), a_run(2, examples=None)).held == UNKNOWN
+    for runs in ([a_run(2, examples=None)], [a_run(2, examples=None), a_run(4)]):
+        unknown = answer(a_run(1), *runs)
+        assert unknown.held == UNKNOWN
+        assert unknown.notes[0].startswith("the number of examples in a step is unknown")
     other = answer(a_run(1), a_run(2, examples=25.0))
     assert other.held == OTHER
     assert "no batch was held equal; examples per rank and step: 32 with 1 rank, 25 with 2 ranks" in other.notes[0]
