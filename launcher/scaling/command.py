@@ -57,7 +57,10 @@ _OWN = {
 }
 """Our own flags: what stands for the value, the default, and the help."""
 
-_NOT_HERE = ("report", "twice", "elastic", "restarts", "timeout", "dry_run", "ranks", "metrics_port")
+_NOT_HERE = (
+    *("report", "twice", "restarts", "timeout", "dry_run", "ranks", "metrics_port"),
+    *("elastic", "min_np", "max_np", "spares", "max_failures", "blacklist_cooldown_range", "host_discovery_script"),
+)
 _MOST = 1_000_000
 _MOST_FILES = 5000
 _LONGEST = 60  # characters of a file's name
@@ -145,6 +148,9 @@ def plan(resolved: config.Config, flags: Sequence[str]) -> Plan:
     for name in _NOT_HERE:
         if resolved.sources.get(name, "default") != "default":
             raise UsageError(f"{flag(name)}: ringrun scaling does not support it; leave it out")
+    for name in (own.removeprefix("--") for own in _OWN):
+        if resolved.place(name):  # each run's ringrun reads the file, too
+            raise UsageError(f"{flag(name)}: give it on the command line of ringrun scaling, not in the file")
     text, options.np = options.np, "auto"
     request = checked(resolved)
     find_command(request.job.command)

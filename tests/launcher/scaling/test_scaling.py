@@ -429,6 +429,9 @@ def test_every_other_round_goes_backwards():
         (["-np", "1,2"], "no command to run"),
         (["--report", "r", "python", "x"], "--report: ringrun scaling does not support it; leave it out"),
         (["--restarts", "2", "python", "x"], "--restarts: ringrun scaling does not support it"),
+        (["--min-np", "1", "python", "x"], "--min-np: ringrun scaling does not support it"),
+        (["--max-np", "2", "python", "x"], "--max-np: ringrun scaling does not support it"),
+        (["--host-discovery-script", "f", "python", "x"], "--host-discovery-script: ringrun scaling does not support"),
         (["--seconds", "0", "python", "x"], "--seconds: expected a number of seconds above 0"),
         (["--rounds", "0", "python", "x"], "--rounds: expected a whole number from 1"),
         (["--steps", "4", "python", "x"], "--steps: expected a whole number from 5"),
@@ -440,6 +443,15 @@ def test_every_other_round_goes_backwards():
 def test_wrong_command_lines(arguments, message):
     with pytest.raises(UsageError, match=re.escape(message)):
         command.run(arguments)
+
+
+@pytest.mark.parametrize("line", ["rounds: 5", "seconds: 1", "steps: 9", "wait: 60", "json: f", "html: f"])
+def test_a_file_has_none_of_our_flags_since_each_ringrun_reads_it(line, tmp_path):
+    (tmp_path / "f.yaml").write_text(f"# of a job\n{line}\n")
+    name = line.partition(":")[0]
+    message = f"f.yaml:2: --{name}: give it on the command line of ringrun scaling, not in the file"
+    with pytest.raises(UsageError, match=re.escape(message)):
+        command.run(["--config-file", f"{tmp_path}/f.yaml", "python", "x"])
 
 
 def test_the_manual_has_our_flags_and_names_ringruns(capsys):
