@@ -170,8 +170,7 @@ def _run(resolved: config.Config, flags: Sequence[str]) -> int:
     todo, options = plan(resolved, flags), resolved.options
     for name in ("json", "html"):
         _require_writable(getattr(options, name), resolved.flag(name))
-    for number in (signal.SIGTERM, signal.SIGHUP):  # so that the run of the moment is ended, too
-        signal.signal(number, lambda number, _: sys.exit(128 + number))
+    _exit_at_signals()
     ranks = ", ".join(map(str, todo.sizes))
     say(f"ringrun: measuring {todo.rounds * len(todo.sizes)} runs one after the other, with {ranks} ranks in turn")
     rounds: list[dict[int, Run]] = [{} for _ in range(todo.rounds)]
@@ -196,6 +195,13 @@ def _run(resolved: config.Config, flags: Sequence[str]) -> int:
 
         _write(options.html, "--html", render(document))
     return code or int(not answer.measured)
+
+
+def _exit_at_signals() -> None:
+    """Let signals end the run of the moment, too, except those that the parent ignores, as nohup does."""
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, lambda number, _: sys.exit(128 + number))
 
 
 def _measure_all(todo: Plan, rounds: Sequence[dict[int, Run]]) -> None:
