@@ -159,6 +159,19 @@ def _preflight(request: Request, command: Sequence[str]) -> Preflight | None:
     return _ask(request, command, hosts) if hosts else None
 
 
+def _placed(request: Request, preflight: Preflight | None) -> tuple[int, Sequence[tuple[Host, int]]]:
+    """Return how many ranks there are, and which host gets how many; see place_ranks."""
+    found, machines = request.found, request.job.machines
+    merged = replace(found, hosts=machines.merged(found.hosts)) if found else None
+    return place_ranks(merged, request.np, preflight.automatic_size if preflight else None)
+
+
+def size_of(request: Request, command: Sequence[str]) -> int:
+    """Return how many ranks the job would have; other hosts are asked what they have."""
+    size, _ = _placed(request, _preflight(request, command))
+    return size
+
+
 def _ask(request: Request, command: Sequence[str], hosts: Sequence[Host]) -> Preflight:
     program, job = (interpreter_of(command), command[0]), request.job
     preflight = check_job(hosts, *program, job.folder, reach=job.reach, interfaces=job.interfaces)
@@ -246,12 +259,10 @@ def run_job(request: Request) -> int:
         say(f"ringrun: warning: {both}; {cure}")
     if preflight is None and not request.options.dry_run:
         _require_folder(request)
-    found, machines = request.found, request.job.machines
-    if found:
-        for notice in machines.notices(found.hosts):
-            say(f"ringrun: {notice}")
-        found = replace(found, hosts=machines.merged(found.hosts))
-    size, hosts = place_ranks(found, request.np, preflight.automatic_size if preflight else None)
+    found = request.found
+    for notice in request.job.machines.notices(found.hosts) if found else ():
+        say(f"ringrun: {notice}")
+    size, hosts = _placed(request, preflight)
     if request.job.elastic:
         elastic.check_size(request.job.elastic, size)
     if preflight:

@@ -95,8 +95,8 @@ class Answer:
         return [each for each in self.sizes if each.runs]
 
 
-def analyse(rounds: Sequence[Mapping[int, Run]], cores: int) -> Answer:
-    """Return what `rounds` say, runs by the number of ranks; `cores`: how many this host has for ranks."""
+def analyse(rounds: Sequence[Mapping[int, Run]], cores: float) -> Answer:
+    """Return what `rounds` say, runs by the number of ranks; `cores`: see Plan."""
     sizes = sorted({size for each in rounds for size in each})
     runs = {size: [each[size] for each in rounds if size in each and not each[size].problem] for size in sizes}
     measured = [size for size in sizes if runs[size]]
@@ -145,7 +145,9 @@ def _held(examples: Sequence[tuple[int, float | None]]) -> str:
     return kinds.pop() if len(kinds) == 1 else OTHER
 
 
-def _size(size: int, runs: Sequence[Run], base: Sequence[Run], rounds: Sequence[Mapping[int, Run]], cores: int) -> Size:
+def _size(
+    size: int, runs: Sequence[Run], base: Sequence[Run], rounds: Sequence[Mapping[int, Run]], cores: float
+) -> Size:
     pairs = [(each.get(base[0].size), each.get(size)) for each in rounds]
     both = [(one, other) for one, other in pairs if one in base and other in runs] or [(base[0], runs[0])]
     examples = [(one.examples_s, other.examples_s) for one, other in both if one and other]
@@ -166,7 +168,7 @@ def _middle(runs: Sequence[Run], name: str) -> float:
     return float(median(getattr(each, name) for each in runs))
 
 
-def _limit(runs: Sequence[Run], base: Sequence[Run], cores: int) -> tuple[str, float]:
+def _limit(runs: Sequence[Run], base: Sequence[Run], cores: float) -> tuple[str, float]:
     """Return what takes most of a step that need not be, and how many ms of it; computing, if that is little."""
     step_ms, size, hosts = _middle(runs, "step_ms"), runs[0].size, runs[0].hosts
     core_ms, loading_ms, late_ms = (min(step_ms, _middle(runs, name)) for name in ("core_ms", "loading_ms", "late_ms"))
@@ -282,7 +284,7 @@ def _held_text(answer: Answer, base: Size, more: Sequence[Size]) -> str:
     return f"no batch was held equal; examples per rank and step: {', '.join(texts)}"
 
 
-def _advice(answer: Answer, cores: int) -> list[str]:
+def _advice(answer: Answer, cores: float) -> list[str]:
     """Return what would help, by what limits most ranks, each with the figure that says so."""
     last = answer.measured[-1]
     run, found = last.runs[-1], []

@@ -22,6 +22,7 @@ Exit code: 0 with a table, 1 if nothing could be measured, 2 for a wrong command
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import sys
@@ -36,9 +37,9 @@ from ..cli import say
 from ..config import resolve as config
 from ..errors import LauncherError, UsageError
 from ..folders import private_folder
-from ..hosts import place_ranks
+from ..hosts import Found, may_get_ranks
 from ..job.plan import find_command
-from ..machine.placement import automatic_size
+from ..machine.cpus import limited
 from ..machine.topology import read_topology
 from ..output.files import refusal
 from ..request import checked
@@ -79,6 +80,8 @@ class Plan:
     command: Sequence[str]
     folder: str
     """Where ranks start."""
+    cores: float = math.inf
+    """How many this host has for all ranks; infinite where ranks are on other hosts, or compute on GPUs."""
 
     def order(self) -> Iterator[tuple[int, int]]:
         """Yield the round and the number of ranks of each run; every other round backwards, as a machine may drift."""
@@ -153,17 +156,21 @@ def plan(resolved: config.Config, flags: Sequence[str]) -> Plan:
             raise UsageError(f"{flag(name)}: give it on the command line of ringrun scaling, not in the file")
     text, options.np = options.np, "auto"
     request = checked(resolved)
-    find_command(request.job.command)
+    program = find_command(request.job.command)
     steps = options.steps and whole(options.steps, flag("steps"), LEAST_STEPS, _MOST)
-    wait_s = parse_seconds(options.wait, flag("wait"))
-    return Plan(
-        sizes(text, flag("np"), place_ranks(request.found, None)[0]),
-        whole(options.rounds, flag("rounds"), 1, _MOST),
-        Bounds(parse_seconds(options.seconds, flag("seconds")), steps, wait_s),
-        flags,
-        options.command,
-        request.job.folder or os.getcwd(),
-    )
+    bounds = Bounds(parse_seconds(options.seconds, flag("seconds")), steps, parse_seconds(options.wait, flag("wait")))
+    rounds = whole(options.rounds, flag("rounds"), 1, _MOST)
+    most = cli.size_of(request, program) if text == "auto" else 0
+    folder = request.job.folder or os.getcwd()
+    return Plan(sizes(text, flag("np"), most), rounds, bounds, flags, options.command, folder, _cores(request.found))
+
+
+def _cores(found: Found | None) -> float:
+    """Return `Plan.cores`."""
+    topology = read_topology(os.environ)
+    if topology.gpus or (found and may_get_ranks(found, None)):
+        return math.inf
+    return limited(len(topology.cores), topology.quota)
 
 
 def _run(resolved: config.Config, flags: Sequence[str]) -> int:
@@ -180,7 +187,7 @@ def _run(resolved: config.Config, flags: Sequence[str]) -> int:
     except KeyboardInterrupt:
         code = 130
         say("ringrun: interrupted; results so far:")
-    answer = analyse(rounds, automatic_size(read_topology(os.environ)))
+    answer = analyse(rounds, todo.cores)
     written = sorted(name for name, state in _files(todo.folder).items() if before.get(name) != state)
     notes = [*answer.notes, *([_written(written)] if written else [])]
     if answer.measured:

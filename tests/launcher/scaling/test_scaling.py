@@ -1,6 +1,7 @@
 """`ringrun scaling`: what made-up runs say; small real jobs, of which nothing is asked that a busy machine changes."""
 
 import json
+import math
 import re
 import signal
 import subprocess
@@ -8,8 +9,11 @@ from types import SimpleNamespace
 
 import pytest
 
+from ringrun import cli
+from ringrun.config import resolve as config
 from ringrun.errors import UsageError
 from ringrun.job.control_socket import COUNTS, TOTALS
+from ringrun.machine.topology import Core, Gpu, Topology
 from ringrun.scaling import command, measure
 from ringrun.scaling.analyse import GLOBAL, OTHER, PER_RANK, UNKNOWN, analyse, figure, rows, table
 from ringrun.scaling.measure import Bounds, Run, Seen, run_of
@@ -414,6 +418,42 @@ def test_which_numbers_of_ranks():
     assert command.sizes("auto", "-np", 6) == [1, 2, 4, 6]
     assert command.sizes("auto", "-np", 1) == [1, 2]
     assert command.sizes("4, 1", "-np", 2) == [1, 4]
+
+
+def planned(*arguments):
+    return command.plan(config.resolve(command._parser(), [*arguments, "true"], {}), ())
+
+
+SIXTEEN = Topology(tuple(Core((cpu,)) for cpu in range(16)))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "topology", "cores"),
+    [
+        ([], SIXTEEN, 16),
+        ([], SIXTEEN._replace(quota=3.5), 3),
+        (["-H", "localhost:32"], SIXTEEN, 16),
+        ([], SIXTEEN._replace(gpus=(Gpu("0"),)), math.inf),
+        (["-H", "big:32"], SIXTEEN, math.inf),
+        (["-H", "localhost:2,big:32"], SIXTEEN, math.inf),
+    ],
+)
+def test_cores_are_too_few_only_where_all_ranks_compute_on_them(arguments, topology, cores, monkeypatch):
+    monkeypatch.setattr(command, "read_topology", lambda _: topology)
+    todo = planned("-np", "1,2", *arguments)
+    assert todo.cores == cores
+    found = answer(a_run(1), a_run(4, core_ms=50.0), cores=todo.cores)
+    assert (found.sizes[1].limit == "more ranks than cores") == (cores < 4)
+    assert any(text.startswith("no more ranks than cores") for text in found.advice) == (cores < 4)
+
+
+def test_hosts_without_slots_have_as_many_ranks_as_they_say(monkeypatch):
+    has = {"h1": 3, "h2": 5}
+    told = SimpleNamespace(automatic_size=lambda host: has[host.name], machines={})
+    monkeypatch.setattr(cli, "check_job", lambda *_, **_more: told)
+    assert planned("-H", "h1,h2").sizes == [1, 2, 4, 8]
+    monkeypatch.setattr(cli, "check_job", lambda *_, **_more: pytest.fail("nobody needs to know"))
+    assert planned("-H", "h1,h2", "-np", "2,9").sizes == [2, 9]
 
 
 def test_every_other_round_goes_backwards():
