@@ -164,7 +164,7 @@ def _slow_links(found: Links, exposed_s: float, size: int) -> Sequence[Straggler
     slow, capacities = [], sorted(each.capacity for each in found.values() if each.capacity)
     usual = capacities[len(capacities) * 3 // 4] if capacities else 0.0
     for (from_host, to_host), link in found.items():
-        if link.nbytes and link.capacity <= min(usual, 4 * link.rate) / 2:
+        if link.nbytes and usual and link.capacity <= min(usual, 4 * link.rate) / 2:
             delay_s = min(exposed_s, link.most_s * (1 - link.capacity / usual))
             who = f"link from {from_host} to {to_host}"
             slow.append(Straggler(who, "slow link", delay_s, delay_s * size))

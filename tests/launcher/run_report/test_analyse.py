@@ -62,6 +62,11 @@ def slow_host(rank):
     return {"sent": {str((rank + 1) % 3): 1e6 * (STEPS - 1)}, "send_s": {str((rank + 1) % 3): 0.01 * (STEPS - 1)}}
 
 
+def under_way(rank):
+    """Its first message, which has not been sent yet."""
+    return {"sent": {str((rank + 1) % 3): 1000 * (1 + rank)}, "send_s": {}}
+
+
 CAN_CARRY = [(0, 1, 4e8), (1, 0, 1e9), (0, 2, 1e9), (2, 0, 1.05e8), (1, 2, 1.1e8), (2, 1, 1e9)]
 SLOW_LINKS = [
     ("slow link", 10 * (1 - each / 1e9), f"link from {pair}")
@@ -69,6 +74,7 @@ SLOW_LINKS = [
 ]
 FOUND = [
     ("nobody", MadeJob(4), []),
+    ("nobody, with the first messages under way", MadeJob(3, hosts=3, totals=under_way), []),
     ("of two", MadeJob(2, late({1: 0.02})), [(LONGER, 20, "rank 1")]),
     ("of two, in the last bucket", MadeJob(2, late({0: 0.02}, bucket=3)), [(LONGER, 20, "rank 0")]),
     ("after its results", MadeJob(3, late({2: 0.02}, bucket=4)), [(LONGER, 20, "rank 2")]),
