@@ -177,6 +177,8 @@ class Collector:
             steps = {}
         ended = +Counter(steps)  # without zeros: the page draws no time where no step has ended
         self.bins.add(self.age_s, Bin(ended, new.get("rss") or 0, new.get("shm") or 0))
+        if (new.get("samples") or 0) < (rank.totals.get("samples") or 0):
+            rank.marks.clear()  # with its first step, or with another thread that trains, it has begun to sample anew
         if not rank.marks or at_s - rank.marks[-1]["at_s"] >= _MARK_S:
             rank.marks.append(new)
         rank.totals, rank.heard_s = new, time.monotonic()

@@ -60,7 +60,7 @@ def exposed_s(said: Totals) -> float:
 
 def row(before: Totals, now: Totals) -> Row:
     """Return what a rank did between two of its messages; if no step ended between them, since its recording began."""
-    before = before if before["step"] < now["step"] else {}
+    before = before if 0 < before["step"] < now["step"] else {}  # of the first step nothing is in the sums
 
     def since(name: str) -> float:
         return float(now[name] - before.get(name, 0))

@@ -90,6 +90,8 @@ def test_lines_are_those_of_the_time_between_two_messages():
 def test_before_the_first_step_the_table_says_what_a_step_is():
     first = totals(0, 0, bytes=4_000_000)
     assert row(first, first).mb_s == 0
+    now = totals(0, 10)
+    assert row(first | {"bytes": 10 * now["bytes"]}, now) == row({"step": 99}, now), "its bytes are in no sum"
     assert table([row(first, first)], 2, 200, 50)[0] == "1 of 2 ranks record their steps; none has finished one yet"
     assert "rr.mark_step()" in table([], 2, 200, 50)[1]
 

@@ -7,7 +7,9 @@ import pytest
 from ringrun.connection.wire import RankError
 from ringrun.report.outcome import RankEnd
 from ringrun.run_report import collect
+from ringrun.run_report.causes import _seconds_at_lines
 from ringrun.run_report.collect import Collector, seconds_of
+from ringrun.run_report.document import document
 
 
 @pytest.fixture
@@ -101,6 +103,27 @@ def test_of_what_happens_the_newest_is_kept(clock):
         (1, "exit code 3"),
         (2, "exit code 1: ValueError: bad batch"),
     ]
+
+
+def test_samples_and_traffic_of_a_long_first_step_are_taken_off_nothing():
+    """They begin anew after the first step, which ends after 70 s here; a step takes 100 ms."""
+    collector = Collector()
+    collector.begin(2)
+    for rank in range(2):
+        say(collector, rank, about={"rank": rank, "host": f"h{rank}", "host_number": rank})
+    for second in (0, 60, 72, 120, 130, 200):
+        steps = 10 * max(0, second - 70)
+        for rank in range(2):
+            seconds = 30 * (second - 70 if steps else second + 1)  # of which there are 30 samples in each
+            sums = {"samples": seconds, "lines": {f"t.py:{rank + 1}": seconds // 2, "t.py:7": seconds // 2}}
+            sums |= {"core_wait_s": 2e-4 * seconds, "sent": {str(1 - rank): 1000 * (steps or 9999)}, "send_s": {}}
+            sums |= dict.fromkeys(("blocked_s", "moving_s", "hidden_s"), 0.0) | {"step_s": steps / 10}
+            say(collector, rank, totals=totals(rank, second) | sums | {"step": steps})
+        found = document(collector) if steps else {"ranks": [], "links": []}
+        for rank, row in enumerate(found["ranks"]):
+            assert sum(_seconds_at_lines(collector.ranks[rank]).values()) == pytest.approx(0.1), second
+            assert row["core_wait_ms"] == pytest.approx(0.6), second
+        assert [each["bytes_per_step"] for each in found["links"]] == [1000] * len(found["ranks"]), second
 
 
 def test_a_new_attempt_and_a_new_world_begin_with_nothing(clock):
