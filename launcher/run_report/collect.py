@@ -43,6 +43,8 @@ class Rank:
     heard_s: float = 0.0
     """When they came."""
     end: RankEnd | None = None
+    is_gone: bool = False
+    """The others go on without it in a world of theirs, whose steps and ranks have other numbers than its own."""
 
     @property
     def host(self) -> str:
@@ -162,6 +164,9 @@ class Collector:
 
     def _take(self, rank: Rank, kind: str, what: Said) -> None:
         if kind == "about":
+            if rank.about:
+                for each in self.ranks.values():
+                    each.is_gone |= each.end is not None and each is not rank
             rank.about, rank.totals = what, {}
             rank.steps.clear()  # of another world
             rank.marks.clear()

@@ -33,10 +33,11 @@ Json = dict[str, Any]
 
 def document(collector: Collector) -> Json:
     """Return the report of a job that runs, or has ended. Takes some ms, for hundreds of ranks seconds."""
-    job, ranks, bins, events = _snapshot(collector)
+    job, everyone, bins, events = _snapshot(collector)
+    ranks = {rank: each for rank, each in everyone.items() if not each.is_gone}
     steps = _steps(ranks)
     measured = shares(steps.values()) or {rank: _of_totals(each) for rank, each in ranks.items() if each.totals}
-    all_links, hosts = links(ranks), host_names(ranks)
+    all_links, hosts = links(ranks), {rank: each.host for rank, each in everyone.items()} | host_names(ranks)
     of_links = {pair: link for pair, link in all_links.items() if link.nbytes}
     late = stragglers(measured, gains(steps), ranks, all_links)
     first = next((each for each in ranks.values() if each.about.get("rank") == 0), Rank(deque()))
@@ -53,7 +54,7 @@ def document(collector: Collector) -> Json:
         | {f"{part}_ms": parts[part] for part in _PARTS}
         | {"examples_per_s": _examples_per_s(ranks)},
         "over_time": [{"t_s": at_s} | _times([each]) for at_s, each in bins.items() if each.steps],
-        "ranks": [_rank_row(rank, each, measured.get(rank), hosts) for rank, each in sorted(ranks.items())],
+        "ranks": [_rank_row(rank, each, measured.get(rank), hosts) for rank, each in sorted(everyone.items())],
         "stragglers": [_straggler_row(each) for each in late],
         "timeline": _timeline(steps, [rank for each in late for rank in each.ranks]),
         "links": [_link_row(pair, of_links[pair], first.recent("step")) for pair in sorted(of_links)],

@@ -46,11 +46,16 @@ class MadeJob:
         """What ringrun has collected at its end."""
         collector = Collector(["python", "train.py"])
         collector.begin(self.size)
-        self._run()
-        for rank in range(self.size):
-            for message in self._messages(rank):
+        for rank, messages in enumerate(self.messages()):
+            for message in messages:
                 collector.measured(rank, json.dumps(message))
         return collector
+
+    def messages(self):
+        """What each rank says."""
+        self.steps.clear()
+        self._run()
+        return [list(self._messages(rank)) for rank in range(self.size)]
 
     def _run(self):
         chance = random.Random(self.size)

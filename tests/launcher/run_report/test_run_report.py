@@ -26,7 +26,6 @@ LATE = MadeJob(3, lambda rank, _, bucket: 0.005 * (rank == 1 and bucket < BUCKET
 
 @pytest.fixture
 def collector():
-    LATE.steps.clear()
     return LATE.collected()
 
 
@@ -86,6 +85,29 @@ def test_all_of_a_job_is_in_its_report(collector):
         "rank 0 says: 'w' waits", "ranks 0,2 resumed after 31 ms", "'w' is NaN",
     ]  # fmt: skip
     assert found["findings"][0]["rank"] == 2
+
+
+@pytest.mark.parametrize("lost", [(0, 2), (0, 1, 2), (3,)])
+def test_after_a_loss_the_figures_are_those_of_the_ranks_that_are_left(lost):
+    """In the new world steps and ranks are numbered anew; one of its ranks is late, and examples are others."""
+    left = [rank for rank in range(4) if rank not in lost]
+    collector = MadeJob(4, hosts=4).collected()
+    for rank in lost:
+        collector.ended(RankEnd(rank, f"h{rank}", 101, -9, 0.0))
+    of_world = MadeJob(len(left), lambda rank, *_: 0.005 * (rank == len(left) - 1), hosts=len(left))
+    for rank, messages in enumerate(of_world.messages()):
+        for message in messages:
+            collector.measured(left[rank], json.dumps(message))
+    found, expected = document.document(collector), document.document(of_world.collected())
+    for part in ("computing_ms", "exposed_ms", "waiting_ms", "examples_per_s"):
+        assert found["step"][part] == expected["step"][part]
+    assert [each["delay_ms"] for each in found["stragglers"]] == [each["delay_ms"] for each in expected["stragglers"]]
+    assert [each["who"].partition(" (")[0] for each in found["stragglers"]] == [f"rank {left[-1]}"] * (len(left) > 1)
+    assert [each["rank"] for each in found["timeline"]["ranks"]] == left
+    assert [(each["rank"], each["steps"], each["end"][:18]) for each in found["ranks"] if each["rank"] in lost] == [
+        (rank, 20, "killed by signal 9") for rank in lost
+    ]
+    assert sum(found["job"]["hosts"].values()) == 4
 
 
 def of_totals(**totals):
