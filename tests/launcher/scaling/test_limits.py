@@ -34,6 +34,8 @@ BESIDE_SOMETHING_BUSY = """
         subprocess.Popen([sys.executable, "-c", spin])
         os.nice(10)  # it gets a tenth of the core, whatever else runs on the machine
 """
+LATE = """while True:
+        time.sleep(0.05 * (rr.rank() == 1))"""
 LOADS = """
     import time
 
@@ -66,8 +68,8 @@ ARGUMENTS = "--rounds", 1, "--seconds", 2, "--json", "s.json"
 def limits(ringrun, script, tmp_path):
     """Run `ringrun scaling` on a script; returns what limits each number of ranks, and what would help."""
 
-    def find(source, sizes):
-        ringrun("scaling", "-np", sizes, *ARGUMENTS, *script(source), returncode=0)
+    def find(source, sizes, *more):
+        ringrun("scaling", "-np", sizes, *ARGUMENTS, *more, *script(source), returncode=0)
         document = json.loads((tmp_path / "s.json").read_text())
         return [each["limit"] for each in document["sizes"]], document["advice"]
 
@@ -79,6 +81,14 @@ def test_a_rank_beside_something_busy(limits):
     found, advice = limits(COMPUTES.format(more=BESIDE_SOMETHING_BUSY.strip()), "1,2")
     assert found[1] == "rank 1 (another process runs on its core)"
     assert any(text.startswith("rank 1: stop the other process on its core") for text in advice)
+
+
+@pytest.mark.extended
+def test_a_late_rank_is_named_however_short_the_time(limits):
+    """Between 3 and 7 s after init(), when steps are sent, it begins to record them, and then only to count."""
+    source = COMPUTES.format(more="import time; time.sleep(3.5)").replace("while True:", LATE)
+    found, _ = limits(source, "1,2", "--seconds", 0.5)
+    assert found[1] == "rank 1 (it computes longer than others)"
 
 
 @pytest.mark.extended
