@@ -103,7 +103,7 @@ def claim_rank(environ: Mapping[str, str]) -> None:
         raise StartupError(
             f"init(): process {pid} cannot be rank {environ.get('RANK')}: process {holder} "
             f"{'was, and has ended' if has_ended else 'is'}, and ringrun allows one process per rank; "
-            f"{'start each program with a ringrun of its own, or' if has_ended else ''} {workers}: ringrun -np N …"
+            f"{'start each program with a ringrun of its own, or ' if has_ended else ''}{workers}: ringrun -np N …"
         ) from None
     except OSError:
         return  # ringrun is gone

@@ -144,7 +144,7 @@ SRUN = "srun ends the job when a rank is lost; leave --launcher srun out"
         ("--min-np 2 --launcher srun", f"--min-np: {SRUN}"),
         ("--max-failures 2", "--max-failures is for an elastic job; add --elastic"),
         ("--elastic --launcher srun", f"--elastic: {SRUN}"),
-        ("--elastic --max-np 1", "--max-np 1: the job would start with 2 ranks"),
+        ("--elastic --max-np 1", "--max-np 1: the job would start with 2 ranks; lower -np, or raise --max-np"),
         ("--elastic --max-np x", "--max-np: expected a whole number from 1 to 999999, got 'x'"),
         (
             "--elastic --blacklist-cooldown-range 9 x",
@@ -154,8 +154,11 @@ SRUN = "srun ends the job when a rank is lost; leave --launcher srun out"
             "--elastic --blacklist-cooldown-range 9 5",
             "--blacklist-cooldown-range: expected the longer time last, got 9 5",
         ),
-        ("--elastic --min-np 3", "--min-np 3: the job would start with 2 ranks"),
-        ("--elastic --min-np 3 --spares 2", "--min-np 3: the job would start with 2 ranks, plus 2 spares"),
+        ("--elastic --min-np 3", "--min-np 3: the job would start with 2 ranks; raise -np, or lower --min-np"),
+        (
+            "--elastic --min-np 3 --spares 2",
+            "--min-np 3: the job would start with 2 ranks, plus 2 spares; raise -np, or lower --min-np",
+        ),
     ],
 )
 def test_what_makes_no_sense_is_refused(arguments, message):

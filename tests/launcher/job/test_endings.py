@@ -272,7 +272,7 @@ def test_a_script_that_has_failed_does_not_keep_its_rank_alive(ringrun, script, 
     late = (
         f" {grace_s or 3} s after its script ended with exit code {code}, and is killed; it may be waiting for a thread"
     )
-    assert done.stderr.count(f" has not ended{late}") == 1, done.stderr
+    assert done.stderr.count(f" still runs{late}") == 1, done.stderr
     assert "rank 1 of 2 failed first" in done.stderr
     wait_until_gone()
 

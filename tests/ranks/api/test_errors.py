@@ -396,7 +396,7 @@ NAMED = {
     ),
     "one and its part": (
         lambda: rr.allreduce_({"all": MEMORY, "some": MEMORY[3:5]}),
-        "allreduce 'some': it shares memory with tensor 1 of these",
+        "allreduce 'some': it shares memory with tensor 1 of this call",
     ),
     "a gradient": (
         lambda: rr.DistributedOptimizer(lambda grads: grads)({"layer": {"w": zeros(2), "b": "zeros"}}),

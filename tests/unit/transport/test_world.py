@@ -251,7 +251,10 @@ def test_of_a_rank_s_processes_one_can_be_the_rank(launcher, monkeypatch, tmp_pa
 
     claim(pid := os.getpid())
     claim(pid)  # init() again
-    with pytest.raises(StartupError, match=rf"process 77 cannot be rank 3: process {pid} is, .* in place of multiproc"):
+    with pytest.raises(
+        StartupError,
+        match=rf"process 77 cannot be rank 3: process {pid} is, .*rank; let ringrun start the workers, not multiproc",
+    ):
         claim(77)
     claim(77, {**environ, "PMI_RANK": "0", "PMIX_NAMESPACE": "prterun-vm-9999@1"})  # of a job that the rank has started
     claim(77, {"RINGREDUCE_ERROR_FILE": environ["RINGREDUCE_ERROR_FILE"]})  # a process alone
