@@ -130,7 +130,7 @@ class LearningRateScheduleCallback(CalledByEither, keras.callbacks.Callback):  #
     """Set the learning rate to initial_lr * multiplier(epoch), from `start_epoch` to before `end_epoch`.
 
     initial_lr: the learning rate at the start of the training.
-    multiplier: a number, or a function of the epoch.
+    multiplier: a function of the epoch; or a number, for multiplier ** (epoch - start_epoch).
     staircase: True: the rate changes with each epoch, a whole number. False: with each batch, and the epoch is
         epoch + batch / steps_per_epoch.
     momentum_correction: when the rate changes, the velocities of SGD and RMSprop with momentum change in proportion, as
@@ -155,8 +155,8 @@ class LearningRateScheduleCallback(CalledByEither, keras.callbacks.Callback):  #
         if initial_lr is None:
             raise InputError(f"{type(self).__name__}: initial_lr=None; expected the learning rate at the start")
         self._initial_lr = initial_lr
-        self._multiplier: Callable[[Any], Any] = multiplier if callable(multiplier) else lambda _: multiplier
-        self._staircase = staircase or not callable(multiplier)
+        self._multiplier = multiplier if callable(multiplier) else lambda epoch: multiplier ** (epoch - start_epoch)
+        self._staircase = staircase
         self._epochs = start_epoch, float("inf") if end_epoch is None else end_epoch
         self._corrects_momentum = momentum_correction
         self._steps_per_epoch = steps_per_epoch
@@ -219,7 +219,7 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
     """Raise the learning rate evenly from initial_lr / size to initial_lr, batch by batch, in the first epochs.
 
     initial_lr: the learning rate for all ranks together, such as 0.1 * size().
-    verbose:    1: say when it is reached.
+    verbose:    1: rank 0 says when it is reached.
     The others: as of `LearningRateScheduleCallback`.
     Source: Horovod's callback of this name; Goyal et al., "Accurate, Large Minibatch SGD", 2017.
     """
@@ -242,5 +242,5 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Report the learning rate; and the end of the warm-up."""
         super().on_epoch_end(epoch, logs)
-        if self._verbose and epoch == self._epochs[1] - 1:
+        if self._verbose and epoch == self._epochs[1] - 1 and rank() == 0:
             print(f"\nEpoch {epoch + 1}: finished gradual learning rate warmup to {self._rate():g}.")

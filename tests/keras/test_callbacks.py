@@ -111,13 +111,15 @@ def test_the_learning_rate_warms_up(capsys):
     expected = [*0.1 * (epochs * (SIZE - 1) / 2 + 1), *[0.1 * SIZE] * BATCHES]
     np.testing.assert_allclose(recorded.rates, expected, rtol=1e-5)
     np.testing.assert_allclose([each["lr"] for each in recorded.logs], expected[BATCHES - 1 :: BATCHES], rtol=1e-5)
-    assert f"Epoch 2: finished gradual learning rate warmup to {0.1 * SIZE:g}." in capsys.readouterr().out
+    said = f"Epoch 2: finished gradual learning rate warmup to {0.1 * SIZE:g}." in capsys.readouterr().out
+    assert said == (RANK == 0)
 
 
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        ({"multiplier": 0.5, "start_epoch": 1, "end_epoch": 3}, [1, 0.5, 0.5, 0.5]),
+        ({"multiplier": 0.5, "start_epoch": 1, "end_epoch": 3}, [1, 1, 0.5, 0.5]),
+        ({"multiplier": 0.5, "staircase": False}, 0.5 ** (np.arange(16).reshape(4, 4) / 4)),
         ({"multiplier": lambda epoch: 0.1**epoch, "start_epoch": 2}, [1, 1, 0.01, 0.001]),
         ({"multiplier": lambda epoch: 1 / (1 + epoch), "staircase": False}, 1 / (1 + np.arange(16).reshape(4, 4) / 4)),
     ],
