@@ -36,6 +36,7 @@ Tensors = Sequence[Any]
 Self = TypeVar("Self", bound="Collective")
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
+_BY_POSITION, _BY_NAME = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
 
 
 @dataclasses.dataclass(frozen=True)
@@ -147,9 +148,10 @@ def gradients_of(collective: Collective, gradients: Tensors, framework: Framewor
         case "allgather":
             for factor in (math.prod(back.scales), framework.number(process_set.size) if back.op is Sum else 1):
                 gradients = [framework.scaled(each, factor) for each in gradients]
-            return framework.collectives.grouped_allgather(gradients, name, process_set)  # type: ignore[no-any-return]
+            gathered: Tensors = framework.collectives.grouped_allgather(gradients, name, process_set=process_set)
+            return gathered
         case "alltoall":
-            sent_back, _ = framework.collectives.alltoall(gradients[0], received, name, process_set)
+            sent_back, _ = framework.collectives.alltoall(gradients[0], received, name, process_set=process_set)
             return [sent_back]
     arguments: dict[str, Any] = {"name": name, "op": back.op, "process_set": process_set}
     if back.kind == "allreduce":
@@ -160,22 +162,26 @@ def gradients_of(collective: Collective, gradients: Tensors, framework: Framewor
         is_root = framework.number(rank) == back.root_rank
         return [framework.kept(is_root, each) for each in reduced]
     if back.kind == "reducescatter":
-        gathered = framework.collectives.allgather(rows[None], name and f"{name}.rows", process_set)
-        ends = framework.cumsum(gathered, 0)[framework.number(process_set.rank)]
+        all_rows = framework.collectives.allgather(rows[None], name and f"{name}.rows", process_set=process_set)
+        ends = framework.cumsum(all_rows, 0)[framework.number(process_set.rank)]
         return [each[ends[at] - rows[at] : ends[at]] for at, each in enumerate(reduced)]
     return reduced
 
 
 def with_signature_of(
-    function: Callable[Parameters, Result],
+    function: Callable[Parameters, Result], order: Sequence[str] = (), **more: Any
 ) -> Callable[[Callable[[Call], Any]], Callable[Parameters, Result]]:
     """Decorate what gets the arguments of a call, by name: users call it as they call `function`.
 
     Without `out`: no arrays of such a framework can be written to.
+
+    order: of the arguments by position, where a framework's users know another one; the others go by name only.
+    more:  arguments that `function` does not have, with their defaults.
     """
-    signature = inspect.signature(function)
-    kept = [each for name, each in signature.parameters.items() if name != "out"]
-    signature = signature.replace(parameters=kept)
+    known = {name: each for name, each in inspect.signature(function).parameters.items() if name != "out"}
+    known |= {name: inspect.Parameter(name, _BY_POSITION, default=default) for name, default in more.items()}
+    by_name = [each.replace(kind=_BY_NAME) for name, each in known.items() if name not in order]
+    signature = inspect.Signature([known[name] for name in order] + by_name if order else list(known.values()))
 
     def decorate(run: Callable[[Call], Any]) -> Callable[Parameters, Result]:
         @functools.wraps(run)

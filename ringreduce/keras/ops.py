@@ -59,26 +59,28 @@ def allreduce(
     Otherwise as the `allreduce` of ringreduce.torch, .jax or .tensorflow, but for the order of its arguments, which is
     that of Horovod's for Keras: pass them by name.
     """
-    scales = prescale_factor, postscale_factor
+    own = {"op": op, "prescale_factor": prescale_factor, "postscale_factor": postscale_factor}
     tensors = trees.map_leaves(value, lambda _, leaf: _tensor(leaf)) if isinstance(value, dict) else _tensor(value)
-    return adapter().allreduce(tensors, average, name, compression, op, *scales, process_set)
+    return adapter().allreduce(
+        tensors, average=average, name=name, compression=compression, process_set=process_set, **own
+    )
 
 
 def allgather(value: Any, name: str | None = None, process_set: ProcessSet = global_process_set) -> Any:
     """Concatenate the tensors of all ranks along dim 0; otherwise as the adapter's."""
-    return adapter().allgather(_tensor(value), name, process_set)
+    return adapter().allgather(_tensor(value), name, process_set=process_set)
 
 
 def broadcast(value: Any, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set) -> Any:
     """The root's tensor on every rank; otherwise as the adapter's."""
-    return adapter().broadcast(_tensor(value), root_rank, name, process_set)
+    return adapter().broadcast(_tensor(value), root_rank, name, process_set=process_set)
 
 
 def reducescatter(
     value: Any, name: str | None = None, op: ReduceOp = Average, process_set: ProcessSet = global_process_set
 ) -> Any:
     """Reduce a tensor over all ranks; returns this rank's part of the rows. Otherwise as the adapter's."""
-    return adapter().reducescatter(_tensor(value), name, op=op, process_set=process_set)
+    return adapter().reducescatter(_tensor(value), name=name, op=op, process_set=process_set)
 
 
 def broadcast_variables(variables: Iterable[Any], root_rank: int, process_set: ProcessSet = global_process_set) -> None:

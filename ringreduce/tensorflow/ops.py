@@ -1,6 +1,7 @@
 """The collectives on TensorFlow's tensors, by Horovod's names.
 
-Each works eagerly and inside tf.function, and has a gradient: see frameworks/collective.py.
+Each works eagerly and inside tf.function, and has a gradient: see frameworks/collective.py. Arguments have Horovod's
+order; device_dense, device_sparse and ignore_name_scope are without effect.
 """
 
 from __future__ import annotations
@@ -22,8 +23,6 @@ from ringreduce.frameworks.collective import (
     Call,
     Collective,
     Framework,
-    Parameters,
-    Result,
     gradients_of,
     with_signature_of,
 )
@@ -36,14 +35,24 @@ __all__ = ["allgather", "allreduce", "alltoall", "barrier", "broadcast", "groupe
 __all__ += ["grouped_reducescatter", "reducescatter"]
 
 
-def _collective(
-    function: Callable[Parameters, Result],
-) -> Callable[[Callable[[Call], Any]], Callable[Parameters, Result]]:
-    """Decorate what does on tensors what `function` does on arrays."""
-    return lambda run: unconverted(with_signature_of(function)(run))
+_WITHOUT_EFFECT = {"device_dense": "", "device_sparse": "", "ignore_name_scope": False}
+_SCALES = "prescale_factor postscale_factor"
 
 
-@_collective(reduce.allreduce)
+def _collective(function: Callable[..., Any], order: str) -> Callable[[Callable[[Call], Any]], Callable[..., Any]]:
+    """Decorate what does on tensors what `function` does on arrays.
+
+    order: of the arguments in Horovod's function for TensorFlow, some of which no other framework's has.
+    """
+    names = order.split()
+    more = {name: default for name, default in _WITHOUT_EFFECT.items() if name in names}
+    return lambda run: unconverted(with_signature_of(function, names, **more)(run))
+
+
+@_collective(
+    reduce.allreduce,
+    f"tensor average device_dense device_sparse compression op {_SCALES} name process_set ignore_name_scope",
+)
 def allreduce(call: Call) -> Any:
     """Reduce a tensor over all ranks; the same bits on every rank.
 
@@ -59,7 +68,10 @@ def allreduce(call: Call) -> Any:
     return whole(_reduced(tensors, names, call))
 
 
-@_collective(reduce.grouped_allreduce)
+@_collective(
+    reduce.grouped_allreduce,
+    f"tensors average device_dense device_sparse compression op {_SCALES} process_set ignore_name_scope name",
+)
 def grouped_allreduce(call: Call) -> list[Any]:
     """Reduce many tensors, all or none of them; otherwise as `allreduce`.
 
@@ -90,7 +102,7 @@ def _reduced(tensors: Sequence[Any], names: Sequence[str] | None, call: Call) ->
 def _gathered_slices(slices: Any, name: str | None, op: ReduceOp, scale: float, process_set: ProcessSet) -> Any:
     if op not in (Average, Sum):
         raise InputError(f"allreduce: op={op!r} of IndexedSlices; expected Average or Sum, or tf.convert_to_tensor")
-    values, indices = grouped_allgather([slices.values, slices.indices], name, process_set)
+    values, indices = grouped_allgather([slices.values, slices.indices], name, process_set=process_set)
     gathered = tf.IndexedSlices(values, indices, slices.dense_shape)
     gathered = scaled(gathered, scale)
     return averaged(gathered, process_set) if op is Average else gathered
@@ -113,7 +125,7 @@ def scaled(tensor: Any, factor: Any) -> Any:
     return tensor * tf.cast(factor, tensor.dtype)
 
 
-@_collective(gather.allgather)
+@_collective(gather.allgather, "tensor name ignore_name_scope process_set")
 def allgather(call: Call) -> Any:
     """Concatenate the tensors of all ranks along dim 0, in rank order; the number of rows may differ.
 
@@ -123,13 +135,13 @@ def allgather(call: Call) -> Any:
     return _applied(Collective.of("allgather", vars(call)), [call.tensor])[0]
 
 
-@_collective(gather.grouped_allgather)
+@_collective(gather.grouped_allgather, "tensors name ignore_name_scope process_set")
 def grouped_allgather(call: Call) -> list[Any]:
     """Gather many tensors, all or none of them; otherwise as `allgather`."""
     return _applied(Collective.of("allgather", vars(call)), call.tensors)
 
 
-@_collective(broadcasts.broadcast)
+@_collective(broadcasts.broadcast, "tensor root_rank name ignore_name_scope process_set")
 def broadcast(call: Call) -> Any:
     """The root's tensor on every rank; otherwise as `ringreduce.broadcast`.
 
@@ -139,7 +151,7 @@ def broadcast(call: Call) -> Any:
     return _applied(Collective.of("broadcast", vars(call)), [call.tensor])[0]
 
 
-@_collective(gather.alltoall)
+@_collective(gather.alltoall, "tensor splits name ignore_name_scope process_set")
 def alltoall(call: Call) -> Any:
     """Send each rank its part of the rows, and return what all ranks sent to this one, in rank order.
 
@@ -155,7 +167,7 @@ def alltoall(call: Call) -> Any:
     return rows if call.splits is None else (rows, received)
 
 
-@_collective(reduce.reducescatter)
+@_collective(reduce.reducescatter, f"tensor device_dense compression op name process_set ignore_name_scope {_SCALES}")
 def reducescatter(call: Call) -> Any:
     """Reduce a tensor over all ranks; returns this rank's part of the rows.
 
@@ -165,7 +177,7 @@ def reducescatter(call: Call) -> Any:
     return _applied(Collective.of("reducescatter", vars(call)), [call.tensor])[0]
 
 
-@_collective(reduce.grouped_reducescatter)
+@_collective(reduce.grouped_reducescatter, f"tensors device_dense compression op process_set {_SCALES}")
 def grouped_reducescatter(call: Call) -> list[Any]:
     """Reduce and scatter many tensors, all or none of them; otherwise as `reducescatter`."""
     return _applied(Collective.of("reducescatter", vars(call)), call.tensors)

@@ -1,5 +1,6 @@
 """The collectives on TensorFlow's tensors: eagerly and inside tf.function, their gradients, their order."""
 
+import inspect
 import re
 
 import numpy as np
@@ -12,6 +13,19 @@ from tests.support import names, operations
 from tests.support.reference import REDUCES
 
 RANK, SIZE = hvd.rank(), hvd.size()
+SCALES = "prescale_factor postscale_factor"
+HOROVODS = {  # of 0.28.1, by position
+    "allreduce": "tensor average device_dense device_sparse compression op "
+    f"{SCALES} name process_set ignore_name_scope",
+    "grouped_allreduce": "tensors average device_dense device_sparse compression op "
+    f"{SCALES} process_set ignore_name_scope name",
+    "allgather": "tensor name ignore_name_scope process_set",
+    "grouped_allgather": "tensors name ignore_name_scope process_set",
+    "broadcast": "tensor root_rank name ignore_name_scope process_set",
+    "alltoall": "tensor splits name ignore_name_scope process_set",
+    "reducescatter": f"tensor device_dense compression op name process_set ignore_name_scope {SCALES}",
+    "grouped_reducescatter": f"tensors device_dense compression op process_set {SCALES}",
+}
 RANKS = np.arange(SIZE)
 MEAN = (RANKS + 1).mean()
 
@@ -204,3 +218,18 @@ def test_a_process_set(run):
     if RANK == SIZE - 1:
         close(run(lambda x: hvd.allreduce(x, process_set=others))(own(2)), own(2))
     hvd.remove_process_set(others)
+
+
+@pytest.mark.quick
+def test_arguments_have_horovods_order():
+    for name, order in HOROVODS.items():
+        parameters = inspect.signature(getattr(hvd, name)).parameters.items()
+        assert [each for each, it in parameters if it.kind is it.POSITIONAL_OR_KEYWORD] == order.split(), name
+
+
+@pytest.mark.quick
+def test_devices_and_name_scopes_are_taken_without_effect(run):
+    none, all_ranks = hvd.Compression.none, [own(SIZE, rank=rank) for rank in RANKS]
+    close(run(lambda x: hvd.allreduce(x, None, "/cpu:0", "/cpu:0", none, hvd.Max))(own(SIZE)), all_ranks[-1])
+    close(run(lambda x: hvd.broadcast(x, SIZE - 1, "b", True))(own(2)), own(2, rank=SIZE - 1))
+    close(run(lambda x: hvd.reducescatter(x, "/cpu:0", op=hvd.Sum))(own(SIZE)), sum(all_ranks)[RANK : RANK + 1])
