@@ -53,7 +53,7 @@ def run(
     client = client or _current()
     names = workers_of(client, workers)
     if not names:
-        raise InputError(f"{_HERE}: the cluster has no workers{f' {workers}' if workers else ''}")
+        raise InputError(f"{_HERE}: the cluster has no workers{'' if workers is None else f' {workers}'}")
     limits = {"min_np": min_np, "max_np": max_np}
     lending.checked(_HERE, args, len(names), elastic, {**limits, **flags}, _NAMES)
     ticket = lending.ticket(timeout_s)
