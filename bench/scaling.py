@@ -7,8 +7,8 @@ By hand: a plain `ringrun` runs the script twice, with few steps and with many. 
 time of the additional steps, without any start and without ringrun's own counting. In each round, both ways and all
 numbers of ranks take turns.
 
-Columns: steps a second, as `ringrun scaling` has it and by hand, and their ratio; the speed-up over one rank, by both
-(medians of the rounds). A run that fails ends the bench.
+Columns: steps a second, as `ringrun scaling` has it and by hand, and their ratio in a round; the speed-up over one rank,
+by both (medians of the rounds). A run that fails ends the bench.
 """
 
 from __future__ import annotations
@@ -145,7 +145,8 @@ def bench(options: argparse.Namespace, report: Report) -> None:
                 f"{who}_speedup": statistics.median(each[ranks] / each[1] for each in rounds)
                 for who, rounds in found.items()
             }
-            ratio = row["scaling_hz"] / row["hand_hz"]
+            both = zip(found["scaling"], found["hand"], strict=True)
+            ratio = statistics.median(scaling[ranks] / hand[ranks] for scaling, hand in both)
             report.add({"script": name, "ranks": ranks, **row, "ratio": ratio, "wrong": 0, "rounds": found})
 
 
