@@ -194,19 +194,29 @@ def broadcast_parameters(params: Any, root_rank: int = 0, process_set: ProcessSe
     """The root's parameters, or any tree of arrays such as an optimizer's state, on every rank: returns a new tree.
 
     JAX's arrays cannot be overwritten, so use the result: params = broadcast_parameters(params). Python's numbers are
-    the root's, too, and random keys, as those in nnx.state(model); other leaves, such as the functions in a module of
-    equinox, stay as they are.
+    the root's, too, and random keys, as those in nnx.state(model). All else stays as it is: other leaves, such as the
+    functions in a module of equinox, and what is no leaf, such as the optimizer in a TrainState of flax.
 
     Cost:   as `broadcast`, of all arrays as a group.
     Source: Horovod's broadcast_parameters.
     """
-    arrays = jax.tree.map(lambda leaf: leaf if isinstance(leaf, jax.Array | np.ndarray) else None, params)
-    numbers = jax.tree.map(lambda leaf: leaf if isinstance(leaf, bool | int | float | complex) else None, params)
-    received = broadcast(arrays, root_rank, None, process_set)
-    if jax.tree.leaves(numbers):
+    arrays = jax.tree.map(lambda leaf: leaf if _is_array(leaf) else None, params)  # which keeps the names
+    leaves, form = jax.tree.flatten(params)
+    received = jax.tree.leaves(broadcast(arrays, root_rank, None, process_set))
+    numbers = list(filter(_is_number, leaves))
+    if numbers:  # not in their tree: what that has besides leaves would not be equal once it was pickled
         numbers = broadcast_object(numbers, root_rank, None, process_set)
+    for kind, values in ((_is_array, received), (_is_number, numbers)):
+        places = [place for place, leaf in enumerate(leaves) if kind(leaf)]
+        for place, value in zip(places, values, strict=True):
+            leaves[place] = value
+    return form.unflatten(leaves)
 
-    def chosen(leaf: Any, array: Any, number: Any) -> Any:
-        return next((each for each in (array, number) if each is not None), leaf)
 
-    return jax.tree.map(chosen, params, received, numbers, is_leaf=lambda leaf: leaf is None)
+def _is_array(leaf: Any) -> bool:
+    """JAX's or NumPy's, whose numbers are arrays without dimensions; np.float64 is Python's float, too."""
+    return isinstance(leaf, jax.Array | np.ndarray | np.generic) and not isinstance(leaf, str | bytes)
+
+
+def _is_number(leaf: Any) -> bool:
+    return isinstance(leaf, bool | int | float | complex) and not _is_array(leaf)

@@ -289,6 +289,33 @@ def test_a_module_of_flax_linen():
     check(trained(hvd.DistributedOptimizer(optax.adam(0.01)), share, params), alone)
 
 
+def test_a_whole_train_state():
+    """Its functions, which each rank has made itself, stay; its step is a number of Python's."""
+
+    def made(rank):
+        variables = Dense().init(jax.random.key(rank), batch(0))
+        state = TrainState.create(apply_fn=Dense().apply, params=variables, tx=optax.adam(0.01))
+        return state.replace(step=3 + rank)
+
+    root = SIZE - 1
+    own = made(RANK)
+    state = hvd.broadcast_parameters(own, root)
+    assert (state.step, type(state.step)) == (3 + root, int)
+    assert state.tx is own.tx
+    check(state.params, made(root).params, 0)
+    check(state.opt_state, own.opt_state, 0)
+    gradients = jax.tree.map(jnp.ones_like, state.params)
+    assert state.apply_gradients(grads=gradients).step == 4 + root
+
+
+@pytest.mark.parametrize("kind", [np.float32, np.float64, np.int64, np.uint8, np.bool_, jnp.bfloat16.dtype.type])
+def test_a_number_of_numpy_is_an_array(kind):
+    received = hvd.broadcast_parameters({"name": np.str_("mlp"), "rate": kind(RANK), "step": RANK})
+    assert isinstance(received["rate"], jax.Array)
+    assert received["rate"].dtype == jnp.asarray(kind(0)).dtype
+    assert (received["name"], received["rate"], received["step"]) == ("mlp", 0, 0)
+
+
 class Net(nnx.Module):
     """Two layers of flax's newer kind, which hold their parameters."""
 
