@@ -194,7 +194,7 @@ class LearningRateScheduleCallback(CalledByEither, keras.callbacks.Callback):  #
 
     def _set_rate(self, epoch: float) -> None:
         before, rate = self._rate(), float(self._initial_lr * self._multiplier(epoch))
-        if rate == before:
+        if np.float32(rate) == np.float32(before):  # an optimizer keeps no more digits
             return
         optimizer = self.model.optimizer
         optimizer.learning_rate = rate
@@ -241,6 +241,9 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Report the learning rate; and the end of the warm-up."""
+        ends = epoch == self._epochs[1] - 1
+        if ends:  # as at its last batch: with steps_per_execution Keras tells of the first of several only
+            self._set_rate(self._epochs[1] - 1 / self._steps_per_epoch)  # type: ignore[operator]
         super().on_epoch_end(epoch, logs)
-        if self._verbose and epoch == self._epochs[1] - 1 and rank() == 0:
+        if self._verbose and ends and rank() == 0:
             print(f"\nEpoch {epoch + 1}: finished gradual learning rate warmup to {self._rate():g}.")

@@ -115,6 +115,20 @@ def test_the_learning_rate_warms_up(capsys):
     assert said == (RANK == 0)
 
 
+@pytest.mark.skipif(keras.backend.backend() == "torch", reason="Keras has no steps_per_execution there")
+@pytest.mark.parametrize("at_once", [3, BATCHES])
+def test_a_warm_up_ends_at_the_whole_rate_with_several_steps_at_once(at_once):
+    recorded = Recorded()
+    warmup = callbacks.LearningRateWarmupCallback(0.1 * SIZE, warmup_epochs=2)
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1 * SIZE))
+    fit(model(), optimizer, True, 3, [warmup, recorded], steps_per_execution=at_once)
+    executions = len(recorded.rates) // 3
+    epochs = [epoch + (at_once * number + 1) / BATCHES for epoch in range(2) for number in range(executions)]
+    expected = [*0.1 * (np.array(epochs) * (SIZE - 1) / 2 + 1), *[0.1 * SIZE] * executions]
+    np.testing.assert_allclose(recorded.rates, expected, rtol=1e-5)
+    np.testing.assert_allclose([each["lr"] for each in recorded.logs[1:]], [0.1 * SIZE] * 2, rtol=1e-5)
+
+
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
