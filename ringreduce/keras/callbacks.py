@@ -135,7 +135,7 @@ class LearningRateScheduleCallback(CalledByEither, keras.callbacks.Callback):  #
         epoch + batch / steps_per_epoch.
     momentum_correction: when the rate changes, the velocities of SGD and RMSprop with momentum change in proportion, as
         in Goyal et al., "Accurate, Large Minibatch SGD", 2017.
-    steps_per_epoch: by default what `model.fit` knows.
+    steps_per_epoch: by default what each `model.fit` knows.
     Raises: InputError where that is not known and needed.
     Source: Horovod's callback of this name, which changes the momentum for one step instead: compiled steps, those of
         JAX and TensorFlow, would not see that.
@@ -159,14 +159,14 @@ class LearningRateScheduleCallback(CalledByEither, keras.callbacks.Callback):  #
         self._staircase = staircase
         self._epochs = start_epoch, float("inf") if end_epoch is None else end_epoch
         self._corrects_momentum = momentum_correction
-        self._steps_per_epoch = steps_per_epoch
+        self._given_steps = self._steps_per_epoch = steps_per_epoch
         self._epoch = 0
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Find out how many steps an epoch has."""
-        if self._staircase or self._steps_per_epoch:
+        if self._staircase or self._given_steps:
             return
-        self._steps_per_epoch = (self.params or {}).get("steps")
+        self._steps_per_epoch = (self.params or {}).get("steps")  # another fit may have others
         if not self._steps_per_epoch:
             raise InputError(f"{type(self).__name__}: it is unknown how many steps an epoch has; pass steps_per_epoch")
 

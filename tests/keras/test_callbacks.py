@@ -129,6 +129,16 @@ def test_a_warm_up_ends_at_the_whole_rate_with_several_steps_at_once(at_once):
     np.testing.assert_allclose([each["lr"] for each in recorded.logs[1:]], [0.1 * SIZE] * 2, rtol=1e-5)
 
 
+@pytest.mark.parametrize(("given", "steps"), [(None, 2), (8, 8)])
+def test_a_schedule_has_the_steps_of_each_fit_unless_they_are_given(given, steps):
+    recorded = Recorded()
+    schedule = callbacks.LearningRateScheduleCallback(0.2, 0.5, staircase=False, steps_per_epoch=given)
+    trained = model()
+    fit(trained, hvd.DistributedOptimizer(keras.optimizers.SGD(0.2)), True, 1, [schedule])
+    fit_on(trained, [schedule, recorded], epochs=1, steps_per_epoch=2)
+    np.testing.assert_allclose(recorded.rates, 0.2 * 0.5 ** (np.arange(2) / steps), rtol=1e-5)
+
+
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
