@@ -90,6 +90,21 @@ def test_inside_another_transformation_it_is_jax_jit(transform):
     np.testing.assert_allclose(transform(inner)(own(3)), [3, MEAN, 3 * MEAN], rtol=1e-6)
 
 
+def test_without_jit_a_function_sees_its_values():
+    """So that one can print them, or look at them in a debugger, for which JAX has disable_jit."""
+    seen = []
+
+    def program(x):
+        seen.append(x.tolist())
+        return summed(x)
+
+    compiled = hvd.jit(program)
+    with jax.disable_jit():
+        check(compiled(own(3)), 3)
+    assert seen == [own(3).tolist()]
+    check(hvd.jit(summed)(own(4)), 4)
+
+
 def test_options_and_arguments_of_jax_jit():
     def step(x, power, *, scale):
         return scale * hvd.allreduce(x) ** power
