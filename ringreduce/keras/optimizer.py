@@ -228,6 +228,8 @@ class _Reduction:
         known = given[0] if given else getattr(optimizer, "_trainable_variables", ())
         self._variables = [each for each, gradient in zip(known, grads, strict=False) if gradient is not None]
         type(optimizer).apply(optimizer, grads, *given, **kwargs)
+        if not grads:  # of a model that trains nothing, where JAX's `fit` calls it, too
+            return
         self._applied += 1
         if not self._called and self._applied >= (self._optimizer.gradient_accumulation_steps or 1):
             raise InputError(

@@ -136,9 +136,17 @@ def test_a_first_step_that_reduces_nothing_is_an_error():
             pass
 
     own = hvd.DistributedOptimizer(Renamed(0.1), backward_passes_per_step=2)
-    own.apply([])
+    gradients = [keras.ops.ones(2)]
+    own.apply(gradients)
     with pytest.raises(ValueError, match="the first step of this Renamed has not reduced its gradients: Keras"):
-        own.apply([])
+        own.apply(gradients)
+
+
+def test_a_model_with_nothing_to_train_has_nothing_to_reduce():
+    trained = models.model(seed=models.RANK)
+    trained.trainable = False
+    before = models.numbers(trained.weights)
+    models.close(models.fit(trained, hvd.DistributedOptimizer(sgd()), together=True, epochs=1), before)
 
 
 @pytest.mark.quick
