@@ -38,7 +38,7 @@ def allreduce(call: Call) -> Any:
 
     tensor:   arrays and numbers in any tree that JAX knows; equal in form, shapes and types on all ranks.
     Gradient: for Average and Sum the same allreduce, compressed too; for other ops InputError.
-    vmap:     the same allreduce of the whole batch.
+    vmap:     the same allreduce of the whole batch; for Adasum, whose members would mix, InputError.
     Cost:     as `ringreduce.grouped_allreduce`; on the CPU no copies, inside jit neither.
     Raises:   as `ringreduce.allreduce`. Inside jit what ranks find out together is a JaxRuntimeError with that text.
     Source:   Horovod's allreduce.

@@ -29,6 +29,7 @@ from jax.interpreters import ad, batching, mlir
 from ringreduce.errors import InputError, MissingExtraError
 from ringreduce.jax import xla
 from ringreduce.jax.host import HostCollective
+from ringreduce.ops import Adasum
 
 PRIVATE = (
     "_src.core.trace_state_clean",
@@ -216,6 +217,11 @@ def _transpose(gradients: Values, *values: Any, collective: HostCollective) -> V
 
 def _batch(values: Values, dims: Sequence[Any], *, collective: HostCollective) -> tuple[Values, Sequence[Any]]:
     """The same collective with one more dimension, behind the rows where they have a meaning."""
+    if collective.kind == "allreduce" and collective.op is Adasum:  # which looks at an array as a whole
+        raise InputError(
+            f"allreduce ({collective.place}): op=Adasum under jax.vmap would mix the members of the batch; "
+            "call it for each member"
+        )
     if collective.by_rows:
         pairs = zip(values, dims, strict=True)
         values = [each if dim is None else jnp.moveaxis(each, dim, 1) for each, dim in pairs]

@@ -198,6 +198,11 @@ def test_vmap(run):
     close(squares, 2 * own(4, 2, 3, rank=RANKS.mean()))
 
 
+def test_the_members_of_a_batch_would_mix_in_an_adasum(run):
+    with pytest.raises(rr.InputError, match=r"allreduce \(test_ops.py:\d+\): op=Adasum under jax.vmap would mix the"):
+        run(jax.vmap(lambda x: hvd.allreduce(x, op=hvd.Adasum)))(own(4, 2, 3))
+
+
 def test_control_flow(jit):
     def program(x):
         total, _ = jax.lax.scan(lambda carry, _: (hvd.allreduce(carry) + RANK, None), x, None, length=3)
