@@ -35,6 +35,7 @@ class Consistency:
     def __init__(self, workers: Sequence[int], staleness: float, apply: Callable[[Gradients], None]) -> None:
         """staleness: s; infinite for async."""
         self.pushes = dict.fromkeys(workers, 0)  # of the workers that have not left
+        self._gone: dict[int, int] = {}  # as many as the others had, who come again after the loss of a rank
         self.most_stale = 0  # most pushes that a worker was ahead of another when it pulled
         self.changed = threading.Condition()
         self.error: BaseException | None = None  # of another thread: nobody waits any more
@@ -55,8 +56,12 @@ class Consistency:
     def leave(self, worker: int) -> None:
         """Wait for this worker no more."""
         with self.changed:
-            del self.pushes[worker]
+            self._gone[worker] = self.pushes.pop(worker)
             self.changed.notify_all()
+
+    def applied(self) -> dict[int, int]:
+        """How many pushes of each worker are applied, also of those that have left."""
+        return self._gone | self.pushes
 
     def fail(self, error: BaseException) -> None:
         """End all waits with this error."""
@@ -66,7 +71,8 @@ class Consistency:
 
     def resume(self, workers: Sequence[int]) -> None:
         """Go on with these workers after an error; no thread calls it meanwhile."""
-        self.error, self.pushes = None, {worker: self.pushes.get(worker, 0) for worker in workers}
+        applied = self.applied()
+        self.error, self.pushes, self._gone = None, {worker: applied[worker] for worker in workers}, {}
 
     def _wait_for(self, condition: Callable[[], bool]) -> None:
         self.changed.wait_for(lambda: self.error or condition())

@@ -104,7 +104,7 @@ class Server:
         self._job.channel.barrier()
 
     def _recover(self) -> None:
-        self._job, _ = regrouped(self._job, self._consistency.pushes)
+        self._job, _ = regrouped(self._job, self._consistency.applied())
         self._consistency.resume(self._job.workers)
 
     def _run(self, worker: int) -> None:

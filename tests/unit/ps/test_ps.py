@@ -1,5 +1,6 @@
 """The parameter server without ranks: which server holds what, and who waits for whom."""
 
+import math
 import random
 import threading
 import time
@@ -7,6 +8,7 @@ import time
 import numpy as np
 import pytest
 
+from ringreduce.errors import PeerLostError
 from ringreduce.ps.consistency import Consistency, Sync
 from ringreduce.ps.layout import Key, joined, shards_of
 
@@ -104,6 +106,26 @@ def test_in_step_all_gradients_are_averaged_once_and_a_worker_that_leaves_is_not
     assert at_once([2, 4, 7], work) == []
     expected = [np.mean([worker for worker in (2, 4, 7) if step < worker]) + 10 * step for step in range(7)]
     np.testing.assert_allclose(applied, expected)
+
+
+@pytest.mark.parametrize("kind", ["sync", "async"])
+def test_after_a_loss_a_worker_that_has_left_comes_again_with_all_that_it_has_pushed(kind):
+    applied = []
+    workers, apply = [2, 4, 7], lambda gradients: applied.append(gradients["w"])
+    consistency = Sync(workers, apply) if kind == "sync" else Consistency(workers, math.inf, apply)
+    for step in range(2):
+        assert (
+            at_once(workers, lambda worker, step=step: consistency.push(worker, {"w": worker + np.array(step)})) == []
+        )
+    consistency.leave(2)
+    assert consistency.applied() == {2: 2, 4: 2, 7: 2}
+    consistency.fail(PeerLostError("rank 7 has left", [7]))
+    consistency.resume([2, 4])
+    assert consistency.applied() == consistency.pushes == {2: 2, 4: 2}
+    consistency.leave(2)
+    consistency.push(4, {"w": np.array(30)})
+    assert consistency.applied() == {2: 2, 4: 3}
+    assert applied[-1] == 30
 
 
 def test_an_error_in_one_thread_ends_the_waits_of_the_others():
