@@ -20,7 +20,7 @@ from ringreduce import runtime
 from ringreduce.api.objects import allgather_object
 from ringreduce.arrays.buffer import Buffer
 from ringreduce.errors import SettingsError
-from ringreduce.execution.signature import ranks_text
+from ringreduce.execution.signature import names_of, ranks_text
 from ringreduce.execution.submission import Submission
 from ringreduce.kernels.fingerprint import fingerprint
 from ringreduce.log import JOB
@@ -58,15 +58,15 @@ class Twice:
         """See `engine.submitting.Inspector`; raises SystemExit after the last step."""
         if "op" not in dict(details) or any(each.on_gpu for each in inputs):
             return None
-        found = list(names or [name or UNNAMED])
-        if any(self._counts[each] >= self._steps for each in found if each != UNNAMED):
+        found, is_named = list(names_of(name or UNNAMED, names, len(inputs))), bool(name or names)
+        if is_named and any(self._counts[each] >= self._steps for each in found):
             self._end()
         return found
 
     def begin(self, made: Submission, names: list[str], _: bool) -> None:
         """See `engine.submitting.Inspector`."""
         rows = []
-        for name, each in zip(names, made.inputs, strict=False):
+        for name, each in zip(names, made.inputs, strict=True):
             row = [self._counts[name], name, fingerprint(each.flat.view(np.uint8)), 0]
             self._record[f"{row[0]} {name}"] = row
             self._counts[name] += 1
@@ -91,7 +91,7 @@ class Twice:
 
 def _arrived(made: Submission, rows: list[list[Any]], _: BaseException | None) -> None:
     """See `Submission.then`."""
-    for row, each in zip(rows, made.outputs, strict=False):
+    for row, each in zip(rows, made.outputs, strict=False):  # a reduce_scatter has one output of several inputs
         row[3] = fingerprint(each.flat.view(np.uint8))
 
 

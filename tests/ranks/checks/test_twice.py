@@ -25,6 +25,11 @@ def program(run, wrong):
                 array[77] += 1
             rr.allreduce(array, name=name)
         rr.allgather(array)
+        members = [np.full(3, step + rr.rank()), np.full(4, step - rr.rank())]
+        members[1][2] += wrong == "member" and run == 2 and step == 3
+        rr.grouped_allreduce(members, name="g")
+        rr.grouped_allreduce(members)
+        rr.grouped_allreduce(members, names=["g.x", "g.y"])
 
 
 def found(capsys, monkeypatch, tmp_path, wrong, steps=STEPS):
@@ -49,11 +54,12 @@ def found(capsys, monkeypatch, tmp_path, wrong, steps=STEPS):
 @pytest.mark.parametrize(
     ("wrong", "expected"),
     [
-        ("nothing", r"the same bits in 6 steps, in all arrays \(2\), on ranks 0-2"),
+        ("nothing", r"the same bits in 6 steps, in all arrays \(8\), on ranks 0-2"),
         (
             "own",
             r"'w' differs in step 4, on rank 1 before it is reduced: look there for .*use_deterministic_algorithms\)",
         ),
+        ("member", r"'g\.1' differs in step 3, on ranks 0-2 before it is reduced: look there for .*"),
         (
             "sum",
             r"'w' differs in step 0, though the ranks passed the same values: the order of the sum differs; RINGRED.*",
