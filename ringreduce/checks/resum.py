@@ -22,6 +22,7 @@ import numpy as np
 from ringreduce import runtime
 from ringreduce.arrays.buffer import Buffer
 from ringreduce.arrays.view import as_buffer
+from ringreduce.errors import CollectiveError
 from ringreduce.execution.signature import ranks_text
 from ringreduce.execution.submission import Handle, Submission
 from ringreduce.log import JOB
@@ -38,7 +39,7 @@ class Sample(NamedTuple):
     number: int  # of the array in its submission
     low: int  # of its elements the first one
     before: Any
-    step: int  # how often the name was reduced before
+    step: int  # how often the name was reduced before, since the last join
 
 
 class Resum:
@@ -46,14 +47,16 @@ class Resum:
 
     def __init__(self, own: runtime.Runtime) -> None:
         self._own, self._every, self._reported = own, own.checks.sdc, 0
-        self._counts: Counter[str] = Counter()
+        self._counts: dict[int, tuple[int, Counter[str]]] = {}
+        """By process set: how often its ranks have joined, and since then how often each name was reduced."""
         self._pending: deque[tuple[Submission, Sample, Handle]] = deque()
 
     def look(self, _: object, __: object, details: Sequence[tuple[str, Any]], inputs: Sequence[Buffer]) -> bool | None:
         """See `engine.submitting.Inspector`. Compare what has come meanwhile."""
         while self._pending and self._pending[0][2].poll():
             made, sample, handle = self._pending.popleft()
-            self._judge(made, sample, handle.wait())
+            with contextlib.suppress(CollectiveError):  # a rank has joined, or is lost, which its own operations say
+                self._judge(made, sample, handle.wait())
         known = dict(details)
         is_sum = known.get("op", Adasum.value) != Adasum.value and known.get("compression") is None
         return True if is_sum and inputs and not inputs[0].on_gpu else None
@@ -63,17 +66,30 @@ class Resum:
         kind, name, *_rest = made.signature.unnumbered
         if kind != "allreduce" or made.process_set < 0:
             return
-        step, every = self._counts[name], self._every
-        self._counts[name] += 1
-        drawn = zlib.crc32(f"{name} {step // every}".encode())
+        every, joins, step = self._every, *self._count(made.process_set, name)
+        drawn = zlib.crc32(f"{name} {joins + step // every}".encode())
         if step % every != drawn % every:
             return
         number = drawn // every % len(made.inputs)
         flat = made.inputs[number].flat
+        if not flat.size:
+            return
         count = min(flat.size, max(1, MOST_BYTES // self._own.world.size // flat.itemsize))
         low = drawn % (flat.size - count + 1)
         sample = Sample(number, low, flat[low : low + count].copy(), step)
         made.add_then(functools.partial(self._gather, made, sample))
+
+    def _count(self, process_set: int, name: str) -> tuple[int, int]:
+        """Count it; returns how often the set's ranks have joined, and how often it was reduced since: equal on them.
+
+        Not so how often it was ever reduced, since a rank that joins early has no part in what the others go on with.
+        """
+        joins = self._own.engine.states[process_set].joins
+        if self._counts.get(process_set, (-1,))[0] != joins:
+            self._counts[process_set] = joins, Counter()
+        counts = self._counts[process_set][1]
+        counts[name] += 1
+        return joins, counts[name] - 1
 
     def _gather(self, made: Submission, sample: Sample, error: BaseException | None) -> None:
         """See `Submission.then`."""

@@ -49,7 +49,6 @@ class Negotiation:
         """neutral: makes the submission of a joined rank, of this signature to a process set."""
         self.states: dict[int, ProcessSetState] = {}  # of this rank's process sets, by number
         self.known_submissions = 0  # how many submissions were counted by their id
-        self.joins = 0  # how often all ranks have joined; equal on all ranks between two operations
         self._world, self._mailbox, self._inbox, self._ending = world, mailbox, inbox, ending
         self._timeline, self._neutral, self._lock = timeline, neutral, inbox.lock
         self._newest = -1  # the newest process set
@@ -203,7 +202,7 @@ class Negotiation:
     def _end_join(self, state: ProcessSetState, last: int) -> None:
         """Let join() return when the operations queued before are done."""
         with self._lock:
-            self.joins += 1
+            state.joins += 1
             state.joined = False
             state.submitted = 0  # a rank that joined early has numbered fewer submissions than the others
             submission = state.pending.pop("join.join")

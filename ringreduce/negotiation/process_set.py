@@ -26,6 +26,7 @@ class ProcessSetState(Running):
         self.express = ""  # not empty: the key of an operation that a thread runs by itself: engine/express.py
         self.followed = 0  # entries of the schedule
         self.joined = False
+        self.joins = 0  # how often all its ranks have joined; equal on them between two operations of the set
         self.left: set[int] = set()  # on the coordinator: the members that have left
 
     def numbered(self, signature: Signature) -> Signature:

@@ -69,7 +69,7 @@ class Exchange:
         self._checked = arguments_of("allreduce", None, op, *self.scales, compression)
         methods = getattr(compression, "compress", None), getattr(compression, "decompress", None)
         self._compresses = methods != (Compression.none.compress, Compression.none.decompress)
-        self._joins = 0, 0  # a world's number, and how often its ranks have joined
+        self._joins = 0, 0  # a world's number, and how often the set's ranks have joined in it
         self._sized: tuple[Any, int | None, int] = None, None, 1  # a world, the set's number in it, and its size
         scales = {"prescale_factor": self.scales[0], "postscale_factor": self.scales[1]}
         self.arguments: dict[str, Any] = {
@@ -94,6 +94,13 @@ class Exchange:
             size = (self.process_set.size() or 1) if self.process_set.included() else 1
             self._sized = world, number, size
         return size
+
+    @property
+    def joins(self) -> int:
+        """How often the set's ranks have joined in this world; 0 where this rank is not one of them."""
+        states, number = runtime.current("DistributedOptimizer").engine.states, self.process_set.process_set_id
+        state = None if number is None else states.get(number)
+        return 0 if state is None else state.joins
 
     def elastic_parts(self, own: bool) -> dict[str, Any]:
         """See `PowerSGD.elastic_parts`; others keep nothing."""
@@ -188,7 +195,7 @@ class Exchange:
             "of_step": of_step,
         }
         engine, number = runtime.current("DistributedOptimizer").engine, number_of(self.process_set, "allreduce")
-        joins = engine.world.number, engine.negotiation.joins
+        joins = engine.world.number, self.joins
         if joins[1] and joins != self._joins:
             compression.agree(self.process_set)
         self._joins = joins

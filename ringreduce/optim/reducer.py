@@ -251,7 +251,7 @@ class Reducer:
         """The world may have changed. After a join() all ranks ask again: one that joined early knows less."""
         current = runtime.current("DistributedOptimizer")
         engine, every = current.engine, current.checks.divergence
-        now = (engine.world, engine.negotiation.joins, every)
+        now = (engine.world, self.exchange.joins, every)
         if now != self._known_since:
             self._known_since = now
             for bucket in list(self._in_flight):  # begun before

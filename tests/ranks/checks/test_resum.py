@@ -1,5 +1,6 @@
 """check=sdc: a flipped bit is found by another algorithm, and its rank is named; sums of all types are left alone."""
 
+import itertools
 import re
 import threading
 
@@ -14,6 +15,7 @@ from ringreduce.ops import Reduction
 from ringreduce.settings import Settings
 from ringreduce.testing import run_ranks
 from tests.ranks.checks.test_divergence import found
+from tests.support.on_threads import known
 
 STEPS, EVERY = 24, 4
 SETTINGS = Settings(check=f"sdc:{EVERY}", deterministic=True)
@@ -48,6 +50,64 @@ def test_what_is_right_is_left_alone(capsys, hosts, monkeypatch):
     assert set(judged) == {
         (f"{n} {d}", k) for n in ("group", "alone") for d in dtypes for k in range(2 * STEPS // EVERY)
     }
+
+
+def test_a_rank_that_has_joined_ends_a_comparison_and_not_the_job(capsys):
+    def program():
+        for step in range(6 * (rr.rank() == 0)):
+            rr.allreduce(np.full(3, step + 1.0), name="w")
+        rr.join()
+
+    assert not found(capsys, program, 2, Settings(check="sdc:1", deterministic=True))
+
+
+def test_arrays_of_no_elements_are_left_alone(capsys):
+    def program():
+        for step in range(6):
+            rr.allreduce(np.zeros((0, 3)), name="e")
+            rr.grouped_allreduce([np.zeros((0, 3)), np.full(4, step + rr.rank())], name="group")
+        rr.barrier()
+        rr.allreduce(np.zeros(1))
+
+    assert not found(capsys, program, 2, Settings(check="sdc:1", deterministic=True))
+
+
+def uneven():
+    yield from range(8 + 2 * rr.rank())
+    rr.join()
+
+
+def in_its_own_set():
+    for step in range(3 * (rr.rank() == 0)):
+        rr.allreduce(np.full(5, step + 1.0), name="w", process_set=known([0], 1))
+    yield from ()
+
+
+def after_a_join_of_its_own_set():
+    yield from range(3)
+    if rr.rank() == 0:
+        rr.join(process_set=known([0], 1))
+
+
+@pytest.mark.parametrize("before", [uneven, in_its_own_set, after_a_join_of_its_own_set])
+def test_ranks_that_have_reduced_a_name_unequally_often_compare_the_same_steps(capsys, monkeypatch, before):
+    judged, judge = [], resum.Resum._judge
+
+    def counted(self, made, sample, rows):
+        judged.append(sample.step)
+        judge(self, made, sample, rows)
+
+    monkeypatch.setattr(resum.Resum, "_judge", counted)
+
+    def program():
+        for step in itertools.chain(before(), range(10, 10 + STEPS)):
+            rr.allreduce(np.arange(5) + step * (1.0 + rr.rank()), name="w")
+        rr.barrier()
+        rr.allreduce(np.zeros(1))
+
+    run_ranks(2, program, settings=SETTINGS, process_sets=[[0]])
+    assert "check=" not in capsys.readouterr().err
+    assert len(judged) >= 2 * STEPS // EVERY
 
 
 def flip(array):

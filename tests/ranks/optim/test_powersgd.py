@@ -282,3 +282,12 @@ def test_after_a_join_ranks_have_alike_what_they_share():
     every = run_ranks(3, program, hosts=[0, 0, 1])
     for seen in every:
         np.testing.assert_array_equal(seen, every[0])
+
+
+@each_rank_of(2, process_sets=[[0]])
+def test_a_join_of_another_process_set_needs_no_agreement():
+    power, own = rr.PowerSGD(RANK, 0), mean_of(rr.rank(), rr.rank() + 1)
+    trained(power, 2, own)
+    if rr.rank() == 0:
+        rr.join(process_set=known([0], 1))
+    trained(power, 2, own, 2)
