@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -20,7 +19,6 @@ from ringreduce.runtime.submit import submit_and_wait
 __all__ = ["barrier", "init", "join", "poll", "start_timeline", "stop_timeline", "synchronize"]
 
 DYNAMIC = "dynamic"
-CHECKS = "ringreduce.checks.switch"  # which is loaded when one of them is asked for: they use this API
 
 
 def init(comm: Any = None, process_sets: str | Sequence[ProcessSet | Sequence[int]] | None = None) -> None:
@@ -50,8 +48,7 @@ def init(comm: Any = None, process_sets: str | Sequence[ProcessSet | Sequence[in
     current = runtime.current("init")
     for each, (number, members) in zip(given, own, strict=True):
         each.process_set_id, each.ranks = number, list(members)
-    if str(current.checks) or current.settings.twice:
-        importlib.import_module(CHECKS).start(current)
+    current.start_checks()
     timeline = current.settings.timeline
     is_late = current.world.number > 0  # a spare in the place of a lost rank: the others are not in init()
     if timeline and timeline.upper() != BY_HAND and not is_late:

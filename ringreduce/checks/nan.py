@@ -30,7 +30,7 @@ from ringreduce.arrays.buffer import Buffer
 from ringreduce.arrays.dtypes import ElementType
 from ringreduce.arrays.gpu_buffer import any_on_gpu
 from ringreduce.checks.agreement import Agreement, Finding
-from ringreduce.errors import NanError, PeerLostError, StalledError
+from ringreduce.errors import CollectiveError, NanError, PeerLostError, StalledError
 from ringreduce.execution.submission import Submission
 from ringreduce.log import JOB, LOGGER
 from ringreduce.monitor import launcher_link
@@ -180,10 +180,11 @@ class Nan:
             agreed = self._agreed(sets)
         except StalledError:
             return
-        except PeerLostError:  # it has left, or is lost, which the next operation says
-            if self._action != "report":
-                raise
-            return
+        except CollectiveError as error:
+            self._late = None  # it has failed for good; the next steps may be in a new process group, or world
+            if self._action == "report" and isinstance(error, PeerLostError):
+                return  # it has left, or is lost, which the next operation says
+            raise
         if agreed is not None and getattr(optimizer, "found_inf", None):
             self._skip()  # as fused optimizers do, to which GradScaler leaves it
         elif agreed is not None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import importlib
 import math
 import sys
 import time
@@ -47,6 +48,7 @@ class Setup(NamedTuple):
     process_sets: ProcessSets = ()
 
 
+CHECKS = "ringreduce.checks.switch"  # which is loaded when one of them is asked for: they use the API above this
 RECOVERY_S = 20.0  # how long a rank waits after a loss: for its GPU, and for the launcher's list of who is left
 GPU_SLEEP_S = 100e-6  # between two looks at the GPU
 
@@ -83,8 +85,12 @@ class Runtime:
         self.world, self.transport, host, offsets_us, sets = setup
         self.clock_ahead_s = offsets_us[self.world.rank] / 1e6 if offsets_us else 0.0  # of rank 0's
         self.engine = Engine(self.world, self.transport, self.settings, host, offsets_us, sets)
-        self.engine.submitting.inspectors = self.inspectors
         self.engine.gpu.default_index = self.gpu.index or 0
+
+    def start_checks(self) -> None:
+        """Begin with the checks that are asked for; in a later world anew: they keep handles, and counts, of one."""
+        if str(self.checks) or self.settings.twice:
+            importlib.import_module(CHECKS).start(self)
 
     def membership_changed(self) -> bool:
         """True when ranks are lost or have joined, so that the next collective raises PeerLostError."""

@@ -112,6 +112,14 @@ def test_spares_take_the_places(python, tmp_path):
     assert [len(each) for each in found[1]["history"]] == [4] * STEPS
 
 
+def test_checks_begin_anew_in_each_world(python, tmp_path):
+    """Else a spare, whose steps count from 0, would compare parts of other steps than the rest do."""
+    flags = ["--spares", 1, "--check", "sdc:3"]
+    stderr, found = job(python, tmp_path, 3, ["1 step 10 SIGKILL"], *flags, RINGREDUCE_DETERMINISTIC="1")
+    check(found, {0, 2, 3}, tmp_path)
+    assert "check=" not in stderr
+
+
 def test_below_the_fewest_ranks_the_job_fails_as_ever(python, tmp_path):
     command = [jobs.ringrun(python), "--elastic", "--min-np", 2, "-np", 2, python]
     done = jobs.run(

@@ -91,6 +91,7 @@ class ElasticRuntime(Runtime):
         engine.gpu.free(of_lost_world=True)  # all have unmapped it before they met
         met_s = time.monotonic()
         self.enter(setup)
+        self.start_checks()
         launcher_link.report(self.settings.error_file, reformed=setup.world.number)
         heard_s = self.members.newest.heard_s
         self.times_s = {"heard": heard_s, "failed": begun_s, "stopped": stopped_s, "met": met_s}

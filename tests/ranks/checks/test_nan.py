@@ -4,6 +4,7 @@ import contextlib
 import re
 import sys
 import time
+import types
 
 import numpy as np
 import pytest
@@ -215,6 +216,30 @@ def test_a_report_does_not_fail_a_step_whose_other_ranks_have_left(monkeypatch):
 
     first, second = run_ranks(2, program)
     np.testing.assert_array_equal(first, second)
+
+
+@pytest.mark.parametrize("action", ["report", "raise", "zero"])
+def test_an_agreement_that_a_lost_rank_has_ended_is_not_waited_for_again(monkeypatch, action):
+    failures = [rr.PeerLostError("rank 1 has left", [1])]
+
+    class Agreed:
+        def __init__(self, *_):
+            self.error = failures.pop() if failures else None
+
+        def wait(self, _):
+            if self.error is not None:
+                raise self.error
+
+    def steps():
+        watch._sets[0] = None
+        watch.before_step(set())  # as good an optimizer as any
+
+    monkeypatch.setattr(nan, "Agreement", Agreed)
+    watch = nan.Nan(types.SimpleNamespace(engine=None), action)
+    with contextlib.nullcontext() if action == "report" else pytest.raises(rr.PeerLostError):
+        steps()
+    assert watch._late is None
+    steps()  # in another world, or process group
 
 
 @pytest.mark.parametrize("fused", [False, True])
