@@ -63,9 +63,13 @@ class KeptFile:
 
     def finish(self, number: int, rest: Any) -> None:
         """`memory` is filled; with the rest this is commit `number`."""
-        pickled = pickle.dumps(rest)
-        os.pwrite(self._descriptor, pickled, _ARRAYS_AT + self.memory.nbytes)
-        os.pwrite(self._descriptor, _HEADER.pack(number, self.memory.nbytes, len(pickled)), 0)
+        left = memoryview(pickle.dumps(rest))
+        at, header = _ARRAYS_AT + self.memory.nbytes, _HEADER.pack(number, self.memory.nbytes, len(left))
+        os.posix_fallocate(self._descriptor, at, len(left))  # fails without room, where a write only stops short
+        while left:
+            written = os.pwrite(self._descriptor, left, at)  # 2 GiB at most
+            at, left = at + written, left[written:]
+        os.pwrite(self._descriptor, header, 0)
 
     def read(self) -> Found | None:
         """The commit, if it is whole."""

@@ -117,6 +117,33 @@ def test_without_room_a_commit_is_in_own_memory_and_that_is_said_once(tmp_path, 
     assert Kept(tmp_path, 0).newest().number == 1
 
 
+def test_what_is_written_in_parts_is_whole_in_the_end(tmp_path, monkeypatch):
+    """The system writes 2 GiB at most at a time."""
+    pwrite = os.pwrite
+    monkeypatch.setattr(kept.os, "pwrite", lambda file, data, at: pwrite(file, data[:1000], at))
+    take(Kept(tmp_path, 0), Commit(), 5000)
+    found = Kept(tmp_path, 0).newest()
+    assert found.number == 5000
+    assert values(found)[2:] == (5000, "x" * 5000)
+
+
+def test_without_room_for_all_but_the_arrays_there_is_no_commit_either(tmp_path, monkeypatch, caplog):
+    def full(file, begin, length):
+        if begin:
+            raise OSError(28, "No space left on device")
+        allocate(file, begin, length)
+
+    allocate = os.posix_fallocate
+    monkeypatch.setattr(kept.os, "posix_fallocate", full)
+    monkeypatch.setattr(kept.os, "pwrite", lambda file, data, at: len(data))  # it would not fail
+    files = Kept(tmp_path, 0)
+    commit = take(files, Commit(), 1)
+    assert commit.tree()["step"] == 1
+    assert commit.file is None
+    assert "No space left on device" in caplog.text
+    assert files.newest() is None
+
+
 def test_after_a_restart_all_ranks_go_on_with_the_most_advanced_commit(tmp_path, monkeypatch):
     """Each host has what its own ranks kept; one has nothing, since it is new."""
     for host, number in enumerate((3, 5)):
