@@ -79,6 +79,9 @@ def run(job: Job, attempt: Attempt, reallocate: Reallocate, wait: Wait, say: Say
                 is_enough = found and not (job.elastic and found.size < job.elastic.min_np)
                 if is_enough or not (left_s := blacklist.next_s()):
                     break
+                if deadline_s is not None and time.monotonic() + left_s >= deadline_s:
+                    up = f"--timeout {job.timeout_s:g} s is up"
+                    raise LauncherError(f"{up} before a host that failed may be used again")
                 say(f"ringrun: waiting {left_s:.0f} s for a host that failed and is left out until then")
                 number = wait(left_s)
         except LauncherError as error:

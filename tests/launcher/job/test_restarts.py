@@ -161,6 +161,15 @@ def test_where_hosts_that_are_left_out_are_needed_it_waits_for_them():
     assert "ringrun: waiting 30 s for a host that failed and is left out until then" in run.said
 
 
+def test_it_waits_for_no_host_that_is_left_out_for_longer_than_the_job_may_take():
+    run = Attempts(FAILED, sizes=[1])
+    left = SimpleNamespace(next_s=lambda: 3000.0)
+    job = Job(8, ["true"], restarts=1, timeout_s=600.0, elastic=Elastic(min_np=2))
+    assert restarts.run(job, run.attempt, run.reallocate, run.wait, run.said.append, left) == 7
+    assert run.pauses == [1]
+    assert run.said[-1] == "ringrun: no restart: --timeout 600 s is up before a host that failed may be used again"
+
+
 @pytest.mark.parametrize(
     ("endings", "size", "code", "said"),
     [
