@@ -163,6 +163,8 @@ def on_hosts_that_answer(
             slots = sum(host.slots or job.size for host in hosts)
             return replace(job, size=min(most, slots)) if job.elastic and hosts else job
         before = {host.name: count for host, count in job.hosts}
+        if not before:  # all ranks were on this host
+            before = {host.name: job.size for host in hosts if is_here(host)}
         asked = [host.name for host in hosts if host.name not in in_use]
         there = {*in_use, *answering(asked)}
         placed = reallocated(merged(hosts), before, there, most)

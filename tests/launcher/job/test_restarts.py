@@ -264,15 +264,16 @@ def test_a_job_is_placed_anew_on_the_hosts_that_answer():
     assert restarts.on_hosts_that_answer(list, answering, 1)(alone, ()) is alone
 
 
+@pytest.mark.parametrize("slots", [2, None], ids=["said", "not said"])
 @pytest.mark.parametrize(("most", "counts"), [(sys.maxsize, [2, 3]), (3, [2, 1])])
-def test_hosts_that_are_new_get_ranks(most, counts):
+def test_hosts_that_are_new_get_ranks(most, counts, slots):
     here, new = Host("localhost", 2), Host("h2.example", 3)
-    hosts = [here]
+    hosts = [replace(here, slots=slots)]
     reallocate = restarts.on_hosts_that_answer(lambda: hosts, lambda names: names, most)
     job = Job(2, ["true"])
     assert reallocate(job, ()) is job
     hosts.append(new)
-    assert reallocate(job, ()) == replace(job, size=sum(counts), hosts=list(zip(hosts, counts, strict=True)))
+    assert reallocate(job, ()) == replace(job, size=sum(counts), hosts=list(zip([here, new], counts, strict=True)))
 
 
 # signals
