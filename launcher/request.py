@@ -81,8 +81,10 @@ def _host_finder(resolved: Config, joined: Joined | None) -> Callable[[], Found 
     place = resolved.place("hosts") or resolved.place("hostfile") or resolved.place("host_discovery_script")
 
     out = options.exclude and parse_host_list(options.exclude, flag("exclude"))
+    may_be_gone = bool(script)  # it prints others each time
 
     def find_hosts() -> Found | None:
+        nonlocal may_be_gone
         found = joined.hosts() if joined else named_hosts(options.hosts, options.hostfile, place, script)
         if not found:
             if out:
@@ -90,8 +92,9 @@ def _host_finder(resolved: Config, joined: Joined | None) -> Callable[[], Found 
             return None
         hosts = [replace(host, slots=host.slots or slots) for host in found.hosts]
         names = {host.name for host in hosts}
-        gone = [host for host in out or () if not script or host.name in names]  # a script prints others each time
-        return replace(found, hosts=without(hosts, gone, flag("exclude")) if gone else hosts)
+        excluded = [host for host in out or () if not may_be_gone or host.name in names]
+        may_be_gone = True  # from a file that has changed
+        return replace(found, hosts=without(hosts, excluded, flag("exclude")) if excluded else hosts)
 
     return find_hosts
 

@@ -291,3 +291,13 @@ def test_the_flag_takes_hosts_out_of_those_that_are_named():
     assert message_of(cli.parse, ["-H", "h1", "--exclude", "h1;", "true"]).startswith(
         "--exclude, item 1, 'h1;': expected"
     )
+
+
+def test_a_host_that_is_left_out_may_leave_the_file_while_the_job_runs(tmp_path):
+    file = tmp_path / "hosts"
+    file.write_text("h1:2\nh2:2\nh3:1\n")
+    request = cli.parse(["--hostfile", str(file), "--exclude", "h2,h3", "true"])
+    assert request.found.hosts == [Host("h1", 2)]
+    for text in ("h1:2\nh3:1\nh4:4\n", "h1:2\nh4:4\n", "h2:1\nh1:2\nh4:4\n"):
+        file.write_text(text)
+        assert request.find_hosts().hosts == [Host("h1", 2), Host("h4", 4)]
