@@ -10,7 +10,7 @@ Keys are the flags' names, with underscores or dashes. Those that Horovod groups
 What a flag means, and whether there is one of that name, resolve.py knows.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ GROUPS = {
 
 @dataclass(frozen=True)
 class Entry:
-    """One value of the file."""
+    """What the file gives for one flag."""
 
     flag: str
     """Without the dashes before it."""
@@ -38,12 +38,19 @@ class Entry:
     key: str
     """As it stands in the file, behind its group's."""
 
-    text: str
+    texts: Sequence[str]
+    """One, or those of a list."""
+
     kind: str
-    """What YAML takes it for: bool, int, float, str, …"""
+    """What YAML takes it for: bool, int, float, str, …, or list"""
 
     place: str
     """`file:line`."""
+
+    @property
+    def text(self) -> str:
+        """Of one that is no list."""
+        return self.texts[0]
 
 
 def read(path: str) -> list[Entry]:
@@ -111,6 +118,12 @@ def _items(mapping: Any, name: str) -> Iterator[tuple[str, str, Any]]:
 
 
 def _entry(flag: str, key: str, node: Any, place: str) -> Entry:
+    if node.id == "sequence":
+        return Entry(flag, key, [_text(key, each, place) for each in node.value], "list", place)
+    return Entry(flag, key, [_text(key, node, place)], node.tag.rpartition(":")[2], place)
+
+
+def _text(key: str, node: Any, place: str) -> str:
     if node.id == "mapping":
         groups = ", ".join(group.replace("-", "_") for group in GROUPS)
         raise UsageError(f"{place}: {key}: expected one value, but it is a map; groups are {groups}")
@@ -120,7 +133,7 @@ def _entry(flag: str, key: str, node: Any, place: str) -> Entry:
         raise UsageError(f"{place}: {key} has no value; give one, or remove the line")
     if "\0" in node.value or any("\ud800" <= character <= "\udfff" for character in node.value):
         raise UsageError(f"{place}: {key}: {node.value!r} holds a character that a variable cannot hold")
-    return Entry(flag, key, node.value, node.tag.rpartition(":")[2], place)
+    return str(node.value)
 
 
 def _is_null(node: Any) -> bool:

@@ -172,8 +172,17 @@ def _file(parser: Parser, entries: Sequence[Entry]) -> _Level:
             raise UsageError(f"{entry.place}: {_unknown(entry, list(flags))}")
         if action.dest in level:
             raise UsageError(f"{entry.place}: {entry.key} is given twice; the first is at {level[action.dest][1]}")
-        level[action.dest] = (_switched(entry, action) if action.nargs == 0 else entry.text, entry.place)
+        level[action.dest] = (_value(entry, action), entry.place)
     return level
+
+
+def _value(entry: Entry, action: argparse.Action) -> Any:
+    """Return what argparse would: a list of a flag that may be given several times."""
+    if isinstance(action, argparse._AppendAction):
+        return list(entry.texts)
+    if entry.kind == "list":
+        raise UsageError(f"{entry.place}: {entry.key}: expected one value, but it is a list")
+    return _switched(entry, action) if action.nargs == 0 else entry.text
 
 
 def _unknown(entry: Entry, flags: Sequence[str]) -> str:

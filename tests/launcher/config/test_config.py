@@ -134,6 +134,22 @@ def test_own_flags_may_stand_in_the_file(file):
     assert cli.parse(["--config-file", path, "-np", "2", "true"]).np == 2
 
 
+@pytest.mark.parametrize(
+    ("text", "asked"),
+    [
+        ("env: FOO=bar", {"FOO": "bar"}),
+        ("env: [FOO=bar, HERE, N=2]", {"FOO": "bar", "HERE": "x y", "N": "2"}),
+        ("env:\n- HERE\n", {"HERE": "x y"}),
+        ("env: []", {}),
+    ],
+)
+@needs_yaml
+def test_a_flag_that_may_be_repeated_takes_one_value_or_a_list_in_the_file(text, asked, file, monkeypatch):
+    monkeypatch.setenv("HERE", "x y")
+    assert cli.parse(["--config-file", file(text), "true"]).job.asked == asked
+    assert cli.parse(["--config-file", file(text), "--env", "BAR=1", "true"]).job.asked == {"BAR": "1"}
+
+
 def test_without_settings_ringreduce_is_not_asked():
     assert parsed().settings == {}
     assert parsed("--verbose", "--mpi-args=-v").settings == {}
@@ -350,7 +366,12 @@ def test_a_wrong_variable_beside_a_flag_is_told_too(monkeypatch):
         ("config_file: x.yaml", "job.yaml:1: unknown key 'config_file'; "),
         ("command: x", "job.yaml:1: unknown key 'command'; "),
         ("prams:\n  cycle_time_ms: 1", "job.yaml:1: prams: expected one value, but it is a map; groups are params, "),
-        ("np: [2]", "job.yaml:1: np: expected one value, but it is a list"),
+        *(
+            (f"np: {each}", "job.yaml:1: np: expected one value, but it is a list")
+            for each in ("[2]", "[]", "!!str []")
+        ),
+        ("env: [[A]]", "job.yaml:1: env: expected one value, but it is a list"),
+        ("env: [A=1, ~]", "job.yaml:1: env has no value; give one, or remove the line"),
         ("np:\n", "job.yaml:1: np has no value; give one, or remove the line"),
         ("[a]: 2\n", "job.yaml:1: a key must be a name, as in: cycle_time_ms: 5"),
         ('"a\\nb": 2', "job.yaml:1: a key must be a name, as in: cycle_time_ms: 5"),
