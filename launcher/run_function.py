@@ -44,8 +44,11 @@ REFUSES = "ringrun: error: "
 FAILED = re.compile(r"-- ringrun: rank \d+ of \d+ failed first ")
 """How the lines begin with which ringrun says why a job has failed: from there on they are the exception's text."""
 HOROVODS_NAMES = {"num_proc": "np", "min_num_proc": "min_np", "use_gloo": "gloo", "use_mpi": "mpi"}
-SWITCHES = ("gloo", "mpi", "disable-cache", "verbose")
-"""Horovod's: a number, as in verbose=2, says yes, and no is no flag."""
+SWITCHES = (
+    *("gloo", "mpi", "jsrun", "tcp", "disable-cache", "verbose", "elastic", "mask-gpus", "fold", "timestamps"),
+    *("prefix-output-with-timestamp", "log-with-timestamp", "log-without-timestamp"),
+)
+"""Flags without a --no-…: a number, as in Horovod's verbose=2, says yes, and no is no flag."""
 OF_GROWING_JOBS = ("max_num_proc", "max_np", "slots", "reset_limit", "cooldown_range")
 PYTHON_VARIABLE, FOLDER_VARIABLE, PATH_VARIABLE = (f"_RINGREDUCE_{name}" for name in ("PYTHON", "FOLDER", "PATH"))
 """Of a rank on slots that an engine lends: its Python, and the folder and the import path of who lends them."""
@@ -128,7 +131,7 @@ def _arguments(flags: Mapping[str, object], head: Head | None = None) -> Iterato
         if name == "min_num_proc" and not flags.get("elastic"):
             yield "--elastic"
         flag = HOROVODS_NAMES.get(name, name).replace("_", "-")
-        if flag in SWITCHES:
+        if flag in SWITCHES or flag.startswith("no-"):
             yield from [f"--{flag}"] if value else []
         elif isinstance(value, bool):
             yield f"--{flag}" if value else f"--no-{flag}"

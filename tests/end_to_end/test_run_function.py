@@ -13,6 +13,8 @@ import pexpect
 import pytest
 
 import ringreduce as rr
+from ringrun import cli
+from ringrun.config import resolve
 from ringrun.connection.link import Gone
 from ringrun.errors import LauncherError
 from ringrun.run_function import _Rank
@@ -127,10 +129,23 @@ def test_flags_are_ringruns_and_horovods():
     assert list(arguments({"np": None, **horovods})) == ["-np", "2", "--gloo", "--disable-cache", "--verbose"]
 
 
+@pytest.mark.quick
+def test_every_switch_may_be_off():
+    arguments = sys.modules["ringrun.run_function"]._arguments
+    parser = cli._parser()
+    resolve._add_setting_flags(parser, resolve.public_settings())
+    switches = [each for each in parser.flags if each.nargs == 0 and each.dest not in resolve._NOT_IN_FILE]
+    for name in [name for each in switches for name in each.option_strings if name.startswith("--")]:
+        off = arguments({name.removeprefix("--").replace("-", "_"): False})
+        cli.parse([*off, "train"])  # which would say that there is no such flag
+    assert list(arguments({"elastic": False, "no_bind": False, "bind": False})) == ["--no-bind"]
+
+
 REFUSED = [
     ({"max_np": 4}, "max_np=4 is for jobs that grow: `ringrun --elastic --restarts N` starts them, run() does not"),
     ({"args": 5}, "args=5: expected a tuple of the function's arguments, such as (5,)"),
     ({"colour": 1}, "there is no flag --colour; see ringrun --help"),
+    ({"colour": False}, "there is no flag --no-colour; see ringrun --help"),
     ({"np": 0}, "-np: expected auto or a whole number from 1"),
     ({"hosts": "h1:x"}, "-H, item 1, 'h1:x': slots: expected"),
     ({"env": {"RINGREDUCE_SPARES": 1}}, "--env RINGREDUCE_SPARES: ringrun sets this variable"),
