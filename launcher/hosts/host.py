@@ -17,6 +17,8 @@ LOOPBACK = ("localhost", "127.0.0.1", "::1")
 MAX_SLOTS = 999_999
 """More slots on one host are a typing error."""
 
+_ANY_PORT = 9
+
 # what ssh takes for a host and a shell for a word; a leading dash would be an option
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
 _ADDRESS = re.compile(r"[0-9A-Fa-f:.]+(%[A-Za-z0-9._-]+)?")
@@ -135,11 +137,16 @@ def _is_same_name(name: str, own_name: str) -> bool:
 
 
 def _is_own_address(text: str) -> bool:
-    """Return whether `text` is an address of this host: whether a socket can be bound to it."""
+    """Return whether `text` is an address of this host: whether packets to it would come from itself.
+
+    That a socket can be bound to it says nothing where ip_nonlocal_bind is set: then it can be to any.
+    """
     for family in (socket.AF_INET, socket.AF_INET6):
         with contextlib.suppress(OSError, ValueError):
-            socket.inet_pton(family, text)
+            address = socket.inet_pton(family, text)
             with socket.socket(family, socket.SOCK_DGRAM) as probe:
-                probe.bind((text, 0))
-                return True
+                if family == socket.AF_INET:  # else packets to an interface's second address come from the first one
+                    probe.bind((text, 0))
+                probe.connect((text, _ANY_PORT))  # sends nothing; fails where it is bound to another host's address
+                return socket.inet_pton(family, probe.getsockname()[0]) == address
     return False

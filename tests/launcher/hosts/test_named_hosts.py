@@ -16,6 +16,8 @@ from ringrun.processes import state_of
 from tests.support.jobs import executable
 from tests.support.patience import patient, wait_until
 
+IP_FREEBIND = 15
+
 
 @pytest.mark.parametrize(
     ("ours", "names"),
@@ -26,6 +28,20 @@ from tests.support.patience import patient, wait_until
 )
 def test_names_of_this_host_and_of_others(ours, names):
     assert [is_here(Host(name, 4), "gpu7.lab") for name in names] == [ours] * len(names)
+
+
+@pytest.mark.parametrize("name", ["192.0.2.7", "2001:db8::7"])
+def test_an_address_of_another_host_is_not_ours_where_a_socket_can_be_bound_to_it(name, monkeypatch):
+    """As with net.ipv4.ip_nonlocal_bind=1."""
+    bind = socket.socket.bind
+
+    def anywhere(sock, address):
+        sock.setsockopt(socket.IPPROTO_IP, IP_FREEBIND, 1)
+        bind(sock, address)
+
+    monkeypatch.setattr(socket.socket, "bind", anywhere)
+    assert not is_here(Host(name))
+    assert is_here(Host("127.0.0.2"))
 
 
 def test_domains_tell_hosts_of_one_name_apart(monkeypatch):
