@@ -364,10 +364,13 @@ class ShardReducer(GradientReducer):
         super().on_gradient(gradient)
 
     def _at_the_end(self) -> None:
+        """As its base's; a GradScaler on any rank must find the same pieces, also those of what this rank lacks."""
         super()._at_the_end()
-        for shard in self._gradients.values():
-            if shard.trains and (shard.seen >= self.passes or shard.bucket.begun):
-                shard.show_piece()
+        shards = self._gradients.values()
+        if any(each.seen >= self.passes or each.bucket.begun for each in shards):
+            for shard in shards:
+                if shard.trains:
+                    shard.show_piece()
 
     def _forget(self) -> None:
         """The world may be another one."""

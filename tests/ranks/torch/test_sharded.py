@@ -279,6 +279,37 @@ def test_a_step_of_which_one_rank_finds_infinite_gradients_is_skipped_by_all():
     run_ranks(3, program, settings=DETERMINISTIC)
 
 
+HEADS = {
+    "on one rank": (1, lambda part: hvd.rank() == 0),
+    "in the first pass": (2, lambda part: part == 0),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize(("passes", "has_head"), HEADS.values(), ids=HEADS)
+def test_gradients_that_a_rank_or_a_pass_lacks_are_unscaled_too(passes, has_head, dtype):
+    def program():
+        made = []
+        for wrap in (plain, sharded):
+            model = model_of()
+            model.head = torch.nn.Parameter(torch.arange(600, dtype=dtype).cos())  # both ranks have elements of it
+            _, optimizer = wrap(model, "SGD", backward_passes_per_step=passes)
+            scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+            for step in range(12):
+                optimizer.zero_grad()
+                for part in range(passes):
+                    loss = loss_of(model[:4], passes * step + part)
+                    if has_head(part):
+                        loss = loss + model.head.square().sum() / 10
+                    scaler.scale(loss).backward()
+                scaler.step(optimizer)
+                scaler.update()
+            made.append(bits(model))
+        assert_equal(*made)
+
+    run_ranks(2, program, settings=DETERMINISTIC)
+
+
 @pytest.mark.parametrize("size", [2, 3])
 def test_the_bytes_on_the_wire_are_those_of_an_all_reduce(size):
     """Of ranks on hosts of their own."""
