@@ -239,6 +239,7 @@ class _Normalise(torch.autograd.Function):
         process_set: ProcessSet,
     ) -> torch.Tensor:
         ctx.count, ctx.process_set = count, process_set
+        ctx.types = [None if each is None else each.dtype for each in (weight, bias)]
         ctx.save_for_backward(input, weight, mean, torch.rsqrt(variance + eps))
         scale, shift = (None if each is None else each.to(mean.dtype) for each in (weight, bias))
         return functional.batch_norm(input, mean, variance, scale, shift, False, 0.0, eps)
@@ -260,8 +261,8 @@ class _Normalise(torch.autograd.Function):
             scale = inverse_deviation if weight is None else inverse_deviation * weight
             of_input = (centred * scale.view(like)).to(input.dtype)
         of_weight, of_bias = (
-            sums.to(weight.dtype) if weight is not None and needed else None
-            for sums, needed in zip((own[1], own[0]), ctx.needs_input_grad[1:3], strict=True)
+            sums.to(dtype) if needed else None
+            for sums, dtype, needed in zip((own[1], own[0]), ctx.types, ctx.needs_input_grad[1:3], strict=True)
         )
         return of_input, of_weight, of_bias, None, None, None, None, None
 

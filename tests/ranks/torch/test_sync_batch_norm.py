@@ -27,13 +27,15 @@ def batch(rows, rank, tail, seed=0, dtype=torch.float64):
     return (values * sizes + offsets + rank * sizes).to(dtype)
 
 
-def set_up(layer, dtype=torch.float64):
+def set_up(layer, dtype=torch.float64, without=""):
     """Weights that differ by channel; float64."""
     layer.to(dtype)
-    if layer.affine:
-        with torch.no_grad():
-            layer.weight.copy_(torch.tensor([0.5, -1.0, 2.0, 1.5]))
-            layer.bias.copy_(torch.tensor([0.1, 0.2, -0.3, 0.0]))
+    if without:
+        setattr(layer, without, None)
+    with torch.no_grad():
+        for parameter, values in ((layer.weight, [0.5, -1.0, 2.0, 1.5]), (layer.bias, [0.1, 0.2, -0.3, 0.0])):
+            if parameter is not None:
+                parameter.copy_(torch.tensor(values))
     return layer
 
 
@@ -54,6 +56,8 @@ def plain(tail, **options):
 OPTIONS = {
     "as it is": {},
     "affine=False": {"affine": False},
+    "no weight": {"without": "weight"},
+    "no bias": {"without": "bias"},
     "track_running_stats=False": {"track_running_stats": False},
     "momentum=None": {"momentum": None},
     "momentum and eps": {"momentum": 0.7, "eps": 0.5},
@@ -70,12 +74,12 @@ OPTIONS = {
 )
 @pytest.mark.parametrize("size", parted([1, 2, 3, 4], lambda size: size == 3))
 def test_it_equals_one_process_with_all_rows(size, options, shape):
-    options, tail = OPTIONS[options], SHAPES[shape]
     """In three steps of training, and one of evaluation."""
-    rows = ROWS[size]
+    options, tail, rows = dict(OPTIONS[options]), SHAPES[shape], ROWS[size]
+    without = options.pop("without", "")
 
     def program():
-        layer = set_up(hvd.SyncBatchNorm(CHANNELS, **options))
+        layer = set_up(hvd.SyncBatchNorm(CHANNELS, **options), without=without)
         told = []
         for step in range(4):
             layer.train(step < 3)
@@ -88,7 +92,7 @@ def test_it_equals_one_process_with_all_rows(size, options, shape):
         return told
 
     results = run_ranks(size, program)
-    layer = set_up(plain(tail, **options))
+    layer = set_up(plain(tail, **options), without=without)
     for step in range(4):
         layer.train(step < 3)
         layer.zero_grad()
