@@ -26,8 +26,12 @@ class Operations:
     wire: Quantized | None
 
     def allreduce(self, tensors: Tensors, opts: Any = None, wire: Quantized | None = None) -> Work:
-        """Reduce each tensor in place; COO tensors too.  wire: by default the group's, for what can travel so."""
+        """Reduce each tensor in place; or one COO tensor.  wire: by default the group's, for what can travel so."""
         if tensors[0].is_sparse:
+            if len(tensors) > 1:
+                raise InputError(
+                    f"{len(tensors)} tensors, the first of which is sparse; expected one: reduce each on its own"
+                )
             return _sum_of_sparse(self.channel, tensors[0], opts)
         op, factor = op_and_factor(opts)
         if wire is None and op in (Average, Sum) and all(each.is_floating_point() for each in tensors):

@@ -154,6 +154,22 @@ def lists_of_wrong_lengths(rank, size):
     assert after.tolist() == [size, size]
 
 
+def several_of_which_one_is_sparse(rank, size):
+    """As _coalescing_manager() gives them; alone each is reduced."""
+    one, other = (torch.eye(3).mul(rank + each).to_sparse() for each in (1, 2))
+    for tensors, why in (
+        ([one, other], "2 tensors, the first of which is sparse; expected one: reduce each on its own"),
+        ([mine(rank), other], "tensor 2 of 2 to be written: .* is not dense"),
+    ):
+        with pytest.raises(ValueError, match=why):
+            dist.group.WORLD.allreduce_coalesced(tensors)
+    equal(one.to_dense(), torch.eye(3) * (rank + 1))
+    dist.group.WORLD.allreduce_coalesced([one]).wait()
+    dist.all_reduce(other)
+    equal(one.to_dense(), torch.eye(3) * sum(range(1, size + 1)))
+    equal(other.to_dense(), torch.eye(3) * sum(range(2, size + 2)))
+
+
 def futures_that_raise(rank, size):
     """What hangs on a result may fail; the result, and what follows, do not."""
     value = mine(rank).view(2, 3).t()
@@ -211,6 +227,7 @@ def moved_as_bytes(rank, size):
         of_shared_elements,
         refused_on_one_rank,
         lists_of_wrong_lengths,
+        several_of_which_one_is_sparse,
         futures_that_raise,
         on_another_default_device,
         moved_as_bytes,
