@@ -7,8 +7,8 @@ By hand: a plain `ringrun` runs the script twice, with few steps and with many. 
 time of the additional steps, without any start and without ringrun's own counting. In each round, both ways and all
 numbers of ranks take turns.
 
-Columns: steps a second, as `ringrun scaling` has it and by hand, and their ratio in a round; the speed-up over one rank,
-by both (medians of the rounds). A run that fails ends the bench.
+Columns: steps a second, as `ringrun scaling` has it and by hand, and their ratio in a round; the speed-up over one
+rank, by both (medians of the rounds). A run that fails ends the bench.
 """
 
 from __future__ import annotations
