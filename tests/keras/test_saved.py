@@ -79,7 +79,9 @@ class Halved(hvd.Compression.fp16):
 @pytest.mark.quick
 def test_what_a_file_does_not_have_must_be_passed(tmp_path, said):
     saved(tmp_path / "model.keras", compression=Halved)
-    with pytest.raises(ValueError, match=r"saved with compression=<class '.*Halved'>, not known here; pass compression= yourself"):
+    with pytest.raises(
+        ValueError, match=r"saved with compression=<class '.*Halved'>, not known here; pass compression= yourself"
+    ):
         hvd.load_model(tmp_path / "model.keras")
     hvd.load_model(tmp_path / "model.keras", compression=Halved)
     saved(tmp_path / "model.h5", **PASSES)
