@@ -95,13 +95,6 @@ class Exchange:
             self._sized = world, number, size
         return size
 
-    @property
-    def joins(self) -> int:
-        """How often the set's ranks have joined in this world; 0 where this rank is not one of them."""
-        states, number = runtime.current("DistributedOptimizer").engine.states, self.process_set.process_set_id
-        state = None if number is None else states.get(number)
-        return 0 if state is None else state.joins
-
     def elastic_parts(self, own: bool) -> dict[str, Any]:
         """See `PowerSGD.elastic_parts`; others keep nothing."""
         return self.compression.elastic_parts(own) if isinstance(self.compression, PowerSGD) else {}
@@ -195,7 +188,8 @@ class Exchange:
             "of_step": of_step,
         }
         engine, number = runtime.current("DistributedOptimizer").engine, number_of(self.process_set, "allreduce")
-        joins = engine.world.number, self.joins
+        state = engine.states.get(number)
+        joins = engine.world.number, state.joins if state else 0
         if joins[1] and joins != self._joins:
             compression.agree(self.process_set)
         self._joins = joins

@@ -251,7 +251,9 @@ class Reducer:
         """The world may have changed. After a join() all ranks ask again: one that joined early knows less."""
         current = runtime.current("DistributedOptimizer")
         engine, every = current.engine, current.checks.divergence
-        now = (engine.world, self.exchange.joins, every)
+        number = getattr(self.exchange.process_set, "process_set_id", None)  # what is no set is refused below
+        state = None if number is None else engine.states.get(number)
+        now = (engine.world, state.joins if state else 0, every)
         if now != self._known_since:
             self._known_since = now
             for bucket in list(self._in_flight):  # begun before

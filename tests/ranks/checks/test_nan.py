@@ -378,6 +378,7 @@ def test_the_check_goes_on_in_the_next_world_of_an_elastic_job():
         host = own.engine.host
         own.engine.leave("it is lost")
         own.enter(runtime.Setup(own.world, own.transport, host))
+        own.start_checks()
         with pytest.raises(rr.NanError, match=r"rank 0 of 1, .*, step 0: NaN"):
             rr.allreduce(np.nan)
 
