@@ -22,7 +22,7 @@ import numpy as np
 from ringreduce import runtime
 from ringreduce.arrays.buffer import Buffer
 from ringreduce.arrays.view import as_buffer
-from ringreduce.errors import CollectiveError
+from ringreduce.errors import CollectiveError, RingreduceError
 from ringreduce.execution.signature import ranks_text
 from ringreduce.execution.submission import Handle, Submission
 from ringreduce.log import JOB
@@ -50,6 +50,8 @@ class Resum:
         self._counts: dict[int, tuple[int, Counter[str]]] = {}
         """By process set: how often its ranks have joined, and since then how often each name was reduced."""
         self._pending: deque[tuple[Submission, Sample, Handle]] = deque()
+        self._in_turn: dict[tuple[int, str], deque[tuple[Submission, Sample, Any]]] = {}
+        """By process set and name: whose rows are being gathered, and then those whose turn is yet to come."""
 
     def look(self, _: object, __: object, details: Sequence[tuple[str, Any]], inputs: Sequence[Buffer]) -> bool | None:
         """See `engine.submitting.Inspector`. Compare what has come meanwhile."""
@@ -92,19 +94,34 @@ class Resum:
         return joins, counts[name] - 1
 
     def _gather(self, made: Submission, sample: Sample, error: BaseException | None) -> None:
-        """See `Submission.then`."""
+        """See `Submission.then`. In turn: the one before may not be over, and no rank may leave out what others do."""
         if error is None:
             after = made.outputs[sample.number].flat[sample.low : sample.low + sample.before.size]
-            row = np.concatenate(
-                [each.view(np.uint8) for each in (np.array([self._own.world.rank]), sample.before, after)]
-            )
-            inputs = [as_buffer(row[None])]
-            finish = lambda submission: submission.outputs[0].flat.reshape(-1, row.size)  # noqa: E731
-            options: dict[str, Any] = {"by_rows": True, "inputs": inputs, "finish": finish, "line": "check"}
-            turn = sample.step // self._every % 2  # the one before may not be over
-            with contextlib.suppress(Exception):  # the engine is ending
-                handle = self._own.engine.submit("allgather", f"{made.key}.sdc{turn}", made.process_set, **options)
-                self._pending.append((made, sample, handle))
+            rank = np.array([self._own.world.rank])
+            row = np.concatenate([each.view(np.uint8) for each in (rank, sample.before, after)])
+            key = made.process_set, made.signature.unnumbered[1]
+            turns = self._in_turn.setdefault(key, deque())
+            turns.append((made, sample, row))
+            if len(turns) == 1:
+                self._gather_first(turns, *key)
+
+    def _gather_first(self, turns: deque[tuple[Submission, Sample, Any]], process_set: int, name: str) -> None:
+        made, sample, row = turns[0]
+
+        def then(_: BaseException | None) -> None:
+            turns.popleft()
+            if turns:
+                self._gather_first(turns, process_set, name)
+
+        inputs = [as_buffer(row[None])]
+        finish = lambda submission: submission.outputs[0].flat.reshape(-1, row.size)  # noqa: E731
+        options: dict[str, Any] = {"by_rows": True, "inputs": inputs, "finish": finish, "line": "check", "then": then}
+        try:
+            handle = self._own.engine.submit("allgather", f"{name}.sdc", process_set, **options)
+        except RingreduceError:  # the engine is ending, or this rank has joined
+            turns.clear()
+        else:
+            self._pending.append((made, sample, handle))
 
     def _judge(self, made: Submission, sample: Sample, rows: Any) -> None:
         """rows: of each rank its number, what it had before, and after."""
