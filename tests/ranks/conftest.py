@@ -3,6 +3,7 @@
 import pytest
 
 import ringreduce as rr
+from ringreduce.engine import express
 from ringreduce.optim import reducer
 from ringreduce.runtime import Runtime
 from tests.support import fake_cupy
@@ -17,6 +18,12 @@ def no_cautious_steps(request, monkeypatch):
     """
     if not getattr(request.module, "CAUTIOUS", False):
         monkeypatch.setattr(reducer, "CAUTIOUS_STEPS", 0)
+
+
+@pytest.fixture
+def more_patience(monkeypatch):
+    """For ranks that go the fast way, and wait for others, whose cores other programs may have."""
+    monkeypatch.setattr(express, "PATIENCE_US", 20_000.0)
 
 
 @pytest.fixture(params=parted(["lazy", "eager", "random"], lambda mode: mode == "lazy"))

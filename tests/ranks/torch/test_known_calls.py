@@ -10,7 +10,10 @@ from ringreduce.kernels import native
 from ringreduce.testing import run_ranks
 from tests.support.express import WARM, watched
 
-pytestmark = pytest.mark.skipif(native.module is None, reason=f"the compiled module: {native.MISSING}")
+pytestmark = [
+    pytest.mark.usefixtures("more_patience"),
+    pytest.mark.skipif(native.module is None, reason=f"the compiled module: {native.MISSING}"),
+]
 
 
 def test_they_go_that_way_beside_numpys_arrays():
