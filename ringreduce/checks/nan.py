@@ -81,6 +81,8 @@ class Nan:
         self._sets: dict[int, None] = {}  # process sets that have added something up for the next step of torch
         self._found: tuple[Finding, Key, float] | None = None
         """The first for that step, in what, in which backward pass."""
+        self._agreements: weakref.WeakValueDictionary[tuple[int, str], Agreement] = weakref.WeakValueDictionary()
+        """The last of each operation: a program may submit it again before it waits."""
         self._late: Agreement | None = None  # for which other ranks have not come
         self._reported = self._skipped = 0
         self._first = ""  # that was reported
@@ -154,7 +156,9 @@ class Nan:
             try:
                 made.follow()
                 found = self._find(made, seen)
-                seen.agreement = Agreement(self._own.engine, f"check.nan.{made.key}", made.process_set, found)
+                on, name = made.process_set, f"check.nan.{made.key}"
+                seen.agreement = Agreement(self._own.engine, name, on, found, self._agreements.get((on, name)))
+                self._agreements[on, name] = seen.agreement
             except Exception as exc:  # which the thread that waits raises
                 seen.agreement = exc
 

@@ -170,6 +170,33 @@ def test_a_gradient_that_overflows_in_16_bits_is_named_too(monkeypatch):
     assert "'a'" in text, "ringrun knows it, though an error says it, too"
 
 
+def test_what_is_submitted_again_before_the_first_is_waited_for_is_checked_in_turn():
+    """A name is free once its handle is done, also while ranks still agree on what they have found."""
+
+    def program():
+        found = []
+        for step in range(100):
+            handles = []
+            for number in range(3):
+                value = np.nan if (number, rr.rank()) == (step % 3, step % 2) else number
+                handles.append(rr.allreduce_async(np.full(3, float(value)), name="w", op=rr.Sum))
+                while not handles[-1].done():
+                    time.sleep(0)
+            for number, handle in list(enumerate(handles))[:: 1 - 2 * (step % 5 == 4)]:
+                try:
+                    found.append((step, number, float(handle.wait()[0])))
+                except rr.NanError as error:
+                    found.append((step, number, error.rank))
+        return found
+
+    expected = [
+        (step, number, step % 2 if number == step % 3 else 2.0 * number)
+        for step in range(100)
+        for number in ([2, 1, 0] if step % 5 == 4 else [0, 1, 2])
+    ]
+    assert run_ranks(2, program, settings=Settings(check="nan:raise"), timeout_s=60) == [expected] * 2
+
+
 def test_a_rank_that_has_joined_does_not_stop_the_others():
     def program():
         rr.check("nan:zero")
