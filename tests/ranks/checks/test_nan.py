@@ -180,7 +180,7 @@ def test_what_is_submitted_again_before_the_first_is_waited_for_is_checked_in_tu
             for number in range(3):
                 value = np.nan if (number, rr.rank()) == (step % 3, step % 2) else number
                 handles.append(rr.allreduce_async(np.full(3, float(value)), name="w", op=rr.Sum))
-                while not handles[-1].done():
+                while not handles[-1].poll():
                     time.sleep(0)
             for number, handle in list(enumerate(handles))[:: 1 - 2 * (step % 5 == 4)]:
                 try:
