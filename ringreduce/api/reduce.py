@@ -17,7 +17,7 @@ from ringreduce.execution.signature import calling_line
 from ringreduce.execution.submission import Handle, Submission
 from ringreduce.ops import Average, ReduceOp
 from ringreduce.runtime.arguments import Arguments, arguments_of
-from ringreduce.runtime.submit import Array, like, only, outs_of, refused, taken_apart
+from ringreduce.runtime.submit import Array, as_passed, like, only, outs_of, refused, taken_apart
 
 __all__ = ["allreduce", "allreduce_", "allreduce_async", "allreduce_async_", "grouped_allreduce", "grouped_allreduce_"]
 __all__ += ["grouped_allreduce_async", "grouped_allreduce_async_", "grouped_reducescatter"]
@@ -279,7 +279,10 @@ def _compressed(
     check_compression(compression)
     pairs = [compression.compress(tensor) for tensor in tensors]
     reduced = submit([tensor for tensor, _ in pairs], name, names, arguments, process_set, waits=True).wait()
-    return [compression.decompress(each, context) for each, (_, context) in zip(reduced, pairs, strict=True)]
+    return [
+        as_passed(tensor, compression.decompress(each, context))
+        for tensor, each, (_, context) in zip(tensors, reduced, pairs, strict=True)
+    ]
 
 
 def submit(

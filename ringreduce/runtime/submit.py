@@ -26,7 +26,11 @@ Made = TypeVar("Made")
 
 def like(original: Any, result: Buffer) -> Any:
     """The result as the caller's kind of array; a NumPy number where a number was passed."""
-    array = result.array()
+    return as_passed(original, result.array())
+
+
+def as_passed(original: Any, array: Any) -> Any:
+    """The array, or a NumPy number where a number was passed."""
     return array[()] if isinstance(original, bool | int | float | complex | np.generic) else array
 
 
