@@ -42,7 +42,8 @@ def init(comm: Any = None, process_sets: str | Sequence[ProcessSet | Sequence[in
         raise InputError(f'init: process_sets={process_sets!r}; expected a list of ProcessSet, or "{DYNAMIC}"')
     listed: Sequence[Any] = [] if process_sets is None or isinstance(process_sets, str) else process_sets
     given = [each if isinstance(each, ProcessSet) else ProcessSet(each) for each in listed]
-    own = lifecycle.start(comm, [each.comm or each.ranks for each in given], dynamic=process_sets == DYNAMIC)
+    passed = [each.ranks if each.comm is None else each.comm for each in given]
+    own = lifecycle.start(comm, passed, dynamic=process_sets == DYNAMIC)
     if own is None:
         return
     current = runtime.current("init")

@@ -40,8 +40,11 @@ _is_elastic = False  # then lost ranks could not take part in MPI_Finalize
 _gpu = device_selection.NOT_ASKED
 
 
-def start(comm: Any, process_sets: Sequence[Any], dynamic: bool) -> list[tuple[int, tuple[int, ...]]] | None:
-    """Form the world, see `ringreduce.init`; returns numbers and members of `process_sets`, or None."""
+def start(comm: Any, process_sets: Sequence[Any], dynamic: bool) -> list[tuple[int | None, tuple[int, ...]]] | None:
+    """Form the world, see `ringreduce.init`; returns numbers and members of `process_sets`, or None.
+
+    A communicator of no ranks has no number.
+    """
     global _process_id, _generations, _gpu, _is_elastic
     if runtime.is_initialized():
         return None
@@ -85,7 +88,7 @@ def start(comm: Any, process_sets: Sequence[Any], dynamic: bool) -> list[tuple[i
     except MismatchError:
         world.free()  # raised on all ranks, so all free it
         raise
-    return [(1 + all_sets.index(members), members) for members in own]
+    return [(1 + all_sets.index(members) if members else None, members) for members in own]
 
 
 def _lose(lost: Sequence[int], how: str) -> None:
@@ -141,7 +144,7 @@ def static_sets(world: World, process_sets: Sequence[Any]) -> tuple[list[tuple[i
     """The members of this rank's process sets, passed as ranks or communicators, and of those of all ranks.
 
     All ranks pass equal ranks. A communicator may differ by rank, as after Split: each distinct one is a set, in the
-    order of the ranks that pass them.
+    order of the ranks that pass them. Ranks that pass COMM_NULL, of which Split leaves out some, are in none.
     """
     own: list[tuple[int, ...]] = []
     all_sets: list[tuple[int, ...]] = []
@@ -149,7 +152,7 @@ def static_sets(world: World, process_sets: Sequence[Any]) -> tuple[list[tuple[i
         is_comm = hasattr(each, "Get_group")
         members = tuple(world.ranks_of(each) if is_comm else sorted(each))
         own.append(members)
-        all_sets += dict.fromkeys(world.allgather_object(members)) if is_comm else [members]
+        all_sets += filter(None, dict.fromkeys(world.allgather_object(members))) if is_comm else [members]
     return own, all_sets
 
 

@@ -83,6 +83,8 @@ class World:
         """The sorted ranks of this world that are in `comm`; raises InputError when `comm` has others."""
         from mpi4py import MPI
 
+        if comm == MPI.COMM_NULL:
+            return []
         theirs, ours = comm.Get_group(), self.comm.Get_group()
         ranks = MPI.Group.Translate_ranks(theirs, list(range(theirs.size)), ours)
         theirs.Free()

@@ -98,6 +98,23 @@ def test_process_sets_of_communicators_of_which_each_rank_passes_its_own(fresh):
     comm.Free()
 
 
+@pytest.mark.mpi(min_size=2)
+def test_a_rank_that_a_split_leaves_out_is_in_no_process_set_of_it(fresh):
+    world = MPI.COMM_WORLD
+    comm = world.Split(MPI.UNDEFINED if world.rank == 0 else 0)
+    mine, rest = rr.ProcessSet(comm), list(range(1, world.size))
+    rr.init(process_sets=[mine])
+    assert (mine.included(), mine.ranks) == ((False, []) if world.rank == 0 else (True, rest))
+    assert rr.get_process_set_ids_and_ranks() == {0: list(range(world.size)), 1: rest}
+    if world.rank:
+        assert rr.allreduce(np.float64(world.rank), op=rr.Sum, process_set=mine) == sum(rest)
+    else:
+        with pytest.raises(rr.InputError, match="add_process_set"):
+            rr.allreduce(np.float64(0), process_set=mine)
+    rr.shutdown()
+    world.Barrier()
+
+
 def test_process_sets_that_differ_are_told_on_all_ranks(fresh):
     world = MPI.COMM_WORLD
     last = world.size - 1
