@@ -7,6 +7,8 @@ the one thread that decides (supervise.py).
 
 import contextlib
 import os
+import select
+import socket
 import threading
 import time
 from collections import deque
@@ -211,6 +213,7 @@ class _RankReader:
         except ValueError as unexpected:
             error = unexpected
         self._gone.add(self._hello.rank)
+        self._stdin.end()
         self._flush()
         if not self._done:
             self._end(code=None, at_s=0.0, lost=self._how_lost(error))
@@ -287,25 +290,39 @@ class _Stdin:
     def __init__(self, descriptor: int | None, link: QueuedLink) -> None:
         self._descriptor = descriptor
         self._link = link
-        self._wanted: SimpleQueue[None] = SimpleQueue()
-        self._thread: threading.Thread | None = None
+        self._wanted: SimpleQueue[bool] = SimpleQueue()
+        self._ending: socket.socket | None = None  # of the thread that reads
 
     def feed(self) -> None:
         """Send the next piece when it is there; does not wait for it."""
-        self._wanted.put(None)
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._feed, daemon=True)
-            self._thread.start()
+        self._wanted.put(True)
+        if self._ending is None:
+            self._ending, ended = socket.socketpair()
+            threading.Thread(target=self._feed, args=(ended,), daemon=True).start()
 
-    def _feed(self) -> None:
-        data = None
-        while data != b"":
-            self._wanted.get()
-            data = self._read()
-            self._link.send(wire.Input(data))
+    def end(self) -> None:
+        """Read no more: what comes is for the rank of the next start, or for the next program."""
+        if self._ending is not None:
+            self._ending.close()
+            self._wanted.put(False)
 
-    def _read(self) -> bytes:
+    def _feed(self, ended: socket.socket) -> None:
+        with ended:
+            while self._wanted.get() and (data := self._read(ended.fileno())) is not None:
+                self._link.send(wire.Input(data))
+                if not data:
+                    break
+
+    def _read(self, ended: int) -> bytes | None:
+        """Return the next piece, nothing at the end of the input; None where nobody wants it any more."""
+        if self._descriptor is None:
+            return b""
+        poll = select.poll()
+        for descriptor in (self._descriptor, ended):
+            poll.register(descriptor, select.POLLIN)
+        if ended in (descriptor for descriptor, _ in poll.poll()):
+            return None
         try:
-            return b"" if self._descriptor is None else os.read(self._descriptor, _INPUT_BYTES)
+            return os.read(self._descriptor, _INPUT_BYTES)
         except OSError:
             return b""

@@ -17,7 +17,7 @@ from ringrun.connection import wire
 from ringrun.connection.frames import HEAD_BYTES
 from ringrun.connection.link import Link, connect
 from ringrun.connection.listener import Listener
-from ringrun.connection.wire import Answer, Died, Ended, Hello, Note, Setup, Started, Taken
+from ringrun.connection.wire import Answer, Died, Ended, Hello, Input, InputWanted, Note, Setup, Started, Taken
 from ringrun.connection.wire import Output as Says
 from ringrun.errors import MachineError
 from ringrun.hosts import Host, Machine, Machines
@@ -143,6 +143,29 @@ def test_only_ranks_that_the_job_awaits_are_let_in_and_each_once(agents, events,
     made.set_up()
     variables = {"A": "b", "GROUP_RANK": "0", "GROUP_WORLD_SIZE": str(len(JOB.hosts))}
     assert first.receive() == Setup(("true",), "127.0.0.1", 2345, "/work", variables, False), "the first one stays"
+
+
+def test_a_rank_that_is_gone_takes_no_more_of_the_input(tmp_path, events):
+    """What is typed from then on is for the rank of the next start."""
+    read, write = os.pipe()
+    listener = Listener(str(tmp_path), [], 1)
+    agents = Agents(listener, Job(1, ["true"]), RankSetup(stdin=read), Output(1, {}), events)
+    agents.start()
+    agent = connect(listener.address, listener.authkey)
+    agent.send(hello(0, 1, socket.gethostname()))
+    agent.send(InputWanted())
+    os.write(write, b"first")
+    assert agent.receive() == Input(b"first")
+    agent.send(InputWanted())
+    while isinstance(events.get(timeout=10), Arrived):
+        agent.close()
+    os.write(write, b"second")
+    assert not select.select([], [], [], 0.2)[0]
+    assert select.select([read], [], [], 0)[0]
+    assert os.read(read, 10) == b"second"
+    agents.close()
+    os.close(read)
+    os.close(write)
 
 
 def test_all_but_output_is_heard_while_nobody_reads_what_ranks_print(tmp_path, events):
