@@ -141,8 +141,12 @@ def _arguments(flags: Mapping[str, object], head: Head | None = None) -> Iterato
 
 def _addresses(flags: Mapping[str, Any]) -> Sequence[str]:
     """Return this host's addresses for ranks on other hosts, if there are any."""
+    from .config.file import read
     from .hosts import is_here, named_hosts
 
+    if path := flags.get("config_file"):
+        given = {name: value for name, value in flags.items() if value is not None}
+        flags = {entry.flag.replace("-", "_"): entry.text for entry in read(str(path))} | given
     script = shlex.split(flags.get("host_discovery_script") or "")
     found = named_hosts(flags.get("hosts"), flags.get("hostfile"), script=script)
     others = [host.name for host in found.hosts if not is_here(host)] if found else []

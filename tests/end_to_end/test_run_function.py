@@ -164,7 +164,7 @@ def test_what_no_job_can_be_made_of_is_refused(options, message):
 @pytest.mark.parametrize(
     "flags", [{}, {"hosts": "localhost:1"}, {"hosts": "h1:1", "network_interfaces": "lo"}], ids=str
 )
-def test_it_listens_only_where_ranks_of_other_hosts_are_to_connect(monkeypatch, flags):
+def test_it_listens_only_where_ranks_of_other_hosts_are_to_connect(monkeypatch, tmp_path, flags):
     def listen(folder, addresses, backlog):
         raise LauncherError(f"it listens at {addresses}")
 
@@ -173,6 +173,11 @@ def test_it_listens_only_where_ranks_of_other_hosts_are_to_connect(monkeypatch, 
     with pytest.raises(rr.InputError) as refused:
         rr.run(print, **flags)
     assert str(refused.value) == f"run(): it listens at {('h1', 'lo') if 'network_interfaces' in flags else ()}"
+    if flags:
+        path = tmp_path / "flags.yaml"
+        path.write_text("".join(f"{name}: {value}\n" for name, value in flags.items()))
+        with pytest.raises(rr.InputError, match=re.escape(str(refused.value))):
+            rr.run(print, config_file=path)
 
 
 @pytest.mark.quick
