@@ -15,6 +15,7 @@ from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
 from ringreduce.arrays.buffer import Buffer
+from ringreduce.arrays.memory import Memory, overlapping
 from ringreduce.execution.submission import Submission
 from ringreduce.transport.blocks import SHARED_MEMORY, AllgatherObject, SharedFile, mapped
 
@@ -55,19 +56,25 @@ class SharedArrays:
         return [each[: own.nbytes].view(own.element.storage) for each in self._others[submission.payload]]
 
     def share(self, submission: Submission, members: int, allgather: AllgatherObject) -> Generator[Any, Any, int]:
-        """Move this array and map the others'; all members call it. Returns its number, or REFUSED, the same on all."""
+        """Move this array and map the others'; all members call it. Returns its number, or REFUSED, the same on all.
+
+        WISHED where operations that are yet to run would go on with the memory that it has left.
+        """
         memory: ArrayMemory = submission.payload
-        shared_file, why = None, ""
+        shared_file, why, stays = None, "", _is_used_by_others(submission)
         try:
-            _check_room(members * memory.nbytes)
-            descriptor, array = memory.move()
-            submission.inputs = submission.outputs = [array]
-            shared_file = SharedFile.of(descriptor)
+            if not stays:
+                _check_room(members * memory.nbytes)
+                descriptor, array = memory.move()
+                submission.inputs = submission.outputs = [array]
+                shared_file = SharedFile.of(descriptor)
         except OSError as exc:
             why = str(exc)
-        others = yield from allgather((shared_file, why))
+        others = yield from allgather((shared_file, why, stays))
+        if any(stays for _, _, stays in others):
+            return WISHED
         try:
-            arrays = [] if any(why for _, why in others) else [mapped(each, memory.nbytes) for each, _ in others]
+            arrays = [] if any(why for _, why, _ in others) else [mapped(each, memory.nbytes) for each, _, _ in others]
         except OSError:
             arrays = []
         gathered = yield from allgather(bool(arrays))
@@ -76,6 +83,18 @@ class SharedArrays:
             self._count += 1
             memory.number, self._others[memory] = self._count, arrays
         return memory.number
+
+
+def _is_used_by_others(submission: Submission) -> bool:
+    """Whether the array has memory in common with one of the channel's other operations."""
+    own = submission.outputs
+    others = [each for each in list(submission.in_flight.values()) if each is not submission]
+    used = [each for other in others for each in (*other.inputs, *other.outputs)]
+    return any(overlapping(map(_memory, (*own, each))) is not None for each in used)
+
+
+def _memory(buffer: Buffer) -> Memory:
+    return Memory(buffer.device, buffer.start, buffer.nbytes, "")
 
 
 def _check_room(nbytes: int) -> None:

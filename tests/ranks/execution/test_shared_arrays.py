@@ -79,6 +79,31 @@ def test_a_rank_without_room_keeps_all_from_it():
     assert results[0][0][2] == REFUSED
 
 
+@pytest.mark.parametrize("late", [0, 1])
+def test_an_array_stays_where_it_is_while_another_operation_is_to_use_it(late):
+    """One rank may have submitted that already, and the other not yet."""
+
+    def twice():
+        channel, memory = open_channel(), Moved(mine(rr.rank()))
+        handles = [begin(channel, "allreduce", [memory.array], [memory.array], SUM, payload=memory)]
+        if rr.rank() == late:
+            handles.pop().wait()
+        part = memory.array[1000:2000]
+        handles.append(begin(channel, "allreduce", [part], [part], SUM))
+        for each in handles:
+            each.wait()
+        before = memory.array.copy(), memory.number
+        return *before, reduce(channel, memory).copy(), memory.number
+
+    total = mine(0) + mine(1)
+    twice_in_part = total.copy()
+    twice_in_part[1000:2000] *= 2
+    for array, number, again, then in run_ranks(2, twice):
+        np.testing.assert_array_equal(array, twice_in_part)
+        np.testing.assert_array_equal(again, 2 * twice_in_part)
+        assert number <= WISHED < then
+
+
 def test_another_process_of_that_number_is_not_taken_for_a_member(monkeypatch):
     """As where ranks are in containers, each with numbers of its own."""
     with tempfile.TemporaryFile() as other:
