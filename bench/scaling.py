@@ -1,14 +1,18 @@
-"""Is the table of `ringrun scaling` right? The same scripts, timed by a clock outside of them, beside it.
+"""Is the table of `ringrun scaling` right? The same scripts, timed by clocks of their own, beside it.
 
-    python bench/scaling.py                                   # six scripts, with 1 and 2 ranks: ten minutes
+    python bench/scaling.py                                   # six scripts, with 1 and 2 ranks: twenty minutes
     python bench/scaling.py --scripts digits DDP --quick
 
-By hand: a plain `ringrun` runs the script twice, with few steps and with many. What the second run takes longer is the
-time of the additional steps, without any start and without ringrun's own counting. In each round, both ways and all
-numbers of ranks take turns.
+In the same run: the script, in which one more line notes when each step ends; rank 0's last steps, as many as `ringrun
+scaling` has counted. So both have had the same machine.
 
-Columns: steps a second, as `ringrun scaling` has it and by hand, and their ratio in a round; the speed-up over one
-rank, by both (medians of the rounds). A run that fails ends the bench.
+By hand, in other runs: a plain `ringrun` runs the script twice, with few steps and with many. What the second run takes
+longer is the time of the additional steps, without any start and without ringrun's own counting. In each round, both
+ways and all numbers of ranks take turns. Where the machine's speed changes from run to run, as beside other machines on
+one processor, these differ as much.
+
+Columns: steps a second, as `ringrun scaling` has it, in the same run, and by hand, and its ratios to both in a round;
+the speed-up over one rank, by all three (medians of the rounds). A run that fails ends the bench.
 """
 
 from __future__ import annotations
@@ -17,14 +21,16 @@ import argparse
 import json
 import math
 import os
+import re
 import statistics
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import numpy as np
 from common import Column, Report, beside, flag, main, package_version, run_command, run_job
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
@@ -35,9 +41,12 @@ COLUMNS = (
     Column("script", "script", width=10, left=True),
     Column("ranks", "ranks", "", 6, "d"),
     Column("scaling_hz", "scaling", "steps/s", 10, ".2f"),
+    Column("clock_hz", "same run", "steps/s", 10, ".2f"),
+    Column("clock_ratio", "ratio", "", 7, ".3f"),
     Column("hand_hz", "by hand", "steps/s", 10, ".2f"),
-    Column("ratio", "ratio", "", 8, ".3f"),
+    Column("hand_ratio", "ratio", "", 7, ".3f"),
     Column("scaling_speedup", "speed-up", "scaling", 10, ".2f"),
+    Column("clock_speedup", "speed-up", "same run", 10, ".2f"),
     Column("hand_speedup", "speed-up", "by hand", 10, ".2f"),
     Column("wrong", "#wrong", "", 8, "d"),
 )
@@ -45,7 +54,13 @@ TRAINER = """
 import sys
 
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments, set_seed
+from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments, set_seed
+
+
+class EndOfStep(TrainerCallback):
+    def on_step_end(self, *_, **__):
+        pass
+
 
 set_seed(1)
 with open(torch.__file__, "rb") as file:
@@ -55,60 +70,85 @@ config = GPT2Config(vocab_size=256, n_positions=64, n_embd=64, n_layer=2, n_head
 arguments = TrainingArguments(
     "out", use_cpu=True, max_steps=int(sys.argv[1]), disable_tqdm=True, report_to=[], save_strategy="no"
 )
-Trainer(GPT2LMHeadModel(config), arguments, train_dataset=samples).train()
+Trainer(GPT2LMHeadModel(config), arguments, train_dataset=samples, callbacks=[EndOfStep()]).train()
+"""
+CLOCK = """
+import os
+import struct
+import time
+
+FILE = os.open(f"{os.environ['WORLD_SIZE']}.{os.environ['RANK']}.times", os.O_CREAT | os.O_WRONLY | os.O_TRUNC)
+
+
+def tick():
+    os.write(FILE, struct.pack("d", time.perf_counter()))
 """
 
 
 class Script(NamedTuple):
     """How to run a script for so many epochs, or whatever it counts."""
 
-    arguments: Callable[[int], Sequence[object]]
+    text: str
+    step_ends: str
+    """With what its line begins at which a step ends."""
+    arguments: Callable[[int], Sequence[object]] = lambda count: [count]
     steps: Callable[[int], int] = lambda ranks: 1
     """Of an epoch, by the number of ranks."""
     flags: Sequence[str] = ()
 
+    def timed(self) -> str:
+        """The script, in which a line notes when a step ends."""
+        made, count = re.subn(
+            rf"(?m)^( +){re.escape(self.step_ends)}.*$", r"\g<0>\n\1__import__('clock').tick()", self.text
+        )
+        assert count == 1, self.step_ends
+        return made
 
-def lenet(epochs: int) -> list[object]:
-    """A copy of the example, which has no flag for this."""
-    usual = "EPOCHS, BATCH, TRAIN, RATE, MOMENTUM = 10,"
+
+def example(name: str, step_ends: str, count: str, *options: object, **how: Any) -> Script:
+    """One of examples/, with the flag that says how long it trains."""
+    return Script((EXAMPLES / name).read_text(), step_ends, lambda number: [count, number, *options], **how)
+
+
+def lenet() -> Script:
+    """The example, which has no flag for the epochs."""
+    usual, epochs = (
+        "EPOCHS, BATCH, TRAIN, RATE, MOMENTUM = 10,",
+        "EPOCHS, BATCH, TRAIN, RATE, MOMENTUM = int(sys.argv[1]),",
+    )
     text = (EXAMPLES / "numpy_lenet.py").read_text()
     assert usual in text
-    Path("lenet.py").write_text(text.replace(usual, usual.replace("10", str(epochs))))
-    return ["lenet.py"]
-
-
-def trainer(steps: int) -> list[object]:
-    """A script as those of transformers' users."""
-    Path("trainer.py").write_text(TRAINER)
-    return ["trainer.py", steps]
-
-
-def example(name: str, count: str, *options: object) -> Callable[[int], list[object]]:
-    """One of examples/, with the flag that says how long it trains."""
-    return lambda number: [EXAMPLES / name, count, number, *options]
+    return Script(text.replace(usual, f"import sys\n{epochs}"), "rr.mark_step(", steps=lambda ranks: 50)
 
 
 SMALL_IMAGES = "--model", "resnet18", "--pixels", 32, "--batch", 8
 SCRIPTS = {
-    "digits": Script(example("train_digits.py", "--epochs"), lambda ranks: 11),
-    "LeNet": Script(lenet, lambda ranks: 50),
-    "GPT": Script(example("train_gpt.py", "--steps", "--save-every", FOREVER)),
-    "ImageNet": Script(example("train_imagenet.py", "--epochs", *SMALL_IMAGES), lambda ranks: 240 // 8 // ranks),
-    "DDP": Script(example("torch_ddp.py", "--epochs"), lambda ranks: 47),
-    "Trainer": Script(trainer, flags=["--torch-backend", "ring"]),
+    "digits": example("train_digits.py", "optimizer.step(", "--epochs", steps=lambda ranks: 11),
+    "LeNet": lenet(),
+    "GPT": example("train_gpt.py", "optimizer.step(", "--steps", "--save-every", FOREVER),
+    "ImageNet": example(
+        "train_imagenet.py", "state.optimizer.step(", "--epochs", *SMALL_IMAGES, steps=lambda ranks: 240 // 8 // ranks
+    ),
+    "DDP": example("torch_ddp.py", "optimizer.step(", "--epochs", steps=lambda ranks: 47),
+    "Trainer": Script(TRAINER, "pass", flags=["--torch-backend", "ring"]),
 }
 
 
-def by_scaling(script: Script, seconds: float) -> dict[int, float]:
-    """Steps a second, by the number of ranks."""
+def by_scaling(script: Script, seconds: float) -> tuple[dict[int, float], dict[int, float]]:
+    """Steps a second, by the number of ranks: the table's, and by the script's own clock."""
     ranks = ",".join(map(str, RANKS))
     own = ["-np", ranks, "--rounds", "1", "--seconds", str(seconds), "--json", "scaling.json", *script.flags]
-    command = ["python", *map(str, script.arguments(FOREVER))]
+    command = ["python", "timed.py", *map(str, script.arguments(FOREVER))]
     run_command([beside("ringrun"), "scaling", *own, *command], TIMEOUT_S)
     sizes = json.loads(Path("scaling.json").read_text())["sizes"]
     if problem := next((each["problem"] for each in sizes if not each["runs"]), ""):
         sys.exit(f"bench/scaling.py: {problem}")
-    return {run["size"]: run["steps_s"] for each in sizes for run in each["runs"]}
+    runs = {run["size"]: run for each in sizes for run in each["runs"]}
+    by_clock = {}
+    for size, run in runs.items():
+        times = np.fromfile(f"{size}.0.times")
+        by_clock[size] = run["steps"] / (times[-1] - times[-1 - run["steps"]])
+    return {size: run["steps_s"] for size, run in runs.items()}, by_clock
 
 
 def by_hand(script: Script, ranks: int, seconds: float, about_hz: float) -> float:
@@ -119,7 +159,7 @@ def by_hand(script: Script, ranks: int, seconds: float, about_hz: float) -> floa
     times = []
     for epochs in few, many:
         began_s = time.perf_counter()
-        run_job(["-np", str(ranks), *script.flags], [str(each) for each in script.arguments(epochs)], TIMEOUT_S)
+        run_job(["-np", str(ranks), *script.flags], ["plain.py", *map(str, script.arguments(epochs))], TIMEOUT_S)
         times.append(time.perf_counter() - began_s)
     return (many - few) * steps / (times[1] - times[0])
 
@@ -131,23 +171,25 @@ def bench(options: argparse.Namespace, report: Report) -> None:
         if name == "Trainer" and package_version("transformers") == "absent":
             report.say("# Trainer: skipped: transformers is not installed")
             continue
-        found: dict[str, list[dict[int, float]]] = {"scaling": [], "hand": []}
+        found: dict[str, list[dict[int, float]]] = {"scaling": [], "clock": [], "hand": []}
         with tempfile.TemporaryDirectory(prefix="ringreduce-") as folder:
             os.chdir(folder)
+            for path, text in (("plain.py", script.text), ("timed.py", script.timed()), ("clock.py", CLOCK)):
+                Path(path).write_text(text)
             for _ in range(options.runs):
-                seen = by_scaling(script, options.seconds)
-                found["scaling"].append(seen)
-                found["hand"].append({each: by_hand(script, each, options.seconds, seen[each]) for each in RANKS})
+                seen, by_clock = by_scaling(script, options.seconds)
+                by_hand_too = {each: by_hand(script, each, options.seconds, seen[each]) for each in RANKS}
+                for who, each in zip(found, (seen, by_clock, by_hand_too), strict=True):
+                    found[who].append(each)
             os.chdir("/")
         for ranks in RANKS:
-            row = {f"{who}_hz": statistics.median(each[ranks] for each in rounds) for who, rounds in found.items()}
-            row |= {
-                f"{who}_speedup": statistics.median(each[ranks] / each[1] for each in rounds)
-                for who, rounds in found.items()
-            }
-            both = zip(found["scaling"], found["hand"], strict=True)
-            ratio = statistics.median(scaling[ranks] / hand[ranks] for scaling, hand in both)
-            report.add({"script": name, "ranks": ranks, **row, "ratio": ratio, "wrong": 0, "rounds": found})
+            row: dict[str, Any] = {"script": name, "ranks": ranks, "wrong": 0, "rounds": found}
+            for who, rounds in found.items():
+                both = list(zip(found["scaling"], rounds, strict=True))
+                row[f"{who}_hz"] = statistics.median(each[ranks] for each in rounds)
+                row[f"{who}_speedup"] = statistics.median(each[ranks] / each[1] for each in rounds)
+                row[f"{who}_ratio"] = statistics.median(scaling[ranks] / each[ranks] for scaling, each in both)
+            report.add(row)
 
 
 if __name__ == "__main__":

@@ -65,8 +65,10 @@ def test_scaling_s_table_beside_a_clock(tmp_path):
     command = [PYTHON, BENCH / "scaling.py", "--quick", "--runs", "1", "--scripts", "digits", "--json"]
     rows = kept_by(run([*command, tmp_path / "rows.json"]), tmp_path)["rows"]
     assert [(row["script"], row["ranks"]) for row in rows] == [("digits", 1), ("digits", 2)]
-    assert all(row["ratio"] == row["scaling_hz"] / row["hand_hz"] > 0 for row in rows)
-    assert rows[0]["scaling_speedup"] == rows[0]["hand_speedup"] == 1
+    for row in rows:
+        assert row["hand_ratio"] == row["scaling_hz"] / row["hand_hz"] > 0
+        assert 0.5 < row["clock_ratio"] < 2, "both have timed the same steps"
+    assert rows[0]["scaling_speedup"] == rows[0]["clock_speedup"] == rows[0]["hand_speedup"] == 1
 
 
 def test_one_buffer(tmp_path):
