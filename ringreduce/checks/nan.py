@@ -87,7 +87,9 @@ class Nan:
         self._reported = self._skipped = 0
         self._first = ""  # that was reported
 
-    def look(self, _: object, __: object, details: Sequence[tuple[str, Any]], inputs: Sequence[Buffer]) -> Seen | None:
+    def look(
+        self, _: int, __: object, ___: object, details: Sequence[tuple[str, Any]], inputs: Sequence[Buffer]
+    ) -> Seen | None:
         """What is in arrays that are about to be sent; None: they are not to be added up."""
         known = dict(details)
         if known.get("op") not in ADDED:

@@ -53,7 +53,9 @@ class Resum:
         self._in_turn: dict[tuple[int, str], deque[tuple[Submission, Sample, Any]]] = {}
         """By process set and name: whose rows are being gathered, and then those whose turn is yet to come."""
 
-    def look(self, _: object, __: object, details: Sequence[tuple[str, Any]], inputs: Sequence[Buffer]) -> bool | None:
+    def look(
+        self, _: int, __: object, ___: object, details: Sequence[tuple[str, Any]], inputs: Sequence[Buffer]
+    ) -> bool | None:
         """See `engine.submitting.Inspector`. Compare what has come meanwhile."""
         while self._pending and self._pending[0][2].poll():
             made, sample, handle = self._pending.popleft()

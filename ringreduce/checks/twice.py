@@ -25,6 +25,7 @@ from ringreduce.execution.submission import Submission
 from ringreduce.kernels.fingerprint import fingerprint
 from ringreduce.log import JOB
 from ringreduce.monitor import launcher_link
+from ringreduce.negotiation.protocol import GLOBAL
 
 UNNAMED = "without a name"
 Record = dict[str, list[Any]]  # by "STEP NAME": [step, name, before, after], in the order of submissions
@@ -50,6 +51,7 @@ class Twice:
 
     def look(
         self,
+        process_set: int,
         name: str | None,
         names: Sequence[str] | None,
         details: Sequence[tuple[str, Any]],
@@ -59,6 +61,8 @@ class Twice:
         if "op" not in dict(details) or any(each.on_gpu for each in inputs):
             return None
         found, is_named = list(names_of(name or UNNAMED, names, len(inputs))), bool(name or names)
+        if process_set > GLOBAL:  # where ranks use a name in several
+            found = [f"{each} in process set {process_set}" for each in found]
         if is_named and any(self._counts[each] >= self._steps for each in found):
             self._end()
         return found

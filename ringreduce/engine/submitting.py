@@ -32,6 +32,7 @@ class Inspector(Protocol):
 
     def look(
         self,
+        process_set: int,
         name: str | None,
         names: Sequence[str] | None,
         details: Sequence[tuple[str, Any]],
@@ -112,7 +113,8 @@ class Submitting:
         since_s = recorder.passed_s.pop(threading.get_ident(), None) if recorder else None
         line = calling_line(3) if line is None else line
         tensors = inputs if signed is None else signed
-        seen = [(each, each.look(name, names, details, inputs)) for each in self.inspectors] if self.inspectors else ()
+        called = process_set, name, names, details, inputs
+        seen = [(each, each.look(*called)) for each in self.inspectors] if self.inspectors else ()
         on_gpu = (*inputs, *outputs) if any_on_gpu(inputs, outputs) else ()
         with self._inbox.lock:
             state = self._states.get(process_set) or self._channel(kind, process_set)
