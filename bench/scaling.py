@@ -1,15 +1,12 @@
 """Is the table of `ringrun scaling` right? The same scripts, timed by clocks of their own, beside it.
 
-    python bench/scaling.py                                   # six scripts, with 1 and 2 ranks: twenty minutes
+    python bench/scaling.py                                   # six scripts, with 1 and 2 ranks: ten minutes
     python bench/scaling.py --scripts digits DDP --quick
 
-In the same run: the script, in which one more line notes when each step ends; rank 0's last steps, as many as `ringrun
-scaling` has counted. So both have had the same machine.
-
-By hand, in other runs: a plain `ringrun` runs the script twice, with few steps and with many. What the second run takes
-longer is the time of the additional steps, without any start and without ringrun's own counting. In each round, both
-ways and all numbers of ranks take turns. Where the machine's speed changes from run to run, as beside other machines on
-one processor, these differ as much.
+One more line in the script notes when each step ends. In the same run: what these times say of rank 0's last steps, as
+many as `ringrun scaling` has counted; so both have had the same machine. By hand: what they say in a plain `ringrun` of
+its own, in which nothing else counts. In each round, both ways and all numbers of ranks take turns. Where the machine's
+speed changes from run to run, as beside other machines on one processor, runs by hand differ as much.
 
 Columns: steps a second, as `ringrun scaling` has it, in the same run, and by hand, and its ratios to both in a round;
 the speed-up over one rank, by all three (medians of the rounds). A run that fails ends the bench.
@@ -25,7 +22,6 @@ import re
 import statistics
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -144,24 +140,24 @@ def by_scaling(script: Script, seconds: float) -> tuple[dict[int, float], dict[i
     if problem := next((each["problem"] for each in sizes if not each["runs"]), ""):
         sys.exit(f"bench/scaling.py: {problem}")
     runs = {run["size"]: run for each in sizes for run in each["runs"]}
-    by_clock = {}
-    for size, run in runs.items():
-        times = np.fromfile(f"{size}.0.times")
-        by_clock[size] = run["steps"] / (times[-1] - times[-1 - run["steps"]])
-    return {size: run["steps_s"] for size, run in runs.items()}, by_clock
+    return {size: run["steps_s"] for size, run in runs.items()}, {
+        size: by_clock(size, run["steps"]) for size, run in runs.items()
+    }
 
 
 def by_hand(script: Script, ranks: int, seconds: float, about_hz: float) -> float:
-    """Steps a second; about_hz: how many to expect, from which the number of steps is chosen."""
-    steps = script.steps(ranks)
-    few = math.ceil(max(10, seconds / 4 * about_hz) / steps)  # about as many as ringrun scaling leaves out
-    many = few + math.ceil(seconds * about_hz / steps)
-    times = []
-    for epochs in few, many:
-        began_s = time.perf_counter()
-        run_job(["-np", str(ranks), *script.flags], ["plain.py", *map(str, script.arguments(epochs))], TIMEOUT_S)
-        times.append(time.perf_counter() - began_s)
-    return (many - few) * steps / (times[1] - times[0])
+    """Steps a second in a plain run; about_hz: how many to expect, from which the number of steps is chosen."""
+    first, steps = max(10, seconds / 4 * about_hz), math.ceil(seconds / 2 * about_hz)  # as ringrun scaling
+    epochs = math.ceil((first + steps) / script.steps(ranks))
+    arguments = ["timed.py", *map(str, script.arguments(epochs))]
+    run_job(["-np", str(ranks), *script.flags], arguments, TIMEOUT_S)
+    return by_clock(ranks, steps)
+
+
+def by_clock(ranks: int, steps: int) -> float:
+    """Of rank 0's last steps, so many."""
+    times = np.fromfile(f"{ranks}.0.times")
+    return float(steps / (times[-1] - times[-1 - steps]))
 
 
 def bench(options: argparse.Namespace, report: Report) -> None:
@@ -174,12 +170,12 @@ def bench(options: argparse.Namespace, report: Report) -> None:
         found: dict[str, list[dict[int, float]]] = {"scaling": [], "clock": [], "hand": []}
         with tempfile.TemporaryDirectory(prefix="ringreduce-") as folder:
             os.chdir(folder)
-            for path, text in (("plain.py", script.text), ("timed.py", script.timed()), ("clock.py", CLOCK)):
-                Path(path).write_text(text)
+            Path("timed.py").write_text(script.timed())
+            Path("clock.py").write_text(CLOCK)
             for _ in range(options.runs):
-                seen, by_clock = by_scaling(script, options.seconds)
+                seen, same_run = by_scaling(script, options.seconds)
                 by_hand_too = {each: by_hand(script, each, options.seconds, seen[each]) for each in RANKS}
-                for who, each in zip(found, (seen, by_clock, by_hand_too), strict=True):
+                for who, each in zip(found, (seen, same_run, by_hand_too), strict=True):
                     found[who].append(each)
             os.chdir("/")
         for ranks in RANKS:
