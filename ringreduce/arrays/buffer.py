@@ -70,7 +70,7 @@ class Buffer:
 
 
 class NotContiguousError(UnsupportedArrayError):
-    """Memory that is to be written to is not C-contiguous."""
+    """Memory that is to be written to is not C-contiguous, or holds other values, as a conjugated view's."""
 
 
 def not_contiguous(shape: Sequence[int], strides: Sequence[int]) -> NotContiguousError:

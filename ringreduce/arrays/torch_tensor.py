@@ -10,11 +10,13 @@ from typing import Any
 
 import numpy as np
 
-from ringreduce.arrays.buffer import Buffer, check_places, flat_view, not_contiguous, packed
+from ringreduce.arrays.buffer import Buffer, NotContiguousError, check_places, flat_view, not_contiguous, packed
 from ringreduce.arrays.cuda import cupy
 from ringreduce.arrays.dtypes import ElementType, element_type
 from ringreduce.arrays.gpu_buffer import GpuBuffer
 from ringreduce.errors import UnsupportedArrayError
+
+_LAZY = "a conjugated or negated view of another tensor; pass tensor.resolve_conj().resolve_neg()"
 
 
 class _TorchBuffer(Buffer):
@@ -85,7 +87,7 @@ def torch_buffer(tensor: Any, writable: bool, resizable: bool = False) -> Buffer
     except Exception as exc:  # also of a subclass's own code, or of a mode's
         if not writable and _is_lazy(tensor):
             return torch_buffer(tensor.detach().resolve_conj().resolve_neg(), False)
-        raise UnsupportedArrayError(_why_not(tensor) or str(exc).strip()) from exc
+        raise _refusal(tensor, str(exc).strip()) from exc
     is_plain = array.flags.carray and array.dtype is element.storage
     flat = array.reshape(-1) if is_plain else flat_view(array, element, writable)
     return _TorchBuffer(flat, element, array.shape, "cpu", dtype)
@@ -94,8 +96,8 @@ def torch_buffer(tensor: Any, writable: bool, resizable: bool = False) -> Buffer
 def _resizable(tensor: Any, element: ElementType, writable: bool) -> Buffer:
     is_odd = tensor.is_conj() or tensor.is_neg() or tensor.is_nested or tensor.is_quantized
     if is_odd or not (tensor.is_cpu and tensor.is_contiguous()):
-        if why_not := _why_not(tensor):
-            raise UnsupportedArrayError(why_not)
+        if _why_not(tensor):
+            raise _refusal(tensor)
         if writable:
             raise not_contiguous(tensor.shape, tensor.stride())
         tensor = tensor.detach().contiguous()
@@ -104,13 +106,13 @@ def _resizable(tensor: Any, element: ElementType, writable: bool) -> Buffer:
 
 
 def torch_packed(tensor: Any) -> tuple[Buffer, Callable[[], None]]:
-    """The buffer of a contiguous copy of a tensor that is not, and what writes it back.
+    """The buffer of a contiguous copy of a tensor that is not, or whose memory holds others; and what writes it back.
 
     Raises: UnsupportedArrayError where its elements share memory.
     """
-    if tensor.is_cuda:
+    if tensor.is_cuda or _is_lazy(tensor):
         check_places(tensor.shape, tensor.stride(), 1)
-        copy = tensor.detach().contiguous()
+        copy = tensor.detach().resolve_conj().resolve_neg().contiguous()
         return torch_buffer(copy, True), functools.partial(_copy_into, tensor, copy)
     element = element_type(tensor.dtype)
     strides = tuple([each * element.itemsize for each in tensor.stride()])
@@ -127,9 +129,8 @@ def _copy_into(tensor: Any, values: Any) -> None:
 def _torch_gpu_buffer(tensor: Any, element: ElementType, writable: bool) -> Buffer:
     if not writable and _is_lazy(tensor):
         tensor = tensor.detach().resolve_conj().resolve_neg()
-    why_not = _why_not(tensor)
-    if why_not:
-        raise UnsupportedArrayError(why_not)
+    if _why_not(tensor):
+        raise _refusal(tensor)
     cupy()  # raises where it is missing: our kernels need it
     if tensor.requires_grad:
         tensor = tensor.detach()
@@ -148,6 +149,12 @@ def _is_lazy(tensor: Any) -> bool:
     return False
 
 
+def _refusal(tensor: Any, otherwise: str = "") -> UnsupportedArrayError:
+    """The error for a tensor that cannot be viewed as a flat array; of a lazy one a copy can be written back."""
+    why_not = _why_not(tensor) or otherwise
+    return NotContiguousError(why_not) if why_not == _LAZY else UnsupportedArrayError(why_not)
+
+
 def _why_not(tensor: Any) -> str:
     """Why a tensor cannot be viewed as a flat array; empty when it can."""
     if tensor.layout is not sys.modules["torch"].strided:
@@ -160,7 +167,7 @@ def _why_not(tensor: Any) -> str:
     if element_type(tensor.dtype).name.startswith("q"):
         return "a quantized tensor is more than its elements; pass tensor.int_repr(), its scale and its zero point"
     if _is_lazy(tensor):
-        return "a conjugated or negated view of another tensor; pass tensor.resolve_conj().resolve_neg()"
+        return _LAZY
     if tensor.device.type not in ("cpu", "cuda"):
         return f"a tensor on {tensor.device} cannot be communicated; move it to cpu or cuda"
     return ""

@@ -6,6 +6,7 @@ import os
 import sys
 import warnings
 
+import numpy as np
 import pytest
 import torch
 import torch.utils.checkpoint
@@ -363,3 +364,35 @@ def test_the_line_that_is_told_is_that_of_each_backward():
         line = rf"{os.path.basename(__file__)}:{here + (4 if step else 6)}"
         with pytest.raises(ringreduce.MismatchError, match=rf"\({line}\): float32.* has float32.* \({line}\)"):
             optimizer.step()
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"backward_passes_per_step": 2}, {"op": hvd.Sum}, {"is_sharded": True}], ids=str
+)
+def test_gradients_that_autograd_leaves_conjugated(options):
+    """Such a view's memory holds other values; a real gradient beside it may be a negated one."""
+    sharded, options = "is_sharded" in options, {key: each for key, each in options.items() if key != "is_sharded"}
+    passes, scale = options.get("backward_passes_per_step", 1), 1 if "op" in options else 2
+
+    alone = torch.nn.Parameter(torch.ones(3, dtype=torch.complex64))
+    (alone.conj() * 1j).real.sum().backward()
+    assert alone.grad.is_conj()
+
+    def program():
+        parameters = [torch.nn.Parameter(torch.ones(3, dtype=torch.complex64)), torch.nn.Parameter(torch.ones(4))]
+        made = torch.optim.SGD(parameters, lr=1.0)
+        optimizer = hvd.ShardedOptimizer(made) if sharded else hvd.DistributedOptimizer(made, **options)
+        own = torch.arange(3) * (1 + 2j) * (1 + hvd.rank())
+        for _ in range(2):
+            for _ in range(passes):
+                loss = (parameters[0].conj() * own).real.sum()
+                loss = loss + torch.complex(torch.zeros(4), parameters[1] * (1 + hvd.rank())).conj().imag.sum()
+                loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return [each.detach().numpy() for each in parameters]
+
+    step = 2 * passes * 3 / scale
+    for complexes, reals in run_ranks(2, program):
+        np.testing.assert_allclose(complexes, 1 - step * np.arange(3) * (1 + 2j))
+        np.testing.assert_allclose(reals, np.full(4, 1 + step))

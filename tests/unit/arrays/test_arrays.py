@@ -115,10 +115,16 @@ VIEWS = [torch.tensor([1 + 2j, -3j]).conj(), torch.tensor([1 + 2j, -3j]).conj().
 
 
 @pytest.mark.parametrize("view", VIEWS, ids=["conjugated", "negated"])
-def test_views_whose_memory_holds_other_values_are_read_and_not_written(view):
+def test_views_whose_memory_holds_other_values_are_copied_to_be_read_and_written_back(view):
     assert as_buffer(view).array().tolist() == view.tolist()
     with pytest.raises(UnsupportedArrayError, match=r"conjugated or negated .*; pass tensor.resolve_conj\(\)"):
-        to_write([view])
+        as_buffer(view, writable=True)
+    expected = (view * 2j).tolist() if view.is_complex() else (view * 2).tolist()
+    (buffer,), back = to_write([view])
+    buffer.flat[:] *= 2j if view.is_complex() else 2
+    assert view.tolist() != expected
+    back()
+    assert view.tolist() == expected
 
 
 def test_a_container_of_an_array_is_no_array():
