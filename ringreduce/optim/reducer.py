@@ -14,7 +14,7 @@ import operator
 import threading
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from ringreduce import runtime
@@ -26,6 +26,7 @@ from ringreduce.log import JOB
 from ringreduce.optim.buckets import DENSE, UNKNOWN, Gradient, GradientBucket, fill
 from ringreduce.optim.exchange import Exchange, is_disagreement
 
+LOOK_S = 0.01  # for the layouts of several buckets
 POSITION, _UNKNOWN, _BUCKET = (operator.attrgetter(name) for name in ("position", "unknown", "bucket"))
 CAUTIOUS_STEPS, RECOVERY_STEPS = 8, 100
 """Steps in which every gradient must be computed once before one is submitted during backward: at first, and after a
@@ -223,14 +224,16 @@ class Reducer:
         """Begin to reduce buckets; waits only for layouts that this rank does not know."""
         if self._comparison is not None and not self._comparison.has_begun:
             self._comparison.begin(each.name for each in self._gradients.values())
+        order: Iterable[GradientBucket] = taken
         if unknown := list(itertools.chain.from_iterable(map(_UNKNOWN, taken))):
             for gradient in unknown:
                 gradient.ask_layout(self.exchange)
             # last those whose layout this rank must wait for
             waiting = {each.bucket for each in unknown if each.layout == UNKNOWN == each.local_layout}
-            taken = sorted(taken, key=waiting.__contains__)
+            known = [each for each in taken if each not in waiting]
+            order = itertools.chain(known, _as_agreed([each for each in taken if each in waiting]))
         errors: list[Exception] = []
-        for bucket in taken:
+        for bucket in order:
             try:
                 bucket.begin(self.exchange, self._line)
                 self._in_flight[bucket] = None
@@ -353,3 +356,15 @@ class Reducer:
                 bucket.parts = []
             if gradient.seen or gradient.pending is not None or gradient.layout_handle is not None:
                 gradient.give_up()
+
+
+def _as_agreed(buckets: Sequence[GradientBucket]) -> Iterator[GradientBucket]:
+    """Those first whose layouts ranks have agreed on: one that reads a gradient may ask for no other before."""
+    left = list(buckets)
+    while left:
+        handles = [[each.layout_handle for each in bucket.trained if each.layout_handle is not None] for bucket in left]
+        ended = [all(handle.ended for handle in several) for several in handles]
+        if any(ended):
+            yield left.pop(ended.index(True))
+        else:
+            handles[0][0].ended_within(LOOK_S)

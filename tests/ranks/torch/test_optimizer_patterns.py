@@ -14,6 +14,7 @@ import torch.utils.checkpoint
 import ringreduce
 import ringreduce.torch as hvd
 from ringreduce.testing import run_ranks
+
 from tests.support import training
 from tests.support.on_threads import each_rank_of, known
 
@@ -396,3 +397,24 @@ def test_gradients_that_autograd_leaves_conjugated(options):
     for complexes, reals in run_ranks(2, program):
         np.testing.assert_allclose(complexes, 1 - step * np.arange(3) * (1 + 2j))
         np.testing.assert_allclose(reals, np.full(4, 1 + step))
+
+
+def test_a_rank_without_a_batch_does_not_hold_up_one_that_clips_one_layer():
+    """It asks for the layouts of all gradients, and goes on with those that have come."""
+
+    def program():
+        first, last = torch.nn.Linear(3, 3), torch.nn.Linear(3, 1)
+        for each in (first, last):
+            hvd.broadcast_parameters(each.state_dict())
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD([*first.parameters(), *last.parameters()], lr=0.1))
+        for _ in range(3):
+            optimizer.zero_grad()
+            if hvd.rank() == 0:
+                last(first(torch.ones(2, 3))).sum().backward()
+                torch.nn.utils.clip_grad_norm_(last.parameters(), 1e9)
+            optimizer.step()
+        return [each.detach().numpy() for each in (*first.parameters(), *last.parameters())]
+
+    one, other = run_ranks(2, program, timeout_s=20)
+    for mine, theirs in zip(one, other, strict=True):
+        np.testing.assert_array_equal(mine, theirs)
