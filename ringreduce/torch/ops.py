@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 
 from ringreduce.api import broadcast as broadcasts
 from ringreduce.api import gather, reduce
@@ -80,7 +81,12 @@ def _has_gradient(tensor: Any) -> bool:
 
 
 def _requires_it(tensors: Sequence[Any]) -> bool:
-    return any(_has_gradient(each) and each.requires_grad for each in tensors)
+    """Also in forward mode, where torch then says that it cannot."""
+    some = filter(_has_gradient, tensors)
+    if forward_ad._current_level >= 0:
+        unpack: Any = forward_ad.unpack_dual
+        return any(each.requires_grad or unpack(each).tangent is not None for each in some)
+    return any(each.requires_grad for each in some)
 
 
 def _differentiable(
