@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -12,6 +13,7 @@ from ringreduce.checks.divergence import Part
 from ringreduce.compression import wire_of
 from ringreduce.errors import InputError, MismatchError
 from ringreduce.execution.submission import Ended, Handle
+from ringreduce.log import JOB
 from ringreduce.optim import buckets
 from ringreduce.optim.buckets import DENSE, UNKNOWN
 from ringreduce.optim.exchange import CHANGE, Exchange
@@ -131,8 +133,11 @@ class Gradient(buckets.Gradient):
         self._form = self.layout if local is None else layout_of(local)
         if self._form > DENSE and self.sparse_as_dense:
             return DENSE, self._zeros() if local is None else local.detach().to_dense()
+        if local is not None and local.requires_grad:
+            _warn_of_graph()
+            local = local.detach()
         if local is not None:
-            return self._form, local.detach() if local.requires_grad else local
+            return self._form, local
         if self._form > DENSE:
             return self._form, empty_sparse(self.parameter.detach(), self._form - DENSE)
         return self._form, self._zeros()
@@ -185,6 +190,15 @@ class Gradient(buckets.Gradient):
         reducer = self._reducer()
         if reducer is not None and self.bucket.parts:
             reducer.wait(self)
+
+
+@functools.cache
+def _warn_of_graph() -> None:
+    JOB.warning(
+        "gradients come from backward(create_graph=True); reduced, they have no graph, so a penalty on .grad changes "
+        "nothing. Take them by torch.autograd.grad(loss, parameters, create_graph=True), and add the penalty to the "
+        "loss before backward() (shown once)"
+    )
 
 
 class TorchReducer(Reducer):

@@ -14,7 +14,7 @@ import torch.utils.checkpoint
 import ringreduce
 import ringreduce.torch as hvd
 from ringreduce.testing import run_ranks
-
+from ringreduce.torch import gradient
 from tests.support import training
 from tests.support.on_threads import each_rank_of, known
 
@@ -418,3 +418,21 @@ def test_a_rank_without_a_batch_does_not_hold_up_one_that_clips_one_layer():
     one, other = run_ranks(2, program, timeout_s=20)
     for mine, theirs in zip(one, other, strict=True):
         np.testing.assert_array_equal(mine, theirs)
+
+
+def test_a_graph_of_a_gradient_that_is_lost_is_told(monkeypatch):
+    told = []
+    monkeypatch.setattr(gradient.JOB, "warning", told.append)
+    gradient._warn_of_graph.cache_clear()
+
+    def program():
+        parameter = torch.nn.Parameter(torch.ones(2) + hvd.rank())
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD([parameter], lr=1.0))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            (parameter**3).sum().backward(create_graph=True)
+        optimizer.step()
+        return parameter.tolist()
+
+    assert run_ranks(2, program) == [[-6.5, -6.5], [-5.5, -5.5]]
+    assert {each.partition(";")[0] for each in told} == {"gradients come from backward(create_graph=True)"}
