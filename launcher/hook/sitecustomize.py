@@ -198,6 +198,8 @@ def _forget_this_folder() -> None:
 _forget_this_folder()
 sys.excepthook = _excepthook
 sys.exit = _exit
+for _name, _ours in (("excepthook", _excepthook), ("exit", _exit)):  # pickled by name, for processes without this file
+    _ours.__module__, _ours.__name__, _ours.__qualname__ = "sys", _name, _name
 atexit.register(_leave)  # registered first, so it runs last
 with contextlib.suppress(Exception):  # a Python that nobody knows yet: codes of sys.exit() are seen at the end only
     _hear_of_exit_codes()

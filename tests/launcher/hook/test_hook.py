@@ -87,6 +87,19 @@ def test_at_its_end_a_process_knows_its_code_whoever_set_the_excepthook(pythons,
             assert Path("code").read_text() == f"{code}\n", python
 
 
+def test_a_process_that_does_not_find_the_hook_can_be_started_with_sys_exit(pythons):
+    start = "get_context('spawn').Process(target=sys.exit, args=(5,)); p.start(); p.join()"
+    program = f"import pickle, sys; from multiprocessing import *; p = {start}; pickle.dumps(sys.excepthook)"
+    for python in pythons:
+        done = subprocess.run(
+            [python, "-c", f"{program}; print(p.exitcode)"],
+            env={"PYTHONPATH": HOOK_DIRECTORY},
+            capture_output=True,
+            text=True,
+        )
+        assert (done.stdout, done.stderr) == ("5\n", ""), python
+
+
 def test_a_code_is_told_before_threads_and_children_are_waited_for(tmp_path):
     say = """time.sleep(0.5), sys.modules['_ringrun_hook']._tell('{"later": 1}')"""
     _, said = told(sys.executable, f"threading.Thread(target=lambda: ({say})).start()\nleave(7)", tmp_path)
