@@ -178,6 +178,10 @@ def _file(parser: Parser, entries: Sequence[Entry]) -> _Level:
 
 def _value(entry: Entry, action: argparse.Action) -> Any:
     """Return what argparse would: a list of a flag that may be given several times."""
+    if entry.kind == "bool" and action.nargs != 0:
+        raise UsageError(
+            f"{entry.place}: {entry.key}: expected a value, got {entry.text}; remove the line, or quote it"
+        )
     if isinstance(action, argparse._AppendAction):
         return list(entry.texts)
     if entry.kind == "list":
