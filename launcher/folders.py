@@ -1,5 +1,6 @@
-"""Private folders of a job, for its sockets and small files."""
+"""The current folder, and private ones of a job, for its sockets and small files."""
 
+import os
 import re
 import shutil
 from collections.abc import Iterator
@@ -9,6 +10,19 @@ from .errors import MachineError
 
 _LONGEST = 60  # characters; what is put there has long names, and a socket's path has room for about 100
 _PLAIN = re.compile(r"[\w./+@,-]*", re.ASCII)  # a letter is a byte
+
+
+def current_folder() -> str:
+    """Return it; MachineError where it has been deleted, in which no mpirun starts."""
+    try:
+        return os.getcwd()
+    except OSError as error:
+        raise MachineError("the current folder has been deleted; go to one that exists (cd), and try again") from error
+
+
+def absolute(path: str) -> str:
+    """Return `path`, which may begin in the current folder, as os.path.abspath does."""
+    return os.path.normpath(os.path.join(current_folder(), path))
 
 
 def make_private_folder(prefix: str = "ringrun-") -> str:

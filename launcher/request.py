@@ -19,6 +19,7 @@ from .arguments import (
 )
 from .config.resolve import Config
 from .errors import UsageError
+from .folders import absolute
 from .forward import parse_allowed, parse_env
 from .hosts import MAX_SLOTS, Found, named_hosts, parse_host_list, without
 from .job.plan import Job
@@ -125,7 +126,7 @@ def _job(resolved: Config, found: Found | None, joined: Joined | None) -> Job:
         output_directory=options.output_filename,
         report_directory=options.report,
         metrics=metrics,
-        folder=options.wdir and os.path.abspath(options.wdir),
+        folder=options.wdir and absolute(options.wdir),
         timeout_s=None if options.timeout is None else parse_seconds(options.timeout, flag("timeout")),
         start_timeout_s=start_timeout_s,
         lost_after_s=lost_after_s,

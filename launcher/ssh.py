@@ -12,6 +12,7 @@ from pathlib import Path
 
 from .arguments import parse_port
 from .errors import UsageError
+from .folders import absolute
 from .network import LOST_AFTER_S
 
 FILE_NAME = "ssh_config"
@@ -31,7 +32,7 @@ class SshOptions:
 
 def check_identity_file(path: str, flag: str) -> str:
     """Return the absolute path of a private key; UsageError if ssh could not use it."""
-    found = os.path.abspath(os.path.expanduser(path))
+    found = absolute(os.path.expanduser(path))
     if not os.path.isfile(found):
         raise UsageError(f"{flag} {path}: no such file; expected a private key, as in ~/.ssh/id_ed25519")
     if not os.access(found, os.R_OK):

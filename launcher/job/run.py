@@ -15,7 +15,7 @@ from ..connection.listener import Listener
 from ..engines.detect import Detected
 from ..environment import EXIT_S, Settings
 from ..errors import LauncherError, MachineError, NotStartedError
-from ..folders import private_folder
+from ..folders import current_folder, private_folder
 from ..hosts import Host, is_here
 from ..network import own_addresses
 from ..output.display import Display, Output
@@ -195,7 +195,7 @@ def _start_and_supervise(
         remote = plan.remote_variables(job, environment)
         local = plan.local_variables(job, os.environ) if job.reach.sends_environment else remote
         for_all = plan.elastic_variables(detected, job, os.environ) | ({"PWD": job.folder} if job.folder else {})
-        folder = job.folder or _current_folder()
+        folder = job.folder or current_folder()
         of_hosts = plan.network_variables(detected, job, os.environ)
         setup = RankSetup(folder, local | for_all, remote | for_all, _ranks_stdin(job), of_hosts)
         agents = Agents(listener, job, setup, output, events)
@@ -226,13 +226,6 @@ def _addresses(job: Job) -> Sequence[str]:
     """Return this host's addresses for agents on others, but those that others have, too, if it has any of its own."""
     found, equal = own_addresses([host.name for host, _ in job.hosts], job.interfaces), job.machines.equal_addresses()
     return [address for address in found if address not in equal] or found
-
-
-def _current_folder() -> str:
-    try:
-        return os.getcwd()
-    except OSError as error:
-        raise MachineError("the current folder has been deleted; go to one that exists (cd), and try again") from error
 
 
 def _ranks_stdin(job: Job) -> int | None:

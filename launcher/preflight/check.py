@@ -10,7 +10,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 
 from ..errors import MachineError
-from ..folders import private_folder
+from ..folders import current_folder, private_folder
 from ..hosts import Host, Machine
 from ..network import listen_everywhere, own_addresses
 from ..remote import Problem, Reach, Remote
@@ -95,7 +95,7 @@ def check(
     names = list(dict.fromkeys(host.name for host in hosts))
     here = next((name for name in names if remote.is_here(name)), remote.own_name)
     programs = [program for program in (command, sys.executable) if program is not None and program != python]
-    question = Question(python, directory or os.getcwd(), programs, addresses, sys.executable, timeout_s)
+    question = Question(python, directory or current_folder(), programs, addresses, sys.executable, timeout_s)
     asked = names if here in names else [here, *names]
     answers = ask(asked, remote, question, os.environ)
     if here not in names and isinstance(own := answers[here], Facts):

@@ -36,7 +36,7 @@ from ..arguments import Parser, parse_rank_count, parse_seconds, whole
 from ..cli import say
 from ..config import resolve as config
 from ..errors import LauncherError, UsageError
-from ..folders import private_folder
+from ..folders import current_folder, private_folder
 from ..hosts import Found, may_get_ranks
 from ..job.plan import find_command
 from ..machine.cpus import limited
@@ -161,7 +161,7 @@ def plan(resolved: config.Config, flags: Sequence[str]) -> Plan:
     bounds = Bounds(parse_seconds(options.seconds, flag("seconds")), steps, parse_seconds(options.wait, flag("wait")))
     rounds = whole(options.rounds, flag("rounds"), 1, _MOST)
     most = cli.size_of(request, program) if text == "auto" else 0
-    folder = request.job.folder or os.getcwd()
+    folder = request.job.folder or current_folder()
     return Plan(sizes(text, flag("np"), most), rounds, bounds, flags, options.command, folder, _cores(request.found))
 
 

@@ -264,3 +264,17 @@ def test_a_wrong_host_in_a_file_is_told_with_its_line(tmp_path):
     path.write_text("np: 2\nhosts: a:b\n")
     with pytest.raises(UsageError, match=rf"^{path}:2: -H, item 1, 'a:b': slots: expected a whole number"):
         cli.parse(["--config-file", str(path), "true"])
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        *(["-np", "1", *flags, "true"] for flags in ((), ("--wdir", "sub"), ("--wdir", "/tmp"), ("-i", "key"))),
+        ["-H", "h1,localhost", "true"],
+        ["scaling", "-np", "1", "true"],
+    ],
+)
+def test_in_a_folder_that_was_deleted_nothing_runs(ringrun_command, arguments, tmp_path):
+    there = f"mkdir '{tmp_path}/gone'; cd '{tmp_path}/gone'; rmdir '{tmp_path}/gone'; exec \"$@\""
+    done = jobs.run(["sh", "-c", there, "-", *ringrun_command, *arguments], returncode=3)
+    assert "ringrun: error: the current folder has been deleted; go to one that exists (cd), and" in done.stderr
