@@ -38,8 +38,9 @@ class NodeRank:
 
 def find_node_rank(environ: Environ, hostname: str) -> NodeRank | None:
     """Return what the platform says; None where none is known. hostname: this host's, with its domain if it has one."""
+    environ = {name: value for name, value in environ.items() if value.strip()}  # an empty one says nothing
     for title, variable, read in PLATFORMS:
-        if environ.get(variable):
+        if variable in environ:
             try:
                 return read(environ, hostname)
             except KeyError as error:
@@ -86,7 +87,7 @@ def _sagemaker(environ: Environ, _: str) -> NodeRank:
     try:
         hosts = sorted(map(str, json.loads(environ["SM_HOSTS"])))
         return NodeRank(hosts.index(environ["SM_CURRENT_HOST"]), len(hosts), hosts[0], why=why)
-    except (ValueError, TypeError):
+    except (ValueError, TypeError, RecursionError):
         raise UsageError(f'{why}: expected a list with this host in it, as in ["algo-1", "algo-2"]') from None
 
 

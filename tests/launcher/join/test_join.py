@@ -96,6 +96,12 @@ def test_every_platform_is_tried():
     [
         ({"NODE_RANK": "1"}, "torchrun was recognized by NODE_RANK, but NNODES is not set; say --nodes N"),
         ({"NODE_RANK": "1", "NNODES": "2"}, "but MASTER_ADDR is not set; set it, or give HEAD:PORT and --nodes N"),
+        ({"NODE_RANK": "1", "NNODES": "2", "MASTER_ADDR": ""}, "but MASTER_ADDR is not set; set it, or give HEAD:PORT"),
+        *(
+            ({"SKYPILOT_NODE_RANK": "0", "SKYPILOT_NODE_IPS": text}, "but SKYPILOT_NODE_IPS is not set; set it, or")
+            for text in ("", "\n")
+        ),
+        ({"SM_HOSTS": "[" * 100_000, "SM_CURRENT_HOST": "b"}, "SM_CURRENT_HOST=b: expected a list with this host in"),
         (
             {"NODE_RANK": "4", "NNODES": "4", "MASTER_ADDR": "h0"},
             "NNODES=4: this is node 4, but of 4 nodes the last is",
