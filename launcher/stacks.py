@@ -7,11 +7,11 @@ Ranks that are at the same place are shown once. The job goes on: nothing is sto
 code. A rank that does not answer is named, with what the kernel says of it. SIGUSR1 to ringrun prints the same there.
 """
 
+import os
 import shlex
 import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
 
 from .errors import LauncherError, UsageError
 from .job.control_socket import STACKS, RunningJob, ask, find_jobs
@@ -69,12 +69,12 @@ def chosen(subcommand: str, arguments: Sequence[str], jobs: Sequence[RunningJob]
     """Return the one of `jobs` that the arguments of this subcommand name; UsageError if it is none of them."""
     if len(arguments) > 1 or arguments[0].startswith("-"):
         raise UsageError(f"ringrun {subcommand} {shlex.join(arguments)}: expected at most one JOB, a process number")
-    text = arguments[0]
+    text = shortened(arguments[0], _LONGEST_COMMAND)
     for job in jobs:
         if text == str(job.pid):
             return job
     running = f"your jobs are: {', '.join(str(job.pid) for job in jobs)}" if jobs else "no job of yours is running here"
     if not (text.isascii() and text.isdecimal()):
         raise UsageError(f"ringrun {subcommand} {text}: JOB is the process number of a ringrun; {running}")
-    what = "is not a ringrun of yours with a running job" if Path(f"/proc/{int(text)}").exists() else "does not exist"
+    what = "is not a ringrun of yours with a running job" if os.path.exists(f"/proc/{text}") else "does not exist"
     raise UsageError(f"ringrun {subcommand} {text}: process {text} {what}; {running}")

@@ -140,8 +140,9 @@ def test_the_list_of_jobs(monkeypatch):
             f"process {os.getpid()} is not a ringrun of yours with a running job; your jobs are: 4711",
         ),
         (["4194999"], "process 4194999 does not exist"),
+        (["4" * 5000], f"ringrun stacks {'4' * 59}…: JOB is the process number of a ringrun"),
     ],
-    ids=["two jobs", "a flag", "a word", "no digit", "this process", "no process"],
+    ids=["two jobs", "a flag", "a word", "no digit", "this process", "no process", "5000 digits"],
 )
 def test_what_cannot_be_asked(arguments, message, monkeypatch):
     monkeypatch.setattr(stacks, "find_jobs", lambda: [JOB])
