@@ -366,6 +366,7 @@ def test_the_page_is_built_again(tmp_path, collector, said, capsys):
         (["run"], None, "ringrun report run: there is no run/report.json: a job writes it with --report"),
         (["file"], None, "ringrun report file: file/report.json: Not a directory"),
         (["run"], "{", "ringrun report run: run/report.json is not a run report: JSONDecodeError("),
+        (["run"], "[" * 100_000, "ringrun report run: run/report.json is not a run report: RecursionError("),
         (["run"], "[1]", "ringrun report run: run/report.json is not a run report: ValueError('expected a JSON object"),
         (["run"], "{}", "ringrun report run: run/report.json is not a run report: ValueError('expected a JSON object"),
         (
