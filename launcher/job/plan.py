@@ -87,11 +87,13 @@ def _is_not_activated(environ: Mapping[str, str]) -> bool:
 
 
 def _why_not_found(name: str, own: Collection[str]) -> str:
-    if Path(name).is_dir():
+    if not name:
+        return " (it is empty, as a variable that is not set)"
+    if os.path.isdir(name):
         return " (it is a folder)"
     if _PYTHON.fullmatch(name):
         return f"; ringrun's own is {sys.executable}: name that, or activate its environment"
-    if not Path(name).exists():
+    if not os.path.exists(name):
         if name == "help":
             return "; ringrun --help prints the manual"
         meant = difflib.get_close_matches(name, own, 1, _ALIKE)

@@ -90,6 +90,8 @@ def test_a_bare_python_is_ringruns_own_where_no_environment_is_activated(
         ("program", "command not found: 'program' (to run the file here: ./program)"),
         ("./data", "command not found: './data' (it is a file here, but not executable)"),
         ("folder", "command not found: 'folder' (it is a folder)"),
+        ("", "command not found: '' (it is empty, as a variable that is not set)"),
+        ("x" * 5000, f"command not found: '{'x' * 5000}'"),
         ("doktor", "command not found: 'doktor'; did you mean ringrun doctor …?"),
         ("stack", "command not found: 'stack'; did you mean ringrun stacks …?"),
         ("help", "command not found: 'help'; ringrun --help prints the manual"),
