@@ -387,7 +387,10 @@ def _why_not_started(error: OSError, program: str) -> str:
         return f"{why}: {first}; or start it with ringrun … python {program}"
     if error.errno == errno.ENOENT and error.filename in (None, program):
         with contextlib.suppress(OSError), open(program, "rb") as file:
-            first = file.readline().decode(errors="replace").strip()
+            first = file.readline().decode(errors="replace").rstrip("\n")
+            if first.startswith("#!") and first.endswith("\r"):
+                windows = f"its lines end as on Windows, so {quoted(first[2:])} is looked for"
+                return f"{why}: {windows}; to change them: sed -i 's/\\r$//' {program}"
             if first.startswith("#!"):
                 return f"{why}: its first line, {quoted(first)}, names an interpreter that does not exist there"
     return why

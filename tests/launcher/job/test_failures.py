@@ -129,6 +129,11 @@ def test_a_rank_that_blames_another_that_failed_is_not_the_cause(code, cause, ri
             "#!/nowhere/python3 -u\n",
             r"No such .*/program\): its first line, '#!/nowhere/python3 -u', names an interpreter",
         ),
+        (
+            "#!/bin/sh\r\n",
+            r"No such .*/program\): its lines end as on Windows, so '/bin/sh\\r' is looked for; to change them: "
+            r"sed -i 's/\\r\$//' \S+/program$",
+        ),
         ("print(1)\n", r"Exec format error .*/program\): a script's first line must .*ringrun … python \S+/program$"),
     ],
 )
