@@ -11,7 +11,7 @@ and what was expected there.
 """
 
 from .assign import Found, assign, may_get_ranks, named_hosts, place_ranks, without
-from .host import MAX_SLOTS, Host, is_here, parse_host_list
+from .host import MAX_SLOTS, Host, is_here, is_loopback, parse_host_list
 from .hostfile import stop_discovery
 from .machines import Interface, Machine, Machines
 from .nodelist import fold_names
@@ -26,6 +26,7 @@ __all__ = [
     "assign",
     "fold_names",
     "is_here",
+    "is_loopback",
     "may_get_ranks",
     "named_hosts",
     "parse_host_list",

@@ -12,7 +12,10 @@ from ..arguments import whole
 from ..errors import UsageError
 from ..text import quoted
 
-LOOPBACK = ("localhost", "127.0.0.1", "::1")
+_LOOPBACK = (
+    *("localhost", "localhost.localdomain", "localhost4", "localhost6", "ip6-localhost", "ip6-loopback"),
+    *("127.0.0.1", "::1"),
+)
 
 MAX_SLOTS = 999_999
 """More slots on one host are a typing error."""
@@ -116,12 +119,17 @@ def _is_ipv6(text: str) -> bool:
     return True
 
 
+def is_loopback(name: str) -> bool:
+    """Return whether `name` means this host on each."""
+    return name.lower() in _LOOPBACK
+
+
 def is_here(host: Host, own_name: str | None = None) -> bool:
     """Return whether this is the host called `own_name`, by default this one, or an address of this one.
 
     Domains count where both names have one: n1.rack1 is not n1.rack2.
     """
-    if host.name in LOOPBACK or _is_same_name(host.name, own_name or socket.gethostname()):
+    if is_loopback(host.name) or _is_same_name(host.name, own_name or socket.gethostname()):
         return True
     return _is_own_address(host.name)
 

@@ -18,7 +18,7 @@ from ..engines.detect import Detected
 from ..environment import AGENT_VARIABLES, Settings
 from ..errors import UsageError
 from ..forward import forwarded, settings_of_job, withheld
-from ..hosts import Host, Machines, is_here
+from ..hosts import Host, Machines, is_here, is_loopback
 from ..network import LOST_AFTER_S
 from ..remote import OverSsh, Reach
 
@@ -216,10 +216,11 @@ def across(job: Job, inherited: Mapping[str, str], directory: str) -> Across | N
     sent = _BEFORE_PYTHON if job.reach.sends_environment else ()
     names = [*AGENT_VARIABLES, *(name for name in sent if name in inherited)]
     names_of = {address: name for name, address in aliases(job).items()}
-    own = [host.name for host, _ in job.hosts if ":" in host.name and host.name not in names_of]
+    rsh, address = job.reach.rsh(directory), job.reach.address
+    called = [host.name for host, _ in job.hosts if host.name not in names_of] if rsh else []  # srun has its own names
+    own = [name for name in called if ":" in name or is_loopback(name)]
     names_of |= dict.fromkeys(own, socket.gethostname())  # by which the MPI's launcher knows that no ssh is needed
     ranks = [(Host(names_of.get(host.name, host.name)), count) for host, count in job.hosts]
-    rsh, address = job.reach.rsh(directory), job.reach.address
     if rsh and not address:
         address = job.machines.address(host.name for host, _ in job.hosts if not is_here(host))
     return Across(ranks, rsh, names, address, job.interfaces, job.lost_after_s)

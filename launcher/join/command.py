@@ -38,8 +38,7 @@ from ..connection.listener import Listener
 from ..errors import LauncherError, MachineError, UsageError
 from ..folders import private_folder
 from ..forward import leave_batch_system
-from ..hosts import MAX_SLOTS, Host, is_here
-from ..hosts.host import LOOPBACK
+from ..hosts import MAX_SLOTS, Host, is_here, is_loopback
 from ..machine.placement import automatic_size
 from ..machine.topology import read_topology
 from ..network import LOST_AFTER_S, own_addresses
@@ -80,7 +79,7 @@ def _join(resolved: config.Config, head: str) -> int:
     timeout_s = parse_seconds(options.join_timeout, "--join-timeout")
     node_rank = _node_rank(head, options)
     lends_part = options.lend is not None and not options.command
-    if node_rank.count > 1 and node_rank.head in LOOPBACK:  # nor does the head listen there
+    if node_rank.count > 1 and is_loopback(node_rank.head):  # nor does the head listen there
         why = f"{node_rank.head} means another host on each of {node_rank.count} nodes ({node_rank.why})"
         raise UsageError(f"{why}; expected the head's name or address as the others reach it")
     authkey = read_key(options.key_file, os.environ)

@@ -26,7 +26,7 @@ from ..connection import wire
 from ..connection.link import Gone
 from ..connection.listener import Listener
 from ..connection.queued import QueuedLink
-from ..hosts.host import LOOPBACK
+from ..hosts import is_loopback
 from ..processes import raise_open_files
 
 RSH_SOCKET = "nodes"
@@ -120,7 +120,7 @@ class Hub:
         lends_part = bool(node.machine)
         host = f"{node.host}-lent" if lends_part and node.host == self._own.host and not self._own.slots else node.host
         there = self._hosts.get(host, ())
-        if node.host in LOOPBACK and not lends_part:
+        if is_loopback(node.host) and not lends_part:
             return f"its host name is {node.host}; give it one of its own"
         if there and not (lends_part and there[0].node.machine == node.machine):
             before = there[0]

@@ -23,6 +23,7 @@ IP_FREEBIND = 15
     ("ours", "names"),
     [
         (True, ["localhost", "127.0.0.1", "::1", "gpu7", "gpu7.lab", "GPU7.Lab", "127.0.0.2", "0:0:0:0:0:0:0:1"]),
+        (True, ["LOCALHOST", "Localhost", "localhost.localdomain", "ip6-localhost", "localhost4", "localhost6"]),
         (False, ["gpu8", "gpu70", "gpu", "192.0.2.1", "2001:db8::1", "gpu7.other"]),
     ],
 )

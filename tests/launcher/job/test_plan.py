@@ -269,11 +269,12 @@ def test_only_names_of_variables_stand_on_the_command_line():
     assert not [word for word in argv if "secret" in word or "hush" in word or "TOKEN" in word or "sent" in word]
     assert argv[argv.index("-H") + 1] == "h1:3,ringrun-host-0:2"
     assert plan.aliases(ABROAD) == {"ringrun-host-0": "fe80::1"}
-    own = replace(ABROAD, hosts=[(Host("::1"), 1), *ABROAD.hosts])
-    assert list(plan.aliases(own).values()) == ["fe80::1"]
-    assert plan.across(own, {}, "/tmp/private").ranks[0] == (Host(socket.gethostname()), 1), (
-        "no ssh to this host itself"
-    )
+    for name in ("::1", "LOCALHOST"):
+        own = replace(ABROAD, hosts=[(Host(name), 1), *ABROAD.hosts])
+        assert list(plan.aliases(own).values()) == ["fe80::1"]
+        assert plan.across(own, {}, "/tmp/private").ranks[0] == (Host(socket.gethostname()), 1), (
+            "no ssh to this host itself"
+        )
     assert argv[argv.index("plm_ssh_agent") + 1] == "ssh -F /tmp/private/ssh_config"
     assert argv[argv.index("prte_if_include") + 1] == "ib0,eth0"
     assert plan.across(ONE_HOST, {}, "/tmp/private") is None
