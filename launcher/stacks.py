@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 from .errors import LauncherError, UsageError
 from .job.control_socket import STACKS, RunningJob, ask, find_jobs
-from .text import columns, counted, duration, shortened
+from .text import columns, counted, duration, in_one_line, shortened
 
 _LONGEST_COMMAND = 60
 
@@ -53,7 +53,7 @@ def table(jobs: Sequence[RunningJob], now_s: float) -> list[str]:
                 str(job.pid),
                 str(job.size),
                 f"{since} ({duration(age_s)})",
-                shortened(shlex.join(job.command), _LONGEST_COMMAND),
+                shortened(_command(job), _LONGEST_COMMAND),
             )
         )
     return columns(rows)
@@ -62,7 +62,11 @@ def table(jobs: Sequence[RunningJob], now_s: float) -> list[str]:
 def describe(job: RunningJob, now_s: float) -> str:
     """Return the line above a job's stacks."""
     ranks = counted(job.size, "rank")
-    return f"job {job.pid}: {shlex.join(job.command)}; {ranks}, for {duration(now_s - job.since_s)}"
+    return f"job {job.pid}: {_command(job)}; {ranks}, for {duration(now_s - job.since_s)}"
+
+
+def _command(job: RunningJob) -> str:
+    return in_one_line(shlex.join(job.command))
 
 
 def chosen(subcommand: str, arguments: Sequence[str], jobs: Sequence[RunningJob]) -> RunningJob:

@@ -12,6 +12,15 @@ def shortened(text: str, most: int) -> str:
     return text if len(text) <= most else text[: most - 1] + "…"
 
 
+def in_one_line(text: str) -> str:
+    """Return `text` with an escape for each character that a terminal would not show, such as a line's end.
+
+    >>> in_one_line("one\\ntwo")
+    'one\\\\ntwo'
+    """
+    return "".join(each if each.isprintable() else repr(each)[1:-1] for each in text)
+
+
 def quoted(text: str, most: int = 80) -> str:
     """Return what a user has written, for a message: in quotes, and not longer than a line."""
     return repr(shortened(text, most))

@@ -8,6 +8,7 @@ import signal
 import socket
 import sys
 import time
+from dataclasses import replace
 
 import pytest
 
@@ -126,6 +127,13 @@ def test_the_list_of_jobs(monkeypatch):
     assert row.split("  ", 1)[0] == "4711"
     assert stacks.table([RunningJob(1, 0.0, 4, ("x" * 99,), "")], 0.0)[1].endswith(f"  {'x' * 59}…")
     assert row.endswith(f"  4      {since} (2 min 5 s)  python 'my train.py'")
+
+
+def test_a_command_of_several_lines_is_shown_in_one():
+    job = replace(JOB, command=("python", "-c", "print()\nprint('\x1b')"))
+    shown = r"""python -c 'print()\nprint('"'"'\x1b'"'"')'"""
+    assert stacks.table([job], 1125.0)[1].endswith(f")  {shown}")
+    assert stacks.describe(job, 1125.0) == f"job 4711: {shown}; 4 ranks, for 2 min 5 s"
 
 
 @pytest.mark.parametrize(
