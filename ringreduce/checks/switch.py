@@ -5,7 +5,7 @@ from __future__ import annotations
 from ringreduce import runtime
 from ringreduce.checks.nan import Nan
 from ringreduce.checks.resum import Resum
-from ringreduce.checks.twice import Twice
+from ringreduce.checks.twice import of_rank
 from ringreduce.runtime.submit import submit_and_wait
 from ringreduce.settings import Checks
 
@@ -32,5 +32,6 @@ def check(text: str) -> None:
 def start(current: runtime.Runtime) -> None:
     """Begin with the checks of a rank, or with others."""
     current.watch = Nan(current, current.checks.nan) if current.checks.nan else None
-    found = [current.watch, current.checks.sdc and Resum(current), current.settings.twice and Twice(current)]
+    twice = current.settings.twice and of_rank(current.settings.twice, current.world.rank)
+    found = [current.watch, current.checks.sdc and Resum(current), twice]
     current.inspectors = current.engine.submitting.inspectors = [each for each in found if each]

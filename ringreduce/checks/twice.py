@@ -34,11 +34,11 @@ Record = dict[str, list[Any]]  # by "STEP NAME": [step, name, before, after], in
 class Twice:
     """One run, on one rank."""
 
-    def __init__(self, own: runtime.Runtime) -> None:
+    def __init__(self, setting: str, rank: int) -> None:
         """Raises: SettingsError in the second run where the first one has left nothing."""
-        run, steps, folder = own.settings.twice.split(":", 2)
+        run, steps, folder = setting.split(":", 2)
         self._steps, self._is_first = int(steps), run == "1"
-        self._file = Path(folder, f"rank.{own.world.rank}.json")
+        self._file = Path(folder, f"rank.{rank}.json")
         self._counts: Counter[str] = Counter()
         self._record: Record = {}
         if not self._is_first:
@@ -91,6 +91,9 @@ class Twice:
         if differs:
             launcher_link.report(current.settings.error_file, finding=f"--twice: {text}")
         raise SystemExit(int(differs))
+
+
+of_rank = functools.cache(Twice)  # one: it counts on after check(), and after shutdown() and init()
 
 
 def _arrived(made: Submission, rows: list[list[Any]], _: BaseException | None) -> None:

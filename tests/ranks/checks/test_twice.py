@@ -19,6 +19,8 @@ STEPS = 6
 def program(run, wrong):
     for step in itertools.count():
         assert step <= STEPS, "it ends by itself"
+        if wrong == "check" and step == 2:
+            rr.check("divergence")
         for name, count in (("b", 5), ("w", 60_000)):
             array = np.sin(np.arange(count) + rr.rank() + step).astype("float32")
             if wrong == "own" and run == 2 and (rr.rank(), step, name) == (1, 4, "w"):
@@ -55,6 +57,7 @@ def found(capsys, monkeypatch, tmp_path, wrong, steps=STEPS):
     ("wrong", "expected"),
     [
         ("nothing", r"the same bits in 6 steps, in all arrays \(8\), on ranks 0-2"),
+        ("check", r"the same bits in 6 steps, in all arrays \(8\), on ranks 0-2"),
         (
             "own",
             r"'w' differs in step 4, on rank 1 before it is reduced: look there for .*use_deterministic_algorithms\)",
