@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from typing import Any
 
 from ringreduce.arrays.buffer import Buffer
@@ -39,6 +40,8 @@ class Arguments:
                 f"{function}: op={op!r} with compression={wire}; expected an allreduce with op=Average or Sum, or "
                 "another compression, such as Compression.fp16"
             )
+        if math.isnan(prescale) or math.isnan(postscale):  # which equals nothing, so that ranks could not agree on it
+            raise InputError(f"{function}: prescale_factor={prescale}, postscale_factor={postscale}; expected no NaN")
         self.function, self._op, self._scales, self._wire = function, op, (prescale, postscale), wire
         self.details = details_of(op, prescale, postscale, wire)
 

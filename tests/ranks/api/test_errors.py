@@ -239,6 +239,10 @@ WRONG = {
         lambda: rr.allreduce_async(zeros(3, dtype=bool), op=rr.Sum, postscale_factor=2.0),
         "bool elements cannot be averaged or scaled",
     ),
+    "a scale that is NaN": (
+        lambda: rr.allreduce_async(zeros(3), postscale_factor=np.nan),
+        "allreduce: prescale_factor=1.0, postscale_factor=nan; expected no NaN",
+    ),
     "complex minimum": (
         lambda: rr.allreduce(zeros(3, dtype="complex64"), op=rr.Min),
         "complex64 elements have no order: op=Min is not defined",
