@@ -71,6 +71,8 @@ class Checks:
         >>> Checks.parse("nan:zero,divergence")
         Checks(nan='zero', divergence=100, sdc=0)
         """
+        if not isinstance(text, str):
+            raise SettingsError(f"check={text!r}: expected a text: {CHECKS}; or an empty one for no checks")
         found: dict[str, str | int] = {}
         for item in filter(None, (each.strip() for each in text.split(","))):
             name, _, option = item.partition(":")

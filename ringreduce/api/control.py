@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -38,9 +38,9 @@ def init(comm: Any = None, process_sets: str | Sequence[ProcessSet | Sequence[in
             ranks have different settings or versions; InputError for a wrong process set.
     Source: Horovod's init.
     """
-    if isinstance(process_sets, str) and process_sets != DYNAMIC:
+    listed: Any = [] if process_sets is None or process_sets == DYNAMIC else process_sets
+    if isinstance(listed, str) or not isinstance(listed, Iterable):
         raise InputError(f'init: process_sets={process_sets!r}; expected a list of ProcessSet, or "{DYNAMIC}"')
-    listed: Sequence[Any] = [] if process_sets is None or isinstance(process_sets, str) else process_sets
     given = [each if isinstance(each, ProcessSet) else ProcessSet(each) for each in listed]
     passed = [each.ranks if each.comm is None else each.comm for each in given]
     own = lifecycle.start(comm, passed, dynamic=process_sets == DYNAMIC)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -36,7 +37,11 @@ class ProcessSet:
         if hasattr(ranks_or_comm, "Get_group"):
             self.comm = ranks_or_comm
         else:
-            self.ranks = sorted(int(rank) for rank in ranks_or_comm)
+            try:
+                self.ranks = sorted(map(operator.index, ranks_or_comm))
+            except TypeError:
+                expected = "expected ranks, such as [0, 1], or an mpi4py communicator"
+                raise InputError(f"ProcessSet: {ranks_or_comm!r}; {expected}") from None
 
     def size(self) -> int | None:
         """The number of its ranks; None when it was not added."""

@@ -338,6 +338,10 @@ WRONG = {
         lambda: rr.allreduce(np.ma.masked_array([1.0, 2.0], [0, 1])),
         "a masked array would lose its mask; pass",
     ),
+    "no text of checks": (
+        lambda: rr.check(None),
+        r"check=None: expected a text: nan, .*; or an empty one for no checks",
+    ),
     "no process set": (
         lambda: rr.allreduce(zeros(3), process_set=[0, 1]),
         r"allreduce: process_set=\[0, 1\]; expected a ProcessSet",

@@ -166,9 +166,17 @@ def test_fixed_sets_stay_as_they_are():
     assert rr.get_process_set_ids_and_ranks() == {0: [0, 1], 1: [1]}
 
 
-def test_init_takes_sets_or_the_word_dynamic():
-    with pytest.raises(ValueError, match="init: process_sets='static'; expected a list of ProcessSet, or \"dynamic\""):
-        rr.init(process_sets="static")
+@pytest.mark.parametrize("wrong", ["static", 5, rr.global_process_set])
+def test_init_takes_sets_or_the_word_dynamic(wrong):
+    with pytest.raises(rr.InputError, match=r'init: process_sets=.*; expected a list of ProcessSet, or "dynamic"'):
+        rr.init(process_sets=wrong)
+
+
+@pytest.mark.parametrize("wrong", [5, ["a", 0], "01", [0, 1.5], None])
+def test_a_set_is_of_ranks(wrong):
+    for make in (rr.ProcessSet, lambda ranks: rr.init(process_sets=[ranks])):
+        with pytest.raises(rr.InputError, match=r"ProcessSet: .*; expected ranks, such as \[0, 1\], or an mpi4py comm"):
+            make(wrong)
 
 
 def test_looking_at_the_process_set_of_a_host_makes_nothing():
