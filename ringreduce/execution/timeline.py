@@ -20,6 +20,7 @@ import io
 import itertools
 import json
 import math
+import os
 import re
 import time
 from collections.abc import Iterator, Sequence
@@ -184,7 +185,7 @@ class TimelineFile:
 
         offsets_us: by rank, how far its clock is ahead of rank 0's;  start_us: what is 0 in the file, by default now.
         """
-        self.path = path
+        self.path, self.place = path, os.path.realpath(path)  # before the script goes to another folder
         self._offsets_us = offsets_us
         self._threads: dict[tuple[int, str], int] = {}
         self._order: dict[str, int] = {}  # of the rows, the same on all ranks

@@ -5,6 +5,7 @@ A file that cannot be written ends the recording, not the job.
 
 from __future__ import annotations
 
+import os
 import socket
 import threading
 import time
@@ -63,11 +64,13 @@ class Recording:
         """Start recording; stops an earlier timeline. Returns when all ranks record, or after ANSWERS_S.
 
         first:  events of this rank from before.
-        Raises: OSError for a bad `path`.
+        Raises: OSError for a bad `path`; an earlier timeline goes on then.
         """
-        self.stop()
+        if (earlier := self._file) is not None and earlier.place == os.path.realpath(path):
+            self.stop()  # two would write into one file
         file = TimelineFile(path, self._clock_offsets_us, min((each.start_us for each in first), default=None))
         file.add(0, first)
+        self.stop()
         if not self._call_and_wait(lambda done: self._start(file, mark_cycles, done)) and self._has_ended():
             file.close()
             error = self._ending.error

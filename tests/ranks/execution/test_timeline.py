@@ -133,6 +133,25 @@ def test_stop_without_start_and_a_path_that_cannot_be_written(tmp_path):
     assert rr.allreduce(1.0, op=rr.Sum) == 1
 
 
+@each_rank_of(2)
+def test_a_path_that_cannot_be_written_leaves_the_timeline_before_it(tmp_path):
+    path = tmp_path / "t.json"
+    for _ in range(2):  # the same file again
+        rr.start_timeline(str(path))
+        steps(1)
+        rr.barrier()
+    if rr.rank() == 0:
+        with pytest.raises(rr.InputError, match=r"none/t.json cannot be written"):
+            rr.start_timeline(str(tmp_path / "none" / "t.json"))
+    rr.barrier()
+    steps(1)
+    rr.stop_timeline()
+    rr.barrier()
+    if rr.rank() == 0:
+        for rank in range(2):
+            assert phases(trace.read(path), rank, "allreduce.g0").count("ALLREDUCE") == 2
+
+
 def test_other_clocks_are_brought_to_rank_0s(tmp_path):
     file = TimelineFile(str(tmp_path / "t.json"), offsets_us=[0.0, 5e6])
     start = file._start_us
