@@ -163,12 +163,25 @@ def _array(function: str, name: str, leaf: Any) -> Any:
     try:
         array = jnp.asarray(leaf)
         element = element_type(array.dtype)
+        fits = _fits(leaf, array.dtype)
+    except OverflowError:  # of an integer of Python's
+        fits = False
     except (TypeError, UnsupportedArrayError) as exc:
         cure = "pass only the arrays of a tree, such as equinox.filter(tree, equinox.is_array)"
         raise UnsupportedArrayError(f"{function}{_quoted(name)}: {exc}; {cure}") from exc
+    if not fits:
+        longest = jax.dtypes.canonicalize_dtype(getattr(leaf, "dtype", np.int64))
+        cure = "pass floats, or call jax.config.update('jax_enable_x64', True) first"
+        raise InputError(f"{function}{_quoted(name)}: an integer does not fit {longest}, JAX's longest; {cure}")
     if function not in MOVING:
         check_reducible(element, f"{function}{_quoted(name)}: ")
     return array
+
+
+def _fits(leaf: Any, dtype: Any) -> bool:
+    """False where JAX, without jax_enable_x64, has kept the lower half of an integer of NumPy's."""
+    is_numpys = isinstance(leaf, np.ndarray | np.generic) and leaf.dtype.kind in "iu"
+    return not is_numpys or leaf.dtype == dtype or np.array_equal(leaf.astype(dtype), leaf)
 
 
 def _quoted(name: str) -> str:

@@ -349,6 +349,16 @@ def test_what_cannot_be_reduced_is_told():
         hvd.allreduce_async(own(1))
 
 
+@pytest.mark.parametrize("integers", [2**40, np.int64(-(2**31) - 1), np.array([0, 2**32 + 1], np.uint64)])
+def test_an_integer_that_jax_would_cut_is_refused(integers):
+    message = r"'s': an integer does not fit u?int32, JAX's longest; pass floats, or call jax.config"
+    calls = [functools.partial(hvd.broadcast, root_rank=0), functools.partial(hvd.allreduce, op=hvd.Sum)]
+    for call in calls if isinstance(integers, int) else [*calls, hvd.broadcast_parameters]:
+        with pytest.raises(rr.InputError, match=message):
+            call({"s": integers})
+    assert hvd.broadcast_parameters({"s": np.int64(-(2**31))})["s"] == -(2**31)
+
+
 MESH = jax.sharding.Mesh(np.array(jax.devices()), ("x",))
 ROWS = jax.sharding.NamedSharding(MESH, jax.sharding.PartitionSpec("x"))
 EVERYWHERE = jax.sharding.NamedSharding(MESH, jax.sharding.PartitionSpec())
