@@ -43,6 +43,8 @@ RANK_PROGRAM = "from ringrun.run_function import serve; serve()"
 REFUSES = "ringrun: error: "
 FAILED = re.compile(r"-- ringrun: rank \d+ of \d+ failed first ")
 """How the lines begin with which ringrun says why a job has failed: from there on they are the exception's text."""
+AGAIN = re.compile(r"ringrun: restart \d+ of ")
+"""How the line begins with which it starts the job again: what it has said of the failure is not the last word."""
 HOROVODS_NAMES = {"num_proc": "np", "min_num_proc": "min_np", "use_gloo": "gloo", "use_mpi": "mpi"}
 SWITCHES = (
     *("gloo", "mpi", "jsrun", "tcp", "disable-cache", "verbose", "elastic", "mask-gpus", "fold", "timestamps"),
@@ -254,6 +256,8 @@ def _finish(
         except BaseException:  # by the engine, or by what has replaced sys.stdout
             process.terminate()  # before `with process`, which waits for its end
             raise
+    if is_interrupted or why or process.returncode == 0:
+        errors.release()
     if is_interrupted:
         raise KeyboardInterrupt
     if why:
@@ -290,9 +294,16 @@ class _Report(_Printer):
         """Why the job has failed: ringrun's report, or the last that it said itself."""
         return (self._kept or self._last).rstrip("\n")
 
+    def release(self) -> None:
+        """Print what is kept: no exception will say it."""
+        kept, self._kept = self._kept, ""
+        super()._show(kept)
+
     def _show(self, text: str) -> None:
         *lines, self._line = (self._line + text).split("\n")
         for line in lines:
+            if AGAIN.match(line):
+                self.release()
             if self._kept or line.startswith(REFUSES) or FAILED.match(line):
                 self._kept += f"{line}\n"
             else:

@@ -208,12 +208,25 @@ def test_a_job_that_starts_again_returns_what_its_last_attempt_returned(tmp_path
         import os
         import sys
 
-        if os.environ["RINGREDUCE_RESTART_COUNT"] == "0" and os.environ["RANK"] == "1":
-            sys.exit(7)
-        return os.environ["RINGREDUCE_RESTART_COUNT"]
+        attempt = int(os.environ["RINGREDUCE_RESTART_COUNT"])
+        print("attempt", attempt, file=sys.stderr, flush=True)
+        if attempt < 2 and os.environ["RANK"] == "1":
+            sys.exit(7 + attempt)
+        return attempt
 
-    # the report of the first attempt is printed: the job has not failed
-    assert rr.run(function, np=2, restarts=1) == ["1", "1"]
+    # the reports of the first attempts are printed: the job has not failed
+    assert rr.run(function, np=2, restarts=2) == [2, 2]
+    pattern = r"(?m)^\[1\] (attempt .)|^how +(.*)|^ringrun: (restart .*?) in"
+    said = re.findall(pattern, capsys.readouterr().err)
+    assert ["".join(each) for each in said] == [
+        *("attempt 0", "exit code 7", "restart 1 of 2"),
+        *("attempt 1", "exit code 8", "restart 2 of 2"),
+        "attempt 2",
+    ]
+    with pytest.raises(rr.JobFailedError) as raised:
+        rr.run(function, np=2, restarts=1)
+    assert "exit code 8" in str(raised.value)
+    assert "exit code 7" not in str(raised.value)
 
 
 def pids_in(folder, is_alive):
