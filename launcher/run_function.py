@@ -41,7 +41,9 @@ PIECE_BYTES = 64 << 20
 CHUNK_BYTES = 1 << 16
 RANK_PROGRAM = "from ringrun.run_function import serve; serve()"
 REFUSES = "ringrun: error: "
-FAILED = re.compile(r"-- ringrun: rank \d+ of \d+ failed first ")
+FAILED = re.compile(
+    r"-- ringrun: rank \d+ of \d+ (failed|left) first\b|ringrun: .*(so the job was ended|ranks did; it wrote):(\n|$)"
+)
 """How the lines begin with which ringrun says why a job has failed: from there on they are the exception's text."""
 AGAIN = re.compile(r"ringrun: restart \d+ of ")
 """How the line begins with which it starts the job again: what it has said of the failure is not the last word."""

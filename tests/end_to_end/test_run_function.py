@@ -64,6 +64,33 @@ def test_a_rank_that_fails_is_told_by_ringruns_report(capsys, monkeypatch):
     assert "[0] learning at 0.5 none\n" in capsys.readouterr().out
 
 
+LEAVES = {
+    "return 1": ["-- ringrun: rank 1 of 2 left first: its script ended -", "so failed   rank 0: exit code 1"],
+    "os._exit(0)": ["ringrun: rank 1 of 2 ended with exit code 0 ", "rank 0: allreduce of an unnamed tensor "],
+}
+
+
+@pytest.mark.parametrize("leaves", LEAVES)
+def test_a_rank_that_leaves_is_told_by_ringruns_report(capsys, leaves):
+    def function():
+        import os
+
+        rr.init()
+        if rr.rank() == 1:
+            if leaves == "return 1":
+                return 1
+            os._exit(0)
+        return rr.allreduce(1.0)
+
+    with pytest.raises(rr.JobFailedError) as raised:
+        rr.run(function, np=2)
+    lines = str(raised.value).splitlines()
+    assert lines[0] == "run():"
+    assert lines[1].startswith(LEAVES[leaves][0])
+    assert [line for line in lines if line.startswith(LEAVES[leaves][1])], lines
+    assert capsys.readouterr().err == ""
+
+
 @pytest.mark.adapters
 def test_the_ranks_get_variables_that_stand_on_no_command_line():
     def function():
