@@ -10,16 +10,16 @@ from __future__ import annotations
 import codecs
 import contextlib
 import linecache
+import numbers
 import os
 import pickle
 import re
 import selectors
-import shlex
 import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ringreduce.errors import InputError, JobFailedError, StartupError
@@ -53,6 +53,8 @@ SWITCHES = (
     *("prefix-output-with-timestamp", "log-with-timestamp", "log-without-timestamp"),
 )
 """Flags without a --no-…: a number, as in Horovod's verbose=2, says yes, and no is no flag."""
+LISTS = ("hosts", "exclude", "network_interfaces", "ranks", "check", "forward_signals", "env_allow")
+"""Flags whose value is one or several, with commas between them."""
 OF_GROWING_JOBS = ("max_num_proc", "max_np", "slots", "reset_limit", "cooldown_range")
 PYTHON_VARIABLE, FOLDER_VARIABLE, PATH_VARIABLE = (f"_RINGREDUCE_{name}" for name in ("PYTHON", "FOLDER", "PATH"))
 """Of a rank on slots that an engine lends: its Python, and the folder and the import path of who lends them."""
@@ -84,6 +86,8 @@ def on_ranks(
     """
     from .job.plan import run_module  # no rank needs it
 
+    flags = {name: _plain(name, value) for name, value in flags.items() if value is not None}
+    variables, python = _texts(variables), str(_plain("executable", python))
     ringrun = [sys.executable, *run_module("ringrun"), *(head.flags if head else ()), *_arguments(flags, head)]
     results = _Results(pickling.dumps(call))
     with contextlib.ExitStack() as opened:
@@ -97,7 +101,7 @@ def on_ranks(
         program = ["/bin/sh", "-c", OWN_PYTHON] if head else [python, "-c"]
         rank = [*program, RANK_PROGRAM, str(listener.address)]
         # by name: every user of this host can read a command line
-        asked = {name: str(value) for name, value in variables.items()} | {KEY_VARIABLE: listener.authkey.hex()}
+        asked = {**variables, KEY_VARIABLE: listener.authkey.hex()}
         ringrun += [f"--env={name}" for name in asked]
         environment = {**os.environ, **asked, **(head.environment if head else {})}
         code, report = _finish([*ringrun, *rank], environment, head and _before_ranks(head.trouble, results))
@@ -122,6 +126,30 @@ def _failure(code: int, report: str) -> Exception:
     return kinds.get(code, JobFailedError)(f"run():\n{why}" if FAILED.match(why) else f"run(): {why}")
 
 
+def _plain(name: str, value: object) -> str | numbers.Real:
+    """Return a flag's value, a list as ringrun takes it; InputError for one that has no place on a command line."""
+    several = value if name in LISTS and isinstance(value, list | tuple) else None
+    given: Iterable[Any] = [value] if several is None else several
+    items = [os.fsdecode(each) if isinstance(each, os.PathLike) else each for each in given]
+    if not all(isinstance(each, str | numbers.Real) and "\0" not in str(each) for each in items):
+        or_list = ", or a list of them" if name in LISTS else ""
+        raise InputError(f"run(): {name}={value!r}: expected text without NUL, a number or a path{or_list}")
+    return items[0] if several is None else ",".join(map(str, items))
+
+
+def _texts(variables: Mapping[str, Any]) -> dict[str, str]:
+    """Return variables as they are in an environment; InputError for what cannot be there. They may be secrets."""
+    if not isinstance(variables, Mapping):
+        raise InputError(f"run(): env: expected a dict, such as {{'NAME': 'value'}}, got {type(variables)}")
+    for name, value in variables.items():
+        if not isinstance(name, str) or not name or {*name} & {*"=\0"}:
+            raise InputError(f"run(): env: expected names without '=' and NUL, got {name!r}")
+        if value is None or "\0" in str(value):
+            came = "None; leave the variable out" if value is None else "text with NUL"
+            raise InputError(f"run(): env: {name}: expected text without NUL, or a number, got {came}")
+    return {name: str(value) for name, value in variables.items()}
+
+
 def _arguments(flags: Mapping[str, object], head: Head | None = None) -> Iterator[str]:
     """Yield ringrun's command line for these flags."""
     for name, value in flags.items():
@@ -135,23 +163,26 @@ def _arguments(flags: Mapping[str, object], head: Head | None = None) -> Iterato
         if name == "min_num_proc" and not flags.get("elastic"):
             yield "--elastic"
         flag = HOROVODS_NAMES.get(name, name).replace("_", "-")
-        if flag in SWITCHES or flag.startswith("no-"):
+        if flag == "np":
+            yield from ("-np", str(value))
+        elif flag in SWITCHES or flag.startswith("no-"):
             yield from [f"--{flag}"] if value else []
         elif isinstance(value, bool):
             yield f"--{flag}" if value else f"--no-{flag}"
         else:
-            yield from ("-np", str(value)) if flag == "np" else (f"--{flag}", str(value))
+            yield from (f"--{flag}", str(value))
 
 
 def _addresses(flags: Mapping[str, Any]) -> Sequence[str]:
     """Return this host's addresses for ranks on other hosts, if there are any."""
+    from .arguments import split_words
     from .config.file import read
     from .hosts import is_here, named_hosts
 
+    flags = {name: str(value) for name, value in flags.items()}
     if path := flags.get("config_file"):
-        given = {name: value for name, value in flags.items() if value is not None}
-        flags = {entry.flag.replace("-", "_"): entry.text for entry in read(str(path))} | given
-    script = shlex.split(flags.get("host_discovery_script") or "")
+        flags = {entry.flag.replace("-", "_"): entry.text for entry in read(path)} | flags
+    script = split_words(flags.get("host_discovery_script"), "--host-discovery-script")
     found = named_hosts(flags.get("hosts"), flags.get("hostfile"), script=script)
     others = [host.name for host in found.hosts if not is_here(host)] if found else []
     return own_addresses(others, parse_interfaces(flags.get("network_interfaces"))) if others else ()
@@ -279,9 +310,9 @@ class _Printer:
         self._show(self._decoder.decode(data, final=not data))
 
     def _show(self, text: str) -> None:
-        stream = getattr(sys, self._name)
-        stream.write(text)
-        stream.flush()
+        if stream := getattr(sys, self._name):  # none where it was closed from the start, as by `>&-`
+            stream.write(text)
+            stream.flush()
 
 
 class _Report(_Printer):

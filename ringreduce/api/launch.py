@@ -42,6 +42,8 @@ def run(
     """
     if isinstance(args, str) or not isinstance(args, Iterable):
         raise InputError(f"run(): args={args!r}: expected a tuple of the function's arguments, such as ({args!r},)")
+    if not isinstance(kwargs, Mapping | None):
+        raise InputError(f"run(): kwargs={kwargs!r}: expected a dict of the function's arguments by name")
     call = func, tuple(args), dict(kwargs or {})
     results: list[Any] = run_function.on_ranks(call, {"np": np, **flags}, env or {}, executable or sys.executable)
     return results

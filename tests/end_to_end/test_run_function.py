@@ -110,6 +110,25 @@ def test_the_ranks_get_variables_that_stand_on_no_command_line():
     assert rr.run(lambda: function(), np=1, env=mine) == [(mine, [], ["-c"])]
 
 
+@pytest.mark.parametrize("closed", [">&-", "2>&-"])
+def test_without_a_stdout_or_stderr_text_is_dropped(tmp_path, closed):
+    program = tmp_path / "one.py"
+    program.write_text("""
+import sys
+import ringreduce as rr
+
+def function():
+    print("out")
+    print("error", file=sys.stderr)
+    return 7
+
+found = rr.run(function, hosts=["localhost:1", "localhost:1"], ranks=[0, 1], np=2)
+print(found, file=sys.stdout or sys.stderr)
+""")
+    done = jobs.run(["/bin/sh", "-c", f'exec "$0" "$1" {closed}', sys.executable, program], cwd=tmp_path, returncode=0)
+    assert sorted((done.stdout + done.stderr).splitlines())[-1] == "[7, 7]"
+
+
 def test_what_is_not_returned():
     def function():
         import os
@@ -176,6 +195,21 @@ REFUSED = [
     ({"np": 0}, "-np: expected auto or a whole number from 1"),
     ({"hosts": "h1:x"}, "-H, item 1, 'h1:x': slots: expected"),
     ({"env": {"RINGREDUCE_SPARES": 1}}, "--env RINGREDUCE_SPARES: ringrun sets this variable"),
+    ({"kwargs": ["lr"]}, "kwargs=['lr']: expected a dict of the function's arguments by name"),
+    ({"np": True}, "-np: expected auto or a whole number from 1"),
+    ({"np": [2]}, "np=[2]: expected text without NUL, a number or a path"),
+    ({"hosts": [None]}, "hosts=[None]: expected text without NUL, a number or a path, or a list of them"),
+    ({"hosts": "h1\0"}, r"hosts='h1\x00': expected text without NUL, a number or a path, or a list of them"),
+    ({"hostfile": 3}, "hostfile 3: no such file"),
+    ({"host_discovery_script": ["a"]}, "host_discovery_script=['a']: expected text without NUL, a number or a path"),
+    ({"host_discovery_script": "'a"}, "--host-discovery-script"),
+    ({"network_interfaces": ["none"], "hosts": ["h1:1"]}, "--network-interfaces none: there is no interface 'none'"),
+    ({"executable": ["python"]}, "executable=['python']: expected text without NUL, a number or a path"),
+    ({"env": ["A"]}, "env: expected a dict, such as {'NAME': 'value'}, got <class 'list'>"),
+    ({"env": {1: 2}}, "env: expected names without '=' and NUL, got 1"),
+    ({"env": {"A=B": 2}}, "env: expected names without '=' and NUL, got 'A=B'"),
+    ({"env": {"A": None}}, "env: A: expected text without NUL, or a number, got None; leave the variable out"),
+    ({"env": {"A": "x\0y"}}, "env: A: expected text without NUL, or a number, got text with NUL"),
     ({"executable": "/bin/no-python"}, "command not found: '/bin/no-python'"),
 ]
 
@@ -205,6 +239,22 @@ def test_it_listens_only_where_ranks_of_other_hosts_are_to_connect(monkeypatch, 
         path.write_text("".join(f"{name}: {value}\n" for name, value in flags.items()))
         with pytest.raises(rr.InputError, match=re.escape(str(refused.value))):
             rr.run(print, config_file=path)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("flags", "addresses"),
+    [({"hosts": ["h1:1", "h2"], "network_interfaces": ("lo",)}, ("h1", "h2", "lo")), ({"hosts": 2}, ("2",))],
+    ids=str,
+)
+def test_flags_may_be_lists_and_numbers(monkeypatch, flags, addresses):
+    def listen(folder, found, backlog):
+        raise LauncherError(f"it listens at {found}")
+
+    monkeypatch.setattr("ringrun.run_function.own_addresses", lambda hosts, interfaces: (*hosts, *interfaces))
+    monkeypatch.setattr("ringrun.run_function.Listener", listen)
+    with pytest.raises(rr.InputError, match=re.escape(f"it listens at {addresses}")):
+        rr.run(print, **flags)
 
 
 @pytest.mark.quick
