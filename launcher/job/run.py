@@ -56,7 +56,6 @@ def run_job(
     with contextlib.ExitStack() as stack:
         kept_on: set[str] = set()
         stack.callback(_remove_commits, job, kept_on)
-        stack.callback(signals.end)
         files = None
         if job.output_directory is not None:  # one set for all attempts, so that each goes on where the last has ended
             most = growth.most if growth.most < sys.maxsize else 0

@@ -5,6 +5,7 @@ events would be handled after the next event, which may be in an hour. So the ha
 writes each signal's number to a pipe, at once, and a thread reads it there.
 """
 
+import atexit
 import os
 import signal
 import threading
@@ -29,6 +30,15 @@ def survive(numbers: Iterable[int]) -> None:
             signal.signal(number, lambda *_: None)
 
 
+def _end() -> None:
+    """Let no such signal end ringrun: the interpreter puts handlers back to the default after this.
+
+    Not earlier, when a job has ended: the next one, of --twice, would take it for its parent's wish.
+    """
+    for number in FORWARDABLE:
+        signal.signal(number, signal.SIG_IGN)
+
+
 class SignalReader:
     """Passes signals on from the moment it is made, except those that ringrun's parent ignores."""
 
@@ -40,6 +50,7 @@ class SignalReader:
         os.set_blocking(write, False)
         signal.set_wakeup_fd(write, warn_on_full_buffer=False)
         survive(_HANDLED)
+        atexit.register(_end)
 
     def start(self) -> None:
         """Begin to deliver; signals wait till then.
@@ -49,11 +60,6 @@ class SignalReader:
         if not self._is_started:
             self._is_started = True
             threading.Thread(target=self._run, daemon=True).start()
-
-    def end(self) -> None:
-        """Let no such signal end ringrun: the interpreter puts handlers back to the default when it exits."""
-        for number in FORWARDABLE:
-            signal.signal(number, signal.SIG_IGN)
 
     def _run(self) -> None:
         count, latest, until_s = 0, 0, 0.0

@@ -2,6 +2,7 @@
 
 import json
 import re
+import signal
 
 import pytest
 
@@ -9,6 +10,7 @@ from ringrun.cli import parse
 from ringrun.errors import UsageError
 from ringrun.job.plan import Job
 from ringrun.twice import parse_steps, run
+from tests.support.patience import patient, wait_until
 
 
 @pytest.mark.parametrize(("codes", "expected"), [((0, 0), 0), ((0, 1), 1), ((7,), 7)])
@@ -80,6 +82,28 @@ def test_a_job_runs_twice(ringrun, script, tmp_path, differs):
         else r"the same bits in 10 steps, in all arrays \(2\), on ranks 0-1"
     )
     assert re.search(f"ringreduce: --twice: {expected}", result.stderr), result.stderr
+
+
+@pytest.mark.without_mpi
+def test_the_second_run_gets_signals_too(start, script, tmp_path):
+    command = script(
+        """
+        import os, pathlib, signal, time
+
+        got = []
+        signal.signal(signal.SIGUSR1, lambda *_: got.append(1))
+        pathlib.Path("up" + os.environ["RINGREDUCE_TWICE"][0]).touch()
+        until_s = time.monotonic() + 20
+        while not got and time.monotonic() < until_s:
+            time.sleep(0.01)
+        raise SystemExit(not got)
+        """
+    )
+    ringrun = start("-np", 1, "--twice", 3, "--forward-signals", "USR1", *command)
+    for number in (1, 2):
+        wait_until((tmp_path / f"up{number}").exists)
+        ringrun.send_signal(signal.SIGUSR1)
+    assert ringrun.wait(patient(30)) == 0
 
 
 @pytest.mark.extended

@@ -78,7 +78,6 @@ def test_a_request_for_stacks_that_comes_at_the_very_end_ends_nothing():
     done = run("""
         reader = SignalReader(got.put)
         reader.start()
-        reader.end()
         class Last:
             def __del__(self):  # after the interpreter has put the handlers back
                 send(10)
