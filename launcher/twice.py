@@ -32,6 +32,7 @@ def run(job: Job, steps: int, run_once: Callable[[Job], int]) -> int:
     with private_folder() as folder:
         for number in (1, 2):
             twice = {"RINGREDUCE_TWICE": f"{number}:{steps}:{folder}"}
-            if code := run_once(replace(job, variables={**job.variables, **twice})):  # the second report replaces one
+            # the second report replaces one, the ranks' output does not
+            if code := run_once(replace(job, variables={**job.variables, **twice}, appends=number == 2)):
                 return code
     return 0

@@ -132,6 +132,8 @@ class Job:
     timestamps: bool = False
     output_directory: str | None = None
     """Where files keep what the ranks write."""
+    appends: bool = False
+    """They keep what they held before."""
     report_directory: str | None = None
     """Where the run report is written."""
     metrics: tuple[str, int] | None = None

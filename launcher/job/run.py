@@ -59,7 +59,8 @@ def run_job(
         files = None
         if job.output_directory is not None:  # one set for all attempts, so that each goes on where the last has ended
             most = growth.most if growth.most < sys.maxsize else 0
-            files = stack.enter_context(contextlib.closing(OutputFiles(job.output_directory, job.size, most)))
+            files = OutputFiles(job.output_directory, job.size, most, appends=job.appends)
+            stack.enter_context(contextlib.closing(files))
         display = Display(job.shown, fold=job.fold, time=job.timestamps)
         output = Output(job.size, os.environ, display=display, files=files)
 

@@ -4,6 +4,7 @@ They hold the bytes as the rank wrote them: no prefixes, and progress bars with 
 """
 
 import errno
+import os
 import threading
 from io import FileIO
 from pathlib import Path
@@ -19,17 +20,19 @@ _NOT_THE_PATH = {*_FULL, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EIO}
 class OutputFiles:
     """The open files of all ranks. Files of an earlier run are overwritten.
 
-    size: how many ranks there are at first.
-    most: how many there may be, for the width of their numbers; 0: nobody knows.
+    size:    how many ranks there are at first.
+    most:    how many there may be, for the width of their numbers; 0: nobody knows.
+    appends: what an earlier run has left stays in front.
 
     Raises: UsageError where the folder or a file cannot be made; MachineError if that is not because of its path.
     """
 
-    def __init__(self, directory: str, size: int, most: int = 0) -> None:
+    def __init__(self, directory: str, size: int, most: int = 0, *, appends: bool = False) -> None:
         if not directory:
             raise UsageError("--output-filename '': expected a folder for the ranks' output")
         self._directory = Path(directory)
         self._width = len(str(max(size, most) - 1))
+        self._mode = "ab" if appends else "wb"
         self._files: dict[tuple[int, str], FileIO] = {}
         self._is_closed = False
         self._lock = threading.Lock()
@@ -79,7 +82,7 @@ class OutputFiles:
             for stream in _STREAMS:
                 if (rank, stream) not in self._files:
                     folder.mkdir(parents=True, exist_ok=True)
-                    self._files[rank, stream] = FileIO(folder / stream, "wb")
+                    self._files[rank, stream] = FileIO(folder / stream, self._mode)
 
 
 def refusal(flag: str, directory: str, error: OSError) -> LauncherError:
@@ -94,9 +97,10 @@ def refusal(flag: str, directory: str, error: OSError) -> LauncherError:
 def try_to_write(file: FileIO, directory: str) -> None:
     """Raise OSError if the disk is full: an empty file can be made there all the same."""
     try:
+        size = file.seek(0, os.SEEK_END)
         _write_all(file, bytes(_BLOCK_BYTES))
-        file.truncate(0)
-        file.seek(0)
+        file.truncate(size)
+        file.seek(size)
     except OSError as error:
         raise OSError(error.errno, error.strerror, directory) from error
 

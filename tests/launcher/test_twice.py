@@ -106,6 +106,15 @@ def test_the_second_run_gets_signals_too(start, script, tmp_path):
     assert ringrun.wait(patient(30)) == 0
 
 
+@pytest.mark.without_mpi
+def test_output_files_hold_both_runs_and_none_from_before(ringrun, tmp_path):
+    kept = tmp_path / "o" / "rank.0" / "stdout"
+    kept.parent.mkdir(parents=True)
+    kept.write_text("before")
+    ringrun("-np", 1, "--twice", 3, "--output-filename", "o", "printenv", "RINGREDUCE_TWICE", returncode=0)
+    assert [line[:4] for line in kept.read_text().splitlines()] == ["1:3:", "2:3:"]
+
+
 @pytest.mark.extended
 def test_a_real_job_whose_parameters_diverge(ringrun, script):
     command = script(
