@@ -68,7 +68,7 @@ def run_job(
             output.message([text])
 
         collector, writer = Collector(job.command), None
-        metrics = Metrics(job.metrics, collector)
+        metrics = stack.enter_context(contextlib.closing(Metrics(job.metrics, collector)))
         if job.report_directory is not None:
             writer = Writer(job.report_directory, collector, say)
 

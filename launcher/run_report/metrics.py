@@ -53,9 +53,10 @@ class Metrics:
         """where: address and port, 0 for any; None: it does nothing."""
         self._where = where
         self._collector = collector
+        self._server: Any = None
 
     def start(self, say: Callable[[str], None]) -> None:
-        """Begin to serve, once, to the end of this process; say where, or why not: the job runs on."""
+        """Begin to serve, once, until it is closed; say where, or why not: the job runs on."""
         if self._where is None:
             return
         from prometheus_client import CollectorRegistry, start_http_server
@@ -65,11 +66,17 @@ class Metrics:
         registry: Any = CollectorRegistry()
         registry.register(self)
         try:
-            server, _ = start_http_server(port, address, registry)
+            self._server, _ = start_http_server(port, address, registry)
         except OSError as error:
             say(f"ringrun: no metrics, since {host}:{port} cannot be used: {error.strerror}; the job runs without")
         else:
-            say(f"ringrun: metrics are at http://{host}:{server.server_port}/metrics")
+            say(f"ringrun: metrics are at http://{host}:{self._server.server_port}/metrics")
+
+    def close(self) -> None:
+        """Serve no more: the second run of --twice needs the port."""
+        if self._server:
+            self._server.shutdown()
+            self._server.server_close()
 
     def collect(self) -> Iterator[Any]:
         """Yield what prometheus_client writes; the histogram is that of the first rank, as all step together."""

@@ -3,6 +3,7 @@
 import json
 import re
 import signal
+import socket
 
 import pytest
 
@@ -113,6 +114,15 @@ def test_output_files_hold_both_runs_and_none_from_before(ringrun, tmp_path):
     kept.write_text("before")
     ringrun("-np", 1, "--twice", 3, "--output-filename", "o", "printenv", "RINGREDUCE_TWICE", returncode=0)
     assert [line[:4] for line in kept.read_text().splitlines()] == ["1:3:", "2:3:"]
+
+
+@pytest.mark.without_mpi
+def test_both_runs_serve_metrics_at_one_port(ringrun):
+    pytest.importorskip("prometheus_client")
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        where = f"127.0.0.1:{free.getsockname()[1]}"
+    done = ringrun("-np", 1, "--twice", 3, "--metrics-port", where, "true", returncode=0)
+    assert done.stderr == f"ringrun: metrics are at http://{where}/metrics\n" * 2
 
 
 @pytest.mark.extended
