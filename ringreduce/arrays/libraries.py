@@ -50,11 +50,11 @@ class Library:
         """True when its elements can be kept as bytes; others are pickled."""
         return not array.dtype.hasobject
 
-    def device(self, array: Any) -> str:
-        """The kind of device where an array lies, for a library that `array` does not put it on."""
-        return ""
+    def kind(self, array: Any) -> Any:
+        """What else `put` needs to make such an array where there is none, if anything; it can be pickled."""
+        return None
 
-    def room(self, memory: Any, dtype: Any, shape: tuple[int, ...], device: str) -> Any:
+    def room(self, memory: Any, dtype: Any, shape: tuple[int, ...], kind: Any) -> Any:
         """A view of bytes in `memory` that `keep` can copy an array into."""
         return memory.view(dtype).reshape(shape)
 
@@ -98,12 +98,13 @@ class _Torch(Library):
         strided = sys.modules["torch"].strided
         return array.layout is strided and not array.is_quantized and array.device.type != "meta"
 
-    def device(self, array: Any) -> str:
-        return str(array.device.type)
+    def kind(self, array: Any) -> tuple[str, bool, bool]:
+        is_parameter = isinstance(array, sys.modules["torch"].nn.Parameter)
+        return str(array.device.type), is_parameter, bool(array.requires_grad)
 
-    def room(self, memory: Any, dtype: Any, shape: tuple[int, ...], device: str) -> Any:
+    def room(self, memory: Any, dtype: Any, shape: tuple[int, ...], kind: Any) -> Any:
         room = sys.modules["torch"].from_numpy(memory).view(dtype).view(shape)
-        room.restored_on = device  # for `put`, on a rank that has no such tensor
+        room.kind = kind  # for `put`, on a rank that has no such tensor
         return room
 
     def keep(self, rooms: Sequence[Any], arrays: Sequence[Any]) -> None:
@@ -112,14 +113,15 @@ class _Torch(Library):
             torch._foreach_copy_(rooms, arrays)
 
     def put(self, live: Any, saved: Any) -> Any:
-        if not (_alike(live, saved) and self.fits(live) and self.fits(saved)):
-            if not hasattr(saved, "restored_on"):  # it was pickled, so it is where it should be
-                return saved.clone()
-            torch, device = sys.modules["torch"], saved.restored_on
-            is_there = device != "cuda" or torch.cuda.is_available()
-            live = torch.empty(saved.shape, dtype=saved.dtype, device=device if is_there else "cpu")
-        live.detach().copy_(saved)
-        return live
+        if _alike(live, saved) and self.fits(live) and self.fits(saved):
+            live.detach().copy_(saved)
+            return live
+        if not hasattr(saved, "kind"):  # it was pickled, so it is what it should be, and in no commit's memory
+            return saved
+        torch, (device, is_parameter, requires_grad) = sys.modules["torch"], saved.kind
+        is_there = device != "cuda" or torch.cuda.is_available()
+        copy = torch.empty(saved.shape, dtype=saved.dtype, device=device if is_there else "cpu").copy_(saved)
+        return torch.nn.Parameter(copy, requires_grad) if is_parameter else copy.requires_grad_(requires_grad)
 
 
 class _CuPy(Library):

@@ -32,7 +32,7 @@ class ArrayInfo(NamedTuple):
     dtype: Any
     shape: tuple[int, ...]
     nbytes: int
-    device: str = ""  # the kind of device that the array was on, of torch's tensors
+    kind: Any = None  # see `Library.kind`
 
 
 class Commit:
@@ -108,7 +108,7 @@ class Commit:
         if not info.library:
             return None
         memory = self.memory[info.start : info.start + info.nbytes]
-        return LIBRARIES[info.library].room(memory, info.dtype, info.shape, info.device)
+        return LIBRARIES[info.library].room(memory, info.dtype, info.shape, info.kind)
 
     def tree(self) -> Any:
         """The tree; its arrays may lie in this commit's memory: see `Restoration`."""
@@ -155,7 +155,7 @@ class _Pickler(Pickler):
             info = ArrayInfo("", len(self.references), None, (), 0)
             self.references.append(obj)
         elif LIBRARIES[name].fits(obj) and obj.nbytes:
-            info = ArrayInfo(name, self._nbytes, obj.dtype, tuple(obj.shape), obj.nbytes, LIBRARIES[name].device(obj))
+            info = ArrayInfo(name, self._nbytes, obj.dtype, tuple(obj.shape), obj.nbytes, LIBRARIES[name].kind(obj))
             self._nbytes += -(-obj.nbytes // ALIGNMENT) * ALIGNMENT
             self.of_library[name].append(len(self.infos))
         else:

@@ -221,7 +221,7 @@ def test_state_of_gpus_comes_to_them_on_a_rank_that_has_none(monkeypatch):
     assert run_ranks(2, program) == [(expected, "cuda:0", "cuda:0")] * 2
     monkeypatch.undo()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    saved = LIBRARIES["torch"].room(np.zeros(4, np.uint8), torch.float32, (1,), "cuda")
+    saved = LIBRARIES["torch"].room(np.zeros(4, np.uint8), torch.float32, (1,), ("cuda", False, False))
     assert Restoration().put_back(None, saved).device.type == "cpu"
 
 

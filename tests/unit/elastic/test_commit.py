@@ -73,6 +73,22 @@ def test_an_array_comes_back_in_place_and_where_there_was_none_as_a_copy_that_la
     assert numbers(restored) == numbers(array) == before
 
 
+@pytest.mark.parametrize("shape", [(2,), (0, 2)], ids=["kept as bytes", "pickled"])
+@pytest.mark.parametrize("requires_grad", [True, False])
+@pytest.mark.parametrize("kind", [torch.nn.Parameter, torch.Tensor.requires_grad_])
+def test_a_tensor_that_is_new_is_a_leaf_of_the_kind_that_was_saved(kind, requires_grad, shape):
+    saved = kind(torch.ones(shape), requires_grad)
+    restored = put_back(None, taken(saved).tree())
+    assert (type(restored), restored.requires_grad, restored.is_leaf) == (type(saved), requires_grad, True)
+    assert restored.tolist() == saved.tolist()
+
+
+def test_a_module_inside_any_object_has_its_parameters_again():
+    (module,) = put_back([None], taken([torch.nn.Linear(2, 1)]).tree())
+    assert [name for name, each in module.named_parameters() if each.requires_grad] == ["weight", "bias"]
+    assert put_back(None, taken(torch.ones(2) * torch.ones(2, requires_grad=True)).tree()).requires_grad
+
+
 def test_dicts_and_lists_stay_the_same_objects_and_others_are_replaced():
     inner, items = {"w": np.arange(3)}, [1, [2, np.ones(2)]]
     tree = {"inner": inner, "items": items, "pair": Pair(1, np.zeros(2)), "set": {1, 2}, "none": None}
