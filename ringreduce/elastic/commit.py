@@ -189,13 +189,14 @@ class Restoration:
             kept.clear()
             kept.update(values)
             return kept
-        if isinstance(saved, list | tuple):
+        is_named = isinstance(saved, tuple) and hasattr(saved, "_fields")
+        if type(saved) in (list, tuple) or is_named:  # another subclass may have more than its items
             lives = list(live)[: len(saved)] if is_same else []
             items = [self.put_back(one, other) for one, other in itertools.zip_longest(lives, saved)]
             if type(saved) is list and type(live) is list:
                 live[:] = items
                 return live
-            return type(saved)(*items) if hasattr(saved, "_fields") else type(saved)(items)
+            return type(saved)._make(items) if is_named else type(saved)(items)
         return _copied(saved)
 
     def _array(self, live: Any, saved: Any) -> Any:

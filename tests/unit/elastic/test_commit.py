@@ -118,6 +118,26 @@ def test_kinds_of_dicts(value):
     assert list(restored.items()) == list(value.items())
 
 
+class Named(list):
+    """A list of the user's own, whose class is not called with its items."""
+
+    def __init__(self, name="none"):
+        super().__init__()
+        self.name = name
+
+
+def test_a_subclass_of_list_or_tuple_keeps_its_items_and_attributes():
+    losses = Named("train")
+    losses += [0.5, np.arange(2)]
+    commit = taken({"losses": losses, "size": torch.Size([2, 3])})
+    losses.name = "other"
+    restored = put_back({"losses": losses}, commit.tree())
+    commit.memory[:] = 0xFF
+    assert (type(restored["losses"]), restored["losses"].name) == (Named, "train")
+    assert (restored["losses"][0], restored["losses"][1].tolist()) == (0.5, [0, 1])
+    assert (type(restored["size"]), restored["size"]) == (torch.Size, (2, 3))
+
+
 class Holder:
     """An object of the user's own with an array."""
 
