@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from ringreduce.arrays.buffer import shares_elements
 from ringreduce.arrays.gpu_buffer import uploaded
 from ringreduce.errors import UnsupportedArrayError
 
@@ -68,8 +69,12 @@ class Library:
             np.copyto(room, array)
 
     def put(self, live: Any, saved: Any) -> Any:
-        """What a restored variable holds: the `live` array with the elements of `saved` if it can, else a new one."""
-        if not (_alike(live, saved) and live.flags.writeable):
+        """What a restored variable holds: the `live` array with the elements of `saved` if it can, else a new one.
+
+        It cannot where elements share memory, as in an expanded array.
+        """
+        is_alike = _alike(live, saved) and live.flags.writeable
+        if not is_alike or shares_elements(live.shape, live.strides, live.itemsize):
             return saved.copy()
         live[...] = saved
         return live
@@ -113,7 +118,8 @@ class _Torch(Library):
             torch._foreach_copy_(rooms, arrays)
 
     def put(self, live: Any, saved: Any) -> Any:
-        if _alike(live, saved) and self.fits(live) and self.fits(saved):
+        is_alike = _alike(live, saved) and self.fits(live) and self.fits(saved)
+        if is_alike and not shares_elements(live.shape, live.stride(), 1):
             live.detach().copy_(saved)
             return live
         if not hasattr(saved, "kind"):  # it was pickled, so it is what it should be, and in no commit's memory
@@ -141,7 +147,7 @@ class _CuPy(Library):
         super().keep(rooms, [each.get() for each in arrays])
 
     def put(self, live: Any, saved: Any) -> Any:
-        if not _alike(live, saved):
+        if not _alike(live, saved) or shares_elements(live.shape, live.strides, live.itemsize):
             return saved
         live[...] = saved
         return live
@@ -190,6 +196,6 @@ to_numpy, as_kind, trains, read, write = map(_by_library, ("to_numpy", "as_kind"
 
 
 def _alike(live: Any, saved: Any) -> bool:
-    """True when the elements of `saved` can be written into `live`."""
+    """True when `live` is of the library, shape and type of `saved`."""
     same = library_of(type(live)) == library_of(type(saved)) != ""
     return same and live.shape == saved.shape and live.dtype == saved.dtype

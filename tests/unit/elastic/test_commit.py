@@ -185,6 +185,14 @@ def test_a_read_only_array_is_replaced():
     assert put_back(live, commit.tree()) is not live
 
 
+@pytest.mark.parametrize("live", [torch.ones(1).expand(3), np.lib.stride_tricks.as_strided(np.ones(1), (3,), (0,))])
+def test_an_array_whose_elements_share_memory_is_replaced(live):
+    assert put_back(live, taken(live).tree()).tolist() == [1, 1, 1]
+    saved = taken(live.cumsum(0)).tree()
+    assert put_back(live, saved).tolist() == [1, 2, 3]
+    assert live.tolist() == [1, 1, 1]
+
+
 def test_memory_is_used_again_until_sizes_change():
     params = {"w": np.arange(1000.0), "b": torch.zeros(7)}
     commit = taken(params)
