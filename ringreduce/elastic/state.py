@@ -140,6 +140,10 @@ class ObjectState(State):
         self._names, self._local = tuple(attributes), (local,) if isinstance(local, str) else tuple(local)
         if unknown := [name for name in self._local if name not in attributes]:
             raise InputError(f"{type(self).__name__}: local={self._local}: there is no attribute {unknown[0]!r}")
+        if own := [name for name in attributes if hasattr(ObjectState, name)]:
+            raise InputError(
+                f"{type(self).__name__}: got {own[0]}=, a name that every state has itself; choose another"
+            )
         for name, value in attributes.items():
             if getattr(value, "shares_parameters", False):
                 raise InputError(

@@ -121,6 +121,14 @@ def test_a_local_attribute_must_be_one():
         ObjectState(step=0, local="rng")
 
 
+@pytest.mark.parametrize("name", ["commits", "save", "sync", "register_reset_callbacks"])
+def test_an_attribute_has_no_name_of_the_state_s_own(name):
+    with pytest.raises(
+        rr.InputError, match=f"Counting: got {name}=, a name that every state has itself; choose another"
+    ):
+        Counting(**{"step": 0, name: 1})
+
+
 def test_an_error_in_the_first_sync_begins_with_rank_0_again(elastic):
     """Then all have as many commits, none, but not the same state."""
     failing = [True] * 2
