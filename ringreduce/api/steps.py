@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 from ringreduce import runtime
+from ringreduce.errors import InputError
 from ringreduce.execution.steps import MARKED, SECONDS
 
 
@@ -17,8 +19,23 @@ def mark_step(examples: int | None = None) -> None:
 
     examples: how many this rank has trained on in this step; without it they are counted where a data loader of torch,
               Keras's fit() or a tf.data.Dataset gives them.
+
+    Raises: InputError (a ValueError) where examples is no whole number of 0 or more.
     """
+    if examples is not None:
+        examples = _whole(examples)
     runtime.current("mark_step").engine.recorder.stepped(MARKED, examples)
+
+
+def _whole(examples: Any) -> int:
+    """As an int, which a report can hold; of NumPy and torch, too."""
+    try:
+        number = int(operator.index(examples))
+    except TypeError:
+        number = -1
+    if number < 0:
+        raise InputError(f"mark_step: examples={examples!r}; expected a whole number of 0 or more, or None")
+    return number
 
 
 def stats() -> dict[str, Any]:

@@ -193,7 +193,7 @@ class StepRecorder:
         if moving != blocked:  # as those of the fast lane are
             step.hidden_s = length(united(moving + blocked)) - step.blocked_s
         self._begin(step.number + 1)
-        step.to_s, step.examples = self._step.from_s, examples or self._loaded or None
+        step.to_s, step.examples = self._step.from_s, (self._loaded or None) if examples is None else examples
         self._loaded = 0
         step.step_s = step.to_s - step.from_s
         self.steps.append(step)

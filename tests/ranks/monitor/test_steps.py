@@ -241,6 +241,20 @@ def test_what_the_fast_lane_has_begun_is_not_taken_for_the_beginning_of_another(
     assert run_ranks(1, program) == [[True]]
 
 
+def test_examples_are_a_whole_number_of_any_library():
+    def program():
+        rr.stats()
+        for examples in 32, np.int64(32), torch.tensor(32), 0:
+            rr.mark_step(examples)
+        for wrong in -1, 2.5, "x", np.ones(2):
+            with pytest.raises(rr.InputError, match=r"mark_step: examples=.*; expected a whole number of 0 or more"):
+                rr.mark_step(wrong)
+        assert rr.stats()["examples_per_s"] == 0
+        return [json.dumps(each.examples) for each in runtime.current("test").engine.recorder.steps]
+
+    assert run_ranks(1, program) == [["32", "32", "32", "0"]]
+
+
 def ddp(rank, size):
     """What DDP waits for, it waits for in C++, on a future; and of two optimizers, one in the other, one counts."""
     rr.stats()
