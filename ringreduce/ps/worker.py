@@ -63,8 +63,11 @@ class Worker:
         """The parameters, in new arrays of the kinds that were passed first; waits as the servers' mode says.
 
         Each server's part is as it was at one moment; between servers moments differ, but in mode sync.
-        Cost: all parameters, from each server its part. Raises: PeerLostError when a rank is lost.
+
+        Cost:   all parameters, from each server its part.
+        Raises: PeerLostError when a rank is lost; InputError after close().
         """
+        self._check_open()
         values = retried(self._pull, self._recover)
         arrays = joined(values, self._job.layout, self._keys)
         return trees.map_leaves(self._tree, lambda name, leaf: as_kind(leaf, arrays[name]))
@@ -76,8 +79,9 @@ class Worker:
 
         Cost:   all gradients, to each server its part; in an elastic job MOST_UNANSWERED pushes without a pull, or
                 UNANSWERED_BYTES of them, wait as a pull does, since until then they are kept.
-        Raises: InputError for another form, and types that cannot become the parameters'; PeerLostError.
+        Raises: InputError for another form, types that cannot become the parameters', and after close(); PeerLostError.
         """
+        self._check_open()
         packed = self._post(messages.PUSH, self._fitting(gradients))
         self._pushes += 1
         if runtime.current("ps").is_elastic:
@@ -112,6 +116,10 @@ class Worker:
         if not self._closed:
             self._closed = True
             retried(self._close, self._recover)
+
+    def _check_open(self) -> None:
+        if self._closed:  # nobody would answer
+            raise InputError("ps.Worker: it is closed; push and pull before close(), and inside `with`")
 
     def __enter__(self) -> Worker:
         return self

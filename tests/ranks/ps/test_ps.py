@@ -275,6 +275,19 @@ def test_gradients_of_another_form_are_refused_and_training_goes_on(pushed, mess
         worker.push(first())
 
 
+@each_rank_of(2)
+def test_a_closed_worker_neither_pulls_nor_pushes():
+    if rr.ps.is_server(1):
+        assert rr.ps.Server(sgd, servers=1).serve().pushes == 1
+        return
+    with rr.ps.Worker(first(), servers=1) as worker:
+        worker.push(first())
+    for use in worker.pull, lambda: worker.push(first()):
+        with pytest.raises(rr.InputError, match=r"ps\.Worker: it is closed; push and pull before close\(\)"):
+            use()
+    worker.close()
+
+
 @pytest.mark.parametrize(
     ("mode", "kept_bytes", "most"), [("sync", 1 << 20, 16), ("async", 1 << 20, 16), ("async", 1, 1)]
 )
