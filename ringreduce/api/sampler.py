@@ -66,9 +66,9 @@ class DistributedSampler:
     def _divide(self, num_replicas: int | None = None, rank: int | None = None) -> None:
         """Set the number of parts, and which is this rank's."""
         if num_replicas is None:
-            num_replicas = runtime.current("DistributedSampler").world.size
+            num_replicas = runtime.current_world("DistributedSampler").size
         if rank is None:
-            rank = runtime.current("DistributedSampler").world.rank
+            rank = runtime.current_world("DistributedSampler").rank
         self.num_replicas = _whole("num_replicas", num_replicas, lowest=1)
         self.rank = _whole("rank", rank, lowest=0)
         if self.rank >= self.num_replicas:

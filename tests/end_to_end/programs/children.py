@@ -41,6 +41,8 @@ if __name__ == "__main__":
             rr.init()
         except rr.StartupError as error:
             print("forked", error)
+        samplers = rr.DistributedSampler(6, shuffle=False), rr.elastic.ElasticSampler(range(6), shuffle=False)
+        print("forked samplers", rr.rank(), *[list(each) for each in samplers])
         sys.stdout.flush()
         os._exit(0)
     os.waitpid(pid, 0)
