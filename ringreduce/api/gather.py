@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from ringreduce import runtime
-from ringreduce.api.process_sets import ProcessSet, global_process_set, number_of
+from ringreduce.api.process_sets import ProcessSet, global_process_set, number_of, placed
 from ringreduce.arrays.buffer import Buffer
 from ringreduce.arrays.dtypes import element_type
 from ringreduce.arrays.gpu_buffer import GpuBuffer, uploaded
@@ -19,7 +19,7 @@ from ringreduce.arrays.view import as_buffer, as_buffers
 from ringreduce.errors import InputError
 from ringreduce.execution.submission import Handle, Submission
 from ringreduce.runtime.arguments import Details
-from ringreduce.runtime.submit import Array, like, only, outs_of, refused
+from ringreduce.runtime.submit import Array, like, listed, only, outs_of, refused
 
 __all__ = ["allgather", "allgather_async", "alltoall", "alltoall_async", "grouped_allgather"]
 __all__ += ["grouped_allgather_async"]
@@ -91,7 +91,7 @@ def _allgather(
     out: Any = None,
 ) -> Handle[list[Array]]:
     current, number = runtime.current("allgather"), number_of(process_set, "allgather")
-    tensors = list(tensors)
+    tensors = placed("allgather", name, process_set, listed, "allgather", tensors)
 
     def finish(submission: Submission) -> list[Any]:
         return [like(tensor, output) for tensor, output in zip(tensors, submission.outputs, strict=True)]

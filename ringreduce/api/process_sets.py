@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import operator
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from ringreduce import runtime
 from ringreduce.errors import InputError
 from ringreduce.negotiation.protocol import GLOBAL
 from ringreduce.runtime import lifecycle
-from ringreduce.runtime.submit import submit_and_wait
+from ringreduce.runtime.submit import Made, refused, submit_and_wait
 
 __all__ = ["ProcessSet", "add_process_set", "get_process_set_ids_and_ranks", "global_process_set"]
 __all__ += ["host_process_set", "remove_process_set"]
@@ -148,6 +148,17 @@ def number_of(process_set: ProcessSet, function: str) -> int:
         )
     process_set._check_world(function)
     return number
+
+
+def placed(function: str, name: str | None, process_set: ProcessSet, make: Callable[..., Made], *given: Any) -> Made:
+    """What `make` makes of what a call of the function is given, before it is submitted.
+
+    Where it raises, the call keeps its place, so that the others' calls fail and their later ones meet this rank's.
+    """
+    try:
+        return make(*given)
+    except Exception as exc:
+        raise refused(function, exc, number_of(process_set, function), name) from exc.__cause__
 
 
 def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:

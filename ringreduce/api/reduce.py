@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from ringreduce import runtime
-from ringreduce.api.process_sets import ProcessSet, global_process_set, number_of
+from ringreduce.api.process_sets import ProcessSet, global_process_set, number_of, placed
 from ringreduce.arrays.view import as_buffers, check_apart, to_write
 from ringreduce.compression import AnyCompressor, Compression, check_compression
 from ringreduce.errors import InputError
@@ -17,7 +17,7 @@ from ringreduce.execution.signature import calling_line
 from ringreduce.execution.submission import Handle, Submission
 from ringreduce.ops import Average, ReduceOp
 from ringreduce.runtime.arguments import Arguments, arguments_of
-from ringreduce.runtime.submit import Array, as_passed, like, only, outs_of, refused, taken_apart
+from ringreduce.runtime.submit import Array, as_passed, like, listed, only, outs_of, refused, taken_apart
 
 __all__ = ["allreduce", "allreduce_", "allreduce_async", "allreduce_async_", "grouped_allreduce", "grouped_allreduce_"]
 __all__ += ["grouped_allreduce_async", "grouped_allreduce_async_", "grouped_reducescatter"]
@@ -57,7 +57,7 @@ def allreduce(
     """
     scales = prescale_factor, postscale_factor
     if compression is not Compression.none:
-        arrays, names, whole = taken_apart(tensor)
+        arrays, names, whole = placed("allreduce", name, process_set, taken_apart, tensor)
         reduced = grouped_allreduce(arrays, average, name, compression, op, *scales, process_set, names=names)
         return whole(reduced)  # type: ignore[no-any-return]
     array: Any = np.asarray(tensor) if isinstance(tensor, float | np.generic) else tensor
@@ -81,8 +81,9 @@ def allreduce_async(
 
     waits: the caller does so at once.
     """
-    reduction = arguments_of("allreduce", average, op, prescale_factor, postscale_factor)
-    arrays, names, whole = taken_apart(tensor)
+    given = average, op, prescale_factor, postscale_factor
+    reduction = _arguments("allreduce", name, process_set, *given)
+    arrays, names, whole = placed("allreduce", name, process_set, taken_apart, tensor)
     return submit(arrays, name, names, reduction, process_set, waits=waits).mapped(whole)
 
 
@@ -116,8 +117,9 @@ def allreduce_async_(
 
     waits: the caller does so at once.
     """
-    reduction = arguments_of("allreduce", average, op, prescale_factor, postscale_factor)
-    arrays, names, whole = taken_apart(tensor)
+    given = average, op, prescale_factor, postscale_factor
+    reduction = _arguments("allreduce", name, process_set, *given)
+    arrays, names, whole = placed("allreduce", name, process_set, taken_apart, tensor)
     if names is not None:
         whole = lambda _: tensor  # noqa: E731 - the caller's tree itself; one array needs no closure
     return submit(arrays, name, names, reduction, process_set, in_place=True, waits=waits).mapped(whole)
@@ -140,7 +142,8 @@ def grouped_allreduce(
     name:  of the group;  names: of the tensors, for error messages.
     Cost:  one agreement for all; small tensors are fused.
     """
-    reduction = arguments_of("allreduce", average, op, prescale_factor, postscale_factor, compression)
+    given = average, op, prescale_factor, postscale_factor, compression
+    reduction = _arguments("allreduce", name, process_set, *given)
     return _compressed(compression, tensors, name, names, reduction, process_set)
 
 
@@ -156,7 +159,8 @@ def grouped_allreduce_async(
     names: Sequence[str] | None = None,
 ) -> Handle[list[Array]]:
     """Begin a `grouped_allreduce`; `synchronize(handle)` returns the list of results."""
-    reduction = arguments_of("allreduce", average, op, prescale_factor, postscale_factor)
+    given = average, op, prescale_factor, postscale_factor
+    reduction = _arguments("allreduce", name, process_set, *given)
     return submit(tensors, name, names, reduction, process_set)
 
 
@@ -172,7 +176,8 @@ def grouped_allreduce_(
     names: Sequence[str] | None = None,
 ) -> list[Array]:
     """Reduce many tensors in place, all or none of them, and return them; otherwise as `grouped_allreduce`."""
-    reduction = arguments_of("allreduce", average, op, prescale_factor, postscale_factor)
+    given = average, op, prescale_factor, postscale_factor
+    reduction = _arguments("allreduce", name, process_set, *given)
     return submit(tensors, name, names, reduction, process_set, in_place=True, waits=True).wait()
 
 
@@ -188,7 +193,8 @@ def grouped_allreduce_async_(
     names: Sequence[str] | None = None,
 ) -> Handle[list[Array]]:
     """Begin a `grouped_allreduce_`; `synchronize(handle)` returns the list of tensors."""
-    reduction = arguments_of("allreduce", average, op, prescale_factor, postscale_factor)
+    given = average, op, prescale_factor, postscale_factor
+    reduction = _arguments("allreduce", name, process_set, *given)
     return submit(tensors, name, names, reduction, process_set, in_place=True)
 
 
@@ -237,7 +243,8 @@ def reducescatter_async(
 
     waits: the caller does so at once.
     """
-    reduction = arguments_of("reducescatter", None, op, prescale_factor, postscale_factor)
+    given = None, op, prescale_factor, postscale_factor
+    reduction = _arguments("reducescatter", name, process_set, *given)
     return submit([tensor], name, None, reduction, process_set, waits=waits, out=out).mapped(only)
 
 
@@ -251,7 +258,8 @@ def grouped_reducescatter(
     postscale_factor: float = 1.0,
 ) -> list[Array]:
     """Reduce and scatter many tensors, all or none of them; otherwise as `reducescatter`."""
-    reduction = arguments_of("reducescatter", None, op, prescale_factor, postscale_factor, compression)
+    given = None, op, prescale_factor, postscale_factor, compression
+    reduction = _arguments("reducescatter", name, process_set, *given)
     return _compressed(compression, tensors, name, None, reduction, process_set)
 
 
@@ -264,8 +272,13 @@ def grouped_reducescatter_async(
     postscale_factor: float = 1.0,
 ) -> Handle[list[Array]]:
     """Begin a `grouped_reducescatter`; `synchronize(handle)` returns the list of results."""
-    reduction = arguments_of("reducescatter", None, op, prescale_factor, postscale_factor)
+    given = None, op, prescale_factor, postscale_factor
+    reduction = _arguments("reducescatter", name, process_set, *given)
     return submit(tensors, name, None, reduction, process_set)
+
+
+def _arguments(function: str, name: str | None, process_set: ProcessSet, *given: Any) -> Arguments:
+    return placed(function, name, process_set, arguments_of, function, *given)
 
 
 def _compressed(
@@ -276,13 +289,19 @@ def _compressed(
     arguments: Arguments,
     process_set: ProcessSet,
 ) -> list[Array]:
-    check_compression(compression)
-    pairs = [compression.compress(tensor) for tensor in tensors]
+    function = arguments.function
+    tensors = placed(function, name, process_set, listed, function, tensors)
+    pairs = placed(function, name, process_set, _compress, compression, tensors)
     reduced = submit([tensor for tensor, _ in pairs], name, names, arguments, process_set, waits=True).wait()
     return [
         as_passed(tensor, compression.decompress(each, context))
         for tensor, each, (_, context) in zip(tensors, reduced, pairs, strict=True)
     ]
+
+
+def _compress(compression: AnyCompressor, tensors: Sequence[Array]) -> list[tuple[Any, Any]]:
+    check_compression(compression)
+    return [compression.compress(tensor) for tensor in tensors]
 
 
 def submit(
@@ -302,7 +321,9 @@ def submit(
 
     line: the line of the user's script, where the caller knows it.  of_step: as of the engine's submit().
     """
-    function, tensors = arguments.function, tensors if isinstance(tensors, list) else list(tensors)
+    function = arguments.function
+    if not isinstance(tensors, list):
+        tensors = placed(function, name, process_set, listed, function, tensors)
     engine, number = runtime.current(function).engine, number_of(process_set, function)
     try:
         inputs, written = to_write(tensors) if in_place else (as_buffers(tensors, arguments.number), None)

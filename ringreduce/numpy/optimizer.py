@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from ringreduce import runtime
-from ringreduce.api.process_sets import ProcessSet, global_process_set
+from ringreduce.api.process_sets import ProcessSet, global_process_set, placed
 from ringreduce.arrays import trees
 from ringreduce.checks import divergence
 from ringreduce.compression import AnyCompressor, Compression
@@ -341,7 +341,8 @@ class ReducingOptimizer(WrappingOptimizer):
         if self._exchange.size > 1:
             owner = getattr(self._optimizer, "__self__", self._optimizer)  # of a method
             divergence.compare(self, self._exchange.process_set, lambda: {**getattr(owner, "__dict__", {}), **passed()})
-        arrays, names, whole = taken_apart(self._accumulation.take(grads))
+        take, taking_part = self._accumulation.take, self._exchange.process_set
+        arrays, names, whole = placed("allreduce", None, taking_part, lambda: taken_apart(take(grads)))
         return whole(self._exchange.reduce(arrays, names=names))
 
     def __repr__(self) -> str:

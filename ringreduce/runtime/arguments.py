@@ -26,13 +26,11 @@ class Arguments:
     def __init__(
         self,
         function: str,
-        average: bool | None,
-        op: ReduceOp | None,
+        op: ReduceOp,
         prescale: float,
         postscale: float,
         wire: Quantized | None = None,
     ) -> None:
-        op = which_op(function, average, op)
         if function == "reducescatter" and op not in (Average, Sum):
             raise InputError(f"reducescatter: op={op!r}; expected Average or Sum")
         if wire is not None and (function != "allreduce" or op not in (Average, Sum)):
@@ -72,7 +70,13 @@ def arguments_of(
 ) -> Arguments:
     """The arguments of a call, checked as far as possible without the tensors."""
     wire = None if compression is None else wire_of(compression)
-    return _same_arguments(function, average, op, float(prescale), float(postscale), wire)
+    op = which_op(function, average, op)  # now, as what is no op may not be hashable
+    try:
+        scales = float(prescale), float(postscale)
+    except (TypeError, ValueError, OverflowError):
+        given = f"prescale_factor={prescale!r} and postscale_factor={postscale!r}"
+        raise InputError(f"{function}: {given}; expected two numbers") from None
+    return _same_arguments(function, op, *scales, wire)
 
 
 def details_of(op: ReduceOp, prescale: float, postscale: float, wire: Quantized | None = None) -> Details:

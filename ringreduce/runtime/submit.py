@@ -22,6 +22,7 @@ from ringreduce.ops import Average, ReduceOp, Sum
 
 Array = TypeVar("Array")
 Made = TypeVar("Made")
+Failed = TypeVar("Failed", bound=Exception)
 
 
 def like(original: Any, result: Buffer) -> Any:
@@ -52,20 +53,28 @@ def taken_apart(tree: Any) -> tuple[Sequence[Any], Sequence[str] | None, Callabl
     return [leaf for _, leaf in named], names, whole
 
 
+def listed(function: str, tensors: Any) -> list[Any]:
+    """The tensors of a group, which may be of any iterable kind."""
+    try:
+        return list(tensors)
+    except TypeError as exc:
+        raise InputError(f"{function}: tensors={tensors!r}; expected a list of arrays") from exc
+
+
 def refused(
     function: str,
-    error: InputError,
+    error: Failed,
     process_set: int | None,
     name: str | None = None,
     names: Sequence[str] | None = None,
     count: int = 1,
-) -> InputError:
+) -> Failed:
     """The error for a call with `count` arrays, which names the one that is meant; other ranks learn of it, too."""
-    if error.at is not None:
+    if isinstance(error, InputError) and error.at is not None:
         error = type(error)(f"{function}{named(name, names, error.at, count)}: {error}")
     if process_set is not None:
         submitting = runtime.current(function).engine.submitting
-        submitting.refuse(function, name, process_set, str(error), calling_line())
+        submitting.refuse(function, name, process_set, _why(error), calling_line())
     return error
 
 
@@ -157,9 +166,13 @@ def _fail_on_all(kind: str, name: str | None, process_set: int, error: Exception
     engine = runtime.current(kind).engine
     members = engine.process_sets.sets.get(process_set, ())
     if len(members) > 1 and engine.world.rank in members:
-        why = str(error) if isinstance(error, InputError) else f"{type(error).__name__}: {error}"
+        why = _why(error)
         with contextlib.suppress(RingreduceError):
             engine.submit(kind, name, process_set, details=((REFUSED, why),), signed=(), waits=True).wait()
+
+
+def _why(error: Exception) -> str:
+    return str(error) if isinstance(error, InputError) else f"{type(error).__name__}: {error}"
 
 
 def whole(value: Any) -> Any:

@@ -18,7 +18,7 @@ from torch.autograd import forward_ad
 
 from ringreduce.api import broadcast as broadcasts
 from ringreduce.api import gather, reduce
-from ringreduce.api.process_sets import ProcessSet, number_of
+from ringreduce.api.process_sets import ProcessSet, number_of, placed
 from ringreduce.errors import InputError
 from ringreduce.execution.submission import Handle
 from ringreduce.frameworks.collective import (
@@ -181,7 +181,7 @@ def alltoall(call: Call) -> Any:
     Otherwise as `ringreduce.alltoall`.
     Source:   Horovod's alltoall.
     """
-    tensor, given = call.tensor, _splits(call.tensor, call.splits, call.process_set)
+    tensor, given = call.tensor, _given_splits(call)
     rows, received = gather.alltoall(tensor, given, call.name, call.process_set)
     if _requires_it([tensor]):
         (rows,) = _tied([tensor], [rows], Collective.of("alltoall", vars(call)), received)
@@ -191,8 +191,11 @@ def alltoall(call: Call) -> Any:
 @with_signature_of(gather.alltoall_async)
 def alltoall_async(call: Call) -> Handle:
     """Begin an `alltoall`; `synchronize(handle)` returns (rows, received_splits) even without splits, as in Horovod."""
-    given = _splits(call.tensor, call.splits, call.process_set)
-    return gather.alltoall_async(call.tensor, given, call.name, call.process_set)
+    return gather.alltoall_async(call.tensor, _given_splits(call), call.name, call.process_set)
+
+
+def _given_splits(call: Call) -> Any:
+    return placed("alltoall", call.name, call.process_set, _splits, call.tensor, call.splits, call.process_set)
 
 
 def _splits(tensor: Any, splits: Any, process_set: ProcessSet) -> Any:

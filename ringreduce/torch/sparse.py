@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from ringreduce.api.gather import gather_with
-from ringreduce.api.process_sets import ProcessSet, global_process_set
+from ringreduce.api.process_sets import ProcessSet, global_process_set, placed
 from ringreduce.errors import InputError
 from ringreduce.execution.submission import Handle
 from ringreduce.ops import Average, ReduceOp, Sum
@@ -29,13 +29,7 @@ def sparse_allreduce_async(
     Raises:  InputError (a ValueError) for a dense tensor, other ops, and an Average of integers; and as `allgather`.
     Source:  Horovod's sparse_allreduce_async.
     """
-    reduction = which_op("sparse_allreduce_async", None, op)
-    if reduction not in (Average, Sum):
-        raise InputError(f"sparse_allreduce_async: op={reduction!r}; expected Average or Sum")
-    if tensor.layout is not torch.sparse_coo:
-        raise InputError(f"sparse_allreduce_async: a tensor of layout {tensor.layout}; pass tensor.to_sparse()")
-    if reduction is Average and not (tensor.is_floating_point() or tensor.is_complex()):
-        raise InputError(f"sparse_allreduce_async: {tensor.dtype} values cannot be averaged; pass op=Sum")
+    reduction = placed("sparse_allreduce_async", name, process_set, _checked, tensor, op)
     shape = tensor.shape
     # the rows of what is gathered are its entries
     rows = tensor.detach()._indices().t().contiguous(), tensor.detach()._values().contiguous()
@@ -47,6 +41,18 @@ def sparse_allreduce_async(
         return torch.sparse_coo_tensor(indices.t(), values, shape, device=values.device, check_invariants=True)
 
     return gather_with(rows, name, process_set, (("shape", tuple(shape)),)).mapped(reduced)
+
+
+def _checked(tensor: torch.Tensor, op: ReduceOp | None) -> ReduceOp:
+    """The op by which the tensor can be reduced."""
+    reduction = which_op("sparse_allreduce_async", None, op)
+    if reduction not in (Average, Sum):
+        raise InputError(f"sparse_allreduce_async: op={reduction!r}; expected Average or Sum")
+    if tensor.layout is not torch.sparse_coo:
+        raise InputError(f"sparse_allreduce_async: a tensor of layout {tensor.layout}; pass tensor.to_sparse()")
+    if reduction is Average and not (tensor.is_floating_point() or tensor.is_complex()):
+        raise InputError(f"sparse_allreduce_async: {tensor.dtype} values cannot be averaged; pass op=Sum")
+    return reduction
 
 
 def empty_sparse(parameter: torch.Tensor, sparse_dim: int) -> torch.Tensor:

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import ringreduce as rr
+import ringreduce.torch as hvd
 from ringreduce import runtime
 from ringreduce.settings import Settings
 from ringreduce.testing import run_ranks
@@ -447,6 +448,31 @@ REFUSED = {
     "reducescatter": lambda wrong: rr.reducescatter(1.0 if wrong else zeros(3)),
     "allreduce, ordered": lambda wrong: rr.ordered().allreduce("zeros" if wrong else zeros(2)),
     "scatter, ordered": lambda wrong: rr.ordered().scatter(1.0 if wrong else zeros(6), 0),
+    "allreduce's op": lambda wrong: rr.allreduce(zeros(2), op="Sum" if wrong else rr.Sum),
+    "allreduce's op, a list": lambda wrong: rr.allreduce_(zeros(2), op=["Sum"] if wrong else rr.Sum),
+    "allreduce's average and op": lambda wrong: rr.allreduce_async(zeros(2), True if wrong else None, op=rr.Sum).wait(),
+    "allreduce's scale": lambda wrong: rr.allreduce(zeros(2), prescale_factor=None if wrong else 1.0),
+    "allreduce's other scale": lambda wrong: rr.grouped_allreduce_([zeros(2)], postscale_factor="a" if wrong else 1.0),
+    "a tree": lambda wrong: rr.allreduce({"a.b": zeros(2), "a": {"b" if wrong else "c": zeros(2)}}),
+    "a compressed tree": lambda wrong: rr.allreduce(
+        {"a.b": zeros(2), "a": {"b" if wrong else "c": zeros(2)}}, compression=rr.Compression.fp16
+    ),
+    "a compression": lambda wrong: rr.allreduce(zeros(2), compression="fp16" if wrong else rr.Compression.fp16),
+    "a group's op": lambda wrong: rr.grouped_allreduce([zeros(2)], op="Sum" if wrong else rr.Sum),
+    "no group": lambda wrong: rr.grouped_allreduce_async(None if wrong else [zeros(2)]).wait(),
+    "no group to gather": lambda wrong: rr.grouped_allgather(None if wrong else [zeros(2)]),
+    "no compressed group": lambda wrong: rr.grouped_reducescatter(
+        None if wrong else [zeros(3)], compression=rr.Compression.fp16
+    ),
+    "reducescatter's op": lambda wrong: rr.reducescatter(zeros(3), op=rr.Max if wrong else rr.Sum),
+    "op, ordered": lambda wrong: rr.ordered().allreduce(zeros(2), op="Sum" if wrong else rr.Sum),
+    "an optimizer": lambda wrong: rr.DistributedOptimizer(lambda grads: grads)(
+        {"a.b": zeros(2), "a": {"b" if wrong else "c": zeros(2)}}
+    ),
+    "torch's splits": lambda wrong: hvd.alltoall(torch.ones(3), torch.ones(3, dtype=[torch.int32, torch.int64][wrong])),
+    "a sparse tensor": lambda wrong: hvd.sparse_allreduce_async(
+        torch.ones(2) if wrong else torch.ones(2).to_sparse(), None, hvd.Sum
+    ).wait(),
     "gather, ordered": lambda wrong: rr.ordered().gather(1.0 if wrong else zeros(6), 2),
 }
 
@@ -458,11 +484,11 @@ def test_what_one_rank_refuses_is_the_others_error_and_later_calls_meet(case, re
     kind, call = case.partition(",")[0], REFUSED[case]
     for _ in range(2):
         if rr.rank() == refusing:
-            with pytest.raises(ValueError, match=r"expected|pass") as caught:
+            with pytest.raises(ValueError, match=r"expected|pass|rename") as caught:
                 call(True)
             assert isinstance(caught.value, rr.InputError)
         else:
-            message = rf"^rank {refusing} of 3, .*{LINE} was refused: .*(expected|pass).*; rank . has .* {LINE}$"
+            message = rf"^rank {refusing} of 3, .*{LINE} was refused: .*(expected|pass|rename).*; rank . has .* {LINE}$"
             with pytest.raises(rr.MismatchError, match=message) as caught:
                 call(False)
             assert kind in REFUSED or kind in str(caught.value)
