@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import operator
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,8 @@ import numpy.typing as npt
 from ringreduce import runtime
 from ringreduce.api import gather
 from ringreduce.errors import InputError
-from ringreduce.runtime.submit import taken_apart
+from ringreduce.negotiation.protocol import GLOBAL
+from ringreduce.runtime.submit import prepared, refused, taken_apart
 
 Indices = npt.NDArray[np.int64]
 
@@ -126,21 +128,29 @@ def gather_for_metrics(values: Any, sampler: Any, start: int = 0) -> Any:
     Raises: InputError (a ValueError) where ranks have different numbers of rows, or more than the sampler gave.
     Source: gather_for_metrics of Hugging Face's accelerate.
     """
-    tensors, _, whole = taken_apart(values)
+    own = functools.partial(_own_rows, values, sampler, start)
+    tensors, whole, rows, items = prepared("allgather", "gather_for_metrics", GLOBAL, own)
+    gathered = gather.grouped_allgather(tensors, "gather_for_metrics")
+    return whole([_in_order(each, sampler.num_replicas, rows, items) for each in gathered])
+
+
+def _own_rows(values: Any, sampler: Any, start: int) -> tuple[Sequence[Any], Callable[[Sequence[Any]], Any], int, int]:
+    """The arrays of a tree, what makes one of as many results, their rows, and how many of all ranks' count."""
+    tensors, names, whole = taken_apart(values)
     ranks, first = sampler.num_replicas, getattr(sampler, "_first", 0)
     count = sampler.count if isinstance(sampler, DistributedSampler) else len(sampler.dataset)
     items = len(sampler) * ranks if sampler.drop_last else count - first
-    given = [len(each) for each in tensors]
+    try:
+        given = [each.shape[0] for each in gather.with_rows(tensors)]
+    except InputError as exc:
+        raise refused("gather_for_metrics", exc, None, None, names, len(tensors)) from exc.__cause__
     if len(set(given)) > 1 or (given and start + given[0] > len(sampler)):
         raise InputError(
             f"gather_for_metrics: {given} rows after {start}; expected the same number of rows on all ranks, one for "
             f"each item, and "
             f"no more than the sampler has on each rank, {len(sampler)}"
         )
-    gathered = gather.grouped_allgather(tensors, "gather_for_metrics")
-    return whole(
-        [_in_order(each, ranks, rows, items - start * ranks) for each, rows in zip(gathered, given, strict=True)]
-    )
+    return tensors, whole, max(given, default=0), items - start * ranks
 
 
 def _in_order(array: Any, ranks: int, rows: int, left: int) -> Any:

@@ -46,6 +46,17 @@ def test_what_is_left_of_an_epoch():
 
 
 @each_rank_of(2)
+def test_what_one_rank_refuses_is_the_others_error_and_later_calls_meet():
+    sampler, rank = rr.DistributedSampler(4, shuffle=False), rr.rank()
+    error, where = ((rr.InputError, "^"), (rr.MismatchError, "^rank 0 of 2, .*"))[rank]
+    with pytest.raises(error, match=rf"{where}gather_for_metrics: \[3\] rows"):
+        rr.gather_for_metrics(np.zeros(3 - rank), sampler)
+    with pytest.raises(error, match=f"{where}gather_for_metrics 'a.1': a str is not an array"):
+        rr.gather_for_metrics({"a": [np.zeros(2), np.zeros(2) if rank else "no"]}, sampler)
+    assert rr.gather_for_metrics(10 * sampler.indices(), sampler).tolist() == [0, 10, 20, 30]
+
+
+@each_rank_of(2)
 def test_rows_that_belong_to_no_item_are_refused():
     sampler = rr.DistributedSampler(5)
     with pytest.raises(ValueError, match=r"gather_for_metrics: \[4\] rows after 0; expected .* on each rank, 3"):
