@@ -95,15 +95,18 @@ def _differentiable(
     """Make autograd go through a collective; decorates what says, in its docstring, what is its gradient."""
     signature, kind = inspect.signature(collective), collective.__name__.removeprefix("grouped_")
     first = next(iter(signature.parameters))
+    is_group = first == "tensors"
 
     def decorate(described: Callable[[], None]) -> Callable[Parameters, Result]:
         @functools.wraps(described)
         def differentiable(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Any:
             if kwargs.get("out") is not None:
                 return _into(collective, signature.bind(*args, **kwargs))
+            given: Any = args[0] if args else kwargs.get(first)
+            if is_group and hasattr(given, "__next__"):  # a generator can be read once
+                once = signature.bind(*args, **kwargs).arguments | {first: list(given)}
+                return differentiable(**once)  # type: ignore[call-arg]
             result: Any = collective(*args, **kwargs)
-            given: Any = args[0] if args else kwargs[first]
-            is_group = first == "tensors"
             tensors, names, whole = (given, None, list) if is_group else taken_apart(given)
             if not _requires_it(tensors):
                 return result

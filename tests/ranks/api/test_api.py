@@ -33,8 +33,9 @@ def test_a_number_comes_back_as_a_number_of_its_type(compression):
     for number, expected in ((0.5, np.float64), (np.float32(0.5), np.float32), (3, np.float64)):
         found = rr.allreduce(number, compression=compression)
         both = [found, *rr.grouped_allreduce([number], compression=compression)]
+        both += rr.grouped_allreduce(iter([number]), compression=compression)
         both.append(rr.allreduce({"a": number}, compression=compression)["a"])
-        assert [(each, type(each)) for each in both] == [(number, expected)] * 3
+        assert [(each, type(each)) for each in both] == [(number, expected)] * 4
     assert isinstance(rr.allreduce(np.array(0.5), compression=compression), np.ndarray)
 
 

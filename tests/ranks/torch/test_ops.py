@@ -193,6 +193,17 @@ def test_groups_have_the_gradients_of_their_members(name):
     assert [each is not None for each in gradients[0]] == [True, False, hvd.rank() == 1, True]
 
 
+@pytest.mark.parametrize("name", GROUPED)
+@each_rank_of(3)
+def test_a_generator_is_a_group_that_has_gradients(name):
+    of_generator, of_list = ([torch.ones(3, requires_grad=True)] for _ in range(2))
+    for tensors, own in ((of_generator, iter(of_generator)), (of_list, of_list)):
+        (result,) = GROUPED[name][0](own)
+        loss_of(result, hvd.rank()).backward()
+        assert tensors[0].grad is not None
+    assert torch.equal(of_generator[0].grad, of_list[0].grad)
+
+
 @pytest.mark.parametrize("compression", [hvd.Compression.fp16, hvd.Compression.bf16])
 @pytest.mark.parametrize("call", [hvd.allreduce, hvd.reducescatter])
 def test_compression_halves_what_travels_both_ways(call, compression):
