@@ -150,23 +150,31 @@ class Accumulation:
         self._sums: dict[str, Any] = {}
 
     def add(self, grads: Any) -> bool:
-        """Add the gradients of a pass; True when it was the last one before a step."""
+        """Add the gradients of a pass; True for the last one before a step, whose gradients `take` adds."""
         self._seen += 1
-        if self._passes > 1:
-            with np.errstate(all="ignore"):  # overflows belong to the data, as in the sum over the ranks
-                for name, array in trees.named_leaves(grads):
-                    if name in self._sums:
-                        self._sums[name] += array
-                    else:
-                        self._sums[name] = array * 1  # a copy
-        return self._seen >= self._passes
+        if self._seen >= self._passes:
+            return True
+        self._add(grads)
+        return False
+
+    def _add(self, grads: Any) -> None:
+        with np.errstate(all="ignore"):  # overflows belong to the data, as in the sum over the ranks
+            for name, array in trees.named_leaves(grads):
+                if name in self._sums:
+                    self._sums[name] += array
+                else:
+                    self._sums[name] = array * 1  # a copy
 
     def take(self, grads: Any) -> Any:
-        """The sums, or means, in the form of the last pass' gradients; begins a new step."""
-        sums = self._sums
-        self.reset()
+        """The sums, or means, in the form of the last pass' gradients; begins a new step, also where it raises."""
         if self._passes == 1:
+            self.reset()
             return grads
+        sums = self._sums
+        try:
+            self._add(grads)
+        finally:
+            self.reset()
         taken = trees.map_leaves(grads, lambda name, _: sums.pop(name))
         if sums:
             raise InputError(f"DistributedOptimizer: the last of {self._passes} passes has no gradient {min(sums)!r}")

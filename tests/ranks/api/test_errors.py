@@ -496,6 +496,24 @@ def test_what_one_rank_refuses_is_the_others_error_and_later_calls_meet(case, re
         goes_on()
 
 
+@each_rank_of(2)
+def test_a_last_pass_that_one_rank_refuses_ends_its_step_too():
+    optimizer = rr.DistributedOptimizer(lambda grads: grads["a.b"], op=rr.Sum, backward_passes_per_step=2)
+    for step in range(3):
+        first, last = (
+            {"a.b": np.full(1, 10.0**step), "a": {key: np.ones(1)}} for key in ("c", "b" if not step else "c")
+        )
+        optimizer(first)
+        if step:
+            assert optimizer(last) == 4 * 10.0**step
+        elif rr.rank() == 0:
+            with pytest.raises(rr.InputError, match="more than one array is called"):
+                optimizer(last)
+        else:
+            with pytest.raises(rr.MismatchError, match=r"^rank 0 of 2, .* was refused: more than one array is called"):
+                optimizer(first)
+
+
 BEFORE_INIT = {
     **{each.__name__: each for each in (rr.rank, rr.size, rr.local_rank, rr.local_size, rr.cross_rank, rr.cross_size)},
     **{each.__name__: each for each in (rr.is_homogeneous, rr.mpi_threads_supported, rr.barrier, rr.join)},
