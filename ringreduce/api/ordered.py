@@ -20,6 +20,7 @@ from ringreduce.arrays.buffer import Buffer
 from ringreduce.arrays.view import as_buffers, host_array, see_changed, takes, to_write
 from ringreduce.errors import InputError
 from ringreduce.execution.lane import Lane
+from ringreduce.execution.send_receive import tag_of
 from ringreduce.execution.submission import Handle, Submission
 from ringreduce.ops import Adasum, Average, ReduceOp
 from ringreduce.runtime.arguments import arguments_of
@@ -216,12 +217,13 @@ class Ordered(ProcessSet):
         options |= {"details": (*details, ("root_rank", whole(root_rank))), "by_rows": by_rows}
         return self._submit(kind, root_rank, inputs=[source], finish=finish, **options)
 
-    def _submit(self, kind: str, rank: int, tag: tuple[int, ...] = (), payload: Any = None, **options: Any) -> Handle:
+    def _submit(self, kind: str, rank: int, tag: tuple[Any, ...] = (), payload: Any = None, **options: Any) -> Handle:
         """Submit an operation; rank: the root or the peer, a rank of the world."""
         if rank not in self._members():
             raise InputError(f"{kind}: rank {rank!r} is not in {self!r}; expected one of {self._members()}")
+        if tag:
+            payload = rank, tag_of(tag[0], f"{kind}: ")
         engine, number = runtime.current(kind).engine, number_of(self, kind)
-        payload = (rank, *tag) if tag else payload
         return engine.submit(kind, None, number, payload=payload, **options)
 
     def _check_world(self, function: str) -> None:

@@ -7,13 +7,15 @@ waits for keeps that message, so messages of several tags may be received in any
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import operator
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from ringreduce.errors import MismatchError
+from ringreduce.errors import InputError, MismatchError
 from ringreduce.execution.context import Context
 from ringreduce.execution.signature import tensor_text
 from ringreduce.execution.submission import Submission
@@ -39,6 +41,15 @@ def _what(submission: Submission) -> str:
 def _hash(submission: Submission) -> int:
     hashed = hashlib.blake2b(_what(submission).encode(), digest_size=8)
     return int.from_bytes(hashed.digest(), "little", signed=True)
+
+
+def tag_of(tag: Any, where: str = "") -> int:
+    """A tag as Python's int, as a header has it; raises InputError, which begins with `where`, if it is none."""
+    with contextlib.suppress(TypeError):
+        number = operator.index(tag)
+        if -(2**63) <= number < 2**63:
+            return number
+    raise InputError(f"{where}tag={tag!r}; expected a whole number of 64 bits")
 
 
 def send(submission: Submission, context: Context, transport: Transport, destination: int) -> Steps[None]:

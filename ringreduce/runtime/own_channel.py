@@ -15,6 +15,7 @@ from ringreduce.arrays.view import check_apart
 from ringreduce.compression import Quantized
 from ringreduce.errors import CollectiveError, InputError
 from ringreduce.execution.into_outputs import INTO_OUTPUTS
+from ringreduce.execution.send_receive import tag_of
 from ringreduce.execution.signature import calling_line
 from ringreduce.execution.submission import Ended, Handle
 from ringreduce.ops import ReduceOp, Reduction
@@ -166,7 +167,7 @@ class OwnChannel:
 
     def send(self, arrays: Arrays, destination: int, tag: int, **options: Any) -> Handle:
         """Send an array."""
-        return self.begin("send", arrays, counted=True, payload=(self._member(destination), tag), **options)
+        return self.begin("send", arrays, counted=True, payload=(self._member(destination), tag_of(tag)), **options)
 
     def recv(self, arrays: Arrays, source: int | None, tag: int, **options: Any) -> Handle:
         """Receive an array of as many elements of this type as was sent with this tag; None: from any rank.
@@ -174,7 +175,7 @@ class OwnChannel:
         The handle returns whose it was.
         """
         peer = None if source is None else self._member(source)
-        options |= {"payload": (peer, tag), "finish": lambda done: self.members.index(done.payload[0])}
+        options |= {"payload": (peer, tag_of(tag)), "finish": lambda done: self.members.index(done.payload[0])}
         return self.begin("recv", (), arrays, signed=arrays, counted=True, **options)
 
     def equal_parts(self, array: Buffer) -> list[Buffer]:

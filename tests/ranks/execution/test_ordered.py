@@ -220,6 +220,20 @@ def test_a_message_of_another_shape_is_an_error_and_the_next_one_arrives():
     assert channel.recv(np.zeros(4), 0).tolist() == [2.0] * 4
 
 
+@pytest.mark.parametrize("tag", ["a", None, 1.5, [1], 2**63, -(2**63) - 1], ids=repr)
+@each_rank_of(2)
+def test_a_tag_is_a_whole_number_of_64_bits_and_the_channel_goes_on(tag):
+    channel, other = rr.ordered(), 1 - rr.rank()
+    for kind in ("send", "recv"):
+        message = rf"^{kind}: tag={re.escape(repr(tag))}; expected a whole number of 64 bits$"
+        with pytest.raises(rr.InputError, match=message):
+            getattr(channel, kind)(np.ones(2), other, tag=tag)
+    for fits in (2**63 - 1, -(2**63), np.int8(3)):
+        handle = channel.send_async(np.full(2, float(other)), other, tag=fits)
+        assert channel.recv(np.zeros(2), other, tag=fits).tolist() == [rr.rank()] * 2
+        handle.wait()
+
+
 @each_rank_of(2)
 def test_a_rank_that_has_left_is_named_and_closes_the_channel():
     channel = rr.ordered()

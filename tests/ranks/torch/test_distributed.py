@@ -239,6 +239,9 @@ def messages(rank, size):
         assert tensor.tolist() == [7, 7]
     elif rank == 1:
         dist.send(torch.full((2,), 7.0), 0)
+    for function, kind in ((dist.send, "send"), (dist.recv, "recv")):
+        with pytest.raises(rr.InputError, match=rf"^{kind} 'group .*: tag=1\d+; expected a whole number of 64 bits$"):
+            function(tensor, right, tag=2**70)
     works = dist.batch_isend_irecv([dist.P2POp(dist.isend, mine(rank), right), dist.P2POp(dist.irecv, first[:6], left)])
     for each in works:
         each.wait()
