@@ -224,6 +224,8 @@ class Ordered(ProcessSet):
         if tag:
             payload = rank, tag_of(tag[0], f"{kind}: ")
         engine, number = runtime.current(kind).engine, number_of(self, kind)
+        if tag and rank == engine.world.rank:
+            raise InputError(f"{kind}: rank {rank} is this rank; copy the array instead")
         return engine.submit(kind, None, number, payload=payload, **options)
 
     def _check_world(self, function: str) -> None:

@@ -235,6 +235,17 @@ def test_a_tag_is_a_whole_number_of_64_bits_and_the_channel_goes_on(tag):
 
 
 @each_rank_of(2)
+def test_a_message_to_this_rank_itself_is_refused_and_the_channel_goes_on():
+    channel, rank = rr.ordered(), rr.rank()
+    for kind in ("send", "recv"):
+        with pytest.raises(rr.InputError, match=rf"^{kind}: rank {rank} is this rank; copy the array instead$"):
+            getattr(channel, f"{kind}_async")(np.ones(2), rank)
+    with pytest.raises(rr.InputError, match=rf"^send: rank {rank} is this rank"):
+        channel.send_object("mine", rank)
+    assert channel.allreduce(np.ones(2), op=rr.Sum).tolist() == [2.0] * 2
+
+
+@each_rank_of(2)
 def test_a_rank_that_has_left_is_named_and_closes_the_channel():
     channel = rr.ordered()
     if rr.rank() == 1:
