@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -107,7 +108,7 @@ def to_write(arrays: Sequence[Any]) -> tuple[list[Buffer], Callable[[], None]]:
     """Buffers for results that go into `arrays`, and a function to call when they are complete.
 
     The buffer of an array that is not C-contiguous (torch's channels_last, a transposed one) is a copy, which that
-    function writes back.
+    function writes back when it is first called: each wait for a handle calls it, and then the array is the caller's.
     Raises: UnsupportedArrayError, whose `at` says of which; also where elements share memory.
     """
     buffers: list[Buffer] = []
@@ -123,7 +124,7 @@ def to_write(arrays: Sequence[Any]) -> tuple[list[Buffer], Callable[[], None]]:
     except UnsupportedArrayError as exc:
         exc.at = len(buffers)
         raise
-    return buffers, functools.partial(_call_all, backs) if backs else nothing
+    return buffers, functools.partial(_call_once, backs, threading.RLock()) if backs else nothing
 
 
 def takes(target: Any, source: np.ndarray[Any, Any], shape: tuple[int, ...]) -> bool:
@@ -158,9 +159,11 @@ def nothing() -> None:
     """Results are in place already."""
 
 
-def _call_all(backs: Sequence[Callable[[], None]]) -> None:
-    for back in backs:
-        back()
+def _call_once(backs: list[Callable[[], None]], lock: threading.RLock) -> None:
+    """Call each that was not called; of several threads none returns before all are done."""
+    with lock:
+        while backs:
+            backs.pop(0)()
 
 
 def _packed(array: Any) -> tuple[Buffer, Callable[[], None]]:

@@ -120,6 +120,25 @@ def test_in_place_the_very_array_is_given_back(kind):
 
 
 @each_rank_of(2)
+def test_who_waits_again_gets_the_array_as_it_is_then():
+    channel, other = rr.ordered(), 1 - rr.rank()
+    begins = {
+        "allreduce": rr.allreduce_async_,
+        "broadcast": lambda array: rr.broadcast_async_(array, 0),
+        "recv": lambda array: channel.recv_async(array, other),
+        "out": lambda array: rr.allgather_async(np.ones((1, 2)), out=array),
+    }
+    for name, begin in begins.items():
+        array = np.ones((2, 2))
+        handle = begin(array.T)
+        if name == "recv":
+            channel.send(np.ones((2, 2)), other)
+        rr.synchronize(handle)
+        array[:] = -1
+        assert (rr.synchronize(handle) == -1).all(), name
+
+
+@each_rank_of(2)
 def test_what_lies_between_stays():
     array, sums = spread(values(rr.rank())), values(0) + values(1)
     rr.allreduce_(array[::3, ::2], op=rr.Sum)

@@ -158,6 +158,9 @@ def test_other_memory_layouts_are_copied_to_be_read_and_written_back(layout):
     buffer.array()[...] = array * 2
     written()
     assert array.tolist() == expected
+    array[...] = -1  # the caller's again
+    written()
+    assert (array == -1).all()
 
 
 def test_a_view_that_cannot_be_written_back_is_refused():
