@@ -12,7 +12,7 @@ from ringreduce.api.process_sets import ProcessSet, global_process_set, number_o
 from ringreduce.errors import InputError
 from ringreduce.execution.submission import Handle, Result
 from ringreduce.execution.timeline import BY_HAND
-from ringreduce.negotiation.protocol import JOIN
+from ringreduce.negotiation.protocol import GLOBAL, JOIN
 from ringreduce.runtime import lifecycle
 from ringreduce.runtime.submit import submit_and_wait
 
@@ -93,7 +93,12 @@ def join(device: int = -1, *, live_average: bool = False, process_set: ProcessSe
     Raises:  PeerLostError. Collectives other than allreduce fail on the other ranks while this one has joined.
     Source:  Horovod's join.
     """
-    last: int = submit_and_wait(JOIN, JOIN, number_of(process_set, "join"), payload=live_average)
+    if (number := number_of(process_set, "join")) < GLOBAL:
+        raise InputError(
+            f"join: {process_set!r} is a channel, whose operations are in the order of the program on all its ranks; "
+            "join the process set of which it was made"
+        )
+    last: int = submit_and_wait(JOIN, JOIN, number, payload=live_average)
     return last
 
 

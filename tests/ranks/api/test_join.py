@@ -40,6 +40,16 @@ def test_the_rank_that_joined_last_is_told_to_all_and_the_next_epoch_begins(sett
     assert run_ranks(3, program, settings=settings) == [[0, 1, 2, 0]] * 3
 
 
+@each_rank_of(2)
+def test_a_channel_is_not_joined():
+    """Its operations are the same ones on all its ranks."""
+    channel = rr.ordered()
+    with pytest.raises(rr.InputError, match=r"join: ordered\(ranks=\[0, 1\]\) is a channel, .*; join the process set"):
+        rr.join(process_set=channel)
+    assert channel.allreduce(np.ones(2), op=rr.Sum).tolist() == [2.0] * 2
+    assert rr.join() in (0, 1)
+
+
 def test_an_average_of_the_live_ranks_when_all_that_joined_say_so():
     def program(says_so):
         results = [rr.allreduce(np.float64(10 * rr.rank()), name=f"w{step}") for step in range(rr.rank())]
