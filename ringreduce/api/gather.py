@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -16,7 +16,7 @@ from ringreduce.arrays.dtypes import element_type
 from ringreduce.arrays.gpu_buffer import GpuBuffer, uploaded
 from ringreduce.arrays.torch_tensor import is_torch
 from ringreduce.arrays.view import as_buffer, as_buffers
-from ringreduce.errors import InputError
+from ringreduce.errors import InputError, UnsupportedArrayError
 from ringreduce.execution.submission import Handle, Submission
 from ringreduce.runtime.arguments import Details
 from ringreduce.runtime.submit import Array, like, listed, only, outs_of, refused
@@ -155,12 +155,13 @@ def _alltoall(tensor: Any, splits: Any, name: str | None, process_set: ProcessSe
         rows = like(tensor, submission.outputs[0])
         if splits is None:
             return rows
-        return rows, _as_given(splits, submission.payload)
+        return rows, as_given(submission.payload)
 
     options: dict[str, Any] = {"by_rows": True, "finish": finish, "waits": waits}
     try:
         (mine,) = with_rows([tensor])
         parts = equal_splits(mine.shape[0], size) if splits is None else _given_splits(splits, mine.shape[0], size)
+        as_given = _as_given(splits)  # here, as it may refuse them
         return current.engine.submit("alltoall", name, number, inputs=[mine], payload=parts, **options)
     except InputError as exc:
         raise refused("alltoall", exc, number, name) from exc.__cause__
@@ -196,12 +197,21 @@ def _of_rows(why: str) -> InputError:
     return error
 
 
-def _as_given(splits: Any, received: Sequence[int]) -> Any:
-    """The received splits as the caller's kind of array, a NumPy array for a plain list; wider where they must be."""
-    storage = element_type(splits.dtype).storage if hasattr(splits, "dtype") else np.dtype(np.int32)
-    fits = max(received, default=0) <= np.iinfo(storage).max
-    if is_torch(splits):
-        return splits.new_tensor(received, dtype=splits.dtype if fits else sys.modules["torch"].int64)
-    whole = np.array(received, storage if fits else np.int64)
-    given = as_buffer(splits) if hasattr(splits, "dtype") else None
-    return uploaded(whole, given.index) if isinstance(given, GpuBuffer) else whole
+def _as_given(splits: Any) -> Callable[[Sequence[int]], Any]:
+    """What makes received splits an array of the caller's kind, of NumPy for a plain list; wider where it must be."""
+    storage, given = np.dtype(np.int32), None
+    try:
+        if hasattr(splits, "dtype"):
+            storage = element_type(splits.dtype).storage
+            given = None if is_torch(splits) else as_buffer(splits)
+    except UnsupportedArrayError as exc:
+        raise _of_rows(f"splits: {exc}") from exc.__cause__
+
+    def as_given(received: Sequence[int]) -> Any:
+        fits = max(received, default=0) <= np.iinfo(storage).max
+        if is_torch(splits):
+            return splits.new_tensor(received, dtype=splits.dtype if fits else sys.modules["torch"].int64)
+        whole = np.array(received, storage if fits else np.int64)
+        return uploaded(whole, given.index) if isinstance(given, GpuBuffer) else whole
+
+    return as_given

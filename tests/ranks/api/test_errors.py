@@ -284,6 +284,14 @@ WRONG = {
         lambda: rr.alltoall(zeros(4), np.array([1.0, 1.0, 2.0])),
         r"splits=\[1.0, 1.0, 2.0\]; expected 3 whole numbers",
     ),
+    "splits that are Python's objects": (
+        lambda: rr.alltoall(zeros(4), np.array([1, 1, 2], object), name="w"),
+        "^alltoall 'w': splits: elements of type object have no fixed size",
+    ),
+    "masked splits": (
+        lambda: rr.alltoall(zeros(4), np.ma.array([1, 1, 2])),
+        "^alltoall: splits: a masked array would lose its mask; pass array.filled",
+    ),
     "splits past the end": (
         lambda: rr.alltoall(zeros(4), np.array([2, 2, 1], np.int32)),
         r"splits=\[2, 2, 1\] sum to 5, but the tensor has only 4 rows",
