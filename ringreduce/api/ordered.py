@@ -127,7 +127,8 @@ class Ordered(ProcessSet):
     @_begins
     def reduce_async(self, tensor: Any, root_rank: int, op: ReduceOp = Average) -> Handle:
         """Begin a `reduce`."""
-        (source,), arguments = as_buffers([tensor]), arguments_of("allreduce", None, op, 1.0, 1.0)
+        arguments = arguments_of("allreduce", None, op, 1.0, 1.0)
+        (source,) = as_buffers([tensor], arguments.number)
         if op is Adasum:
             raise InputError("reduce: op=Adasum; expected Average, Sum, Min, Max or Product, or call allreduce")
         options: dict[str, Any] = {"check": arguments.check, "outputs": [source.empty(source.shape)]}

@@ -220,6 +220,13 @@ def test_a_message_of_another_shape_is_an_error_and_the_next_one_arrives():
     assert channel.recv(np.zeros(4), 0).tolist() == [2.0] * 4
 
 
+@each_rank_of(2)
+def test_the_average_of_python_ints_is_a_float_in_a_reduce_too():
+    channel, rank = rr.ordered(), rr.rank()
+    found = [channel.allreduce(rank + 1), channel.reduce(rank + 1, 0), channel.reduce(rank + 1, 0, op=rr.Sum)]
+    assert found == ([1.5, 1.5, 3] if rank == 0 else [1.5, None, None])
+
+
 @pytest.mark.parametrize("tag", ["a", None, 1.5, [1], 2**63, -(2**63) - 1], ids=repr)
 @each_rank_of(2)
 def test_a_tag_is_a_whole_number_of_64_bits_and_the_channel_goes_on(tag):
