@@ -27,7 +27,7 @@ class Operations:
 
     def allreduce(self, tensors: Tensors, opts: Any = None, wire: Quantized | None = None) -> Work:
         """Reduce each tensor in place; or one COO tensor.  wire: by default the group's, for what can travel so."""
-        if tensors[0].is_sparse:
+        if tensors and tensors[0].is_sparse:
             if len(tensors) > 1:
                 raise InputError(
                     f"{len(tensors)} tensors, the first of which is sparse; expected one: reduce each on its own"

@@ -172,6 +172,7 @@ def gathers(rank, size):
     group.reduce_scatter_single_coalesced(pair, [each * (rank + 1) for each in wholes]).wait()
     equal(pair[0], everyones[rank] * sum(range(1, size + 1)))
     equal(pair[1], torch.full((2,), (rank + 0.5) * sum(range(1, size + 1))))
+    group.allreduce_coalesced([]).wait()
     group.allreduce_coalesced(pair).wait()
     equal(pair[1], torch.full((2,), sum(each + 0.5 for each in range(size)) * sum(range(1, size + 1))))
     uneven = torch.empty(rank + 1)
