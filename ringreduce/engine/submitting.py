@@ -11,7 +11,7 @@ from ringreduce.arrays.buffer import Buffer
 from ringreduce.arrays.gpu_buffer import any_on_gpu, ready
 from ringreduce.engine.inbox import Inbox
 from ringreduce.engine.process_sets import ProcessSets
-from ringreduce.errors import CollectiveError
+from ringreduce.errors import CollectiveError, InputError
 from ringreduce.execution import errors_for
 from ringreduce.execution.channel import Channel
 from ringreduce.execution.plan import Plan, Plans
@@ -105,12 +105,14 @@ class Submitting:
         timeout_s: of an operation in a channel, which is closed when that takes longer.
         of_step: a torch optimizer steps with what it makes; so a check may wait for that.
 
-        Raises: InputError when the name is already pending, or this rank is not in the process set; PeerLostError when
-                a rank has left.
+        Raises: InputError when the name is no text or already pending, or this rank is not in the process set;
+                PeerLostError when a rank has left.
         """
         recorder = self._recorder if self._recorder.recording else None
         # first, so that a submission that is refused leaves it to no later one
         since_s = recorder.passed_s.pop(threading.get_ident(), None) if recorder else None
+        if name is not None and not isinstance(name, str):  # here: all might agree, and then fail to keep it
+            raise InputError(f"{kind}: name={name!r}; expected text")
         line = calling_line(3) if line is None else line
         tensors = inputs if signed is None else signed
         called = process_set, name, names, details, inputs
@@ -164,7 +166,8 @@ class Submitting:
             if isinstance(state, ProcessSetState) and state.joined:
                 return
             if name is not None and process_set >= GLOBAL:
-                self._inbox.refused(name, f"({line}) was refused: {why}")
+                if isinstance(name, str):  # else nobody waits for it
+                    self._inbox.refused(name, f"({line}) was refused: {why}")
                 return
             mark = state.numbered(Signature(kind, state.name, details=((REFUSED, why),)))
             made = Submission(mark, process_set, (), (), lambda _: None, None, line, False)

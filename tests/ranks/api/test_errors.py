@@ -351,6 +351,13 @@ WRONG = {
         lambda: rr.check(None),
         r"check=None: expected a text: nan, .*; or an empty one for no checks",
     ),
+    "a number for a name": (lambda: rr.allreduce(zeros(3), name=3), "^allreduce: name=3; expected text$"),
+    "bytes for a name": (lambda: rr.broadcast_(zeros(3), 0, name=b"w"), "^broadcast: name=b'w'; expected text$"),
+    "a list for a name": (lambda: rr.allgather(zeros(3), name=["w"]), r"^allgather: name=\['w'\]; expected text$"),
+    "a list for an object's name": (
+        lambda: rr.broadcast_object(3, name=["w"]),
+        r"^broadcast_object: name=\['w'\]; expected text$",
+    ),
     "no process set": (
         lambda: rr.allreduce(zeros(3), process_set=[0, 1]),
         r"allreduce: process_set=\[0, 1\]; expected a ProcessSet",
