@@ -262,8 +262,8 @@ def ordered(process_set: ProcessSet = global_process_set, *, patient: bool = Fal
     >>> channel = ordered()                                                                            # doctest: +SKIP
     >>> channel.allreduce_(gradient, op=Sum)                                                           # doctest: +SKIP
     """
-    made = Ordered(process_set._members())
     details = ("process_set", number_of(process_set, "ordered")), ("patient", patient)
+    made = Ordered(process_set._members())
     made.process_set_id = submit_and_wait("ordered", details=details)
     current = runtime.current("ordered")
     made.world, made._lane = current.world, current.engine.lane(made.process_set_id)

@@ -139,7 +139,7 @@ def number_of(process_set: ProcessSet, function: str) -> int:
     if process_set is global_process_set:
         return GLOBAL
     if not isinstance(process_set, ProcessSet):
-        raise InputError(f"{function}: process_set={process_set!r}; expected a ProcessSet")
+        raise _no_set(function, process_set)
     number = process_set.ensure()
     if number is None:
         raise InputError(
@@ -159,6 +159,10 @@ def placed(function: str, name: str | None, process_set: ProcessSet, make: Calla
         return make(*given)
     except Exception as exc:
         raise refused(function, exc, number_of(process_set, function), name) from exc.__cause__
+
+
+def _no_set(function: str, process_set: object) -> InputError:
+    return InputError(f"{function}: process_set={process_set!r}; expected a ProcessSet")
 
 
 def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
@@ -214,6 +218,8 @@ def remove_process_set(process_set: ProcessSet) -> bool:
     Source:  Horovod's remove_process_set.
     """
     current = runtime.current("remove_process_set")
+    if not isinstance(process_set, ProcessSet):
+        raise _no_set("remove_process_set", process_set)
     number = process_set.process_set_id
     if number is None or number == GLOBAL:
         return False

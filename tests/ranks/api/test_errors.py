@@ -362,6 +362,12 @@ WRONG = {
         lambda: rr.allreduce(zeros(3), process_set=[0, 1]),
         r"allreduce: process_set=\[0, 1\]; expected a ProcessSet",
     ),
+    "ranks for a channel": (lambda: rr.ordered([0, 1, 2]), r"^ordered: process_set=\[0, 1, 2\]; expected a Proc"),
+    "no set for a channel": (lambda: rr.ordered(None), "^ordered: process_set=None; expected a Proc"),
+    "ranks to be removed": (
+        lambda: rr.remove_process_set([0]),
+        r"^remove_process_set: process_set=\[0\]; expected a ProcessSet$",
+    ),
 }
 
 
