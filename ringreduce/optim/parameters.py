@@ -27,6 +27,7 @@ def name_parameters(
     named = list(named_parameters)
     if not all(isinstance(each, tuple) and len(each) == 2 for each in named):
         raise InputError("named_parameters: expected (name, parameter) pairs, such as model.named_parameters()")
+    named = [(str(name), parameter) for name, parameter in named]  # enumerate() gives numbers
     counts = collections.Counter(name for name, _ in named)
     duplicates = sorted(name for name, count in counts.items() if count > 1)
     if duplicates:

@@ -40,6 +40,7 @@ def test_parameters_are_named_or_numbered():
     (numbered, none), numbers = name_parameters([PARAMETERS[1:2], PARAMETERS[2:3]], None), PARAMETERS[1:3]
     assert same(numbered, [("parameter.0", numbers[0]), ("parameter.1", numbers[1])])
     assert none == []
+    assert name_parameters([PARAMETERS[:2]], enumerate(PARAMETERS[:2]))[0] == list(zip("01", PARAMETERS, strict=False))
     owned, others = name_parameters([PARAMETERS[3:1:-1], PARAMETERS[1:2]], iter(NAMED))
     assert same(owned, NAMED[1:4])
     assert same(others, [NAMED[0], NAMED[4]])
