@@ -12,6 +12,7 @@ when the second runs, its clock must cover the first. Else the order was luck, w
 
 import bisect
 import ctypes
+import threading
 from typing import NamedTuple
 
 import numpy as np
@@ -74,14 +75,16 @@ class Memory:
     def __init__(self):
         self._bases = []
         self._at = {}
+        self._lock = threading.RLock()  # of both: ranks are threads
         self._quarantine = []
         self.used_bytes = {}  # by device
 
     def add(self, allocation):
         if allocation.kind == "device" and not allocation.is_foreign:
             self.used_bytes[allocation.device] = self.used_bytes.get(allocation.device, 0) + allocation.nbytes
-        bisect.insort(self._bases, allocation.base)
-        self._at[allocation.base] = allocation
+        with self._lock:
+            bisect.insort(self._bases, allocation.base)
+            self._at[allocation.base] = allocation
         return allocation
 
     def starts(self, address):
@@ -91,8 +94,9 @@ class Memory:
 
     def of(self, address):
         """The allocation, in use or in quarantine, that holds an address, or None."""
-        place = bisect.bisect_right(self._bases, address) - 1
-        allocation = self._at[self._bases[place]] if place >= 0 else None
+        with self._lock:
+            place = bisect.bisect_right(self._bases, address) - 1
+            allocation = self._at[self._bases[place]] if place >= 0 else None
         return allocation if allocation and address < allocation.base + allocation.nbytes else None
 
     def in_use(self):
@@ -115,8 +119,9 @@ class Memory:
 
     def _forget(self, allocation):
         self._quarantine.remove(allocation)
-        self._bases.remove(allocation.base)
-        del self._at[allocation.base]
+        with self._lock:
+            self._bases.remove(allocation.base)
+            del self._at[allocation.base]
 
     def what_is_wrong(self, operation, address, nbytes):
         """Why an operation must not touch these bytes at all, whenever; empty when it may."""
