@@ -115,8 +115,10 @@ class Submitting:
             raise InputError(f"{kind}: name={name!r}; expected text")
         line = calling_line(3) if line is None else line
         tensors = inputs if signed is None else signed
-        called = process_set, name, names, details, inputs
-        seen = [(each, each.look(*called)) for each in self.inspectors] if self.inspectors else ()
+        seen: Sequence[tuple[Inspector, Any]] = ()
+        if self.inspectors:
+            called = process_set, name, names, details, inputs
+            seen = [(each, each.look(*called)) for each in self.inspectors]
         on_gpu = (*inputs, *outputs) if any_on_gpu(inputs, outputs) else ()
         with self._inbox.lock:
             state = self._states.get(process_set) or self._channel(kind, process_set)
