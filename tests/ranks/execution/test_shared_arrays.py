@@ -3,6 +3,7 @@
 import mmap
 import os
 import tempfile
+import threading
 import weakref
 
 import numpy as np
@@ -81,15 +82,19 @@ def test_a_rank_without_room_keeps_all_from_it():
 
 @pytest.mark.parametrize("late", [0, 1])
 def test_an_array_stays_where_it_is_while_another_operation_is_to_use_it(late):
-    """One rank may have submitted that already, and the other not yet."""
+    """One rank has submitted that already, and the other not yet."""
+    submitted = threading.Event()
 
     def twice():
         channel, memory = open_channel(), Moved(mine(rr.rank()))
+        if rr.rank() == late:  # until it begins the first, that moves nowhere
+            assert submitted.wait(30)
         handles = [begin(channel, "allreduce", [memory.array], [memory.array], SUM, payload=memory)]
         if rr.rank() == late:
             handles.pop().wait()
         part = memory.array[1000:2000]
         handles.append(begin(channel, "allreduce", [part], [part], SUM))
+        submitted.set()
         for each in handles:
             each.wait()
         before = memory.array.copy(), memory.number
