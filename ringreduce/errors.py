@@ -86,8 +86,9 @@ class MissingExtraError(RingreduceError, ImportError):
         """The error for a module that is not installed, or is, and lacks something itself.
 
         needs: who needs what, as in "ringreduce.jax needs JAX".  install: what pip installs it by, if not by `module`.
+        A folder of that name from which something is imported is no module either: it has no file.
         """
-        if error.name == module:
+        if error.name == module and error.path is None:
             return cls(f"{needs}; install it with: pip install {install or module}")
         return cls(f"{needs}, which is installed but cannot be imported: {error}")
 

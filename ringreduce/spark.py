@@ -101,13 +101,8 @@ def _run(
     spark: Any,
     flags: Mapping[str, Any],
 ) -> list[Any]:
-    where = f"ringreduce.spark.{name}()"
-    try:
-        from pyspark import InheritableThread
-        from pyspark.sql import SparkSession
-    except ImportError as error:
-        raise MissingExtraError.of("ringreduce.spark needs PySpark", "spark", error) from error
-    spark = spark or SparkSession.getActiveSession()
+    where, pyspark = f"ringreduce.spark.{name}()", _pyspark()
+    spark = spark or pyspark.sql.SparkSession.getActiveSession()
     if spark is None:
         raise InputError(f"{where}: there is no active SparkSession; make one, or pass spark=")
     context = spark.sparkContext
@@ -139,7 +134,7 @@ def _run(
 
     def trouble() -> str:
         if not stages:
-            stages.extend(InheritableThread(target=stage, args=(tasks,), daemon=True) for tasks in counts)
+            stages.extend(pyspark.InheritableThread(target=stage, args=(tasks,), daemon=True) for tasks in counts)
             for each in stages:
                 each.start()
         return failed[0] if len(failed) == len(stages) else ""
@@ -153,6 +148,16 @@ def _run(
         if any(each.is_alive() for each in stages):  # else Spark warns that there is nothing to cancel
             context.cancelJobGroup(group)
             _join(stages, _LEAVE_S)
+
+
+def _pyspark() -> Any:
+    """The module PySpark; raises MissingExtraError where it is not installed."""
+    try:
+        import pyspark
+        from pyspark import sql  # noqa: F401 - a folder of that name has none
+    except ImportError as error:
+        raise MissingExtraError.of("ringreduce.spark needs PySpark", "pyspark", error) from error
+    return pyspark
 
 
 def _join(threads: Sequence[Any], timeout_s: float) -> None:
@@ -175,9 +180,7 @@ def rank(fn: Callable[[Iterator[Any]], Iterable[Any]]) -> Callable[[Iterator[Any
     """
 
     def run(batches: Iterator[Any]) -> Iterator[Any]:
-        from pyspark import BarrierTaskContext
-
-        context = BarrierTaskContext.get()
+        context = _pyspark().BarrierTaskContext.get()
         number, size = context.partitionId(), len(context.getTaskInfos())
         said = [json.loads(each) for each in context.allGather(json.dumps([number, joined.membership()]))]
         before = [each and joined.Membership(*each) for _, each in sorted(said, key=lambda each: each[0])]

@@ -17,7 +17,7 @@ from ringreduce.api import joined
 from ringreduce.errors import InputError, PeerLostError
 from ringreduce.transport import joining
 
-from .tasks import workers_of
+from .tasks import current, workers_of
 
 _LOOK_S = 2.0  # whether Dask has lost a worker, whose task it would keep for ever
 _NOTICED_S = 5.0  # for ranks to end that have waited for one that has failed
@@ -40,11 +40,12 @@ def map(
     Calls on a cluster wait for each other: one runs at a time, also of several clients.
     Raises: what `fn` has raised; the other ranks get PeerLostError. What a chunk has raised; no rank has begun then.
             InputError for collections that do not fit. StartupError where workers have been ranks with others.
+            MissingExtraError where Dask is not installed.
     Source: dask-mpi's issue 25 asks for it.
     """
+    client = client or current("ringreduce.dask.map()")
     import distributed
 
-    client = client or distributed.get_client()
     # a client that was killed holds it for lease-timeout, which is 30 s
     with distributed.Lock("ringreduce.dask.map", scheduler_rpc=client.scheduler, loop=client.loop):
         return _call(fn, collections, client, workers)

@@ -50,7 +50,7 @@ def run(
 
     >>> losses = run(train, args=(0.1,), client=client)                                                # doctest: +SKIP
     """
-    client = client or _current()
+    client = client or current(_HERE)
     names = workers_of(client, workers)
     if not names:
         raise InputError(f"{_HERE}: the cluster has no workers{'' if workers is None else f' {workers}'}")
@@ -69,16 +69,17 @@ def run(
         client.cancel(list(lenders.futures.values()))
 
 
-def _current() -> Client:
+def current(here: str) -> Client:
+    """The current client, for the function that is `here`; raises MissingExtraError where Dask is not installed."""
     try:
         from distributed import get_client
     except ImportError as error:
-        raise MissingExtraError.of("ringreduce.dask needs Dask", "dask", error) from error
+        raise MissingExtraError.of("ringreduce.dask needs Dask", "distributed", error) from error
     try:
         found: Client = get_client()
         return found
     except ValueError as error:
-        raise InputError(f"{_HERE}: there is no Dask client here; pass client=Client(…)") from error
+        raise InputError(f"{here}: there is no Dask client here; pass client=Client(…)") from error
 
 
 def workers_of(client: Client, wanted: str | Sequence[str] | None) -> list[str]:

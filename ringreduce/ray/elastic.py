@@ -9,7 +9,7 @@ from typing import Any
 
 from ringreduce.errors import InputError
 
-from .tasks import run
+from .tasks import imported, run
 
 
 class ElasticRayExecutor:
@@ -70,8 +70,7 @@ class ElasticRayExecutor:
 
         Raises: InputError with callbacks, which Horovod calls in this process; otherwise as `ringreduce.ray.run`.
         """
-        import ray
-
+        ray = imported()
         if callbacks:
             raise InputError(
                 "ElasticRayExecutor.run: callbacks are not supported; print in worker_fn: its output appears here"

@@ -12,6 +12,8 @@ from ringreduce.api import joined
 from ringreduce.errors import InputError, PeerLostError, StartupError
 from ringreduce.transport import joining
 
+from .tasks import imported
+
 _NOTICED_S = 5.0  # for ranks to end that have waited for one that has failed
 _SLOTS = "since Horovod 0.22 it is num_workers_per_host, cpus_per_worker or gpus_per_worker; pass that"
 _ELASTIC = (
@@ -75,10 +77,9 @@ class RayExecutor:
     ) -> None:
         """Start the ranks; each makes an `executable_cls` of these arguments, which `execute` gives to its function.
 
-        Raises: StartupError where Ray has no room in time, or a rank does not start.
+        Raises: StartupError where Ray has no room in time, or a rank does not start; MissingExtraError without Ray.
         """
-        import ray
-
+        ray = imported()
         if self.workers:
             raise StartupError("RayExecutor.start(): it has been started; call shutdown() first")
         try:
@@ -125,14 +126,11 @@ class RayExecutor:
 
     def execute_single(self, fn: Callable[[Any], Any]) -> Any:
         """Call fn(executable) on rank 0; return its result."""
-        import ray
-
-        return ray.get(self._started("execute_single")[0].execute.remote(fn))
+        return imported().get(self._started("execute_single")[0].execute.remote(fn))
 
     def shutdown(self) -> None:
         """End the ranks, and give back what was reserved. Idempotent."""
-        import ray
-
+        ray = imported()
         for each in self.workers:
             ray.kill(each)
         self.workers = []
@@ -174,8 +172,7 @@ class RayExecutor:
         ]
 
     def _results(self, references: Sequence[Any]) -> list[Any]:
-        import ray
-
+        ray = imported()
         errors: list[Exception] = []
         done, left = ray.wait(list(references))
         until_s = math.inf

@@ -52,12 +52,10 @@ def run(
 
     >>> losses = run(train, args=(0.1,), np=8, gpus=1)                                                 # doctest: +SKIP
     """
-    try:
-        import ray
-        from ray.util.placement_group import remove_placement_group
-        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
-    except ImportError as error:
-        raise MissingExtraError.of("ringreduce.ray needs Ray", "ray", error) from error
+    ray = imported()
+    from ray.util.placement_group import remove_placement_group
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
     lending.checked(_HERE, args, np, elastic, {"min_np": min_np, "max_np": max_np, **flags}, _NAMES)
     if not ray.is_initialized():
         ray.init()
@@ -94,6 +92,16 @@ def run(
             ray.cancel(each)
         if own is not None:
             remove_placement_group(own)
+
+
+def imported() -> Any:
+    """The module Ray; raises MissingExtraError where it is not installed."""
+    try:
+        import ray
+        from ray import util  # noqa: F401 - a folder of that name has none
+    except ImportError as error:
+        raise MissingExtraError.of("ringreduce.ray needs Ray", "ray", error) from error
+    return ray
 
 
 def _group(ray: Any, np: int, cpus: float, gpus: float, strategy: str, timeout_s: float) -> Any:

@@ -9,6 +9,11 @@ from pathlib import Path
 import pytest
 
 import ringreduce as rr
+import ringreduce.dask as rr_dask
+import ringreduce.ray as rr_ray
+import ringreduce.spark as rr_spark
+from ringreduce.arrays import cuda
+from ringreduce.sweeps.study import Study
 
 MODULES = ["ringreduce", "ringreduce.torch"]
 
@@ -47,6 +52,45 @@ def test_a_framework_that_lacks_something_itself_is_not_called_missing(monkeypat
     why = f"ringreduce.{module} needs {library}, which is installed but cannot be imported: No module named 'what_it_n"
     with pytest.raises(rr.MissingExtraError, match=why):
         importlib.import_module(f"ringreduce.{module}")
+
+
+WITHOUT = [
+    ("arrays/cuda.py", "cupy", "GPU arrays need CuPy", "'cupy-cuda12x", cuda.cupy),
+    ("dask/tasks.py", "distributed", "ringreduce.dask needs Dask", "distributed", lambda: rr_dask.run(len)),
+    ("dask/tasks.py", "distributed", "ringreduce.dask needs Dask", "distributed", lambda: rr_dask.map(len)),
+    ("ray/tasks.py", "ray", "ringreduce.ray needs Ray", "ray", lambda: rr_ray.run(len)),
+    ("ray/tasks.py", "ray", "ringreduce.ray needs Ray", "ray", lambda: rr_ray.RayExecutor(num_workers=1).start()),
+    ("ray/tasks.py", "ray", "ringreduce.ray needs Ray", "ray", lambda: rr_ray.ElasticRayExecutor().run(len)),
+    ("spark.py", "pyspark", "ringreduce.spark needs PySpark", "pyspark", lambda: rr_spark.run(len)),
+    ("spark.py", "pyspark", "ringreduce.spark needs PySpark", "pyspark", lambda: rr_spark.run_elastic(len)),
+    ("spark.py", "pyspark", "ringreduce.spark needs PySpark", "pyspark", lambda: next(rr_spark.rank(len)([]))),
+    ("sweeps/study.py", "optuna", "sweep needs Optuna", "optuna", lambda: Study(1, None, "", "minimize", {})),
+]
+
+
+@pytest.mark.parametrize(("_", "module", "needs", "install", "call"), WITHOUT)
+def test_without_its_package_a_function_says_what_to_install(monkeypatch, _, module, needs, install, call):
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(rr.MissingExtraError, match=rf"^{needs}; install it with: pip install {install}"):
+        call()
+
+
+@pytest.mark.parametrize(("_", "module", "needs", "install", "call"), [each for each in WITHOUT if "/tasks" in each[0]])
+def test_a_folder_of_that_name_beside_the_script_is_not_the_package(
+    monkeypatch, tmp_path, _, module, needs, install, call
+):
+    folder = types.ModuleType(module)
+    folder.__path__ = [str(tmp_path)]
+    monkeypatch.setitem(sys.modules, module, folder)
+    with pytest.raises(rr.MissingExtraError, match=rf"^{needs}; install it with: pip install {install}"):
+        call()
+
+
+def test_these_are_all_that_say_what_to_install():
+    package = Path(rr.__file__).parent
+    files = {str(path.relative_to(package)) for path in package.rglob("*.py") if "Error.of(" in path.read_text()}
+    adapters = {f"{each}/__init__.py" for each in ("jax", "keras", "tensorflow", "torch")}
+    assert files == adapters | {file for file, *_ in WITHOUT}
 
 
 def test_an_old_keras_is_refused(monkeypatch):

@@ -47,7 +47,7 @@ class Actor:
 )
 def test_each_gpu_of_a_host_is_visible_once_to_its_ranks_though_they_share_it(monkeypatch, places, expected):
     actors = [Actor(place) for place in places]
-    ray = types.SimpleNamespace(remote=lambda cls: cls, get=lambda each, timeout=None: each)
+    ray = types.SimpleNamespace(util=None, remote=lambda cls: cls, get=lambda each, timeout=None: each)
     monkeypatch.setitem(sys.modules, "ray", ray)
     monkeypatch.setattr(RayExecutor, "_actors", lambda self, actor: actors)
     monkeypatch.setattr(RayExecutor, "_results", lambda self, references: list(references))
@@ -82,7 +82,8 @@ def test_a_task_that_is_lost_is_a_lost_host_and_any_other_says_why_it_cannot_len
     ],
 )
 def test_an_elastic_job_begins_with_the_room_that_there_is(monkeypatch, settings, options, expected):
-    ray = types.SimpleNamespace(is_initialized=lambda: True, cluster_resources=lambda: {"CPU": 6.0, "GPU": 2.0})
+    resources = {"CPU": 6.0, "GPU": 2.0}
+    ray = types.SimpleNamespace(util=None, is_initialized=lambda: True, cluster_resources=lambda: resources)
     monkeypatch.setitem(sys.modules, "ray", ray)
     monkeypatch.setattr(ringreduce.ray.elastic, "run", lambda fn, **asked: (fn, asked))
     settings = ElasticRayExecutor.create_settings(**settings, timeout_s=30, verbose=2)
