@@ -3,11 +3,12 @@
 Griffe calls this class when mkdocstrings reads a module (mkdocs.yml, extensions).
 """
 
+import ast
 import re
 
 import griffe
 
-SIGNATURE_OF = re.compile(r"(with_signature_of|_collective|_differentiable)\((\w+)\.(\w+)\)")
+SIGNATURE_OF = re.compile(r"(with_signature_of|_collective|_differentiable)\((\w+)\.(\w+)(?:, f?'(.*)')?\)")
 FIELD = re.compile(r"(\w+(?:, \w+)*):(?: +|$)(.*)")
 
 
@@ -46,6 +47,24 @@ def functions(module):
             yield from functions(member)
 
 
+def in_order(known, order, module):
+    """The parameters as `_collective` of this module puts them; those that `order` lacks go by name only."""
+
+    def constant(name):
+        return ast.literal_eval(str(module[name].value))
+
+    by_position, by_name = griffe.ParameterKind.positional_or_keyword, griffe.ParameterKind.keyword_only
+    left = {each.name: each for each in known}
+    for name, default in constant("_WITHOUT_EFFECT").items():
+        left[name] = griffe.Parameter(name, kind=by_position, default=repr(default))
+    names = re.sub(r"{(\w+)}", lambda found: constant(found[1]), order).split()
+    placed = [left.pop(name) for name in names]
+    others = [left[each.name] for each in known if each.name in left]
+    return placed + [
+        griffe.Parameter(each.name, annotation=each.annotation, kind=by_name, default=each.default) for each in others
+    ]
+
+
 class Docstrings(griffe.Extension):
     """Changes every docstring that is read, and gives functions the signature that their decorator gives them."""
 
@@ -58,6 +77,7 @@ class Docstrings(griffe.Extension):
                     # as the decorators do
                     is_torch = found[1] == "_differentiable"
                     kept = [each for each in source.parameters if is_torch or each.name != "out"]
+                    kept = in_order(kept, found[4], function.parent) if found[4] else kept
                     function.parameters, function.returns = griffe.Parameters(*kept), source.returns
                     if is_torch:  # whose docstring says only what is the gradient
                         function.docstring.value = f"{source.docstring.value}\n\n{function.docstring.value}"

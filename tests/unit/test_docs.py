@@ -209,6 +209,18 @@ def test_the_reference_has_the_signatures_and_first_sentences_of_the_code():
     assert reference.LINE.pattern in (ROOT / "docs" / "hooks.py").read_text(), "the site finds the same lines"
 
 
+def test_no_signature_in_the_reference_is_that_below_a_decorator():
+    assert re.findall(r"^- `([\w.]+)\(call\)`", PAGES["reference.md"], re.MULTILINE) == []
+    ordered = (
+        "tensor, device_dense='', compression=Compression.none, op=Average, name=None, process_set=global_process_set, "
+    )
+    ordered += "ignore_name_scope=False, prescale_factor=1.0, postscale_factor=1.0"
+    assert f"- `ringreduce.tensorflow.reducescatter({ordered})`" in PAGES["reference.md"]
+    assert (
+        "- `ringreduce.tensorflow.allgather(tensor, name=None, ignore_name_scope=False, proc" in PAGES["reference.md"]
+    )
+
+
 def test_the_tables_of_horovods_names_and_flags_are_those_of_the_code():
     spec = importlib.util.spec_from_file_location("tables", ROOT / "docs" / "horovod.py")
     tables = importlib.util.module_from_spec(spec)
