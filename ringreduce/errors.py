@@ -9,7 +9,7 @@
     │   ├── MpiMissingError (ImportError)    no MPI library
     │   └── LauncherMismatchError            started by another MPI's launcher: every rank would be 0 of 1
     ├── JobFailedError (RuntimeError)         run(): a rank of the job failed; the text is ringrun's report
-    ├── MissingExtraError (ImportError)      an optional package is needed; the message names the extra
+    ├── MissingExtraError (ImportError)      an optional package is needed; the message says how to install it
     ├── NanError (FloatingPointError)        check=nan:raise: a NaN or an infinity; on all ranks, in the same step
     ├── BackwardError (AssertionError, RuntimeError)  backward() or zero_grad() while a gradient is being reduced
     └── CollectiveError (RuntimeError)       a collective failed; Horovod's name is HorovodInternalError
@@ -79,7 +79,7 @@ class JobFailedError(RingreduceError, RuntimeError):
 
 
 class MissingExtraError(RingreduceError, ImportError):
-    """An optional package is missing; the message names the extra that installs it."""
+    """An optional package is missing, or cannot be used; the message says how to install one that can."""
 
     @classmethod
     def of(cls, needs: str, module: str, error: ImportError, install: str = "") -> MissingExtraError:
