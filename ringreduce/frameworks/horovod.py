@@ -253,7 +253,10 @@ WITHOUT = {
 """Modules of Horovod's of which nothing is here, those below them too, and what to use instead."""
 
 _CHECK_BUILD = "`ringrun --check-build` prints what was found"
-_OF_TF1 = "it belongs to TensorFlow 1; use broadcast_variables(variables, root_rank)"
+_OF_TF1 = (
+    "it belongs to TensorFlow 1; in ringreduce.tensorflow and ringreduce.keras use broadcast_variables(variables, "
+    "root_rank), elsewhere broadcast_parameters(params, root_rank)"
+)
 _INTERNAL = "it is internal to Horovod, and nothing here needs it"
 _STATE = "a state takes any object with state_dict() and load_state_dict(), which needs no handler"
 _AUTOGRAD = "call the function, such as allreduce(tensor): autograd goes through it"

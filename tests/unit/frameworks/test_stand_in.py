@@ -2,6 +2,7 @@
 
 import importlib.metadata
 import importlib.util
+import re
 import subprocess
 import sys
 
@@ -45,6 +46,18 @@ def test_the_table_names_nothing_twice_and_explains_only_names_that_there_are():
     ways_of_changed_imports = {"keras", "mxnet", "tensorflow", "torch"}
     submodules = {name.rpartition(".")[2] for name in MODULES}
     assert instead().keys() - everything - submodules <= ways_of_changed_imports
+
+
+OF_TWO = "in ringreduce.tensorflow and ringreduce.keras use "
+
+
+@pytest.mark.parametrize("module", [ringreduce, ringreduce.torch])
+def test_a_function_that_is_to_be_used_instead_is_in_the_module_that_was_asked(module):
+    texts = [re.sub(f"{OF_TWO}\\w+", "", text) for text in instead().values()]
+    named = {name for text in texts for name in re.findall(r"(?<![\w.])(\w+)\(", text)}
+    named -= {"run", "state_dict", "load_state_dict"}  # of a module that is named, too, or of the user's objects
+    assert {"broadcast_parameters", "broadcast_object", "cuda_built", "rank"} <= named, "or this test finds nothing"
+    assert {name for name in named if not hasattr(module, name)} == set()
 
 
 @pytest.mark.parametrize(
