@@ -82,8 +82,8 @@ def _instead_of(array: Any) -> str:
         return "pass numpy.array(...) of numbers, or a list of arrays to allreduce"
     if isinstance(array, str):
         return (
-            "pass a dict of arrays to allreduce, or list(d.values()) to grouped_allreduce; for text use "
-            "broadcast_object"
+            "for text use broadcast_object; if it is a key of a dict of arrays, pass that to allreduce, or "
+            "list(d.values()) to grouped_allreduce"
         )
     if array is None:
         return "leave it out on all ranks, or pass zeros of the shape that the others pass"

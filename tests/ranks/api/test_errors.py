@@ -341,7 +341,7 @@ WRONG = {
     ),
     "a dict for a list": (
         lambda: rr.grouped_allreduce({"loss": zeros(1)}),
-        "a str is not an array; pass a dict of arrays to allreduce",
+        "a str is not an array; for text use broadcast_object; if it is a key of a dict of arrays, pass",
     ),
     "masked": (
         lambda: rr.allreduce(np.ma.masked_array([1.0, 2.0], [0, 1])),

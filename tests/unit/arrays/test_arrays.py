@@ -94,7 +94,7 @@ REFUSED = [
     (torch.zeros(2, device="meta"), "a tensor on meta cannot be communicated; move it to cpu or cuda"),
     (np.array(["a"], object), "elements of type object have no fixed size; pass numbers"),
     (None, "^None is not an array; leave it out on all ranks, or pass zeros of the shape"),
-    ("val", "^a str is not an array; pass a dict of arrays to allreduce"),
+    ("val", "^a str is not an array; for text use broadcast_object; if it is a key of a dict of arrays, pass"),
     (Frame(), r"^a .*Frame is not an array; pass the numbers in it: numpy.asarray\(...\)"),
 ]
 
