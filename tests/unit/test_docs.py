@@ -77,6 +77,13 @@ def test_links_lead_somewhere():
             assert (folder / target).exists(), f"{page}: {target}"
 
 
+def test_a_model_whose_losses_are_shown_begins_alike_each_time():
+    shown = {block.page for block in blocks("text", title="output") if "loss " in block.text}
+    made = [block for block in blocks("python") if block.title and "torch.nn.Linear(" in block.text]
+    assert len(made) > 2, "or this test finds nothing"
+    assert [block.name for block in made if block.page in shown and "torch.manual_seed(" not in block.text] == []
+
+
 def test_every_page_is_in_the_navigation():
     listed = re.findall(r"- .*?(\S+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
     added = ["index.md", "examples/README.md", "changelog.md"]  # docs/hooks.py
