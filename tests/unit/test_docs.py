@@ -13,6 +13,7 @@ import ringrun
 from ringreduce.settings import HOROVOD, NO_EFFECT, PREFIX, Settings
 from ringrun import cli
 from ringrun.config import resolve
+from ringrun.doctor import wire_cost
 from ringrun.join import command
 from ringrun.run_report.causes import KINDS
 from tests.support.jobs import ROOT
@@ -82,6 +83,11 @@ def test_a_model_whose_losses_are_shown_begins_alike_each_time():
     made = [block for block in blocks("python") if block.title and "torch.nn.Linear(" in block.text]
     assert len(made) > 2, "or this test finds nothing"
     assert [block.name for block in made if block.page in shown and "torch.manual_seed(" not in block.text] == []
+
+
+def test_the_page_says_which_share_of_the_bytes_doctor_assumes_of_powersgd():
+    share = wire_cost.SHARES["PowerSGD(rank=4)"]
+    assert f"it assumes 1/{1 / share:.0f}, as for matrices" in PAGES["less-on-the-wire.md"]
 
 
 def test_every_page_is_in_the_navigation():
