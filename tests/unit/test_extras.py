@@ -35,6 +35,15 @@ def test_an_extra_that_is_named_somewhere_exists():
     assert {name: path for name, path in named.items() if name not in extras()} == {}
 
 
+def test_the_page_lists_all_extras():
+    """But one that test installs."""
+    page = (ROOT / "docs" / "install.md").read_text()
+    rows = [row for row in page.splitlines() if row.startswith("| `")]
+    named = {name for row in rows for name in re.findall(r"`([a-z0-9-]+)`", row.split("|")[1])}
+    named |= {name for row in rows for name in re.findall(r"'\.\[([a-z0-9]+)\]'", row.split("|")[1])}
+    assert named == extras().keys() - {"test-mpi"}
+
+
 @pytest.mark.parametrize("major", [12, 13])
 def test_with_cupy_comes_what_compiles_its_kernels(major):
     needed = extras()[f"cuda{major}"]
