@@ -78,6 +78,14 @@ def test_links_lead_somewhere():
             assert (folder / target).exists(), f"{page}: {target}"
 
 
+def test_links_to_the_reference_lead_to_headings_which_the_repository_has_too():
+    """The site alone has anchors of single names."""
+    heads = re.findall(r"^#+ (.*)", PAGES["reference.md"], re.MULTILINE)
+    there = {re.sub(r"[^a-z0-9 -]", "", head.lower()).replace(" ", "-") for head in heads}
+    linked = re.findall(r"\]\(reference\.md#([^)]+)", DOCS)
+    assert {"ringreduceps", "training"} <= set(linked) <= there
+
+
 def test_a_model_whose_losses_are_shown_begins_alike_each_time():
     shown = {block.page for block in blocks("text", title="output") if "loss " in block.text}
     made = [block for block in blocks("python") if block.title and "torch.nn.Linear(" in block.text]
