@@ -86,6 +86,12 @@ def test_links_to_the_reference_lead_to_headings_which_the_repository_has_too():
     assert {"ringreduceps", "training"} <= set(linked) <= there
 
 
+def test_the_site_has_no_programs_of_its_own():
+    assert re.findall(r"^exclude_docs: \|\n((?:  .*\n)+)", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE) == [
+        "  __pycache__/\n  /*.py\n"
+    ]
+
+
 def test_a_model_whose_losses_are_shown_begins_alike_each_time():
     shown = {block.page for block in blocks("text", title="output") if "loss " in block.text}
     made = [block for block in blocks("python") if block.title and "torch.nn.Linear(" in block.text]
