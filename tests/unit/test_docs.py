@@ -99,6 +99,12 @@ def test_a_model_whose_losses_are_shown_begins_alike_each_time():
     assert [block.name for block in made if block.page in shown and "torch.manual_seed(" not in block.text] == []
 
 
+def test_a_path_that_a_page_sets_keeps_what_was_there():
+    exported = re.findall(r"^export (\w*PATH)=(.*)", DOCS, re.MULTILINE)
+    assert exported
+    assert [line for name, line in exported if f"${name}" not in line and f"${{{name}" not in line] == []
+
+
 def test_the_page_says_which_share_of_the_bytes_doctor_assumes_of_powersgd():
     share = wire_cost.SHARES["PowerSGD(rank=4)"]
     assert f"it assumes 1/{1 / share:.0f}, as for matrices" in PAGES["less-on-the-wire.md"]
