@@ -124,7 +124,7 @@ def parser(prog: str, usage: str, introduction: str) -> Parser:
     add("--twice", metavar="N", help="run the first N steps twice, and report bits that differ")
     add("--forward-signals", metavar="LIST", help="pass these signals on to the ranks, as in USR1,USR2")
     add = parser.group("When it fails", _FAILS)
-    add("--grace", metavar="SECONDS", help="time from the first signal to SIGKILL (3; 2 after a failure)")
+    add("--grace", metavar="SECONDS", help="time that ranks have to end after the first signal (3; 2 after a failure)")
     add("--restarts", metavar="N", default="0", help="run the job again after a failure, up to N times")
     elastic.add_flags(add)
     add = parser.group("Settings, and what ringrun itself does", _SETTINGS)
