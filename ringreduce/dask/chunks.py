@@ -146,15 +146,19 @@ def _held(client: Any, names: Sequence[str], collections: Sequence[Sequence[Any]
 
 def _empty(collection: Any) -> Any:
     if hasattr(collection, "rechunk"):
-        return np.empty((0, *collection.shape[1:]), collection.dtype)
+        return np.empty_like(collection._meta, shape=(0, *collection.shape[1:]), dtype=collection.dtype)
     return collection._meta
 
 
 def _in_one_piece(parts: list[Any]) -> Any:
+    """Join parts as Dask does: masks, sparse matrices, categories and indexes stay what they are."""
     if len(parts) == 1:
         return parts[0]
-    if hasattr(parts[0], "iloc"):
-        import pandas as pd
+    if hasattr(parts[0], "to_numpy"):
+        from dask.dataframe.dispatch import concat
 
-        return pd.concat(parts)
-    return np.concatenate(parts)
+        return concat(parts)
+    from dask.array.dispatch import concatenate_lookup
+
+    most_special = max(parts, key=lambda part: getattr(part, "__array_priority__", 0))
+    return concatenate_lookup.dispatch(type(most_special))(parts, axis=0)

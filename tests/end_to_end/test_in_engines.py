@@ -32,7 +32,8 @@ def test_dask_s_workers_train_where_the_chunks_lie(start):
     trained = ["ranks (0, 1, 2) rows 900 workers 3", "as alone True", "the same bits True"]
     assert found[:2] == ["ValueError: chunk 1 has 70 rows", "soon True"], found
     assert found[2:10] == [*trained, *trained, "the same processes True", "frame {45.0}"], found
-    errors = found[10:20]
+    assert found[10] == "kinds {(3.0, True, 'category', True)}", "of several chunks, too"
+    errors = found[11:21]
     assert errors[0] == "KeyError: 'shard'"
     assert errors[1] == "InputError: map: collection 1 has 800 rows; expected 900, as in the first one"
     assert errors[2] == "InputError: map: collection 0 is a ndarray; expected an array or a dataframe of Dask"

@@ -53,6 +53,16 @@ def summed(part, times):
     return [float(rr.allreduce(times * float(part.sum()), op=rr.Sum)) for _ in range(STEPS)][-1]
 
 
+def kinds(masked, frame, index):
+    """What a rank gets, of several chunks or of none."""
+    import pandas as pd
+
+    import ringreduce as rr
+
+    count = float(rr.allreduce(float(np.ma.count_masked(masked)), op=rr.Sum))
+    return count, np.ma.isMaskedArray(masked), str(frame["a"].dtype), isinstance(index, pd.Index)
+
+
 def breaks(block, block_id):
     if block_id[0] == 1:
         raise ValueError(f"chunk {block_id[0]} has {len(block)} rows")
@@ -95,6 +105,10 @@ def main():
         print("the same processes", [each[3] for each in first] == [each[3] for each in second])
         frame = dd.from_pandas(pd.DataFrame({"a": range(10)}), npartitions=2)
         print("frame", {*ringreduce.dask.map(counts, frame)})
+        masked = da.ma.masked_greater(da.arange(4, chunks=1), 0)
+        letters = dd.from_pandas(pd.DataFrame({"a": list("abcd")}), npartitions=4)
+        letters = letters.map_partitions(lambda part: part.astype("category"))
+        print("kinds", {*ringreduce.dask.map(kinds, masked, letters, letters.index)})
         print(refused(KeyError, ringreduce.dask.map, raises, *chunks))
         print(refused(InputError, ringreduce.dask.map, train, chunks[0], chunks[1][:800]))
         print(refused(InputError, ringreduce.dask.map, train, x, y))
