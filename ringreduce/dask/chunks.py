@@ -30,9 +30,10 @@ def map(
 
         model = ringreduce.dask.map(train, x, y)[0]
 
-    collections: Dask's arrays or dataframes, divided alike along the first axis. `fn` gets of each what this worker
-                 holds, in one piece, which may be empty: an array or a dataframe. Chunks that are in no worker yet, or
-                 elsewhere than the first collection's, are brought there.
+    collections: Dask's arrays or dataframes, divided alike along the first axis: by rows, or by the same known
+                 divisions. `fn` gets of each what this worker holds, in one piece, which may be empty: an array or a
+                 dataframe. Chunks that are in no worker yet, or elsewhere than those of the first collection, are
+                 brought there.
     workers:     their addresses or names; by default all that the cluster has, each with a thread that is free.
                  `client`: by default the current one.
     On several hosts needs MPICH. `ringreduce.init()` has been called when `fn` begins, and `shutdown()` is when it
@@ -64,7 +65,7 @@ def _call(fn: Callable[..., Any], collections: Sequence[Any], client: Any, worke
     )
     if ranks:
         names = [name for _, name in sorted(zip(ranks, names, strict=True))]
-    held = _held(client, names, [_parts(each, number, collections[0]) for number, each in enumerate(collections)])
+    held = _held(client, names, collections)
     empty = [_empty(each) for each in collections]
     here = {"allow_other_workers": False, "pure": False, "retries": 0}
     address = "" if ranks else client.submit(joining.start, len(names), workers=names[:1], **here).result()
@@ -122,19 +123,52 @@ def _parts(collection: Any, number: int, first: Any) -> list[Any]:
     parts = list(np.ravel(collection.to_delayed()))
     if len(parts) != (expected := first.numblocks[0] if hasattr(first, "rechunk") else first.npartitions):
         raise InputError(f"{which} has {len(parts)} partitions, and the first one {expected}; repartition it")
+    if _divided_alike(collection, first) is False:
+        here, there = next(
+            pair for pair in zip(collection.divisions, first.divisions, strict=True) if pair[0] != pair[1]
+        )
+        cure = "repartition it, or clear_divisions() of it if its rows belong together by their places"
+        raise InputError(f"{which} is divided at {here!r} where the first one is at {there!r}; {cure}")
     return parts
 
 
-def _held(client: Any, names: Sequence[str], collections: Sequence[Sequence[Any]]) -> list[list[list[Any]]]:
+def _divided_alike(collection: Any, first: Any) -> bool | None:
+    """Return whether the parts of both are known to belong together, as those of arrays do; None: it is not known."""
+    arrays = [hasattr(each, "rechunk") for each in (collection, first)]
+    if any(arrays) or not (collection.known_divisions and first.known_divisions):
+        return True if all(arrays) else None
+    return bool(collection.divisions == first.divisions)
+
+
+def _compare_rows(client: Any, collections: Sequence[Any], computed: Sequence[Sequence[Any]]) -> None:
+    """Raise InputError for parts that have not as many rows as those of the first collection, unless they need not."""
+    for number, collection in enumerate(collections):
+        if number and _divided_alike(collection, collections[0]) is None:
+            rows, expected = client.gather([client.map(_rows, computed[each]) for each in (number, 0)])
+            for k, pair in enumerate(zip(rows, expected, strict=True)):
+                if pair[0] != pair[1]:
+                    what = (
+                        f"partition {k} of collection {number} has {pair[0]} rows, and that of the first one {pair[1]}"
+                    )
+                    raise InputError(f"map: {what}; rechunk or repartition one as the other is divided")
+
+
+def _rows(part: Any) -> int:
+    return int(part.shape[0])
+
+
+def _held(client: Any, names: Sequence[str], collections: Sequence[Any]) -> list[list[list[Any]]]:
     """By rank and collection, the parts that it gets: where a part of the first one lies, those of the others go."""
     import distributed
 
-    computed = [client.compute(each) for each in collections]
+    parts_of = [_parts(each, number, collections[0]) for number, each in enumerate(collections)]
+    computed = [client.compute(each) for each in parts_of]
     held: list[list[list[Any]]] = [[[] for _ in collections] for _ in names]
     distributed.wait(computed)
     for each in itertools.chain(*computed):
         if each.status == "error":  # its rank would never begin, and the others would wait for it
             raise each.exception()
+    _compare_rows(client, collections, computed)
     holders = client.who_has(computed[0]) if computed else {}
     for parts in zip(*computed, strict=True):
         ranks = [names.index(name) for name in holders.get(parts[0].key, ()) if name in names]

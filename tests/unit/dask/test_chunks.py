@@ -1,0 +1,72 @@
+"""Which collections ringreduce.dask.map takes together, without Dask; jobs: end_to_end/test_in_engines.py."""
+
+import types
+
+import pytest
+
+from ringreduce.dask import chunks
+from ringreduce.errors import InputError
+
+
+class Frame:
+    """A dataframe of Dask, or what looks like it: its parts, and where it is divided."""
+
+    ndim, _meta = 2, None
+
+    def __init__(self, rows, divisions=()):
+        self.parts = [types.SimpleNamespace(shape=(each, 2)) for each in rows]
+        self.divisions, self.known_divisions, self.npartitions = divisions, bool(divisions), len(rows)
+
+    def to_delayed(self):
+        return self.parts
+
+
+class Array(Frame):
+    def __init__(self, rows):
+        super().__init__(rows)
+        self.chunks, self.shape, self.numblocks = (rows, (2,)), (sum(rows), 2), (len(rows), 1)
+
+    def rechunk(self, chunks):
+        return self
+
+
+CLIENT = types.SimpleNamespace(map=lambda function, parts: [*map(function, parts)], gather=lambda results: results)
+
+
+def take(*collections):
+    """Do what `map` does before ranks begin."""
+    parts = [chunks._parts(each, number, collections[0]) for number, each in enumerate(collections)]
+    chunks._compare_rows(CLIENT, collections, parts)
+
+
+@pytest.mark.parametrize(
+    "collections",
+    [
+        (Frame((5, 3)), Frame((5, 3))),
+        (Frame((5, 3), (0, 5, 9)), Frame((2, 7), (0, 5, 9))),  # rows belong together by their index
+        (Frame((5, 3), (0, 5, 9)), Frame((5, 3)), Array((5, 3))),
+        (Array((5, 3)), Array((5, 3)), Frame((5, 3))),
+    ],
+)
+def test_parts_that_belong_together_are_taken(collections):
+    take(*collections)
+
+
+@pytest.mark.parametrize(
+    ("collections", "message"),
+    [
+        (
+            (Frame((5, 3), (0, 5, 9)), Frame((5, 3), (0, 2, 9))),
+            r"collection 1 is divided at 2 where the first one is at 5; repartition it, or clear_divisions\(\)",
+        ),
+        (
+            (Frame((5, 3), (0, 5, 9)), Frame((5, 3)), Frame((5, 4))),
+            "partition 1 of collection 2 has 4 rows, and that of the first one 3; rechunk or repartition",
+        ),
+        ((Frame((5, 3)), Array((4, 4))), "partition 0 of collection 1 has 4 rows, and that of the first one 5"),
+        ((Array((4, 4)), Frame((4, 5))), "partition 1 of collection 1 has 5 rows, and that of the first one 4"),
+    ],
+)
+def test_parts_that_do_not_belong_together_are_refused(collections, message):
+    with pytest.raises(InputError, match=f"^map: {message}"):
+        take(*collections)
