@@ -111,7 +111,7 @@ def _rank(fn: Callable[..., Any], parts: list[Any], empty: list[Any], address: s
 def _parts(collection: Any, number: int, first: Any) -> list[Any]:
     """The parts of a collection along the first axis, divided as those of the first one."""
     which = f"map: collection {number}"
-    if not hasattr(collection, "to_delayed") or getattr(collection, "ndim", 1) == 0:
+    if not hasattr(collection, "_meta") or collection.ndim == 0:  # a Bag or a Delayed has none
         raise InputError(f"{which} is a {type(collection).__name__}; expected an array or a dataframe of Dask")
     if hasattr(collection, "rechunk"):
         if math.isnan(sum(collection.shape)):

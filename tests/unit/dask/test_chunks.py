@@ -2,6 +2,7 @@
 
 import types
 
+import numpy as np
 import pytest
 
 from ringreduce.dask import chunks
@@ -70,3 +71,30 @@ def test_parts_that_belong_together_are_taken(collections):
 def test_parts_that_do_not_belong_together_are_refused(collections, message):
     with pytest.raises(InputError, match=f"^map: {message}"):
         take(*collections)
+
+
+class Bag:
+    def to_delayed(self):
+        return []
+
+
+class Delayed(Bag):
+    """As Dask's, it has any attribute, and no truth."""
+
+    def __getattr__(self, name):
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return Delayed()
+
+    def __bool__(self):
+        raise TypeError
+
+
+@pytest.mark.parametrize("other", [Bag(), Delayed(), np.ones(3), [Array((3,))]])
+def test_what_is_no_array_and_no_dataframe_of_dask_is_refused(other):
+    for number, collections in enumerate([(other,), (Array((3,)), other)]):
+        kind = type(other).__name__
+        with pytest.raises(
+            InputError, match=f"^map: collection {number} is a {kind}; expected an array or a dataframe"
+        ):
+            take(*collections)
