@@ -17,15 +17,13 @@ from ringreduce.api import joined
 from ringreduce.errors import InputError, PeerLostError
 from ringreduce.transport import joining
 
-from .tasks import current, workers_of
+from .tasks import Wanted, current, workers_of
 
 _LOOK_S = 2.0  # whether Dask has lost a worker, whose task it would keep for ever
 _NOTICED_S = 5.0  # for ranks to end that have waited for one that has failed
 
 
-def map(
-    fn: Callable[..., Any], *collections: Any, client: Any = None, workers: Sequence[str] | None = None
-) -> list[Any]:
+def map(fn: Callable[..., Any], *collections: Any, client: Any = None, workers: Wanted = None) -> list[Any]:
     """Call `fn` in each of Dask's workers, as a rank, with the data stored there; return the results by rank.
 
         model = ringreduce.dask.map(train, x, y)[0]
@@ -52,11 +50,9 @@ def map(
         return _call(fn, collections, client, workers)
 
 
-def _call(fn: Callable[..., Any], collections: Sequence[Any], client: Any, workers: Sequence[str] | None) -> list[Any]:
+def _call(fn: Callable[..., Any], collections: Sequence[Any], client: Any, workers: Wanted) -> list[Any]:
     """Do what `map` says, while no other call does."""
-    if not (there := workers_of(client, workers)):
-        raise InputError(f"map: the cluster has no workers{'' if workers is None else f' {workers}'}")
-    found = client.run(_where, workers=there)
+    found = client.run(_where, workers=workers_of(client, workers, "map"))
     names = sorted(found, key=lambda name: (found[name][0], name))
     if len({found[name][:2] for name in names}) < len(names):
         raise InputError("map: Dask workers share a process, but each rank needs its own; use processes=True")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
 
 _LOOK_FOR_MORE_S = 1.0  # for workers that have come
 _HERE = "ringreduce.dask.run()"
+Wanted = str | int | Sequence[str | int] | None
 _NAMES = {"np": "workers=", "num_proc": "workers=", "min_num_proc": "min_np=", "max_num_proc": "max_np="}
 
 
@@ -24,7 +26,7 @@ def run(
     kwargs: Mapping[str, Any] | None = None,
     *,
     client: Client | None = None,
-    workers: str | Sequence[str] | None = None,
+    workers: Wanted = None,
     elastic: bool = False,
     min_np: int | None = None,
     max_np: int | None = None,
@@ -35,7 +37,8 @@ def run(
     """Call `fn(*args, **kwargs)` on one rank for each worker of a Dask cluster; returns the results, by rank.
 
     client:    of the cluster, by default the current one.
-    workers:   addresses or names of some of its workers, by default all.
+    workers:   addresses or names of some of its workers, by default all. Those that are not there are refused, or with
+               max_np used when they come.
     elastic:   ranks go on without those that fail, down to min_np; with max_np, workers that come later are used, too,
                from the next commit on. The results are those of the ranks that are left in the end.
     env:       variables for the ranks.
@@ -51,13 +54,11 @@ def run(
     >>> losses = run(train, args=(0.1,), client=client)                                                # doctest: +SKIP
     """
     client = client or current(_HERE)
-    names = workers_of(client, workers)
-    if not names:
-        raise InputError(f"{_HERE}: the cluster has no workers{'' if workers is None else f' {workers}'}")
+    names = workers_of(client, workers, _HERE, others_may_come=bool(max_np))
     limits = {"min_np": min_np, "max_np": max_np}
     lending.checked(_HERE, args, len(names), elastic, {**limits, **flags}, _NAMES)
     ticket = lending.ticket(timeout_s)
-    look = (lambda: workers_of(client, workers)) if max_np else None
+    look = (lambda: _there(client, workers, _HERE)[0]) if max_np else None
     lenders = _Lenders(client, ticket, names, look, max_np or len(names), elastic)
     asked = {**flags, "elastic": elastic or None, **limits}
     try:
@@ -82,12 +83,28 @@ def current(here: str) -> Client:
         raise InputError(f"{here}: there is no Dask client here; pass client=Client(…)") from error
 
 
-def workers_of(client: Client, wanted: str | Sequence[str] | None) -> list[str]:
-    """Return the addresses of the workers that there are, of those that are wanted."""
-    wanted = [wanted] if isinstance(wanted, str) else wanted
-    there = client.scheduler_info(n_workers=-1)["workers"]
-    found = {address for address, each in there.items() if wanted is None or {address, each["name"]} & {*wanted}}
-    return sorted(found, key=lambda address: (there[address]["host"], address))
+def workers_of(client: Client, wanted: Wanted, where: str, *, others_may_come: bool = False) -> list[str]:
+    """Return the addresses of the workers that are wanted. InputError where there are none, or not all of these."""
+    found, missing, names = _there(client, wanted, where)
+    if missing:
+        said = f"{where}: workers={wanted!r}: the cluster has none called {missing}; it has {names}"
+        if not others_may_come:
+            raise InputError(said)
+        warnings.warn(f"{said}; those that come later are used", stacklevel=3)
+    if not found:
+        raise InputError(f"{where}: the cluster has no workers{'' if wanted is None else f' {wanted}'}")
+    return found
+
+
+def _there(client: Client, wanted: Wanted, where: str) -> tuple[list[str], list[Any], list[Any]]:
+    """Return the addresses of those that are there, of the workers that are wanted; which are not, and all names."""
+    if (there := client.scheduler_info(n_workers=-1).get("workers")) is None:
+        raise InputError(f"{where}: this Dask client is closed; pass one that is connected to a cluster")
+    asked = [wanted] if isinstance(wanted, str | int) else wanted
+    found = [address for address, each in there.items() if asked is None or {address, each["name"]} & {*asked}]
+    missing = {*(asked or ())} - {*there} - {each["name"] for each in there.values()}
+    found.sort(key=lambda address: (there[address]["host"], address))
+    return found, sorted(missing, key=str), sorted((each["name"] for each in there.values()), key=str)
 
 
 def _lend(ticket: lending.Ticket) -> str:
