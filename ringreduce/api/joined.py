@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from ringreduce.api.control import init
-from ringreduce.errors import StartupError
+from ringreduce.errors import JobFailedError, StartupError
 from ringreduce.runtime.lifecycle import leave, shutdown
 from ringreduce.transport import joining
 from ringreduce.transport.mpi import RANK_VARIABLE
@@ -50,6 +50,16 @@ def ranks_again(memberships: Sequence[Membership | None], anew: str) -> list[int
 
 
 @contextlib.contextmanager
+def without_exit() -> Iterator[None]:
+    """Raise JobFailedError for sys.exit(), which would end a process of the engine's, or what serves it there."""
+    try:
+        yield
+    except SystemExit as error:
+        what = f"a rank's function has called sys.exit({error.code!r})"
+        raise JobFailedError(f"{what}; its process is the engine's: return instead, or raise an exception") from error
+
+
+@contextlib.contextmanager
 def rank_of(address: str, rank: int, size: int, engine: str) -> Iterator[None]:
     """Be rank `rank` of `size` meanwhile; those that wait for this one get PeerLostError at its end.
 
@@ -63,7 +73,8 @@ def rank_of(address: str, rank: int, size: int, engine: str) -> Iterator[None]:
         os.environ.update(variables)
         init()
         try:
-            yield
+            with without_exit():
+                yield
         except BaseException as error:
             leave(f"{type(error).__name__}: {error}", lambda: False)
             raise

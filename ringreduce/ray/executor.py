@@ -208,10 +208,13 @@ class _Rank:
         self._rank = joined.rank_of(address, rank, size, "Ray")
         self._rank.__enter__()
         cls, args, kwargs = made
-        self._executable = cls(*args, **kwargs) if cls else None
+        with joined.without_exit():
+            self._executable = cls(*args, **kwargs) if cls else None
 
     def run(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return fn(*args, **kwargs)
+        with joined.without_exit():
+            return fn(*args, **kwargs)
 
     def execute(self, fn: Callable[[Any], Any]) -> Any:
-        return fn(self._executable)
+        with joined.without_exit():
+            return fn(self._executable)

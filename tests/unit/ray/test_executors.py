@@ -94,3 +94,12 @@ def test_an_elastic_job_begins_with_the_room_that_there_is(monkeypatch, settings
     assert asked == {"elastic": True, "env": {"MARK": "a"}, "timeout_s": 30, **expected}
     with pytest.raises(rr.InputError, match=r"callbacks are not supported; print in worker_fn"):
         executor.run(len, callbacks=[print])
+
+
+def test_sys_exit_on_an_actor_s_rank_is_an_ordinary_exception():
+    """The actor would end, and Ray would not say why."""
+    actor = ringreduce.ray.executor._Rank()
+    actor._executable = 3
+    for called in (lambda: actor.run(sys.exit, (3,), {}), lambda: actor.execute(sys.exit)):
+        with pytest.raises(rr.JobFailedError, match=r"a rank's function has called sys\.exit\(3\)"):
+            called()
