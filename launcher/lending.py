@@ -8,6 +8,8 @@ An engine only has to start tasks that call `lend`. Ranks have their Python, fol
 
 from __future__ import annotations
 
+import numbers
+import operator
 import os
 import secrets
 import signal
@@ -15,7 +17,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 from ringreduce.errors import InputError, StartupError
@@ -33,6 +35,8 @@ _CONNECT_S = 2.0
 _PAUSE_S = 0.2
 _AGAIN_S = 10  # for a head that has just been reached
 _KEY = "RINGRUN_KEY"
+Call = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
+"""A function, and its arguments."""
 
 
 class Ticket(NamedTuple):
@@ -44,11 +48,19 @@ class Ticket(NamedTuple):
     timeout_s: float
 
 
+def check_seconds(timeout_s: Any) -> None:
+    """Raise InputError for what is not how long tasks may take to begin."""
+    if not (isinstance(timeout_s, numbers.Real) and float(timeout_s) > 0):
+        what = "how long tasks may take to begin (timeout_s; in Spark start_timeout)"
+        raise InputError(f"run(): {what}: expected a number of seconds above 0, got {timeout_s!r}")
+
+
 def ticket(timeout_s: float) -> Ticket:
     """Return one for a job of this process, whose tasks may take so long to begin. StartupError without a network.
 
     To the MPI a task's host is another one, and Open MPI's launcher reaches none over the loopback.
     """
+    check_seconds(timeout_s)
     try:
         addresses = own_addresses((), ())
     except MachineError as error:
@@ -60,7 +72,7 @@ def ticket(timeout_s: float) -> Ticket:
 
 
 def run(
-    call: tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]],
+    call: Call,
     ticket: Ticket,
     np: int,
     flags: Mapping[str, Any],
@@ -142,24 +154,44 @@ def _look(ticket: Ticket) -> tuple[str, str]:
     return "", why
 
 
-def checked(
-    where: str, args: object, np: object, elastic: bool, flags: Mapping[str, object], names: Mapping[str, str]
-) -> None:
-    """Raise InputError for what an engine's run() cannot have meant.
+def call_of(where: str, fn: Callable[..., Any], args: Any, kwargs: Any) -> Call:
+    """Return what ranks are to call; InputError for arguments that are none."""
+    if isinstance(args, str) or not isinstance(args, Iterable):
+        raise InputError(f"{where}: args={args!r}: expected a tuple of the function's arguments, such as ({args!r},)")
+    if not isinstance(kwargs, Mapping | None):
+        raise InputError(f"{where}: kwargs={kwargs!r}: expected a dict of the function's arguments by name")
+    return fn, tuple(args), dict(kwargs or {})
 
-    names: what flags are called here that have other names in Horovod, or in ringrun: those would count for ringrun
-           alone, and not for how many tasks there are.
+
+def count_of(what: str, number: Any) -> int:
+    """Return a number of ranks, NumPy's too, as an int; InputError for what is none."""
+    try:
+        count = 0 if isinstance(number, bool) else operator.index(number)
+    except TypeError:
+        count = 0
+    if count < 1:
+        raise InputError(f"{what}: expected a number of ranks, 1 or more, got {number!r}")
+    return count
+
+
+def checked(
+    where: str, np: Any, limits: Mapping[str, Any], elastic: bool, flags: Mapping[str, Any], names: Mapping[str, str]
+) -> tuple[int, dict[str, Any]]:
+    """Return how many ranks there are to be, and ringrun's flags; InputError for what cannot have been meant.
+
+    limits: min_np and max_np, of an elastic job.
+    names:  what flags are called here that have other names in Horovod, or in ringrun: those would count for ringrun
+            alone, and not for how many tasks there are.
     """
     for name, here in names.items():
         if flags.get(name):
             raise InputError(f"{where}: {name}={flags[name]!r}: here it is {here}")
-    if isinstance(args, str) or not hasattr(args, "__iter__"):
-        raise InputError(f"{where}: args={args!r}: expected a tuple of the function's arguments, such as ({args!r},)")
-    if not isinstance(np, int) or isinstance(np, bool) or np < 1:
-        raise InputError(f"{where}: expected a number of ranks, 1 or more, got {np!r}")
     for name in ("hosts", "hostfile", "host_discovery_script", "wdir"):
         if flags.get(name) is not None:
             raise InputError(f"{where}: {name}={flags[name]!r}: Ray, Spark or Dask places the ranks; leave it out")
-    for name in ("min_np", "max_np"):
-        if flags.get(name) is not None and not elastic:
-            raise InputError(f"{where}: {name}={flags[name]!r} is for an elastic job; add elastic=True")
+    given = {name: limit for name, limit in limits.items() if limit is not None}
+    for name, limit in given.items():
+        if not elastic:
+            raise InputError(f"{where}: {name}={limit!r} is for an elastic job; add elastic=True")
+        given[name] = count_of(f"{where}: {name}", limit)
+    return count_of(where, np), {**flags, "elastic": elastic or None, **given}

@@ -85,8 +85,8 @@ def run_elastic(
 
     >>> losses = run_elastic(train, num_proc=8, min_num_proc=2)                                        # doctest: +SKIP
     """
-    elastic = {"elastic": True, "min_np": min_num_proc, "max_np": max_num_proc}
-    return _run("run_elastic", fn, args, kwargs, num_proc, elastic, start_timeout, env, spark, flags)
+    limits = {"min_np": min_num_proc, "max_np": max_num_proc}
+    return _run("run_elastic", fn, args, kwargs, num_proc, limits, start_timeout, env, spark, flags)
 
 
 def _run(
@@ -95,7 +95,7 @@ def _run(
     args: Iterable[Any],
     kwargs: Mapping[str, Any] | None,
     num_proc: int | None,
-    elastic: Mapping[str, Any] | None,
+    limits: Mapping[str, Any] | None,
     start_timeout: float | None,
     env: Mapping[str, str] | None,
     spark: Any,
@@ -107,10 +107,10 @@ def _run(
         raise InputError(f"{where}: there is no active SparkSession; make one, or pass spark=")
     context = spark.sparkContext
     np = context.defaultParallelism if num_proc is None else num_proc
-    asked = {**flags, **(elastic or {})}
-    lending.checked(where, args, np, bool(elastic), flags, _NAMES)
+    elastic, call = limits is not None, lending.call_of(where, fn, args, kwargs)
+    np, asked = lending.checked(where, np, limits or {}, elastic, flags, _NAMES)
     ticket, group = lending.ticket(start_timeout or 60.0), f"ringreduce-{uuid.uuid4().hex}"
-    most = asked.get("max_np") or np
+    most = asked.get("max_np", np)
     failed: list[str] = []
 
     def lend(_: Iterator[int]) -> Iterator[str]:
@@ -140,7 +140,6 @@ def _run(
         return failed[0] if len(failed) == len(stages) else ""
 
     try:
-        call = fn, tuple(args), dict(kwargs or {})
         results: list[Any] = lending.run(call, ticket, np, asked, env or {}, trouble)
         return results
     finally:

@@ -55,16 +55,14 @@ def run(
     """
     client = client or current(_HERE)
     names = workers_of(client, workers, _HERE, others_may_come=bool(max_np))
+    call = lending.call_of(_HERE, fn, args, kwargs)
     limits = {"min_np": min_np, "max_np": max_np}
-    lending.checked(_HERE, args, len(names), elastic, {**limits, **flags}, _NAMES)
+    np, asked = lending.checked(_HERE, len(names), limits, elastic, flags, _NAMES)
     ticket = lending.ticket(timeout_s)
     look = (lambda: _there(client, workers, _HERE)[0]) if max_np else None
-    lenders = _Lenders(client, ticket, names, look, max_np or len(names), elastic)
-    asked = {**flags, "elastic": elastic or None, **limits}
+    lenders = _Lenders(client, ticket, names, look, asked.get("max_np", np), elastic)
     try:
-        call = fn, tuple(args), dict(kwargs or {})
-        np = min(len(names), lenders.most)
-        results: list[Any] = lending.run(call, ticket, np, asked, env or {}, lenders.trouble)
+        results: list[Any] = lending.run(call, ticket, min(np, lenders.most), asked, env or {}, lenders.trouble)
         return results
     finally:
         client.cancel(list(lenders.futures.values()))

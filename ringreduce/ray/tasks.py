@@ -56,7 +56,9 @@ def run(
     from ray.util.placement_group import remove_placement_group
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-    lending.checked(_HERE, args, np, elastic, {"min_np": min_np, "max_np": max_np, **flags}, _NAMES)
+    lending.check_seconds(timeout_s)  # before Ray is asked for room
+    call = lending.call_of(_HERE, fn, args, kwargs)
+    np, asked = lending.checked(_HERE, np, {"min_np": min_np, "max_np": max_np}, elastic, flags, _NAMES)
     if not ray.is_initialized():
         ray.init()
     group, own = placement_group or ray.util.get_current_placement_group(), None
@@ -75,11 +77,9 @@ def run(
         lend = ray.remote(lending.lend).options(**options)
 
         def trouble() -> str:
-            tasks.extend(lend.remote(ticket) for _ in range(0 if tasks else max_np or np))
+            tasks.extend(lend.remote(ticket) for _ in range(0 if tasks else asked.get("max_np", np)))
             return _trouble(ray, tasks, elastic)
 
-        call = fn, tuple(args), dict(kwargs or {})
-        asked = {**flags, "elastic": elastic or None, "min_np": min_np, "max_np": max_np}
         results: list[Any] = lending.run(call, ticket, np, asked, env or {}, trouble)
         count = len(results)  # more tasks of an elastic job begin when there is room, and find no head
         return results

@@ -6,6 +6,7 @@ import threading
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from ringreduce import spark
@@ -225,16 +226,17 @@ def test_a_lender_that_the_head_does_not_take_says_why(tmp_path):
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"args": "x"}, r"args='x': expected a tuple of the function's arguments, such as \('x',\)"),
         ({"np": 0}, "expected a number of ranks, 1 or more, got 0"),
         ({"np": "4"}, "expected a number of ranks, 1 or more, got '4'"),
+        ({"np": True}, "expected a number of ranks, 1 or more, got True"),
+        ({"elastic": True, "limits": {"max_np": "4"}}, "max_np: expected a number of ranks, 1 or more, got '4'"),
         ({"flags": {"hosts": "h1"}}, "hosts='h1': Ray, Spark or Dask places the ranks; leave it out"),
         ({"flags": {"num_proc": 4}}, "num_proc=4: here it is np="),
-        ({"flags": {"max_np": 4}}, "max_np=4 is for an elastic job; add elastic=True"),
+        ({"limits": {"max_np": 4}}, "max_np=4 is for an elastic job; add elastic=True"),
     ],
 )
 def test_what_run_of_an_engine_cannot_have_meant(wrong, message):
-    right = {"where": "here", "args": (), "np": 2, "elastic": False, "flags": {}, "names": {"num_proc": "np="}}
+    right = {"where": "here", "np": 2, "limits": {}, "elastic": False, "flags": {}, "names": {"num_proc": "np="}}
     lending.checked(**right)
     with pytest.raises(InputError, match=f"^here: {message}"):
         lending.checked(**{**right, **wrong})
@@ -258,4 +260,31 @@ def test_what_run_of_an_engine_cannot_have_meant(wrong, message):
 def test_a_number_of_ranks_by_another_engine_s_name_says_what_it_is_here(engine, flag, here):
     """It would count for ringrun alone, and not for how many tasks there are."""
     with pytest.raises(InputError, match=rf"^here: {flag}=4: here it is {re.escape(here)}$"):
-        lending.checked("here", (), 2, flag != "max_num_proc", {flag: 4}, engine._NAMES)
+        lending.checked("here", 2, {}, flag != "max_num_proc", {flag: 4}, engine._NAMES)
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs", "message"),
+    [
+        ("x", None, r"args='x': expected a tuple of the function's arguments, such as \('x',\)"),
+        ((), [1], r"kwargs=\[1\]: expected a dict of the function's arguments by name"),
+    ],
+)
+def test_what_no_function_can_be_called_with(args, kwargs, message):
+    with pytest.raises(InputError, match=f"^here: {message}"):
+        lending.call_of("here", len, args, kwargs)
+
+
+def test_numbers_of_ranks_may_be_numpy_s():
+    limits = {"min_np": np.int32(1), "max_np": np.int64(5)}
+    count, asked = lending.checked("here", np.int64(3), limits, True, {"verbose": 2}, {})
+    assert (count, asked) == (3, {"verbose": 2, "elastic": True, "min_np": 1, "max_np": 5})
+    assert {int} == {type(each) for each in (count, asked["min_np"], asked["max_np"])}
+
+
+@pytest.mark.parametrize("wrong", ["5", -1, None])
+def test_a_time_that_is_no_number_of_seconds_is_refused(wrong):
+    with pytest.raises(
+        InputError, match=rf"\(timeout_s; in Spark start_timeout\): expected .* above 0, got {wrong!r}$"
+    ):
+        lending.ticket(wrong)
