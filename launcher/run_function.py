@@ -48,12 +48,14 @@ FAILED = re.compile(
 AGAIN = re.compile(r"ringrun: restart \d+ of ")
 """How the line begins with which it starts the job again: what it has said of the failure is not the last word."""
 HOROVODS_NAMES = {"num_proc": "np", "min_num_proc": "min_np", "use_gloo": "gloo", "use_mpi": "mpi"}
+HOROVODS_NAMES |= {"cooldown_range": "blacklist_cooldown_range"}
 SWITCHES = (
     *("gloo", "mpi", "jsrun", "tcp", "disable-cache", "verbose", "elastic", "mask-gpus", "fold", "timestamps"),
     *("prefix-output-with-timestamp", "log-with-timestamp", "log-without-timestamp"),
 )
 """Flags without a --no-…: a number, as in Horovod's verbose=2, says yes, and no is no flag."""
 LISTS = ("hosts", "exclude", "network_interfaces", "ranks", "check", "forward_signals", "env_allow")
+LISTS += ("cooldown_range", "blacklist_cooldown_range")
 """Flags whose value is one or several, with commas between them."""
 OF_GROWING_JOBS = ("max_num_proc", "max_np", "slots", "reset_limit", "cooldown_range")
 PYTHON_VARIABLE, FOLDER_VARIABLE, PATH_VARIABLE = (f"_RINGREDUCE_{name}" for name in ("PYTHON", "FOLDER", "PATH"))
@@ -155,7 +157,7 @@ def _arguments(flags: Mapping[str, object], head: Head | None = None) -> Iterato
     for name, value in flags.items():
         if value is None:
             continue
-        if name in OF_GROWING_JOBS and not (head and name == "max_np"):
+        if name in OF_GROWING_JOBS and not (head and flags.get("elastic")):
             raise InputError(
                 f"run(): {name}={value} is for jobs that grow: `ringrun --elastic --restarts N` starts them, run() "
                 "does not; elastic=True, np=4, spares=1 starts five ranks, of which one waits to replace another"
@@ -165,6 +167,8 @@ def _arguments(flags: Mapping[str, object], head: Head | None = None) -> Iterato
         flag = HOROVODS_NAMES.get(name, name).replace("_", "-")
         if flag == "np":
             yield from ("-np", str(value))
+        elif flag == "blacklist-cooldown-range":
+            yield from (f"--{flag}", *str(value).split(","))
         elif flag in SWITCHES or flag.startswith("no-"):
             yield from [f"--{flag}"] if value else []
         elif isinstance(value, bool):

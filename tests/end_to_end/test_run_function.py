@@ -176,6 +176,24 @@ def test_flags_are_ringruns_and_horovods():
 
 
 @pytest.mark.quick
+def test_a_job_on_an_engine_may_grow():
+    """It has a head, which takes slots that come later."""
+    module = sys.modules["ringrun.run_function"]
+    head = module.Head((), {}, (), str)
+    growing = {
+        "elastic": True,
+        "max_np": 4,
+        "reset_limit": 3,
+        "cooldown_range": module._plain("cooldown_range", [1, 20]),
+    }
+    found = list(module._arguments(growing, head))
+    assert found == ["--elastic", "--max-np", "4", "--reset-limit", "3", "--blacklist-cooldown-range", "1", "20"]
+    cli.parse([*found, "train"])
+    with pytest.raises(rr.InputError, match="reset_limit=3 is for jobs that grow"):
+        list(module._arguments({"reset_limit": 3}, head))
+
+
+@pytest.mark.quick
 def test_every_switch_may_be_off():
     arguments = sys.modules["ringrun.run_function"]._arguments
     parser = cli._parser()
