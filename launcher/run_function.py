@@ -47,15 +47,24 @@ FAILED = re.compile(
 """How the lines begin with which ringrun says why a job has failed: from there on they are the exception's text."""
 AGAIN = re.compile(r"ringrun: restart \d+ of ")
 """How the line begins with which it starts the job again: what it has said of the failure is not the last word."""
-HOROVODS_NAMES = {"num_proc": "np", "min_num_proc": "min_np", "use_gloo": "gloo", "use_mpi": "mpi"}
-HOROVODS_NAMES |= {"cooldown_range": "blacklist_cooldown_range"}
+HOROVODS_NAMES = {
+    "num_proc": "np",
+    "min_num_proc": "min_np",
+    "use_gloo": "gloo",
+    "use_mpi": "mpi",
+    "cooldown_range": "blacklist_cooldown_range",
+    "nics": "network_interfaces",
+    "extra_mpi_args": "mpi_args",
+}
 SWITCHES = (
     *("gloo", "mpi", "jsrun", "tcp", "disable-cache", "verbose", "elastic", "mask-gpus", "fold", "timestamps"),
     *("prefix-output-with-timestamp", "log-with-timestamp", "log-without-timestamp"),
 )
 """Flags without a --no-…: a number, as in Horovod's verbose=2, says yes, and no is no flag."""
-LISTS = ("hosts", "exclude", "network_interfaces", "ranks", "check", "forward_signals", "env_allow")
-LISTS += ("cooldown_range", "blacklist_cooldown_range")
+LISTS = (
+    *("hosts", "exclude", "network_interfaces", "nics", "ranks", "check", "forward_signals", "env_allow"),
+    *("cooldown_range", "blacklist_cooldown_range"),
+)
 """Flags whose value is one or several, with commas between them."""
 OF_GROWING_JOBS = ("max_num_proc", "max_np", "slots", "reset_limit", "cooldown_range")
 PYTHON_VARIABLE, FOLDER_VARIABLE, PATH_VARIABLE = (f"_RINGREDUCE_{name}" for name in ("PYTHON", "FOLDER", "PATH"))
@@ -88,6 +97,9 @@ def on_ranks(
     """
     from .job.plan import run_module  # no rank needs it
 
+    for name in ("stdout", "stderr"):
+        if flags.get(name) is not None:
+            raise InputError(f"run(): {name}=: ranks write to sys.{name} here; use contextlib.redirect_{name}(…)")
     flags = {name: _plain(name, value) for name, value in flags.items() if value is not None}
     variables, python = _texts(variables), str(_plain("executable", python))
     ringrun = [sys.executable, *run_module("ringrun"), *(head.flags if head else ()), *_arguments(flags, head)]
@@ -130,7 +142,7 @@ def _failure(code: int, report: str) -> Exception:
 
 def _plain(name: str, value: object) -> str | numbers.Real:
     """Return a flag's value, a list as ringrun takes it; InputError for one that has no place on a command line."""
-    several = value if name in LISTS and isinstance(value, list | tuple) else None
+    several = value if name in LISTS and isinstance(value, list | tuple | set | frozenset) else None
     given: Iterable[Any] = [value] if several is None else several
     items = [os.fsdecode(each) if isinstance(each, os.PathLike) else each for each in given]
     if not all(isinstance(each, str | numbers.Real) and "\0" not in str(each) for each in items):
@@ -173,6 +185,8 @@ def _arguments(flags: Mapping[str, object], head: Head | None = None) -> Iterato
             yield from [f"--{flag}"] if value else []
         elif isinstance(value, bool):
             yield f"--{flag}" if value else f"--no-{flag}"
+        elif str(value).startswith("-"):  # or it looks like a flag
+            yield f"--{flag}={value}"
         else:
             yield from (f"--{flag}", str(value))
 
@@ -187,9 +201,10 @@ def _addresses(flags: Mapping[str, Any]) -> Sequence[str]:
     if path := flags.get("config_file"):
         flags = {entry.flag.replace("-", "_"): entry.text for entry in read(path)} | flags
     script = split_words(flags.get("host_discovery_script"), "--host-discovery-script")
+    interfaces = flags.get("network_interfaces", flags.get("nics"))
     found = named_hosts(flags.get("hosts"), flags.get("hostfile"), script=script)
     others = [host.name for host in found.hosts if not is_here(host)] if found else []
-    return own_addresses(others, parse_interfaces(flags.get("network_interfaces"))) if others else ()
+    return own_addresses(others, parse_interfaces(interfaces)) if others else ()
 
 
 # In the process that calls run()

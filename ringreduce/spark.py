@@ -35,8 +35,8 @@ def run(
     kwargs: Mapping[str, Any] | None = None,
     num_proc: int | None = None,
     start_timeout: float | None = None,
-    env: Mapping[str, str] | None = None,
     *,
+    env: Mapping[str, str] | None = None,
     spark: Any = None,
     **flags: Any,
 ) -> list[Any]:
@@ -68,8 +68,8 @@ def run_elastic(
     min_num_proc: int | None = None,
     max_num_proc: int | None = None,
     start_timeout: float | None = None,
-    env: Mapping[str, str] | None = None,
     *,
+    env: Mapping[str, str] | None = None,
     spark: Any = None,
     **flags: Any,
 ) -> list[Any]:

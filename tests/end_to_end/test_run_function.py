@@ -173,6 +173,11 @@ def test_flags_are_ringruns_and_horovods():
     horovods = {"num_proc": 2, "use_gloo": True, "use_mpi": False, "disable_cache": 1, "verbose": 2, "min_np": None}
     assert list(arguments({"np": 3, "min_num_proc": 2})) == ["-np", "3", "--elastic", "--min-np", "2"]
     assert list(arguments({"np": None, **horovods})) == ["-np", "2", "--gloo", "--disable-cache", "--verbose"]
+    plain = sys.modules["ringrun.run_function"]._plain
+    nics = {"nics": plain("nics", {"eth0"}), "extra_mpi_args": "-v"}
+    found = list(arguments(nics))
+    assert found == ["--network-interfaces", "eth0", "--mpi-args=-v"]
+    cli.parse([*found, "train"])
 
 
 @pytest.mark.quick
@@ -222,6 +227,8 @@ REFUSED = [
     ({"host_discovery_script": ["a"]}, "host_discovery_script=['a']: expected text without NUL, a number or a path"),
     ({"host_discovery_script": "'a"}, "--host-discovery-script"),
     ({"network_interfaces": ["none"], "hosts": ["h1:1"]}, "--network-interfaces none: there is no interface 'none'"),
+    ({"nics": ["none"], "hosts": ["h1:1"]}, "--network-interfaces none: there is no interface 'none'"),
+    ({"stdout": "out.txt"}, "stdout=: ranks write to sys.stdout here; use contextlib.redirect_stdout(…)"),
     ({"executable": ["python"]}, "executable=['python']: expected text without NUL, a number or a path"),
     ({"env": ["A"]}, "env: expected a dict, such as {'NAME': 'value'}, got <class 'list'>"),
     ({"env": {1: 2}}, "env: expected names without '=' and NUL, got 1"),

@@ -275,6 +275,12 @@ def test_what_no_function_can_be_called_with(args, kwargs, message):
         lending.call_of("here", len, args, kwargs)
 
 
+def test_what_follows_in_horovod_is_no_argument_by_place():
+    """There use_mpi, and here env, would be the sixth."""
+    with pytest.raises(TypeError, match="positional"):
+        spark.run(len, (), {}, 2, None, True)
+
+
 def test_numbers_of_ranks_may_be_numpy_s():
     limits = {"min_np": np.int32(1), "max_np": np.int64(5)}
     count, asked = lending.checked("here", np.int64(3), limits, True, {"verbose": 2}, {})
