@@ -58,7 +58,8 @@ class ElasticRayExecutor:
     ) -> None:
         if gpus_per_slot and not use_gpu:
             raise InputError(f"ElasticRayExecutor: gpus_per_slot={gpus_per_slot}, but use_gpu is not True")
-        self.settings = settings or self.create_settings()
+        given = settings if isinstance(settings, Mapping | None) else vars(settings)
+        self.settings = types.SimpleNamespace(**{**vars(self.create_settings()), **(given or {})})
         self._cpus, self._gpus = cpus_per_slot, (gpus_per_slot or 1) if use_gpu else 0
         self._env = env_vars
 

@@ -11,6 +11,7 @@ from typing import Any
 from ringreduce.api import joined
 from ringreduce.errors import InputError, PeerLostError, StartupError
 from ringreduce.transport import joining
+from ringrun import lending
 
 from .tasks import imported
 
@@ -43,7 +44,7 @@ class RayExecutor:
 
     def __init__(
         self,
-        settings: Mapping[str, float] | None = None,
+        settings: Any = None,
         num_workers: int | None = None,
         num_hosts: int | None = None,
         num_workers_per_host: int = 1,
@@ -60,7 +61,14 @@ class RayExecutor:
         if wanted := sorted(name for name, value in elastic.items() if value is not None):
             cure = _SLOTS if any("slot" in name for name in wanted) else _ELASTIC
             raise InputError(f"RayExecutor: {', '.join(wanted)}: {cure}")
-        self.settings = {**self.create_settings(), **(settings or {})}
+        given = settings if isinstance(settings, Mapping | None) else vars(settings)
+        self.settings = {**self.create_settings(), **(given or {})}
+        counts = {"num_workers": num_workers, "num_hosts": num_hosts, "num_workers_per_host": num_workers_per_host}
+        for name, count in counts.items():
+            if count is not None:
+                lending.count_of(f"RayExecutor: {name}", count)
+        if not (cpus_per_worker or use_gpu):
+            raise InputError("RayExecutor: cpus_per_worker=0: Ray reserves nothing for such ranks; pass 1 or more")
         self.num_workers = num_workers or (num_hosts or 0) * num_workers_per_host
         self.workers: list[Any] = []
         self._each = {"CPU": cpus_per_worker, **({"GPU": gpus_per_worker or 1} if use_gpu else {})}

@@ -65,7 +65,7 @@ def run(
     tasks: list[Any] = []
     count, leave_s = 0, _LEAVE_S
     try:
-        if group is None and not elastic:
+        if group is None and not elastic and (cpus or gpus):  # there is no bundle of nothing
             group = own = _group(ray, np, cpus, gpus, strategy, timeout_s)
         options = {
             "num_cpus": cpus,

@@ -103,3 +103,54 @@ def test_sys_exit_on_an_actor_s_rank_is_an_ordinary_exception():
     for called in (lambda: actor.run(sys.exit, (3,), {}), lambda: actor.execute(sys.exit)):
         with pytest.raises(rr.JobFailedError, match=r"a rank's function has called sys\.exit\(3\)"):
             called()
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"num_workers": 0}, "num_workers: expected a number of ranks, 1 or more, got 0"),
+        ({"num_workers": -1}, "num_workers: expected a number of ranks, 1 or more, got -1"),
+        ({"num_hosts": 0}, "num_hosts: expected a number of ranks, 1 or more, got 0"),
+        (
+            {"num_hosts": 2, "num_workers_per_host": 0},
+            "num_workers_per_host: expected a number of ranks, 1 or more, got 0",
+        ),
+        ({"num_workers": 2, "cpus_per_worker": 0}, "cpus_per_worker=0: Ray reserves nothing for such ranks"),
+    ],
+)
+def test_ranks_that_are_none_are_refused_before_ray_is_asked(options, says):
+    with pytest.raises(rr.InputError, match=f"^RayExecutor: {says}"):
+        RayExecutor(**options)
+
+
+def test_each_executor_takes_the_settings_of_both():
+    elastic = ElasticRayExecutor.create_settings(min_num_proc=2, timeout_s=30)
+    assert RayExecutor(elastic, num_workers=1).settings["timeout_s"] == 30
+    assert RayExecutor(elastic, num_workers=1).settings["placement_group_timeout_s"] == 100
+    settings = ElasticRayExecutor(RayExecutor.create_settings(timeout_s=40)).settings
+    assert (settings.timeout_s, settings.min_np, settings.max_np) == (40, 1, None)
+
+
+@pytest.mark.parametrize(("cpus", "expected"), [(0, []), (0.5, [0.5])])
+def test_ranks_that_hold_nothing_need_no_placement_group(monkeypatch, cpus, expected):
+    """Ray knows no bundle of nothing."""
+    groups = []
+    strategies = types.SimpleNamespace(PlacementGroupSchedulingStrategy=lambda group: group)
+    placement = types.SimpleNamespace(remove_placement_group=lambda group: None)
+    ray = types.SimpleNamespace(
+        is_initialized=lambda: True,
+        util=types.SimpleNamespace(get_current_placement_group=lambda: None),
+        remote=lambda fn: types.SimpleNamespace(options=lambda **_: None),
+    )
+    for name, module in {
+        "": ray,
+        ".util.placement_group": placement,
+        ".util.scheduling_strategies": strategies,
+    }.items():
+        monkeypatch.setitem(sys.modules, f"ray{name}", module)
+    tasks = ringreduce.ray.tasks
+    monkeypatch.setattr(tasks, "_group", lambda ray, np, cpus, *_: groups.append(cpus) or "group")
+    monkeypatch.setattr(tasks.lending, "ticket", lambda timeout_s: None)
+    monkeypatch.setattr(tasks.lending, "run", lambda *_: ["a"])
+    assert ringreduce.ray.run(len, cpus=cpus) == ["a"]
+    assert groups == expected
