@@ -51,6 +51,7 @@ from .platforms import MAX_NODES, OF_PLATFORM, NodeRank, find_node_rank
 _USAGE = "ringrun join [HEAD:PORT] [--nodes N | --lend N] [--key-file FILE] [options] [command [arguments …]]"
 _HEAD = re.compile(r"(?P<host>[\w.-]+|\[[\da-fA-F:.]+\]):(?P<port>\d+)")
 _BACKLOG = 4096
+_LOOPBACK = "127.0.0.1", "127.0.1.1"
 _NOT_HERE = ("hosts", "hostfile", "host_discovery_script")
 
 
@@ -79,7 +80,7 @@ def _join(resolved: config.Config, head: str) -> int:
     timeout_s = parse_seconds(options.join_timeout, "--join-timeout")
     node_rank = _node_rank(head, options)
     lends_part = options.lend is not None and not options.command
-    if node_rank.count > 1 and is_loopback(node_rank.head):  # nor does the head listen there
+    if node_rank.count > 1 and is_loopback(node_rank.head):
         why = f"{node_rank.head} means another host on each of {node_rank.count} nodes ({node_rank.why})"
         raise UsageError(f"{why}; expected the head's name or address as the others reach it")
     authkey = read_key(options.key_file, os.environ)
@@ -186,7 +187,11 @@ def _listener(
 ) -> Listener:
     addresses, port = own_addresses((), interfaces), node_rank.port
     try:
-        return Listener(directory, addresses, _BACKLOG, port=port, authkey=authkey, lost_after_s=lost_after_s)
+        listener = Listener(directory, addresses, _BACKLOG, port=port, authkey=authkey, lost_after_s=lost_after_s)
     except OSError as error:
         what = f"port {port} of this host cannot be opened: {error.strerror}"
         raise MachineError(f"{what}; choose another one on all nodes: MASTER_PORT, or HEAD:PORT") from error
+    for address in _LOOPBACK:  # where lenders on this host look that name it localhost, or as its /etc/hosts does
+        with contextlib.suppress(OSError):  # another program listens there
+            listener.listen(socket.create_server((address, port)), None)
+    return listener

@@ -176,6 +176,18 @@ def test_a_key_that_others_may_know_is_none(text, mode, message, tmp_path):
         read_key(path, {})
 
 
+def test_a_head_can_be_joined_from_its_own_host_by_any_of_its_names(tmp_path, monkeypatch):
+    """Other hosts are not told of these addresses: there they are their own."""
+    monkeypatch.setattr(command, "own_addresses", lambda hosts, interfaces: ("127.0.0.2",))
+    with socket.socket() as free:
+        free.bind(("", 0))
+        place = NodeRank(0, 0, "localhost", free.getsockname()[1], "")
+    with contextlib.closing(command._listener(str(tmp_path), place, b"k" * 32)) as listener:
+        assert listener.address.addresses == ("127.0.0.2",)
+        for address in ("127.0.0.1", "127.0.1.1", "127.0.0.2"):
+            socket.create_connection((address, place.port), 30).close()
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
