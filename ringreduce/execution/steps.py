@@ -46,6 +46,15 @@ class Step:
     examples: int | None = None
 
 
+@dataclasses.dataclass(eq=False)
+class Pass:
+    """One pass over a data loader."""
+
+    examples: int | None = 0  # that it has given in this step
+    is_new: bool = True  # it began in this step
+    is_over: bool = False
+
+
 class StepRecorder:
     """One engine's recorder: idle until `start`, but steps are always counted. Any thread may call it."""
 
@@ -60,8 +69,8 @@ class StepRecorder:
         self._lock = threading.RLock()  # a signal handler of the script may call a collective
         self._who: object = None
         self._others: set[object] = set()  # which have stepped since
-        self._loader: Callable[[], object] = lambda: None  # a reference to the one that gave the last batch
-        self._loaded: int | None = 0  # how many examples it has given in this step
+        self._passes: weakref.WeakKeyDictionary[object, Pass] = weakref.WeakKeyDictionary()  # by the iterator
+        self._loaded: list[Pass] = []  # which have given batches in this step
         self._when_recording: list[Callable[[], object]] = []
         self._begin(0)
 
@@ -126,14 +135,19 @@ class StepRecorder:
 
     # Called while recording only
 
-    def loaded(self, loader: object, examples: int | None) -> None:
-        """A data loader has given a batch; only the last one's count, since others before it, as for tests, are over.
+    def loaded(self, iterator: object, examples: int | None) -> None:
+        """A data loader's iterator has given a batch; examples: how many, None if that is not known."""
+        found = self._passes.get(iterator)
+        if found is None:
+            found = self._passes[iterator] = Pass()
+        if found not in self._loaded:
+            self._loaded.append(found)
+        found.examples = None if found.examples is None or examples is None else found.examples + examples
 
-        examples: how many, None if that is not known.
-        """
-        if self._loader() is not loader:
-            self._loader, self._loaded = weakref.ref(loader), 0
-        self._loaded = None if self._loaded is None or examples is None else self._loaded + examples
+    def loaded_all(self, iterator: object) -> None:
+        """It has no more batches."""
+        if found := self._passes.pop(iterator, None):
+            found.is_over = True
 
     def ended(self, it: Any) -> None:
         """A submission has ended."""
@@ -193,8 +207,10 @@ class StepRecorder:
         if moving != blocked:  # as those of the fast lane are
             step.hidden_s = length(united(moving + blocked)) - step.blocked_s
         self._begin(step.number + 1)
-        step.to_s, step.examples = self._step.from_s, (self._loaded or None) if examples is None else examples
-        self._loaded = 0
+        step.to_s, step.examples = self._step.from_s, trained_on(self._loaded) if examples is None else examples
+        for each in self._loaded:
+            each.examples, each.is_new = 0, False
+        self._loaded = []
         step.step_s = step.to_s - step.from_s
         self.steps.append(step)
         if step.number:
@@ -218,6 +234,21 @@ class StepRecorder:
                 "by_name": {name: list(row) for name, row in self._by_name.items()},
                 "examples": self._examples or None,
             }
+
+
+def trained_on(passes: list[Pass]) -> int | None:
+    """How many examples they have given to a step in all: several loaders may feed it, as labelled and unlabelled ones.
+
+    A pass that begins while another goes on, or is over within the step, is that of a test.
+
+    >>> trained_on([Pass(64, is_new=False), Pass(500)]), trained_on([Pass(64), Pass(500, is_over=True)])
+    (64, 64)
+    """
+    if any(not each.is_new and not each.is_over for each in passes):
+        passes = [each for each in passes if not each.is_new]
+    numbers = [each.examples for each in passes if not each.is_new or not each.is_over]
+    numbers = numbers or [each.examples for each in passes]
+    return None if None in numbers else sum(filter(None, numbers)) or None
 
 
 def label(signature: Any, process_set: int) -> str:

@@ -1,7 +1,8 @@
 """Counts the examples that data loaders give a rank, while its steps are recorded: nobody has to call mark_step().
 
 The iterators of torch's DataLoader, of a tf.data.Dataset that is read eagerly, and of Keras's fit() are watched where
-these modules are imported; nothing is imported here. A batch whose length is not certain is not counted.
+these modules are imported; nothing is imported here. A batch whose length is not certain is not counted, nor is what is
+taken while torch computes no gradients.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from ringreduce.execution.steps import StepRecorder
 
 _recorders: Living[StepRecorder] = Living()
 _watched: set[Any] = set()
+_fits: set[object] = set()  # passes of Keras's that are counted; other loaders give them what they count
 
 
 def watch(recorder: StepRecorder) -> None:
@@ -30,11 +32,12 @@ def watch(recorder: StepRecorder) -> None:
             setattr(kind, method, wrap(getattr(kind, method)))
 
 
-def _tell(owner: object, examples: int | None) -> None:
+def _tell(tell: Callable[..., None], iterator: object, *examples: int | None) -> None:
+    """Call a method of all recorders whose thread this is."""
     for recorder in _recorders:
         if recorder.recording and recorder.thread == threading.get_ident():
             with contextlib.suppress(TypeError):  # what cannot be referred to weakly
-                recorder.loaded(owner, examples)
+                tell(recorder, iterator, *examples)
 
 
 def _counted(own: Callable[[Any], Any], examples: Callable[[Any, Any], int | None]) -> Callable[[Any], Any]:
@@ -42,11 +45,21 @@ def _counted(own: Callable[[Any], Any], examples: Callable[[Any, Any], int | Non
 
     @functools.wraps(own)
     def __next__(iterator: Any) -> Any:  # noqa: N807 - the sampler knows a loader by this name
-        batch = own(iterator)
-        _tell(iterator, examples(iterator, batch))
+        try:
+            batch = own(iterator)
+        except StopIteration:
+            _tell(StepRecorder.loaded_all, iterator)
+            raise
+        count = examples(iterator, batch)
+        if not _fits and _has_gradients():
+            _tell(StepRecorder.loaded, iterator, count)
         return batch
 
     return __next__
+
+
+def _has_gradients() -> bool:
+    return bool(getattr(sys.modules.get("torch"), "is_grad_enabled", lambda: True)())
 
 
 def _of_keras(own: Callable[[Any], Iterator[Any]]) -> Callable[[Any], Iterator[Any]]:
@@ -54,10 +67,17 @@ def _of_keras(own: Callable[[Any], Iterator[Any]]) -> Callable[[Any], Iterator[A
 
     @functools.wraps(own)
     def enumerate_iterator(epoch: Any) -> Iterator[Any]:
-        for each in own(epoch):
-            with contextlib.suppress(AttributeError, TypeError):
-                _tell(epoch, epoch.data_adapter.batch_size * epoch.steps_per_execution)
-            yield each
+        steps = own(epoch)
+        try:
+            for each in steps:
+                with contextlib.suppress(AttributeError, TypeError):
+                    examples = epoch.data_adapter.batch_size * epoch.steps_per_execution
+                    _fits.add(steps)
+                    _tell(StepRecorder.loaded, steps, examples)
+                yield each
+        finally:
+            _fits.discard(steps)
+            _tell(StepRecorder.loaded_all, steps)
 
     return enumerate_iterator
 

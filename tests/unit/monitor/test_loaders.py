@@ -1,5 +1,6 @@
 """Examples are counted where data loaders give them: to the thread that trains, by the last one, if it is certain."""
 
+import itertools
 import sys
 import threading
 import types
@@ -53,6 +54,39 @@ def test_the_loader_of_a_test_before_the_step_does_not_count(recorder):
             pass
         next(iter(DataLoader(numbers(50), 20)))
         assert examples(recorder) == 20
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
+def test_the_loader_of_a_test_between_batch_and_step_does_not_count(recorder, mode):
+    """Without gradients, read to its end, or new beside the one that goes on."""
+    batches = iter(DataLoader(numbers(90), 20))
+    for most in (99, 2, 99):
+        next(batches)
+        with mode():
+            list(itertools.islice(DataLoader(numbers(300), 100), most))
+        assert examples(recorder) == 20
+
+
+def test_several_loaders_of_a_step_are_summed_whoever_gave_the_last_batch(recorder):
+    pairs = zip(DataLoader(numbers(90), 10), DataLoader(numbers(90), 7), strict=False)
+    for _ in range(3):
+        next(pairs), next(pairs)
+        assert examples(recorder) == 2 * (10 + 7)
+
+
+def test_a_step_takes_the_end_of_one_pass_and_the_beginning_of_the_next(recorder):
+    batches = iter(DataLoader(numbers(30), 10))
+    next(batches), next(batches)
+    assert examples(recorder) == 20
+    assert len(next(batches)[0]) == 10
+    assert next(batches, None) is None
+    next(iter(DataLoader(numbers(30), 10)))
+    assert examples(recorder) == 20
+
+
+def test_a_step_of_a_whole_pass_has_all_its_examples(recorder):
+    list(DataLoader(numbers(50), 20))
+    assert examples(recorder) == 50
 
 
 def test_batches_of_other_threads_do_not_count(recorder):
@@ -137,5 +171,5 @@ def test_nothing_is_counted_where_nothing_is_recorded():
 
 
 def test_an_iterator_that_cannot_be_referred_to_is_not_counted(recorder):
-    loaders._tell((), 3)
+    loaders._tell(StepRecorder.loaded, (), 3)
     assert examples(recorder) is None
