@@ -20,7 +20,7 @@ from ringrun.records import Operation
 KEPT = 64  # steps
 MOST = 256  # operations of a step that are kept, waits, and names
 MOST_SPANS = 4096  # operations, and waits, of a step whose times are known: of more the first ones
-MOST_OTHERS = 32  # optimizers that step in turn
+MOST_OTHERS = 32  # optimizers that step in turn, of which any may end steps later
 LONGEST_NAME = 80
 GROWTH = math.log(1.05)  # of a histogram's bins
 MARKED = "mark_step"
@@ -118,9 +118,10 @@ class StepRecorder:
 
         who: which one, so that all ranks count alike;  MARKED: the script says so itself.
         """
-        is_first = who not in self._others and len(self._others) < MOST_OTHERS  # since that one has stepped
+        is_first = who not in self._others  # since that one has stepped
         if self._who not in (None, who) and who is not MARKED and (self._who is MARKED or is_first):
-            self._others.add(who)
+            if len(self._others) < MOST_OTHERS:
+                self._others.add(who)
             return
         self._who, self._others = who, set()
         self.taken += 1
