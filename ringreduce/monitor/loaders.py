@@ -7,18 +7,23 @@ taken while torch computes no gradients.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import functools
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from ringreduce.execution.living import Living
 from ringreduce.execution.steps import StepRecorder
 
+_SEQUENCE = 0  # torch's _DatasetKind.Map
 _recorders: Living[StepRecorder] = Living()
 _watched: set[Any] = set()
+_asked: weakref.WeakKeyDictionary[object, collections.deque[int]] = weakref.WeakKeyDictionary()
+"""Of torch's iterators: how many examples are in the batches that they have asked for, and not given yet."""
 _fits: set[object] = set()  # passes of Keras's that are counted; other loaders give them what they count
 
 
@@ -27,8 +32,8 @@ def watch(recorder: StepRecorder) -> None:
     _recorders.add(recorder)
     for (module, name, method), wrap in _ITERATORS.items():
         kind = getattr(sys.modules.get(module), name, None)
-        if kind not in _watched and hasattr(kind, method):
-            _watched.add(kind)
+        if (kind, method) not in _watched and hasattr(kind, method):
+            _watched.add((kind, method))
             setattr(kind, method, wrap(getattr(kind, method)))
 
 
@@ -102,15 +107,36 @@ def _length(part: Any) -> int | None:
         return None
 
 
+def _asking(own: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """The method that returns a batch sampler's next indices."""
+
+    @functools.wraps(own)
+    def _next_index(iterator: Any) -> Any:
+        indices = own(iterator)
+        if iterator._auto_collation:
+            _asked.setdefault(iterator, collections.deque()).append(len(indices))
+        return indices
+
+    return _next_index
+
+
 def _in_torchs(iterator: Any, batch: Any) -> int | None:
-    """None where the data set itself makes batches: their first dimension may be anything."""
-    most = getattr(iterator._index_sampler, "batch_size", None) if iterator._auto_collation else None
-    found = in_batch(batch) if iterator._auto_collation else None
-    return most if found is None or (most and found > most) else found
+    """As many as the batch sampler asked for; a data set that is no sequence may give fewer.
+
+    None where the data set itself makes batches: their first dimension may be anything.
+    """
+    if not iterator._auto_collation:
+        return None
+    asked, found = _asked.get(iterator), in_batch(batch)
+    most = asked.popleft() if asked else None  # None: of before it was watched
+    if most is None or (found is not None and found < most and iterator._dataset_kind != _SEQUENCE):
+        return found
+    return most
 
 
 _ITERATORS: dict[tuple[str, str, str], Callable[[Any], Any]] = {
     ("torch.utils.data.dataloader", "_BaseDataLoaderIter", "__next__"): lambda own: _counted(own, _in_torchs),
+    ("torch.utils.data.dataloader", "_BaseDataLoaderIter", "_next_index"): _asking,
     ("tensorflow.python.data.ops.iterator_ops", "OwnedIterator", "__next__"): lambda own: _counted(
         own, lambda _, batch: in_batch(batch)
     ),

@@ -100,6 +100,10 @@ def as_lists(items):
     return [[each[0] for each in items], torch.zeros(3, 8)]
 
 
+def sequences_first(items):
+    return torch.stack([each for _, each in items], 1)
+
+
 class Batches(IterableDataset):
     def __iter__(self):
         yield from [torch.zeros(28, 28)] * 3
@@ -111,13 +115,27 @@ class Batches(IterableDataset):
         (DataLoader(numbers(50), 20, collate_fn=as_lists), 20),
         (DataLoader(numbers(50), batch_sampler=[[1, 2, 3], [4]]), 3),
         (DataLoader(Batches(), batch_size=None), None),
-        (DataLoader(numbers(50), batch_sampler=[[1, 2, 3]], collate_fn=lambda items: {"a": len(items)}), None),
+        (DataLoader(numbers(50), batch_sampler=[[1, 2, 3]], collate_fn=lambda items: {"a": len(items)}), 3),
+        (DataLoader(numbers(50), 20, collate_fn=lambda items: torch.zeros(7, len(items))), 20),
+        (DataLoader(Batches(), batch_size=20), 3),
+        (DataLoader(Batches(), batch_size=20, collate_fn=lambda items: torch.zeros(33, len(items))), 20),
     ],
-    ids=["parts differ: the size that was asked for", "batch_sampler", "the data set makes batches", "no length"],
+    ids=[
+        *("parts differ: the size that was asked for", "batch_sampler", "the data set makes batches", "no length"),
+        *("sequences first", "a data set of unknown length ends", "its sequences first"),
+    ],
 )
 def test_batches_of_many_kinds(recorder, loader, count):
     next(iter(loader))
     assert examples(recorder) == count
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_each_batch_has_the_examples_that_its_sampler_asked_for(recorder, workers):
+    """Workers are asked ahead; sequences of 3 come first."""
+    sampler = [[1, 2, 3, 4], [5, 6, 7, 8, 9], [10]]
+    loader = DataLoader(numbers(50), batch_sampler=sampler, num_workers=workers, collate_fn=sequences_first)
+    assert [(len(batch), examples(recorder)) for batch in loader] == [(3, 4), (3, 5), (3, 1)]
 
 
 def test_a_batch_whose_length_is_not_known_leaves_the_step_without(recorder):
