@@ -10,6 +10,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import functools
+import math
 import sys
 import threading
 import weakref
@@ -76,7 +77,7 @@ def _of_keras(own: Callable[[Any], Iterator[Any]]) -> Callable[[Any], Iterator[A
         try:
             for each in steps:
                 with contextlib.suppress(AttributeError, TypeError):
-                    examples = epoch.data_adapter.batch_size * epoch.steps_per_execution
+                    examples = _in_execution(epoch)
                     _fits.add(steps)
                     _tell(StepRecorder.loaded, steps, examples)
                 yield each
@@ -85,6 +86,15 @@ def _of_keras(own: Callable[[Any], Iterator[Any]]) -> Callable[[Any], Iterator[A
             _tell(StepRecorder.loaded_all, steps)
 
     return enumerate_iterator
+
+
+def _in_execution(epoch: Any) -> int:
+    """How many examples the steps of Keras's next execution have; the data may end within it, with a smaller batch."""
+    adapter, steps = epoch.data_adapter, epoch.steps_per_execution
+    missing = epoch._steps_seen - (adapter.num_batches or math.inf)
+    if missing < 0:
+        return int(adapter.batch_size * steps)
+    return int(adapter.batch_size * (steps - missing - 1) + (adapter.partial_batch_size or adapter.batch_size))
 
 
 def in_batch(batch: Any) -> int | None:

@@ -156,28 +156,56 @@ def test_in_batch():
 
 
 class EpochIterator:
-    """As Keras's: compiled code takes the batches."""
+    """As Keras's, of five batches, the last one of 3: compiled code takes them, two at a time."""
 
-    def __init__(self, batch_size):
-        self.data_adapter = types.SimpleNamespace(batch_size=batch_size)
-        self.steps_per_execution = 2
+    steps_per_execution = 2
+
+    def __init__(self, batch_size, batches=5):
+        self.data_adapter = types.SimpleNamespace(batch_size=batch_size, partial_batch_size=3, num_batches=batches)
 
     def _enumerate_iterator(self):
-        yield from ["first", "second"]
+        for self._steps_seen in (2, 4, 6):
+            yield self._steps_seen
 
 
-def test_keras_says_which_steps_come(recorder, monkeypatch):
+@pytest.fixture
+def keras(recorder, monkeypatch):
     module = types.SimpleNamespace(EpochIterator=EpochIterator)
     monkeypatch.setitem(sys.modules, "keras.src.trainers.epoch_iterator", module)
     own = EpochIterator._enumerate_iterator
     for _ in range(2):
         loaders.watch(recorder)  # again does nothing
-    epoch = EpochIterator(16)
-    assert list(epoch._enumerate_iterator()) == ["first", "second"]
-    assert examples(recorder) == 64
-    assert list(EpochIterator(None)._enumerate_iterator()) == ["first", "second"]
-    assert examples(recorder) is None
+    yield
     EpochIterator._enumerate_iterator = own
+    loaders._watched.discard((EpochIterator, "_enumerate_iterator"))
+
+
+def test_keras_says_which_steps_come(recorder, keras):
+    def told(epoch):
+        return [examples(recorder) for _ in epoch._enumerate_iterator()]
+
+    assert told(EpochIterator(16)) == [32, 32, 3], "the data end in the last execution"
+    assert told(EpochIterator(16, 6)) == [32, 32, 16 + 3]
+    assert told(EpochIterator(16, None)) == [32, 32, 32]
+    assert told(EpochIterator(None)) == [None, None, None]
+
+
+def test_what_loaders_give_within_keras_is_not_counted_twice(recorder, keras):
+    for _ in EpochIterator(16, 6)._enumerate_iterator():
+        next(iter(DataLoader(numbers(50), 16)))
+        assert examples(recorder) in (32, 16 + 3)
+    for _ in EpochIterator(None)._enumerate_iterator():
+        next(iter(DataLoader(numbers(50), 16)))
+    assert examples(recorder) == 3 * 16
+    next(iter(DataLoader(numbers(50), 20)))
+    assert examples(recorder) == 20, "nor is it lost when Keras is done"
+
+
+def test_the_test_at_the_end_of_an_epoch_of_keras_does_not_count(recorder, keras):
+    for _ in range(2):
+        for _ in EpochIterator(16, 6)._enumerate_iterator():
+            assert examples(recorder) in (32, 19)
+        list(EpochIterator(500)._enumerate_iterator())
 
 
 def test_nothing_is_counted_where_nothing_is_recorded():
