@@ -66,7 +66,7 @@ class Config:
 
     def place(self, destination: str) -> str:
         """Return `file:line: ` to begin a message about an own flag that the file has set, else nothing."""
-        source = self.sources[destination]
+        source = self.sources.get(destination, "default")
         return "" if source == "default" or source.startswith("-") else f"{source}: "
 
     def flag(self, destination: str) -> str:

@@ -485,6 +485,15 @@ def test_wrong_command_lines(arguments, message):
         command.run(arguments)
 
 
+@pytest.mark.parametrize("name", command._NOT_HERE)
+def test_flags_that_make_no_sense_here_are_refused(name):
+    flag = next(each for each in command._parser().flags if each.dest == name)
+    value = [] if flag.nargs == 0 else ["1"]
+    message = f"{flag.option_strings[0]}: ringrun scaling does not support it; leave it out"
+    with pytest.raises(UsageError, match=re.escape(message)):
+        command.run([flag.option_strings[0], *value, "true"])
+
+
 @pytest.mark.parametrize("line", ["rounds: 5", "seconds: 1", "steps: 9", "wait: 60", "json: f", "html: f"])
 def test_a_file_has_none_of_our_flags_since_each_ringrun_reads_it(line, tmp_path):
     (tmp_path / "f.yaml").write_text(f"# of a job\n{line}\n")
