@@ -16,7 +16,8 @@ call rr.mark_step(examples=N) after each step, where N is how many examples this
 
 All other flags (such as --hostfile and --env) and settings are those of ringrun; see ringrun --help.
 
-Exit code: 0 with a table, 1 if nothing could be measured, 2 for a wrong command line, 130 after Ctrl-C.
+Exit code: 0 with a table, 1 if nothing could be measured, 2 for a wrong command line; 130 after Ctrl-C, 143 after
+SIGTERM and 129 after SIGHUP, with the results so far.
 """
 
 from __future__ import annotations
@@ -184,8 +185,8 @@ def _run(resolved: config.Config, flags: Sequence[str]) -> int:
     before, code = _files(todo.folder), 0
     try:
         _measure_all(todo, rounds)
-    except KeyboardInterrupt:
-        code = 130
+    except (KeyboardInterrupt, SystemExit) as why:
+        code = int(why.code or 0) if isinstance(why, SystemExit) else 130
         say("ringrun: interrupted; results so far:")
     answer = analyse(rounds, todo.cores)
     written = sorted(name for name, state in _files(todo.folder).items() if before.get(name) != state)
@@ -273,11 +274,14 @@ def _written(names: Sequence[str]) -> str:
 
 
 def _require_writable(path: str | None, flag: str) -> None:
-    """Raise UsageError now, and not after some minutes, where `path` cannot be written."""
+    """Raise UsageError now, and not after some minutes, where `path` cannot be written; leave no file behind."""
     if path is not None:
+        is_new = not os.path.lexists(path)
         try:
             with open(path, "ab"):
                 pass
+            if is_new:
+                os.unlink(path)
         except OSError as error:
             raise refusal(flag, path, error) from error
 

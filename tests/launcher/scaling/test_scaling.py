@@ -602,13 +602,17 @@ def test_too_few_steps(ringrun, script):
     assert "only 3 steps could be measured before the script ended; let it train longer" in done.stdout
 
 
-def test_ctrl_c_prints_what_is_known_and_leaves_nothing(start, script, tmp_path, wait_until_gone):
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
+def test_a_signal_prints_what_is_known_and_leaves_nothing(number, code, start, script, tmp_path, wait_until_gone):
     command_line = script(TRAIN.format(more="open(f'of{rr.size()}', 'w').close(); time.sleep(0.005)", examples=""))
-    running = start("scaling", "-np", "1,2", "--rounds", 1, "--seconds", 0.2, *command_line, 1_000_000)
+    own = "--rounds", 1, "--seconds", 0.2, "--json", "s.json"
+    running = start("scaling", "-np", "1,2", *own, *command_line, 1_000_000)
     wait_until((tmp_path / "of2").exists, 50)
-    running.send_signal(signal.SIGINT)
+    assert not (tmp_path / "s.json").exists(), "it would be empty"
+    running.send_signal(number)
     stdout, stderr = running.communicate(timeout=patient(30))
-    assert running.returncode == 130
+    assert running.returncode == code
+    assert len(json.loads((tmp_path / "s.json").read_text())["sizes"][0]["runs"]) == 1
     assert "interrupted; results so far:" in stderr
     assert "only 1 rank could be measured" in stdout
     wait_until_gone()
