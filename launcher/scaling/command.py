@@ -178,6 +178,8 @@ def _run(resolved: config.Config, flags: Sequence[str]) -> int:
     todo, options = plan(resolved, flags), resolved.options
     for name in ("json", "html"):
         _require_writable(getattr(options, name), resolved.flag(name))
+    if options.json and options.html and os.path.realpath(options.json) == os.path.realpath(options.html):
+        raise UsageError(f"--json {options.json} and --html {options.html} are one file; give two")
     _exit_at_signals()
     ranks = ", ".join(map(str, todo.sizes))
     say(f"ringrun: measuring {todo.rounds * len(todo.sizes)} runs one after the other, with {ranks} ranks in turn")
