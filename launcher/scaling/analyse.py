@@ -294,9 +294,11 @@ def _advice(answer: Answer, cores: float) -> list[str]:
     who = f"with {counted(last.size, 'rank')}"
     if core_ms >= _MUCH * step_ms:
         text = "cores that nothing else uses: stop other jobs, or use fewer threads"
-        if run.hosts == 1 and last.size > cores:
+        has_too_many = run.hosts == 1 and last.size > cores
+        if has_too_many:
             text = f"no more ranks than cores ({cores} here)"
-        found.append((f"{text}: {who}, waiting for a core takes", core_ms, core_ms))
+        if not has_too_many or last.size != answer.best:  # as many as pay off are not too many
+            found.append((f"{text}: {who}, waiting for a core takes", core_ms, core_ms))
     if exposed_ms >= _MUCH * step_ms:
         twice_ms = exposed_ms * step_ms / (2 * step_ms - exposed_ms)
         share, then = (100 * each / step_ms for each in (exposed_ms, twice_ms))

@@ -106,11 +106,10 @@ def test_more_ranks_than_cores(limits, factor):
     os.sched_setaffinity(0, cores[:2])
     try:
         size = factor * len(cores[:2])
-        found, advice = limits(COMPUTES.format(more=""), f"1,{size}")
+        found, _ = limits(COMPUTES.format(more=""), f"1,{size}")
     finally:
         os.sched_setaffinity(0, cores)
     assert found[1] == "more ranks than cores"
-    assert f"no more ranks than cores ({len(cores[:2])} here): with {size} ranks, waiting for a core takes" in advice[0]
 
 
 @pytest.mark.adapters

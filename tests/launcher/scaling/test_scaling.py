@@ -172,8 +172,17 @@ def test_a_run_that_fails_in_one_round_is_said_and_the_others_count():
     ids=["core", "all-reduce", "hosts", "loader", "report", "nothing"],
 )
 def test_what_would_pay_more_stands_with_its_figure(run, advice):
-    found = answer(a_run(1), a_run(2, **run), cores=1).advice
+    found = answer(a_run(1), a_run(2, 100.0, 15.0, **run), cores=1).advice
     assert [text[: len(begin)] for text, begin in zip(found, advice, strict=True)] == advice
+
+
+def test_more_ranks_than_cores_that_pay_off_are_not_advised_against():
+    pays, does_not = (answer(a_run(1), a_run(4, each, core_ms=40.0), cores=2) for each in (100.0, 400.0))
+    assert (pays.best, does_not.best) == (4, 1)
+    assert pays.advice == []
+    assert does_not.advice == [
+        "no more ranks than cores (2 here): with 4 ranks, waiting for a core takes 40 of a step's 400 ms"
+    ]
 
 
 def test_figures_have_three_digits_or_all_before_the_point():
@@ -442,7 +451,7 @@ def test_cores_are_too_few_only_where_all_ranks_compute_on_them(arguments, topol
     monkeypatch.setattr(command, "read_topology", lambda _: topology)
     todo = planned("-np", "1,2", *arguments)
     assert todo.cores == cores
-    found = answer(a_run(1), a_run(4, core_ms=50.0), cores=todo.cores)
+    found = answer(a_run(1), a_run(4, 400.0, core_ms=300.0), cores=todo.cores)
     assert (found.sizes[1].limit == "more ranks than cores") == (cores < 4)
     assert any(text.startswith("no more ranks than cores") for text in found.advice) == (cores < 4)
 
