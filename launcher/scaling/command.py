@@ -22,6 +22,7 @@ SIGTERM and 129 after SIGHUP, with the results so far.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -191,7 +192,9 @@ def _run(resolved: config.Config, flags: Sequence[str]) -> int:
         code = int(why.code or 0) if isinstance(why, SystemExit) else 130
         say("ringrun: interrupted; results so far:")
     answer = analyse(rounds, todo.cores)
-    written = sorted(name for name, state in _files(todo.folder).items() if before.get(name) != state)
+    changed = sorted(name for name, state in _files(todo.folder).items() if before.get(name) != state)
+    own = [options.output_filename, getattr(resolved.settings.get("timeline"), "text", None)]
+    written = [name for name in changed if not _is_ours(os.path.join(todo.folder, name), own)]
     notes = [*answer.notes, *([_written(written)] if written else [])]
     if answer.measured:
         print("\n".join(table(answer)))
@@ -265,6 +268,15 @@ def _files(folder: str) -> Mapping[str, tuple[int, int]]:
         if len(found) > _MOST_FILES:
             break
     return found
+
+
+def _is_ours(path: str, own: Sequence[str | None]) -> bool:
+    """Return whether it is not the script that writes `path`: it is, or is in, one of `own`, or takes our output."""
+    real = Path(os.path.realpath(path))
+    with contextlib.suppress(OSError):  # closed, or gone
+        if any(os.path.samestat(os.stat(real), os.fstat(stream)) for stream in (1, 2)):
+            return True
+    return any(real.is_relative_to(os.path.realpath(each)) for each in own if each)
 
 
 def _written(names: Sequence[str]) -> str:

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import re
 import signal
 import subprocess
@@ -591,12 +592,25 @@ def test_a_script_is_measured_with_each_number_of_ranks(ringrun, script, tmp_pat
 def test_a_number_of_ranks_that_fails_and_files_that_are_written_are_said(ringrun, script):
     more = "time.sleep(0.01); open('model.pt', 'w').close(); 1 // (step < 5 or rr.size() == 1)"  # it is told to record
     command_line = script(TRAIN.format(more=more, examples=""))
-    done = scaling(ringrun, "--rounds", 2, "--seconds", 60, *command_line, 400, returncode=0)
+    own = "--output-filename", "logs", "--timeline", "trace.json"
+    done = scaling(ringrun, "--rounds", 2, "--seconds", 60, *own, *command_line, 400, returncode=0)
     assert re.search(r"^2 ranks: failed: rank [01] .*ZeroDivisionError", done.stdout, re.MULTILINE)
     assert "only 1 rank could be measured: there is nothing to compare" in done.stdout
     assert "files have changed here: model.pt; if the script wrote them" in done.stdout
     assert "the script ended on its own before --seconds were up" in done.stdout
     assert done.stderr.count("2 ranks: failed") == 1, "it is not tried again"
+
+
+def test_files_that_ringrun_and_the_shell_write_are_none_of_the_script(tmp_path, monkeypatch):
+    names = "model.pt", "out", "logs/rank.0/stdout", "trace.json", "logs.txt"
+    for name in names:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("")
+    output = os.stat(tmp_path / "out")
+    monkeypatch.setattr(command.os, "fstat", lambda stream: output if stream == 2 else os.stat("/"))
+    monkeypatch.chdir(tmp_path)
+    own = ["logs", "trace.json", None, ""]
+    assert [name for name in names if not command._is_ours(name, own)] == ["model.pt", "logs.txt"]
 
 
 def test_a_script_whose_steps_nobody_counts(ringrun, script):
