@@ -21,6 +21,7 @@ _OPENMPI_ABORT = re.compile(r"MPI_ABORT was invoked on rank (\d+) in")
 _STDERR_LINES = 20
 LAST_WORDS = "last lines on stderr:"
 """How the line of a card ends below which a rank's own last lines stand."""
+SILENT = "wrote nothing to stderr"
 _SHELLS_OFFSET = 128
 _FATAL: dict[int, str] = {
     signal.SIGKILL: "",
@@ -174,8 +175,8 @@ def evidence(end: RankEnd, launcher_tail: Sequence[str] = (), who: str = "it") -
     if end.tail:
         return [f"{whose} {LAST_WORDS}", *end.tail[-_STDERR_LINES:]]
     if launcher_tail:
-        return [f"{who} wrote nothing to stderr; mpirun wrote:", *launcher_tail[-_STDERR_LINES:]]
-    return [f"{who} wrote nothing to stderr"]
+        return [f"{who} {SILENT}; mpirun wrote:", *launcher_tail[-_STDERR_LINES:]]
+    return [f"{who} {SILENT}"]
 
 
 def failures_of_others(cause: RankEnd, ends: Iterable[RankEnd]) -> list[str]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -22,7 +23,7 @@ from typing import Any
 from ..job.control_socket import COUNTS, TOTALS, RunningJob, ask, find_jobs
 from ..job.plan import run_module
 from ..processes import start_with_parent, uninterrupted
-from ..report.outcome import LAST_WORDS
+from ..report.outcome import LAST_WORDS, SILENT
 from ..run_report import DATA, STEP_ENDS
 from ..text import counted, numbered
 
@@ -292,10 +293,14 @@ def _mean(numbers: Sequence[float]) -> float:
 
 
 def _why(report: Mapping[str, Any], said: Sequence[str], code: int) -> str:
-    """Return in a line how a run has failed: its first rank's exception or last words, else ringrun's own error."""
+    """Return in a line how a run has failed: its first rank's exception or last line, else ringrun's own error."""
     for failure in (report.get("failures") or ())[:1]:
         how, card = f"rank {failure['rank']} {failure['text']}", list(report["job"].get("card") or ())
-        return f"{how}: {card[-2].strip()}" if any(line.endswith(LAST_WORDS) for line in card) else how
+        if any(line.endswith(LAST_WORDS) for line in card):
+            return f"{how}: {card[-2].strip()}"
+        own = re.compile(rf"[-\d:. ]*\[ *{failure['rank']}\] (.+)")
+        printed = [match[1] for match in map(own.match, said) if match] if any(SILENT in line for line in card) else []
+        return ": ".join([how, *printed[-1:]])
     errors = [line for line in said if line.startswith(f"{_OF_RINGRUN}error: ")]
     return (errors or [*said[-1:], f"exit code {code}"])[0].removeprefix(f"{_OF_RINGRUN}error: ")
 

@@ -328,6 +328,16 @@ def test_a_machine_too_busy_to_compare_is_said_first():
             2,
             "failed: rank 0 exit code 2: x: error: no data",
         ),
+        (
+            a_report(
+                0,
+                failures=[{"rank": 7, "text": "exit code 3"}],
+                job={"hosts": {}, "card": ["-- rank 7", "it wrote nothing to stderr", "--"]},
+            ),
+            ["[ 7] first", "2026-03-29 14:05:09.250 [ 7] no data: /x", "[17] other", "ringrun: last"],
+            3,
+            "failed: rank 7 exit code 3: no data: /x",
+        ),
         ({}, ["ringrun: error: no mpirun"], 3, "failed: no mpirun"),
         ({}, ["boom"], 1, "failed: boom"),
         ({}, [], 9, "failed: exit code 9"),
