@@ -52,7 +52,7 @@ from .measure import LEAST_STEPS, Bounds, Run, measure
 _USAGE = "ringrun scaling [-np N,N,…] [options] command [arguments …]"
 _OWN = {
     "--seconds": ("S", "10", "how long to measure each run, after its first steps (10)"),
-    "--steps": ("N", None, "measure no more than N steps of each run"),
+    "--steps": ("N", None, "end each run soon after N steps are measured, if that is earlier"),
     "--rounds": ("N", "3", "how many times to run each number of ranks (3)"),
     "--wait": ("S", "120", "how long a run may take to finish its first steps (120)"),
     "--json": ("FILE", None, "write all figures to FILE"),
