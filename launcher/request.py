@@ -154,6 +154,8 @@ def _metrics(text: str | None, flag: str) -> tuple[str, int] | None:
     if text is None:
         return None
     address, _, port = text.rpartition(":")
+    if ":" in address and not address.startswith("["):
+        raise UsageError(f"{flag} {text}: expected an IPv6 address in brackets, as in [::1]:9400")
     where = address.strip("[]") or LOOPBACK, parse_port(port, flag, least=0)
     require_prometheus()
     return where

@@ -85,13 +85,15 @@ class OutputFiles:
                     self._files[rank, stream] = FileIO(folder / stream, self._mode)
 
 
-def refusal(flag: str, directory: str, error: OSError) -> LauncherError:
-    """Return what says that the folder given by `flag` cannot be used."""
+def refusal(flag: str, path: str, error: OSError, what: str = "folder") -> LauncherError:
+    """Return what says that the folder, or file, given by `flag` cannot be used."""
     kind = MachineError if error.errno in _NOT_THE_PATH else UsageError
-    where = f"{error.filename or directory} cannot be made or written: {error.strerror}"
-    room = "make room there, or give another folder"
-    cure = room if error.errno in _FULL else "give a folder that this user can write to"
-    return kind(f"{flag} {directory}: {where}; {cure}")
+    where = f"{error.filename or path} cannot be made or written: {error.strerror}"
+    if error.errno == errno.EEXIST:
+        where = f"{error.filename} is a file, not a folder"
+    room = f"make room there, or give another {what}"
+    cure = room if error.errno in _FULL else f"give a {what} that this user can write to"
+    return kind(f"{flag} {path}: {where}; {cure}")
 
 
 def try_to_write(file: FileIO, directory: str) -> None:

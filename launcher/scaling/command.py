@@ -297,7 +297,7 @@ def _require_writable(path: str | None, flag: str) -> None:
             if is_new:
                 os.unlink(path)
         except OSError as error:
-            raise refusal(flag, path, error) from error
+            raise refusal(flag, path, error, "file") from error
 
 
 def _write(path: str, flag: str, text: str) -> None:

@@ -43,6 +43,7 @@ def test_without_a_number_of_ranks_it_is_found_out():
 
 ONE_MORE = "no command to run, as in: ringrun -np 4 python train.py"
 WRONG = [
+    (["--metrics-port", "::1", "true"], "--metrics-port ::1: expected an IPv6 address in brackets, as in [::1]:9400"),
     *[(arguments, ONE_MORE) for arguments in ([], ["-np", "4"], ["-np", "4", "--"])],
     *[
         ([flag, text, "true"], f"{flag}: expected {what}, got {text!r}")

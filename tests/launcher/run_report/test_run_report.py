@@ -327,7 +327,7 @@ def test_a_folder_that_cannot_be_used_is_refused_before_the_job_starts(tmp_path,
         (
             f"{tmp_path}/file",
             UsageError,
-            "file cannot be made or written: File exists; give a folder that this user can",
+            "file is a file, not a folder; give a folder that this user can write to",
         ),
         (
             f"{tmp_path}/full",

@@ -496,6 +496,7 @@ def test_every_other_round_goes_backwards():
         (["--rounds", "0", "python", "x"], "--rounds: expected a whole number from 1"),
         (["--steps", "4", "python", "x"], "--steps: expected a whole number from 5"),
         (["--html", "/nowhere/x.html", "python", "x"], "--html /nowhere/x.html: "),
+        (["--json", "/", "true"], "--json /: / cannot be made or written: Is a directory; give a file that this user"),
         (["--json", "x", "--html", "./x", "true"], "--json x and --html ./x are one file; give two"),
         (["nonesuch"], "command not found: 'nonesuch'"),
         (["--secnods", "3", "python", "x"], "there is no flag --secnods; did you mean --seconds?"),
