@@ -38,7 +38,8 @@ table { border-collapse: collapse; font-size: .93rem; min-width: 100%; }
 th, td { text-align: left; padding: .3rem .8rem .3rem 0; border-bottom: 1px solid var(--line); vertical-align: top; }
 .number { text-align: right; white-space: nowrap; font-variant-numeric: tabular-nums; }
 .soft { color: var(--soft); }
-svg { width: 100%; max-width: ${width}px; height: auto; }
+tr > :last-child { min-width: 12rem; }
+svg { width: 100%; min-width: 480px; max-width: ${width}px; height: auto; }
 svg text { fill: var(--soft); font: 13px system-ui, "DejaVu Sans", sans-serif; }
 </style>
 </head>
@@ -123,6 +124,7 @@ def _chart(sizes: Sequence[Mapping[str, Any]]) -> str:
             f'<text x="{x + 8}" y="{middle + 18}">{figure(each["middle"])}</text>'
         )
     return f"""<section><h2>Speed-up</h2>
+<div class="scroll" role="region" aria-label="Speed-up" tabindex="0">
 <svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="Speed-up by ranks; the figures are in the table above">
 <path d="{ideal}" fill="none" stroke="var(--soft)" stroke-dasharray="4 4"/>
 <path d="{own}" fill="none" stroke="var(--own)" stroke-width="2"/>
@@ -130,5 +132,6 @@ def _chart(sizes: Sequence[Mapping[str, Any]]) -> str:
 <path d="M{_EDGE} {_EDGE} V{_HEIGHT - _EDGE} H{_WIDTH - _EDGE}" fill="none" stroke="var(--line)"/>
 <text x="{_WIDTH - _EDGE}" y="{_HEIGHT - 8}" text-anchor="end">ranks</text>
 </svg>
+</div>
 <p class="soft">The dashed line is a speed-up equal to the number of ranks.</p>
 </section>"""

@@ -561,6 +561,7 @@ def test_the_page_and_the_data_show_the_same():
     assert "failed: &lt;b&gt;" in page
     assert "<td class=number>1.6</td>" in page
     assert page.count("<circle") == 2
+    assert page.count('<div class="scroll"') == 2, "on a narrow screen the table and the chart are moved, not squeezed"
     assert "http" not in page, "it asks the network for nothing"
     assert "<svg" not in render(command.as_json(answer(a_run(1)), (), ["x"])), "one number of ranks is no curve"
 
