@@ -105,10 +105,10 @@ class BestModelCheckpoint(TakesAllRanks, keras.callbacks.ModelCheckpoint):  # ty
         self,
         monitor: str = "val_loss",
         verbose: int = 0,
+        *,
         save_weights_only: bool = False,
         mode: str = "auto",
         save_freq: Any = "epoch",
-        *,
         filepath: Any = None,
     ) -> None:
         if filepath is None:

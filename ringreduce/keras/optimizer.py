@@ -43,6 +43,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     sparse_as_dense: bool = False,
     gradient_predivide_factor: float = 1.0,
     op: ReduceOp = Average,
+    *,
     backward_passes_per_step: int = 1,
     average_aggregated_gradients: bool = False,
     num_groups: int = 0,
@@ -119,6 +120,7 @@ def PartialDistributedOptimizer(  # noqa: N802 - Horovod's name
     sparse_as_dense: bool = False,
     gradient_predivide_factor: float = 1.0,
     op: ReduceOp = Average,
+    *,
     backward_passes_per_step: int = 1,
     average_aggregated_gradients: bool = False,
     num_groups: int = 0,
@@ -136,9 +138,18 @@ def PartialDistributedOptimizer(  # noqa: N802 - Horovod's name
     Source: Horovod's PartialDistributedOptimizer.
     """
     own = local_variables("PartialDistributedOptimizer", local_layers)
-    before = name, device_dense, device_sparse, compression, sparse_as_dense, gradient_predivide_factor, op
-    after = backward_passes_per_step, average_aggregated_gradients, num_groups, groups, process_set
-    wrapped = DistributedOptimizer(optimizer, *before, *after, scale_local_gradients)
+    wrapped = DistributedOptimizer(
+        optimizer,
+        name,
+        compression=compression,
+        sparse_as_dense=sparse_as_dense,
+        gradient_predivide_factor=gradient_predivide_factor,
+        op=op,
+        backward_passes_per_step=backward_passes_per_step,
+        average_aggregated_gradients=average_aggregated_gradients,
+        process_set=process_set,
+        scale_local_gradients=scale_local_gradients,
+    )
     for variable in own:
         wrapped.register_local_var(variable)
     return wrapped

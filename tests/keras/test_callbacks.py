@@ -1,6 +1,7 @@
 """The callbacks: what each promises; and the functions on tensors of the backend."""
 
 import functools
+import inspect
 
 import keras
 import numpy as np
@@ -204,6 +205,19 @@ def test_functions_on_tensors_of_the_backend():
 
 def test_what_is_ours_has_its_names():
     names.assert_has_them(hvd)
+
+
+@pytest.mark.quick
+def test_what_two_modules_of_horovods_have_in_different_orders_goes_by_name():
+    orders = {
+        hvd.DistributedOptimizer: "optimizer name device_dense device_sparse compression sparse_as_dense "
+        "gradient_predivide_factor op",
+        hvd.callbacks.BestModelCheckpoint: "monitor verbose",
+    }
+    orders[hvd.PartialDistributedOptimizer] = orders[hvd.DistributedOptimizer]
+    for function, order in orders.items():
+        parameters = inspect.signature(function).parameters.items()
+        assert [each for each, it in parameters if it.kind is it.POSITIONAL_OR_KEYWORD] == order.split()
 
 
 def test_every_name_of_horovods_is_there_or_says_what_to_use():
