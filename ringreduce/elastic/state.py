@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 from ringreduce.api.broadcast import broadcast_
@@ -245,9 +245,25 @@ class ObjectState(State):
         return commits.index(max(commits))
 
     def _commit(self, refers: bool = False) -> None:
-        self._spare.file = self._next_file()
-        self._spare.take(self._tree(), self.commits + 1, refers and self._spare.file is None)
-        self._spare_own.take(self._tree(own=True), self.commits + 1, refers)
+        self._take(self._tree(), self._tree(own=True), refers)
+
+    def _commit_only(self, names: Collection[str]) -> None:
+        """Commit these attributes as they are now; the others stay as they were committed.
+
+        Before the first sync it does not count, so that it takes the place of none from which a restart goes on.
+        """
+
+        def mixed(commit: Commit, own: bool) -> dict[str, Any]:
+            before, now = commit.tree(), self._tree(own)
+            kept = {key: value for key, value in before.items() if key.partition(".")[0] not in names}
+            return kept | {key: value for key, value in now.items() if key.partition(".")[0] in names}
+
+        self._take(mixed(self._committed, own=False), mixed(self._own, own=True), counts=self.commits > 0)
+
+    def _take(self, tree: dict[str, Any], own: dict[str, Any], refers: bool = False, counts: bool = True) -> None:
+        number, self._spare.file = self.commits + counts, self._next_file() if counts else None
+        self._spare.take(tree, number, refers and self._spare.file is None)
+        self._spare_own.take(own, number, refers)
         self._use_spare()
 
     def _next_file(self) -> KeptFile | None:
@@ -283,11 +299,11 @@ class ObjectState(State):
 
     def _taken(self, value: Any) -> Any:
         """What is saved of an attribute."""
-        return value.state_dict() if _has_state_dict(value) else value
+        return value.state_dict() if has_state_dict(value) else value
 
     def _put_back(self, value: Any, saved: Any, put_back: PutBack) -> Any:
         """The attribute, restored. `saved` lies in a commit's memory, so it is copied."""
-        if not _has_state_dict(value):
+        if not has_state_dict(value):
             return put_back(value, saved)
         value.load_state_dict(put_back(_live_state(value), saved))
         return value
@@ -298,5 +314,6 @@ def _live_state(value: Any) -> Any:
     return None if getattr(value, "has_state_dict", True) else value.state_dict()
 
 
-def _has_state_dict(value: Any) -> bool:
+def has_state_dict(value: Any) -> bool:
+    """True for what is saved and restored by its state_dict() and load_state_dict()."""
     return hasattr(type(value), "state_dict") and hasattr(type(value), "load_state_dict")

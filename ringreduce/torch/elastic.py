@@ -11,7 +11,7 @@ from ringreduce.elastic import common
 from ringreduce.elastic.commit import PutBack
 from ringreduce.elastic.common import *  # noqa: F403
 from ringreduce.elastic.sampler import ElasticSampler as NeutralSampler
-from ringreduce.elastic.state import ObjectState
+from ringreduce.elastic.state import ObjectState, has_state_dict
 from ringreduce.errors import InputError
 from ringreduce.torch.outline import adopt, follow, outline_of
 from ringreduce.torch.wrapped import WrappedMixin
@@ -30,7 +30,8 @@ class TorchState(ObjectState):
         state = hvd.elastic.TorchState(model, optimizer, sampler=sampler, epoch=0, batch=0)
 
     Any attribute may be a module, an optimizer (a DistributedOptimizer or ShardedOptimizer too), or an object with
-    state_dict() and load_state_dict(), such as a learning rate scheduler, a GradScaler or an `ElasticSampler`.
+    state_dict() and load_state_dict(), such as a learning rate scheduler, a GradScaler or an `ElasticSampler`; another
+    one that is assigned in its place, as in state.model = larger, is committed at once.
     `restore` also clears the gradients of optimizers, and gives up what was being reduced. A commit gathers the whole
     state of a ShardedOptimizer on every rank: commit less often.
 
@@ -44,6 +45,18 @@ class TorchState(ObjectState):
         self, model: Any = None, optimizer: Any = None, *, local: Iterable[str] = (), **attributes: Any
     ) -> None:
         super().__init__(None, None, local=local, model=model, optimizer=optimizer, **attributes)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set an attribute; another object with a state_dict() is committed, and with a module the optimizers.
+
+        These call their parameters by their names in the modules.
+        """
+        is_another = name in vars(self).get("_names", ()) and getattr(self, name, value) is not value
+        super().__setattr__(name, value)
+        if is_another and has_state_dict(value):
+            others = self._names if isinstance(value, torch.nn.Module) else ()
+            optimizers = [each for each in others if isinstance(getattr(self, each), torch.optim.Optimizer)]
+            self._commit_only({name, *optimizers})
 
     def restore(self) -> None:
         """Give all attributes their committed values; gradients, of which some may be reduced, are cleared."""

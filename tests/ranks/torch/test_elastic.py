@@ -297,6 +297,39 @@ def test_a_sampler_is_part_of_the_state():
     assert run_ranks(2, program) == [[8, 10, 12, 14], [9, 11, 13, 15]]
 
 
+REPLACED = {"model first": ["model", "optimizer"], "optimizer first": ["optimizer", "model"], "one": ["model"]}
+
+
+@pytest.mark.parametrize("synced", [True, False])
+@pytest.mark.parametrize("order", REPLACED.values(), ids=REPLACED)
+@each_rank_of(2)
+def test_a_model_or_an_optimizer_that_is_replaced_is_committed_at_once(order, synced):
+    """As in Horovod; the other attributes stay as they were committed."""
+
+    def made(value):
+        model = model_of(value)
+        return {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=value, momentum=0.9)}
+
+    state = hvd.elastic.TorchState(**made(1.0), epoch=1, items=[hvd.rank()])
+    if synced:
+        state.sync()
+    commits, items = state.commits, list(state.items)
+    other = made(2.0 + hvd.rank())
+    state.epoch = 2
+    state.items.append(3)
+    for name in order:
+        setattr(state, name, other[name])
+    expected = weights(other["model"])
+    train(other["model"], other["optimizer"], 2)
+    other["optimizer"].param_groups[0]["lr"] = 0.0
+    state.restore()
+    assert state.model is other["model"]
+    assert_equal(weights(state.model), expected)
+    assert (state.epoch, state.items) == (1, items)
+    assert state.optimizer.param_groups[0]["lr"] == (2.0 + hvd.rank() if "optimizer" in order else 1.0)
+    assert state.commits == (commits + len(order) if synced else 0)
+
+
 def test_state_without_a_job_is_like_any_other():
     """A script run alone, before init(): nothing is communicated."""
     model = model_of(2.0)
