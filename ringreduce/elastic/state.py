@@ -137,6 +137,11 @@ class ObjectState(State):
         **attributes: Any,
     ) -> None:
         super().__init__(bcast_object, get_rank)
+        if not isinstance(local, Iterable):
+            raise InputError(
+                f"{type(self).__name__}: local={local!r}; expected the names of attributes that are each rank's own, "
+                "such as local=('rng',); a value of yours needs another name"
+            )
         self._names, self._local = tuple(attributes), (local,) if isinstance(local, str) else tuple(local)
         if unknown := [name for name in self._local if name not in attributes]:
             raise InputError(f"{type(self).__name__}: local={self._local}: there is no attribute {unknown[0]!r}")

@@ -119,6 +119,8 @@ def test_local_attributes_are_each_ranks_own_and_go_back_with_it(elastic):
 def test_a_local_attribute_must_be_one():
     with pytest.raises(rr.InputError, match=r"ObjectState: local=\('rng',\): there is no attribute 'rng'"):
         ObjectState(step=0, local="rng")
+    with pytest.raises(rr.InputError, match=r"^ObjectState: local=1; expected the names of attributes .*another name$"):
+        ObjectState(step=0, local=1)
 
 
 @pytest.mark.parametrize("name", ["commits", "save", "sync", "register_reset_callbacks"])
