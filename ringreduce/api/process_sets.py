@@ -43,6 +43,11 @@ class ProcessSet:
                 expected = "expected ranks, such as [0, 1], or an mpi4py communicator"
                 raise InputError(f"ProcessSet: {ranks_or_comm!r}; {expected}") from None
 
+    @property
+    def mpi_comm(self) -> Any:
+        """Horovod's name for the communicator of which it was made, if it was."""
+        return self.comm
+
     def size(self) -> int | None:
         """The number of its ranks; None when it was not added."""
         return None if self.ensure() is None else len(self._members())
@@ -84,6 +89,11 @@ class _GlobalProcessSet(ProcessSet):
     def __init__(self) -> None:
         pass
 
+    @property
+    def ranks(self) -> list[int] | None:  # type: ignore[override]
+        """All ranks; None before init()."""
+        return self._members() if runtime.is_initialized() else None
+
     def size(self) -> int | None:
         """The number of ranks; None before init()."""
         return runtime.current("size").world.size if runtime.is_initialized() else None
@@ -113,6 +123,14 @@ class _HostProcessSet(ProcessSet):
     def process_set_id(self) -> int | None:  # type: ignore[override]
         """Its number; None before its first use in a world."""
         return self._numbers.get(runtime.current("host_process_set").engine) if runtime.is_initialized() else None
+
+    @property
+    def ranks(self) -> list[int] | None:  # type: ignore[override]
+        """The ranks of this host, before its first use, too; None before init()."""
+        if not runtime.is_initialized():
+            return None
+        world = runtime.current("host_process_set").world
+        return [rank for rank, host in enumerate(world.hosts) if host == world.hosts[world.rank]]
 
     def ensure(self) -> int | None:
         """Make the sets of all hosts at the first call in a world, to which all ranks must come; None before init()."""

@@ -1,5 +1,7 @@
 """Process sets on threads: who is in them, adding and removing them, and what is refused."""
 
+import types
+
 import numpy as np
 import pytest
 
@@ -22,6 +24,8 @@ def test_what_a_set_knows_of_itself():
     assert rr.add_process_set(own) is own
     assert rr.get_process_set_ids_and_ranks() == {0: [0, 1, 2], 1: [0, 2]}
     assert (own.process_set_id, own.size(), own.ranks) == (1, 2, [0, 2])
+    communicator = types.SimpleNamespace(Get_group=None)
+    assert (own.mpi_comm, rr.ProcessSet(communicator).mpi_comm) == (None, communicator)
     assert (own.rank(), own.included()) == [(0, True), (None, False), (1, True)][rr.rank()]
 
 
@@ -32,9 +36,10 @@ def test_the_set_of_all_ranks():
         assert not rr.remove_process_set(everyone), "it stays"
         assert (everyone.process_set_id, everyone.size(), everyone.rank()) == (0, 2, rr.rank())
         assert (everyone.included(), total(everyone)) == (True, 11)
+        assert (everyone.ranks, everyone.mpi_comm) == ([0, 1], None)
 
     run_ranks(2, program, settings=DYNAMIC)
-    assert (everyone.size(), everyone.rank()) == (None, None)
+    assert (everyone.size(), everyone.rank(), everyone.ranks) == (None, None, None)
 
 
 @each_rank_of(3, settings=DYNAMIC)
@@ -183,11 +188,11 @@ def test_looking_at_the_process_set_of_a_host_makes_nothing():
     """One rank may look, alone, before all have used it."""
 
     def program():
-        looked = rr.host_process_set.process_set_id if rr.rank() == 0 else None
+        looked = (rr.host_process_set.process_set_id, rr.host_process_set.ranks) if rr.rank() == 0 else None
         made = rr.get_process_set_ids_and_ranks()
         size = rr.host_process_set.size()  # here all come to it
         return looked, made, size, rr.host_process_set.process_set_id
 
     (first, *others), everyone = run_ranks(3, program, hosts=[0, 0, 1]), {0: [0, 1, 2]}
-    assert first == (None, everyone, 2, 1)
+    assert first == ((None, [0, 1]), everyone, 2, 1)
     assert others == [(None, everyone, 2, 1), (None, everyone, 1, 2)]
