@@ -68,16 +68,23 @@ def _start_timeline_everywhere(path: str, mark_cycles: bool) -> None:
 
 
 def poll(handle: Handle) -> bool:
-    """True when `synchronize(handle)` would return or raise at once."""
-    return handle.poll()
+    """True when `synchronize(handle)` would return or raise at once; raises InputError for what is no handle."""
+    return _handle("poll", handle).poll()
 
 
 def synchronize(handle: Handle[Result]) -> Result:
     """Wait for an operation that an `_async` function submitted, and return its result.
 
-    Raises: MismatchError, PeerLostError and other CollectiveErrors: what went wrong with it.
+    Raises: MismatchError, PeerLostError and other CollectiveErrors: what went wrong with it; InputError for what is no
+            handle.
     """
-    return handle.wait()
+    return _handle("synchronize", handle).wait()
+
+
+def _handle(function: str, handle: Handle[Result]) -> Handle[Result]:
+    if not isinstance(handle, Handle):
+        raise InputError(f"{function}: handle={handle!r}; expected what a function such as allreduce_async returned")
+    return handle
 
 
 def join(device: int = -1, *, live_average: bool = False, process_set: ProcessSet = global_process_set) -> int:

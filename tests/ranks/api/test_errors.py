@@ -364,6 +364,9 @@ WRONG = {
     ),
     "ranks for a channel": (lambda: rr.ordered([0, 1, 2]), r"^ordered: process_set=\[0, 1, 2\]; expected a Proc"),
     "no set for a channel": (lambda: rr.ordered(None), "^ordered: process_set=None; expected a Proc"),
+    "a number for a handle": (lambda: rr.synchronize(3), "^synchronize: handle=3; expected what .*allreduce_async ret"),
+    "None for a handle": (lambda: rr.synchronize(None), "^synchronize: handle=None; expected what a function such as"),
+    "no handle to poll": (lambda: rr.poll(3), "^poll: handle=3; expected what a function such as allreduce_async ret"),
     "ranks to be removed": (
         lambda: rr.remove_process_set([0]),
         r"^remove_process_set: process_set=\[0\]; expected a ProcessSet$",
