@@ -6,7 +6,7 @@ host       runs a function of NumPy arrays on tensors: at once, or as an operati
 ops        the collectives, with their gradients; sparse gradients (IndexedSlices)
 world      size_op and the like: numbers of ranks when a graph runs
 tape       DistributedGradientTape, PartialDistributedGradientTape
-training   DistributedOptimizer, broadcast_variables
+training   DistributedOptimizer, broadcast_variables, broadcast_object
 keras_2    how the optimizers of Keras 2, of tf_keras, reduce; sync_batch_norm: its SyncBatchNormalization
 elastic    states of a Keras model, and of variables
 keras      `horovod.tensorflow.keras`, which is ringreduce.keras
@@ -26,7 +26,7 @@ from ringreduce.keras.either import is_keras_3 as _is_keras_3
 from ringreduce.tensorflow import elastic as elastic
 from ringreduce.tensorflow.ops import *
 from ringreduce.tensorflow.tape import *
-from ringreduce.tensorflow.training import *
+from ringreduce.tensorflow.training import *  # type: ignore[assignment]  # objects, with Horovod's session
 from ringreduce.tensorflow.world import *
 
 if _is_keras_3(_tensorflow.keras):

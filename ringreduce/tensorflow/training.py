@@ -1,4 +1,4 @@
-"""DistributedOptimizer, and variables that are alike on all ranks."""
+"""DistributedOptimizer, and variables and objects that are alike on all ranks."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from ringreduce.api import objects
 from ringreduce.api.broadcast import submit_broadcast
 from ringreduce.api.process_sets import ProcessSet, global_process_set
 from ringreduce.arrays.view import as_buffer
@@ -16,7 +17,7 @@ from ringreduce.keras import optimizer as of_keras
 from ringreduce.ops import Average, ReduceOp
 from ringreduce.tensorflow.host import on_host, unconverted
 
-__all__ = ["DistributedOptimizer", "broadcast_", "broadcast_variables"]
+__all__ = ["DistributedOptimizer", "allgather_object", "broadcast_", "broadcast_object", "broadcast_variables"]
 
 
 def DistributedOptimizer(  # noqa: N802 - Horovod's name
@@ -92,3 +93,21 @@ def broadcast_(
     for variable, value in zip(variables, received, strict=True):
         variable.assign(value)
     return received
+
+
+def broadcast_object(
+    obj: Any = None,
+    root_rank: int = 0,
+    session: Any = None,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Any:
+    """As `ringreduce.broadcast_object`.  session: Horovod's, without effect."""
+    return objects.broadcast_object(obj, root_rank, name, process_set)
+
+
+def allgather_object(
+    obj: Any, session: Any = None, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> list[Any]:
+    """As `ringreduce.allgather_object`.  session: Horovod's, without effect."""
+    return objects.allgather_object(obj, name, process_set)

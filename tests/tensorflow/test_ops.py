@@ -24,6 +24,8 @@ HOROVODS = {  # of 0.28.1, by position
     "broadcast": "tensor root_rank name ignore_name_scope process_set",
     "alltoall": "tensor splits name ignore_name_scope process_set",
     "reducescatter": f"tensor device_dense compression op name process_set ignore_name_scope {SCALES}",
+    "broadcast_object": "obj root_rank session name process_set",
+    "allgather_object": "obj session name process_set",
     "grouped_reducescatter": f"tensors device_dense compression op process_set {SCALES}",
 }
 RANKS = np.arange(SIZE)
@@ -225,6 +227,17 @@ def test_arguments_have_horovods_order():
     for name, order in HOROVODS.items():
         parameters = inspect.signature(getattr(hvd, name)).parameters.items()
         assert [each for each, it in parameters if it.kind is it.POSITIONAL_OR_KEYWORD] == order.split(), name
+
+
+@pytest.mark.quick
+def test_objects_by_position():
+    last = hvd.add_process_set([SIZE - 1]) if SIZE > 1 else hvd.global_process_set
+    assert hvd.broadcast_object({"of": RANK}, SIZE - 1, None, "b") == {"of": SIZE - 1}
+    assert hvd.allgather_object(RANK, None, "g") == list(RANKS)
+    if last.included():
+        assert hvd.broadcast_object(RANK, SIZE - 1, None, "b", last) == SIZE - 1
+        assert hvd.allgather_object(RANK, None, "g", last) == [SIZE - 1]
+    hvd.remove_process_set(last)
 
 
 @pytest.mark.quick
