@@ -70,3 +70,15 @@ def test_dispatchers_on_this_side_have_another_way(config):
     own = dataclasses.replace(config, dispatcher_side="training")
     with pytest.raises(rr.InputError, match="dispatchers are on the side that trains; use `with tf_data_service"):
         tf.data.Dataset.range(3).send_to_data_service(own, 0)
+
+
+def test_arguments_have_horovods_order(config, monkeypatch):
+    client, asked = config.compute_client(), []
+    client.say("dispatcher 1", "grpc://here")
+    client.say("worker 1")
+    service = tf.data.experimental.service
+    monkeypatch.setattr(service, "distribute", lambda **options: asked.append(options) or (lambda dataset: dataset))
+    tf.data.Dataset.range(3).send_to_data_service(config, 1, 2, "parallel_epochs", True, True)
+    assert [(each["processing_mode"], each["consumer_index"], each["num_consumers"]) for each in asked] == [
+        ("parallel_epochs", 1, 2)
+    ]

@@ -172,11 +172,13 @@ def send_to_data_service(
     compute_config: TfDataServiceConfig,
     rank: int,
     size: int | None = None,
+    processing_mode: str = "distributed_epoch",
     reuse_dataset: bool = False,
     round_robin: bool = False,
 ) -> Any:
     """Let a dataset be prepared by the service; also a method of tf.data.Dataset.
 
+    processing_mode: TensorFlow's: by default each item comes once, whoever prepares it.
     reuse_dataset: all ranks read from one, whoever comes first; round_robin: in turns, of which `size` take part.
     Raises:        InputError where dispatchers are on this side: use `tf_data_service`; otherwise as that.
     Source:        Horovod's send_to_data_service.
@@ -186,7 +188,7 @@ def send_to_data_service(
     in_turns = reuse_dataset and round_robin
     with tf_data_service(compute_config, rank) as address:
         distribute = tf.data.experimental.service.distribute(
-            processing_mode="distributed_epoch",
+            processing_mode=processing_mode,
             service=address,
             job_name="job" if reuse_dataset else None,
             consumer_index=rank if in_turns else None,
