@@ -70,6 +70,7 @@ def load_model(
     custom_optimizers: Sequence[type] | None = None,
     custom_objects: dict[str, Any] | None = None,
     compression: AnyCompressor | None = None,
+    legacy_opts: bool = False,
     **options: Any,
 ) -> Any:
     """Load a saved model with its optimizer and the optimizer's state, and wrap the optimizer as before.
@@ -83,6 +84,7 @@ def load_model(
     custom_optimizers: classes of optimizers that Keras does not know; custom_objects: other objects, by name.
     compression, options: of `DistributedOptimizer`, in place of what the file has; further options are those of
         keras.models.load_model.
+    legacy_opts: Horovod's, without effect: the file says which optimizer it has.
 
     Raises: InputError for what the file does not have and must be passed: the compression or process set above; and
             backward_passes_per_step, where the optimizer accumulates.

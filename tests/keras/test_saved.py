@@ -55,6 +55,14 @@ def test_options_come_back(tmp_path, options, said):
 
 
 @pytest.mark.quick
+def test_horovods_arguments_by_position(tmp_path):
+    none = hvd.Compression.none
+    for legacy_opts in (False, True):
+        trained = saved(tmp_path / "model.keras")
+        goes_on_alike(trained, hvd.load_model(tmp_path / "model.keras", None, None, none, legacy_opts))
+
+
+@pytest.mark.quick
 def test_a_loss_scale_and_a_process_set_come_back(tmp_path):
     last = hvd.add_process_set([models.SIZE - 1]) if models.SIZE > 1 else hvd.global_process_set
     make = lambda: optimizers.LossScaleOptimizer(sgd(), initial_scale=8.0)  # noqa: E731

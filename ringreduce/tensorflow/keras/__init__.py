@@ -22,6 +22,7 @@ def load_model(
     custom_optimizers: _Sequence[type] | None = None,
     custom_objects: dict[str, _Any] | None = None,
     compression: _Any = None,
+    legacy_opts: bool = False,
     **options: _Any,
 ) -> _Any:
     """As `ringreduce.keras.load_model`, by `tf.keras`."""
