@@ -41,6 +41,10 @@ class BroadcastGlobalVariablesCallback(TakesAllRanks, keras.callbacks.Callback):
         self._local = [local_variables] if hasattr(local_variables, "assign") else list(local_variables or ())
         self._done = False
 
+    def register_local_var(self, variable: Any) -> None:
+        """Let another variable stay each rank's own."""
+        self._local.append(variable)
+
     def on_train_begin(self, logs: Any = None) -> None:
         """Broadcast, if all ranks have all weights."""
         self._done = False

@@ -110,7 +110,9 @@ def test_the_callback_that_broadcasts_leaves_them_alone():
     own = trained.get_layer("own")
     before = models.numbers(own.weights)
     trained.compile(optimizer=partial(trained, lambda rate: keras.optimizers.SGD(rate, momentum=0.9)), loss="mse")
-    callback = hvd.callbacks.BroadcastGlobalVariablesCallback(0, local_variables=own.trainable_variables)
+    callback = hvd.callbacks.BroadcastGlobalVariablesCallback(0)
+    for each in own.trainable_variables:
+        callback.register_local_var(each)
     callback.set_model(trained)
     callback.on_train_begin()
     models.close(models.numbers(trained.weights), [start(0)[0], *before])
