@@ -38,7 +38,7 @@ def build_table(python: str) -> str:
     """Return the table, in the form of `horovodrun --check-build`, for the interpreter `python`, which is this one."""
     import ringreduce
 
-    operations = [("MPI", ringreduce.mpi_built()), ("NCCL", ringreduce.nccl_built())]
+    operations = [("MPI", ringreduce.mpi_built()), ("NCCL", bool(ringreduce.nccl_built()))]
     sections = [
         ("Available Frameworks", _found(_FRAMEWORKS)),
         ("Available Controllers", controllers(python)),

@@ -60,24 +60,37 @@ def mpi_enabled() -> bool:
 
 
 def gloo_enabled() -> bool:
+    """False: ringreduce has no gloo."""
+    return False
+
+
+def mpi_built(verbose: bool = False) -> bool:
+    """True: MPI carries everything.  verbose: Horovod's, without effect, as of the others."""
+    return True
+
+
+def gloo_built(verbose: bool = False) -> bool:
     """False: ringreduce has no gloo, oneCCL or IBM DDL, and was never tried on AMD's GPUs."""
     return False
 
 
-mpi_built = mpi_enabled
-gloo_built = ccl_built = ddl_built = rocm_built = gloo_enabled
+ccl_built = ddl_built = rocm_built = gloo_built
 
 
-def nccl_built() -> bool:
-    """True when RINGREDUCE_ALGORITHM=nccl can be used: CuPy is installed and finds NCCL. Imports CuPy to find out."""
+def nccl_built(verbose: bool = False) -> int:
+    """NCCL's version, such as 22703, when RINGREDUCE_ALGORITHM=nccl can be used: CuPy is installed and finds it; or 0.
+
+    Imports CuPy to find out.
+    """
     if not cuda_built():
-        return False
+        return 0
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # CuPy warns that NCCL is not there, which is what is asked
         try:
-            return bool(importlib.import_module("cupy.cuda.nccl").available)
+            nccl = importlib.import_module("cupy.cuda.nccl")
         except ImportError:
-            return False
+            return 0
+    return int(nccl.get_version()) if nccl.available else 0
 
 
 def cuda_built() -> bool:

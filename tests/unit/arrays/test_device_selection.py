@@ -254,24 +254,31 @@ def test_a_job_that_has_not_imported_cupy_is_told_so(tmp_path):
 @pytest.mark.parametrize(
     ("files", "expected"),
     [
-        ({}, [False, False]),
+        ({}, [False, 0]),
         ({"cupy.py": "raise SystemExit('it was imported')"}, [True, None]),
-        ({"cupy/__init__.py": "", "cupy/cuda/__init__.py": "", "cupy/cuda/nccl.py": "available = True"}, [True, True]),
+        (
+            {
+                "cupy/__init__.py": "",
+                "cupy/cuda/__init__.py": "",
+                "cupy/cuda/nccl.py": "available = True\ndef get_version(): return 22703",
+            },
+            [True, 22703],
+        ),
         (
             {
                 "cupy/__init__.py": "",
                 "cupy/cuda/__init__.py": "",
                 "cupy/cuda/nccl.py": "import warnings; warnings.warn('no NCCL'); available = False",
             },
-            [True, False],
+            [True, 0],
         ),
-        ({"cupy/__init__.py": "raise ImportError('no libnvrtc')"}, [True, False]),
+        ({"cupy/__init__.py": "raise ImportError('no libnvrtc')"}, [True, 0]),
     ],
     ids=["no CuPy", "not imported", "NCCL", "no NCCL", "broken"],
 )
 def test_what_is_built_in_for_gpus(files, expected, tmp_path):
     hide = "" if files else "import sys; sys.modules['cupy'] = None; "  # where the tests' own Python has one
-    asked = "rr.cuda_built(), rr.nccl_built()" if expected[1] is not None else "rr.cuda_built(), None"
+    asked = "rr.cuda_built(), rr.nccl_built(verbose=True)" if expected[1] is not None else "rr.cuda_built(), None"
     program = f"{hide}import ringreduce as rr; print([{asked}])"
     done = run_alone(program, tmp_path, files)
     assert done.stdout == f"{expected}\n", done.stderr

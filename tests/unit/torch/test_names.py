@@ -40,7 +40,8 @@ ARGUMENTS = {
     "DistributedOptimizer": "optimizer named_parameters compression backward_passes_per_step op "
     "gradient_predivide_factor num_groups groups sparse_as_dense process_set",
     "shutdown is_initialized stop_timeline size local_size cross_size rank local_rank cross_rank is_homogeneous": "",
-    "mpi_threads_supported mpi_enabled mpi_built gloo_enabled gloo_built nccl_built ddl_built ccl_built": "",
+    "mpi_threads_supported mpi_enabled gloo_enabled": "",
+    "mpi_built gloo_built nccl_built ddl_built ccl_built": "verbose",  # in horovod.common.util
     "cuda_built rocm_built": "",
 }
 FUNCTIONS = {name: arguments for names, arguments in ARGUMENTS.items() for name in names.split()}
