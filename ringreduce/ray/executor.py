@@ -38,7 +38,9 @@ class RayExecutor:
     """
 
     @staticmethod
-    def create_settings(timeout_s: float = 300, placement_group_timeout_s: float = 100, **_: Any) -> dict[str, float]:
+    def create_settings(
+        timeout_s: float = 300, *, placement_group_timeout_s: float = 100, **_: Any
+    ) -> dict[str, float]:
         """Return settings: how long ranks may take to start, and Ray to find room; others of Horovod's are ignored."""
         return {"timeout_s": timeout_s, "placement_group_timeout_s": placement_group_timeout_s}
 

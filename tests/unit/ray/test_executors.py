@@ -26,6 +26,14 @@ def test_arguments_that_are_not_there_say_what_to_use(options, says):
         RayExecutor(num_hosts=2, **options)
 
 
+def test_settings_go_by_name_from_the_second_on():
+    """In Horovod that is ssh_identity_file, which nothing here needs."""
+    settings = RayExecutor.create_settings(30, placement_group_timeout_s=5, ssh_identity_file="key")
+    assert settings == {"timeout_s": 30, "placement_group_timeout_s": 5}
+    with pytest.raises(TypeError, match="positional argument"):
+        RayExecutor.create_settings(30, "key")
+
+
 class Actor:
     """Of Ray: each method is called by its `remote`, and what that returns is the result itself."""
 
