@@ -12,8 +12,10 @@ from typing import Any
 import torch
 
 from ringreduce import runtime
+from ringreduce.api.process_sets import ProcessSet
 from ringreduce.api.world import size
 from ringreduce.errors import InputError
+from ringreduce.ops import ReduceOp
 from ringreduce.optim.exchange import check_passes
 from ringreduce.torch.groups import in_order_of
 
@@ -53,6 +55,29 @@ class WrappedMixin(Wrapped):
         """How many backward passes are summed before they are reduced."""
         passes: int = self._reducer.passes
         return passes
+
+    @property
+    def op(self) -> ReduceOp:
+        """By what the gradients are reduced."""
+        op: ReduceOp = self._reducer.exchange.op
+        return op
+
+    @property
+    def process_set(self) -> ProcessSet:
+        """The ranks that reduce them."""
+        process_set: ProcessSet = self._reducer.exchange.process_set
+        return process_set
+
+    @property
+    def gradient_predivide_factor(self) -> float:
+        """What they are divided by before they are added up, of the whole division by the number of ranks."""
+        factor: float = self._reducer.exchange.scales[1]
+        return factor
+
+    @property
+    def sparse_as_dense(self) -> bool:
+        """True where sparse gradients are reduced as dense ones."""
+        return bool(self._reducer.sparse_as_dense)
 
     def set_backward_passes_per_step(self, passes: int) -> None:
         """Change how many backward passes are summed before they are reduced."""

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import ringreduce.torch as hvd
+from ringreduce.settings import Settings
 from tests.support import training
 from tests.support.on_threads import each_rank_of
 
@@ -46,6 +47,21 @@ def partial(optimizer, name, calls):
         name,
         functools.partial(lambda f, *a, **k: (calls.append(name), f(*a, **k))[1], getattr(optimizer, name)),
     )
+
+
+@each_rank_of(2, settings=Settings(dynamic_process_sets=True))
+def test_it_tells_horovods_options_as_attributes():
+    model = training.make_model()
+    inner = functools.partial(torch.optim.SGD, [*model.parameters()], lr=0.1)
+    own = hvd.add_process_set([hvd.size() - 1])
+    options = {"op": hvd.Average, "gradient_predivide_factor": 4.0, "sparse_as_dense": True, "process_set": own}
+    optimizer = hvd.DistributedOptimizer(inner(), **options)
+    assert {name: getattr(optimizer, name) for name in options} == options
+    defaults = {"gradient_predivide_factor": 1.0, "sparse_as_dense": False, "process_set": hvd.global_process_set}
+    for wrapper in ("Average", "Adasum", "Sharded"):
+        optimizer = WRAPPERS[wrapper](inner(), model.named_parameters())
+        assert {name: getattr(optimizer, name) for name in defaults} == defaults
+        assert optimizer.op is (hvd.Adasum if wrapper == "Adasum" else hvd.Average)
 
 
 @pytest.mark.parametrize("patch", [counted, method, partial])
