@@ -245,7 +245,7 @@ class TorchReducer(Reducer):
             raise MismatchError(f"{error}. Change them on all ranks alike, between the same two steps") from error
         self.take(change)
         if self.exchange.process_set.rank() == 0:
-            self.owned.tell(change, "its gradients are reduced from now on")
+            self.owned.tell(change, "gradients of ", "reduced")
         return change
 
     def follow_told(self) -> None:

@@ -167,11 +167,18 @@ class Groups:
             **{self.names[id(each)]: each for each in self._flat},
         }
 
-    def tell(self, change: Change, what: str) -> None:
-        """Say what has come or gone by itself: the first time as a warning, as a script may do so many times."""
+    def tell(self, change: Change, whose: str, done: str) -> None:
+        """Say what has come or gone by itself: the first time as a warning, as a script may do so many times.
+
+        whose, done: such as "gradients of ", "reduced".
+        """
         if change.came_by_itself:
             level = logging.INFO if self._has_told else logging.WARNING
-            JOB.log(level, f"param_groups has changed by itself: {change} ({calling_line()}); {what}")
+            then = [f"{whose}new parameters are {done} from now on"] if change.new else []
+            if len(change.gone) > len(change.replaced):
+                then.append(f"{whose}removed ones are no longer {done}")
+            what = f"{change} ({calling_line()}); {', '.join(then)}"
+            JOB.log(level, f"param_groups was changed outside the optimizer: {what}")
             self._has_told = True
 
     def remember(self, named: Iterable[tuple[str, torch.Tensor]]) -> None:

@@ -41,7 +41,7 @@ def wrapped(optimizer: Any, named_parameters: Any, options: Options) -> Any:
             change = groups.change()
             groups.take(change)
             if runtime.current(options.function).world.rank == 0:
-                groups.tell(change, "it is averaged from now on")
+                groups.tell(change, "", "averaged")
         return {
             groups.names[id(parameter)]: parameter
             for group in made.param_groups

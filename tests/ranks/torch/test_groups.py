@@ -314,7 +314,29 @@ def test_it_is_said_once_by_one_rank(capsys):
 
     run_ranks(2, program)
     (line,) = capsys.readouterr().err.splitlines()
-    assert "param_groups has changed by itself: 'group.0.parameter.4', float64[3], is new (training.py:" in line
+    assert "param_groups was changed outside the optimizer: 'group.0.parameter.4', float64[3], is new (train" in line
+    assert line.endswith("; gradients of new parameters are reduced from now on")
+
+
+@pytest.mark.parametrize(
+    ("then", "wrap"),
+    [
+        ("gradients of {} reduced", hvd.DistributedOptimizer),
+        ("{} averaged", functools.partial(hvd.LocalSGD, sync_every=1)),
+    ],
+)
+def test_it_is_said_what_becomes_of_removed_ones(then, wrap, capsys):
+    def program():
+        model = training.make_model()
+        optimizer = wrap(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters())
+        for length in (4, 3):
+            optimizer.param_groups[0]["params"] = optimizer.param_groups[0]["params"][:length]
+            training.trained(model, optimizer, 1)
+
+    run_ranks(2, program)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "'2.bias' is gone (" in line
+    assert line.endswith("; " + then.format("removed ones are no longer"))
 
 
 @each_rank_of(2)
