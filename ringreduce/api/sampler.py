@@ -32,7 +32,7 @@ class DistributedSampler:
     All ranks draw the same order, and rank r takes items r, r + size, r + 2 size, … of it. So batch k of all ranks
     together is batch k of a single process whose batches are `size` times as long. Nothing is communicated.
 
-    count_or_dataset: the number of items, or anything that has a length.
+    dataset:          anything that has a length, or the number of its items.
     num_replicas:     number of parts; by default size().
     rank:             the index of this part; by default rank().
     shuffle:          a new order every epoch; False: the order of the dataset.
@@ -49,14 +49,15 @@ class DistributedSampler:
 
     def __init__(
         self,
-        count_or_dataset: Any,
+        dataset: Any,
         num_replicas: int | None = None,
         rank: int | None = None,
         shuffle: bool = True,
         seed: int = 0,
         drop_last: bool = False,
     ) -> None:
-        count = len(count_or_dataset) if hasattr(count_or_dataset, "__len__") else count_or_dataset
+        self.dataset = dataset
+        count = len(dataset) if hasattr(dataset, "__len__") else dataset
         self.count = _whole("count", count, lowest=0)
         self._divide(num_replicas, rank)
         self.shuffle = bool(shuffle)
@@ -79,15 +80,24 @@ class DistributedSampler:
                 f"{self.num_replicas - 1}"
             )
 
+    @property
+    def num_samples(self) -> int:
+        """The number of items of each rank, as len()."""
+        return len(self)
+
+    @property
+    def total_size(self) -> int:
+        """The number of items of all ranks together, repeated ones too."""
+        return len(self) * self.num_replicas
+
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch, 0 or more, that sets the order; call it on all ranks before each epoch."""
         self.epoch = _whole("epoch", epoch, lowest=0)
 
     def indices(self) -> Indices:
         """This rank's indices for this epoch, in order; (len(self),), int64."""
-        total = len(self) * self.num_replicas
         left = self._order()[self._first :]
-        return np.resize(left, total)[self.rank :: self.num_replicas]  # resize cuts off, or begins again
+        return np.resize(left, self.total_size)[self.rank :: self.num_replicas]  # resize cuts off, or begins again
 
     def _order(self) -> Indices:
         """All items in the order of this epoch."""
@@ -139,7 +149,7 @@ def _own_rows(values: Any, sampler: Any, start: int) -> tuple[Sequence[Any], Cal
     tensors, names, whole = taken_apart(values)
     ranks, first = sampler.num_replicas, getattr(sampler, "_first", 0)
     count = sampler.count if isinstance(sampler, DistributedSampler) else len(sampler.dataset)
-    items = len(sampler) * ranks if sampler.drop_last else count - first
+    items = sampler.total_size if sampler.drop_last else count - first
     try:
         given = [each.shape[0] for each in gather.with_rows(tensors)]
     except InputError as exc:

@@ -31,7 +31,6 @@ class ElasticSampler(DistributedSampler):
 
     def __init__(self, dataset: Any, shuffle: bool = True, seed: int = 0) -> None:
         super().__init__(dataset, shuffle=shuffle, seed=seed)
-        self.dataset = dataset
         self.processed_num = 0
         self.reset()
 

@@ -58,7 +58,10 @@ def test_in_the_order_of_the_dataset_it_gives_what_torchs_gives(size, drop_last)
         for rank in range(size):
             options = {"num_replicas": size, "rank": rank, "shuffle": False, "drop_last": drop_last}
             assert list(DistributedSampler(count, **options)) == list(TorchSampler(range(count), **options))
-            assert len(DistributedSampler(count, **options)) == len(TorchSampler(range(count), **options))
+            ours, torchs = (kind(dataset=range(count), **options) for kind in (DistributedSampler, TorchSampler))
+            for name in ("num_samples", "total_size", "dataset"):
+                assert getattr(ours, name) == getattr(torchs, name), name
+            assert len(ours) == len(torchs)
 
 
 @pytest.mark.parametrize("shuffle", [False, True])
@@ -123,9 +126,9 @@ def test_before_init_both_must_be_given(given):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"count_or_dataset": -1}, "count=-1; expected a whole number of 0 or more, or a dataset that has a length"),
-        ({"count_or_dataset": 2.5}, r"count=2\.5; expected a whole number of 0 or more, or a dataset"),
-        ({"count_or_dataset": iter([1])}, "count=<list_iterator .*>; expected a whole number"),
+        ({"dataset": -1}, "count=-1; expected a whole number of 0 or more, or a dataset that has a length"),
+        ({"dataset": 2.5}, r"count=2\.5; expected a whole number of 0 or more, or a dataset"),
+        ({"dataset": iter([1])}, "count=<list_iterator .*>; expected a whole number"),
         ({"num_replicas": 0}, "num_replicas=0; expected a whole number of 1 or more$"),
         ({"rank": 3}, "rank=3 of num_replicas=3; expected 0 to 2"),
         ({"rank": -1}, "rank=-1; expected a whole number of 0 or more"),
@@ -135,7 +138,7 @@ def test_before_init_both_must_be_given(given):
 )
 def test_wrong_arguments_are_refused(arguments, message):
     with pytest.raises(hvd.InputError, match=f"^DistributedSampler: {message}"):
-        DistributedSampler(**{"count_or_dataset": 10, "num_replicas": 3, "rank": 0} | arguments)
+        DistributedSampler(**{"dataset": 10, "num_replicas": 3, "rank": 0} | arguments)
 
 
 def test_wrong_epochs_and_batches_are_refused():
