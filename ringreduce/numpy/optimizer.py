@@ -150,20 +150,36 @@ class Accumulation:
         self._sums: dict[str, Any] = {}
 
     def add(self, grads: Any) -> bool:
-        """Add the gradients of a pass; True for the last one before a step, whose gradients `take` adds."""
+        """Add the gradients of a pass; True for the last one before a step, whose gradients `take` adds.
+
+        Begins a new step where it raises.
+        """
         self._seen += 1
         if self._seen >= self._passes:
             return True
-        self._add(grads)
+        try:
+            self._add(grads)
+        except Exception:
+            self.reset()
+            raise
         return False
 
     def _add(self, grads: Any) -> None:
         with np.errstate(all="ignore"):  # overflows belong to the data, as in the sum over the ranks
             for name, array in trees.named_leaves(grads):
-                if name in self._sums:
-                    self._sums[name] += array
-                else:
+                if name not in self._sums:
                     self._sums[name] = array * 1  # a copy
+                    continue
+                total = self._sums[name]
+                if np.shape(array) != np.shape(total):
+                    raise InputError(
+                        f"DistributedOptimizer: pass {self._seen} of {self._passes} has a gradient {name!r} of shape "
+                        f"{np.shape(array)}; expected {np.shape(total)}, as in the pass before"
+                    )
+                if getattr(array, "dtype", None) == getattr(total, "dtype", None):
+                    self._sums[name] += array
+                else:  # where a type has no room for the other, a wider one has
+                    self._sums[name] = total + array
 
     def take(self, grads: Any) -> Any:
         """The sums, or means, in the form of the last pass' gradients; begins a new step, also where it raises."""

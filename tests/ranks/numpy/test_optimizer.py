@@ -300,6 +300,24 @@ def test_what_is_wrong_with_several_passes_is_told():
     optimizer.step({"w": np.ones(1), "b": np.ones(1)})
     with pytest.raises(rr.InputError, match="the last of 2 passes has no gradient 'b'"):
         optimizer.step({"w": np.ones(1)})
+    optimizer = rr.DistributedOptimizer(Stepping(), backward_passes_per_step=3)
+    optimizer.step({"w": [np.ones(3)]})
+    with pytest.raises(rr.InputError, match=r"pass 2 of 3 has a gradient 'w\.0' of shape \(1,\); expected \(3,\)"):
+        optimizer.step({"w": [np.ones(1)]})
+    for _ in range(3):
+        assert not hasattr(optimizer, "seen")
+        optimizer.step({"w": [np.full(1, float(rr.rank()))]})
+    assert optimizer.seen == {"w": [3 * MEAN]}
+
+
+@each_rank_of(SIZE)
+def test_passes_may_have_other_types():
+    optimizer = rr.DistributedOptimizer(Stepping(), backward_passes_per_step=3)
+    for half in (0, 0.5, 0.25):
+        mine = np.arange(2) + rr.rank() + half
+        optimizer.step([mine, mine[1]])
+    np.testing.assert_array_equal(optimizer.seen[0], 3 * (np.arange(2) + MEAN) + 0.75)
+    assert optimizer.seen[1] == 3 * (1 + MEAN) + 0.75
 
 
 @each_rank_of(2)
