@@ -184,12 +184,17 @@ def _growth(request: Request) -> Growth:
     elastic = request.job.elastic
     blacklist = Blacklist(elastic.cooldown_s if elastic else None)
     most = most_ranks(elastic, request.np) or sys.maxsize
+    found = request.found
 
     def named() -> Sequence[Host]:
+        nonlocal found
         found = request.find_hosts()
+        return known()
+
+    def known() -> Sequence[Host]:
         return blacklist.without(request.job.machines.merged(found.hosts)) if found else ()
 
-    return Growth(named, blacklist, most)
+    return Growth(named, known, blacklist, most)
 
 
 def _reallocation(request: Request, command: Sequence[str], growth: Growth) -> Reallocate:
@@ -199,7 +204,7 @@ def _reallocation(request: Request, command: Sequence[str], growth: Growth) -> R
         asked = _ask(request, command, [Host(name) for name in names])
         return set(asked.answering) - {finding.host for finding in asked.errors}
 
-    return on_hosts_that_answer(growth.named, answering, growth.most, request.job.machines.merged)
+    return on_hosts_that_answer(growth.known, answering, growth.most, request.job.machines.merged)
 
 
 def say(text: str) -> None:

@@ -18,6 +18,7 @@ from .events import Events, HostsCame
 from .plan import Job
 
 POLL_S = 2.0
+NOT_UPDATED = "ringrun: warning: the list of hosts was not updated: {}"
 _LEAVE_S, _PAUSE_S = 1.0, 0.02  # one that asks hosts takes longer, and goes with the process
 _LONGEST_PAUSE_S = 60.0
 """Between two questions to hosts that are named and not used."""
@@ -68,9 +69,18 @@ class Growth:
 
     named: Callable[[], Sequence[Host]]
     """Returns those that are named now and not left out."""
+    known: Callable[[], Sequence[Host]]
+    """Returns those that were named when that was last found out, and are not left out now."""
     blacklist: Blacklist
     most: int
     """How many ranks the job may have, spares included."""
+
+    def update(self, say: Callable[[str], None]) -> None:
+        """Find out which hosts are named now; what is wrong with the file or script is said, and nothing changes."""
+        try:
+            self.named()
+        except LauncherError as error:
+            say(NOT_UPDATED.format(error))
 
 
 @dataclass(frozen=True)
@@ -138,7 +148,7 @@ class HostWatch:
                 self._ask(named, has)
         except LauncherError as error:
             if str(error) != self._complaint and not self._ended.is_set():
-                self._say(f"ringrun: warning: the list of hosts was not updated: {error}")
+                self._say(NOT_UPDATED.format(error))
             self._complaint = str(error)
 
     def _is_due(self, there_is: object) -> bool:

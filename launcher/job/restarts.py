@@ -145,12 +145,12 @@ def reallocated(
 
 
 def on_hosts_that_answer(
-    named: Callable[[], Sequence[Host]],
+    known: Callable[[], Sequence[Host]],
     answering: Callable[[Sequence[str]], Collection[str]],
     most: int,
     merged: Callable[[Sequence[Host]], Sequence[Host]] = list,
 ) -> Reallocate:
-    """Return a function that assigns the ranks again, to those of the hosts that are `named` now that answer.
+    """Return a function that assigns the ranks again, to those of the `known` hosts that answer.
 
     answering: is given the names of the hosts that are to be asked, perhaps this host's, too.
     most: how many ranks there may be, spares included.
@@ -158,7 +158,7 @@ def on_hosts_that_answer(
     """
 
     def reallocate(job: Job, in_use: Collection[str]) -> Job | None:
-        hosts = named()
+        hosts = known()
         if not job.hosts and all(map(is_here, hosts)):
             slots = sum(host.slots or job.size for host in hosts)
             return replace(job, size=min(most, slots)) if job.elastic and hosts else job

@@ -45,10 +45,10 @@ def run_job(
 ) -> int:
     """Run a job to its end, again after a failure if it says so, and return ringrun's exit code.
 
-    reallocate: the job on the hosts that answer now, see restarts.py; by default they are those that it had.
+    reallocate: the job on the known hosts that answer, see restarts.py; by default they are those that it had.
     growth:     of an elastic job whose hosts may come and go.
     """
-    growth = growth or Growth(tuple, Blacklist(None), job.size)
+    growth = growth or Growth(tuple, tuple, Blacklist(None), job.size)
     asked = job = replace(job, open_files=_raise_open_files(job, job.size))
     if job.elastic and (job.restarts or job.elastic.takes_hosts):
         job = replace(job, commits_folder=kept_commits.prepared(kept_commits.new_name()))
@@ -90,8 +90,12 @@ def run_job(
                 kept_on.difference_update(names)
             return ending
 
+        def reallocate_now(job: Job, in_use: Collection[str]) -> Job | None:
+            growth.update(say_of_restarts)
+            return reallocate(job, in_use)
+
         try:
-            code = restarts.run(job, attempt, reallocate, signals.wait, say_of_restarts, growth.blacklist)
+            code = restarts.run(job, attempt, reallocate_now, signals.wait, say_of_restarts, growth.blacklist)
         except LauncherError as error:
             say(f"ringrun: error: {error}")
             collector.card = str(error).splitlines()

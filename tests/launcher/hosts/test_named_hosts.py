@@ -212,7 +212,7 @@ def test_a_program_that_takes_too_long_is_ended_with_what_it_has_started(tmp_pat
 def test_a_program_does_not_outlive_who_looks_for_hosts(tmp_path):
     script = executable(tmp_path / "discover", f"#!/bin/sh\nsh -c 'echo $$ > {tmp_path}/pid; exec sleep 1000'\n")
     said, events = [], queue.SimpleQueue()
-    growth = Growth(lambda: hostfile.discover([str(script)]), Blacklist(None), 9)
+    growth = Growth(lambda: hostfile.discover([str(script)]), tuple, Blacklist(None), 9)
     watch = HostWatch(growth, lambda _: None, lambda: None, events, said.append)
     watch.start()
     wait_until((tmp_path / "pid").exists)
@@ -237,7 +237,8 @@ def test_a_program_that_starts_when_nobody_looks_any_more_is_ended_too(tmp_path,
 
     monkeypatch.setattr("ringrun.job.growth.stop_discovery", stop)
     monkeypatch.setattr("ringrun.job.growth._LEAVE_S", patient(10))
-    watch = HostWatch(Growth(named, Blacklist(None), 9), lambda _: None, lambda: None, queue.SimpleQueue(), print)
+    growth = Growth(named, tuple, Blacklist(None), 9)
+    watch = HostWatch(growth, lambda _: None, lambda: None, queue.SimpleQueue(), print)
     watch.start()
     watch.close()
     assert not watch._thread.is_alive()

@@ -60,7 +60,7 @@ class Watched:
         self.asked = []
         self.events = queue.SimpleQueue()
         self.said = []
-        growth = Growth(self._named, Blacklist(None), most)
+        growth = Growth(self._named, self._named, Blacklist(None), most)
         self._watch = HostWatch(growth, self._reallocate, lambda: self.in_use, self.events, self.said.append, clock)
 
     def _named(self):
@@ -194,6 +194,23 @@ def test_a_job_on_this_host_grows_to_its_slots_and_its_limit(max_np, slots, size
     request = cli.parse(["--elastic", "-np", "2", "--spares", "1", "-H", f"localhost:{slots}", *flags, "true"])
     found = cli._reallocation(request, ["true"], cli._growth(request))(replace(request.job, size=3), ())
     assert found.size == size
+
+
+def test_hosts_stay_known_while_their_list_cannot_be_read(tmp_path):
+    file, said = tmp_path / "hosts", []
+    file.write_text("h1:2\nh2:3\n")
+    request = cli.parse(["--elastic", "--blacklist-cooldown-range", "10", "100", "--hostfile", str(file), "true"])
+    growth = cli._growth(request)
+    file.write_text("h1:2\nh2:")
+    growth.update(said.append)
+    assert growth.known() == [H1, Host("h2", 3)]
+    assert re.fullmatch(f"ringrun: warning: the list of hosts was not updated: {file}:2: 'h2:'.*", "\n".join(said))
+    growth.blacklist.failed("h1")
+    assert growth.known() == [Host("h2", 3)]
+    file.write_text("h1:2\nh2:4\n")
+    growth.update(said.append)
+    assert growth.known() == [Host("h2", 4)]
+    assert len(said) == 1
 
 
 def test_a_range_in_a_file_is_one_text(tmp_path):

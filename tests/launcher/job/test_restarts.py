@@ -26,6 +26,7 @@ from ringrun.job.restarts import Ending, SignalRelay, reallocated
 from ringrun.job.supervise import Supervisor
 from tests.launcher.job.test_growth import Clock
 from tests.launcher.job.test_supervise import Fake, arrived, ended, queue_of
+from tests.support.jobs import executable
 from tests.support.patience import patient
 
 OK, FAILED, TIMEOUT = Ending(0), Ending(7, failed=True), Ending(124)
@@ -354,6 +355,26 @@ def test_it_gives_up_after_the_last_restart(ringrun, script, tmp_path, wait_unti
     for rank in range(2):  # nothing of an earlier attempt is lost
         kept = (tmp_path / "kept" / f"rank.{rank}" / "stderr").read_text()
         assert kept == "".join(f"words of attempt {count}\n" for count in range(3))
+
+
+@pytest.mark.without_mpi
+@pytest.mark.parametrize("how", ["file", "script"])
+def test_a_list_of_hosts_that_cannot_be_had_stays_as_it_was(ringrun, script, tmp_path, how):
+    """As while it is being rewritten, or in an outage."""
+    (tmp_path / "hosts").write_text("localhost slots=2\n")
+    executable(tmp_path / "discover", "#!/bin/sh\necho busy >&2; cat hosts\n")
+    source = """
+        import os, pathlib, sys
+        count = os.environ["RINGREDUCE_RESTART_COUNT"]
+        print("attempt", count)
+        pathlib.Path("hosts").unlink(missing_ok=True)
+        sys.exit(3 if count == "0" else 0)
+    """
+    flags = {"file": ("--hostfile", "hosts"), "script": ("--host-discovery-script", "./discover")}[how]
+    done = ringrun("-np", 2, "--restarts", 1, *flags, *script(source), returncode=0)
+    assert {"[0] attempt 1", "[1] attempt 1"} <= {*done.stdout.splitlines()}
+    why = {"file": "hostfile hosts: no such file\n", "script": "--host-discovery-script ./discover: it ended with"}[how]
+    assert f"ringrun: warning: the list of hosts was not updated: {why}" in done.stderr
 
 
 def test_ctrl_c_during_a_pause_ends_at_once(start, script, wait_until_gone):
