@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import re
 import time
+import traceback
 from collections.abc import Callable
 from typing import Any, NoReturn
 
@@ -28,8 +29,8 @@ def run(func: Callable[..., Any]) -> Callable[..., Any]:
     state says. HostsUpdatedInterrupt, from `state.commit()`, does the same without going back; when hosts have come,
     ringrun then starts the job again with them, and `func` begins there at the last commit.
 
-    Whatever else `func` raises is raised: a MismatchError too, since ranks that differ would differ again, and in a job
-    that is not elastic every CollectiveError.
+    Whatever else `func` raises is raised: a MismatchError too, since ranks that differ would differ again, a
+    CollectiveError of its own while no rank is lost, and in a job that is not elastic every CollectiveError.
 
     Cost:   without failures one `sync`.
     Source: Horovod's elastic.run, which takes rank 0's state, and always synchronizes.
@@ -63,7 +64,7 @@ def _train(func: Callable[[], Any], state: State) -> Any:
                 _keep(state, own)
                 _await_restart(own)
         except BaseException as error:
-            if not (_is_loss(error) and own.is_elastic):
+            if not (_is_loss(error) and own.is_elastic) or (own.is_whole() and _is_of_caller(error)):
                 raise
             start_s = time.perf_counter()
             own.await_gpu(after_loss=True)  # it may write to the state's arrays
@@ -82,6 +83,13 @@ def _is_loss(error: BaseException) -> bool:
         return not isinstance(error, MismatchError)
     is_wrapped = type(error).__module__.partition(".")[0] in ("jax", "jaxlib", "tensorflow")
     return is_wrapped and re.search(r"\b(PeerLost|Stalled|Collective)Error: ", str(error)) is not None
+
+
+def _is_of_caller(error: BaseException) -> bool:
+    """True for an error that the user's code has raised, not a function of ringreduce that it calls."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    where = frames[-1].f_globals.get("__name__", "").partition(".")[0]
+    return isinstance(error, CollectiveError) and where != "ringreduce"
 
 
 def _keep(state: State, own: Runtime) -> None:

@@ -96,6 +96,10 @@ class Runtime:
         """True when ranks are lost or have joined, so that the next collective raises PeerLostError."""
         return False
 
+    def is_whole(self) -> bool:
+        """True while no error has ended this world, and no other list of its ranks is known."""
+        return self.engine.ending.error is None and not self.membership_changed()
+
     def hosts_came(self) -> str:
         """The hosts that have come, with which the launcher is about to start this job again; empty: none."""
         return ""

@@ -46,5 +46,6 @@ def elastic(monkeypatch):
         return len(set(everyones)) == 1
 
     monkeypatch.setattr(Runtime, "is_elastic", True)
+    monkeypatch.setattr(Runtime, "is_whole", lambda self: False)  # errors that a test raises stand for losses
     monkeypatch.setattr(Runtime, "reform", reform)
     return seen

@@ -193,6 +193,28 @@ def test_a_mismatch_goes_on_since_it_would_come_again(elastic):
     assert elastic == []
 
 
+@pytest.mark.parametrize("raised", ["by all", "by one"])
+def test_a_collective_error_of_the_functions_own_is_raised_where_no_rank_is_lost(monkeypatch, raised):
+    """Nobody would send a list of other ranks."""
+    monkeypatch.setattr(Runtime, "is_elastic", True)
+
+    def program():
+        @run
+        def train(state):
+            if raised == "by all" or rr.rank() == 1:
+                raise rr.HorovodInternalError(f"the loss of rank {rr.rank()} is NaN")
+            return state.step
+
+        state = new_state()
+        if raised == "by one" and rr.rank() == 0:
+            return train(state)
+        with pytest.raises(CollectiveError, match=f"^the loss of rank {rr.rank()} is NaN$"):
+            train(state)
+        return "raised"
+
+    assert run_ranks(2, program) == ["raised" if raised == "by all" else 0, "raised"]
+
+
 def test_an_error_that_reforming_raises_ends_the_function(elastic, monkeypatch):
     def fails(self, commits):
         raise CollectiveError("the ranks did not meet")
