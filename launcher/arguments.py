@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 
 from .errors import UsageError
 from .network import LOST_AFTER_S
-from .text import close_matches, quoted, shortened
+from .text import EMPTY, close_matches, quoted, shortened
 
 _COLUMNS = 100  # of a manual
 _ALIKE = 0.75
@@ -48,6 +48,11 @@ class _Joined(argparse.Action):
         setattr(namespace, self.dest, f"{before},{values}" if before else values)
 
 
+def may_be_empty(action: argparse.Action) -> bool:
+    """Return whether a flag takes an empty value: of ringrun's own none but --mpi-args, to which it adds nothing."""
+    return " " in action.dest or action.dest == "mpi_args"  # a setting's: see config/resolve.py
+
+
 class Parser(argparse.ArgumentParser):
     """An ArgumentParser that knows its flags and raises UsageError, with the flag that was probably meant."""
 
@@ -70,6 +75,8 @@ class Parser(argparse.ArgumentParser):
 
     def _get_values(self, action: argparse.Action, values: list[str]) -> Any:
         """Return a flag's value, `--` of `--timeout=--`, too, of which Python 3.12 and earlier make a list."""
+        if action.option_strings and "" in values and not may_be_empty(action):
+            raise UsageError(f"{action.option_strings[0]}: expected a value, but {EMPTY}")
         return "--" if action.option_strings and values == ["--"] else super()._get_values(action, values)
 
     def parse_args(self, arguments: Any = None, namespace: Any = None) -> Any:

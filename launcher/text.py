@@ -2,6 +2,9 @@
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
 
+EMPTY = "it is empty, as a variable that is not set"
+"""What a message says of an empty word, which a shell makes of "$NAME"."""
+
 
 def shortened(text: str, most: int) -> str:
     """Return `text` in at most `most` characters.

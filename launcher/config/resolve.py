@@ -14,7 +14,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..arguments import Add, Parser, whole
+from ..arguments import Add, Parser, may_be_empty, whole
 from ..errors import UsageError
 from ..forward import SET_BY_RINGRUN
 from ..text import close_matches, columns
@@ -182,6 +182,8 @@ def _value(entry: Entry, action: argparse.Action) -> Any:
         raise UsageError(
             f"{entry.place}: {entry.key}: expected a value, got {entry.text}; remove the line, or quote it"
         )
+    if entry.kind != "list" and not entry.text and action.nargs != 0 and not may_be_empty(action):
+        raise UsageError(f"{entry.place}: {entry.key}: expected a value, but it is empty; remove the line")
     if isinstance(action, argparse._AppendAction):
         return list(entry.texts)
     if entry.kind == "list":

@@ -21,6 +21,7 @@ from ..forward import forwarded, settings_of_job, withheld
 from ..hosts import Host, Machines, is_here, is_loopback
 from ..network import LOST_AFTER_S
 from ..remote import OverSsh, Reach
+from ..text import EMPTY
 
 _AGENT = "ringrun.agent"
 _BEFORE_PYTHON = ("PYTHONPATH", "LD_LIBRARY_PATH")
@@ -88,7 +89,7 @@ def _is_not_activated(environ: Mapping[str, str]) -> bool:
 
 def _why_not_found(name: str, own: Collection[str]) -> str:
     if not name:
-        return " (it is empty, as a variable that is not set)"
+        return f" ({EMPTY})"
     if os.path.isdir(name):
         return " (it is a folder)"
     if _PYTHON.fullmatch(name):

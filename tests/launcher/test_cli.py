@@ -50,11 +50,15 @@ WRONG = [
         for flag, what, texts in (
             ("-np", "auto or a whole number from 1 to 999999", ("0", "-3", "99999999999", "four", "1.5")),
             ("--timeout", "a number of seconds above 0", ("soon", "0", "-1", "nan", "inf")),
-            ("--forward-signals", "USR1, USR2 or USR1,USR2", ("", "USR3", "TERM", "USR1,")),
-            ("--metrics-port", "a port from 0 to 65535", ("-1", "65536", "")),
-            ("--restarts", "a whole number from 0 to 999999", ("-1", "x", "1.5", "", "²", "1" * 10)),
+            ("--forward-signals", "USR1, USR2 or USR1,USR2", ("USR3", "TERM", "USR1,")),
+            ("--metrics-port", "a port from 0 to 65535", ("-1", "65536")),
+            ("--restarts", "a whole number from 0 to 999999", ("-1", "x", "1.5", "²", "1" * 10)),
         )
         for text in texts
+    ],
+    *[
+        ([flag, "", "true"], f"{flag}: expected a value, but it is empty, as a variable that is not set")
+        for flag in ("-np", "-H", "--exclude", "--host-discovery-script", "--wdir", "--min-np", "--env", "--stdin")
     ],
     *[
         ([wrong, "2", "true"], f"there is no flag {wrong.partition('=')[0]}; did you mean {right}?")

@@ -373,6 +373,7 @@ def test_a_wrong_variable_beside_a_flag_is_told_too(monkeypatch):
         ("env: [[A]]", "job.yaml:1: env: expected one value, but it is a list"),
         ("env: [A=1, ~]", "job.yaml:1: env has no value; give one, or remove the line"),
         ("np:\n", "job.yaml:1: np has no value; give one, or remove the line"),
+        ('wdir: ""', "job.yaml:1: wdir: expected a value, but it is empty; remove the line"),
         ("[a]: 2\n", "job.yaml:1: a key must be a name, as in: cycle_time_ms: 5"),
         ('"a\\nb": 2', "job.yaml:1: a key must be a name, as in: cycle_time_ms: 5"),
         ("np: 1\nnp: 2", "job.yaml:2: np is given twice; the first is at job.yaml:1"),
