@@ -29,6 +29,7 @@ import io
 import os
 import shlex
 import shutil
+import signal
 import socket
 import sys
 from argparse import SUPPRESS
@@ -51,7 +52,7 @@ from .hosts import Host, may_get_ranks, place_ranks
 from .job.growth import Blacklist, Growth
 from .job.plan import example, find_command, interpreter_of
 from .job.restarts import Reallocate, on_hosts_that_answer
-from .job.signals import FORWARDABLE, survive
+from .job.signals import FORWARDABLE, exit_at, survive
 from .preflight import Preflight, check_job
 from .preflight.probe import both_mpi_wheels
 from .processes import home, open_standard_streams, starter
@@ -326,6 +327,7 @@ def _stdin_rank(request: Request, size: int) -> int:
 def main() -> int:
     """Run as the console script `ringrun`."""
     survive(FORWARDABLE)
+    exit_at((signal.SIGTERM, signal.SIGHUP))  # until a job begins: with what looks for hosts
     open_standard_streams()
     if isinstance(sys.stdout, io.TextIOWrapper):  # names that are not UTF-8 are printed, too, as on stderr
         sys.stdout.reconfigure(errors="backslashreplace")

@@ -8,6 +8,7 @@ writes each signal's number to a pipe, at once, and a thread reads it there.
 import atexit
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -28,6 +29,13 @@ def survive(numbers: Iterable[int]) -> None:
     for number in numbers:
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, lambda *_: None)
+
+
+def exit_at(numbers: Iterable[int]) -> None:
+    """Let these signals raise SystemExit, so that all is cleared away, except those that the parent ignores (nohup)."""
+    for number in numbers:
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, lambda number, _: sys.exit(128 + number))
 
 
 def _end() -> None:

@@ -26,8 +26,6 @@ import contextlib
 import json
 import math
 import os
-import signal
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -181,7 +179,6 @@ def _run(resolved: config.Config, flags: Sequence[str]) -> int:
         _require_writable(getattr(options, name), resolved.flag(name))
     if options.json and options.html and os.path.realpath(options.json) == os.path.realpath(options.html):
         raise UsageError(f"--json {options.json} and --html {options.html} are one file; give two")
-    _exit_at_signals()
     ranks = ", ".join(map(str, todo.sizes))
     say(f"ringrun: measuring {todo.rounds * len(todo.sizes)} runs one after the other, with {ranks} ranks in turn")
     rounds: list[dict[int, Run]] = [{} for _ in range(todo.rounds)]
@@ -208,13 +205,6 @@ def _run(resolved: config.Config, flags: Sequence[str]) -> int:
 
         _write(options.html, "--html", render(document))
     return code or int(not answer.measured)
-
-
-def _exit_at_signals() -> None:
-    """Let signals end the run of the moment, too, except those that the parent ignores, as nohup does."""
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(number) is not signal.SIG_IGN:
-            signal.signal(number, lambda number, _: sys.exit(128 + number))
 
 
 def _measure_all(todo: Plan, rounds: Sequence[dict[int, Run]]) -> None:

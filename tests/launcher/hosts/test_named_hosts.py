@@ -1,6 +1,7 @@
 """Hosts that are named, of which only this one gets ranks."""
 
 import queue
+import signal
 import socket
 import threading
 
@@ -222,6 +223,18 @@ def test_a_program_does_not_outlive_who_looks_for_hosts(tmp_path):
     watch._thread.join(patient(10))
     assert not watch._thread.is_alive()
     assert said == []
+
+
+@pytest.mark.without_mpi
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+def test_a_program_does_not_outlive_a_ringrun_that_is_ended_before_the_job(number, start, tmp_path):
+    script = executable(tmp_path / "discover", "#!/bin/sh\nsh -c 'echo $$ > pid; exec sleep 1000'\n")
+    process = start("--host-discovery-script", str(script), "true")
+    wait_until(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text())
+    process.send_signal(number)
+    assert process.communicate(timeout=patient(20)) == ("", "")
+    assert process.returncode == 128 + number
+    wait_until(lambda: is_gone(tmp_path / "pid"))
 
 
 def test_a_program_that_starts_when_nobody_looks_any_more_is_ended_too(tmp_path, monkeypatch):

@@ -74,6 +74,18 @@ def test_what_the_parent_has_said_to_ignore_is_ignored():
     assert done.stdout == "15\n", done.stderr
 
 
+def test_before_a_job_a_hangup_ends_ringrun_but_not_under_nohup():
+    program = """
+        from ringrun.job.signals import exit_at
+        signal.signal(signal.SIGHUP, signal.{})
+        exit_at((signal.SIGTERM, signal.SIGHUP))
+        send(signal.SIGHUP)
+        send(signal.SIGTERM)
+    """
+    assert run(program.format("SIG_DFL")).returncode == 129
+    assert run(program.format("SIG_IGN")).returncode == 143
+
+
 def test_a_request_for_stacks_that_comes_at_the_very_end_ends_nothing():
     done = run("""
         reader = SignalReader(got.put)

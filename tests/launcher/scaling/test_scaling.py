@@ -525,22 +525,6 @@ def test_a_file_has_none_of_our_flags_since_each_ringrun_reads_it(line, tmp_path
         command.run(["--config-file", f"{tmp_path}/f.yaml", "python", "x"])
 
 
-def test_a_hangup_ends_it_but_not_under_nohup():
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
-    try:
-        signal.signal(signal.SIGHUP, signal.SIG_IGN)
-        command._exit_at_signals()
-        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
-        signal.signal(signal.SIGHUP, signal.SIG_DFL)
-        command._exit_at_signals()
-        for number in before:
-            with pytest.raises(SystemExit, match=f"^{128 + number}$"):
-                signal.raise_signal(number)
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
 def test_the_manual_has_our_flags_and_names_ringruns(capsys):
     with pytest.raises(SystemExit):
         command.run(["--no-bind", "--help"])
