@@ -271,7 +271,7 @@ class Coordinator:
             return []
         now = self._clock()
         found = [self._waiting(entry) for entry in self._entries.values() if now - entry.since_s >= longer_than_s]
-        return sorted(found, key=lambda each: each.since_s)
+        return sorted((each for each in found if each.missing), key=lambda each: each.since_s)
 
     def _waiting(self, entry: Entry) -> Waiting:
         lines = {rank: each.line for rank, each in entry.records.items()}

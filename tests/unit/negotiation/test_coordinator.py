@@ -242,6 +242,15 @@ def test_what_waits_is_told_with_ranks_and_lines():
     assert ranks.coordinator.waiting(-1e9) == [], "they have failed"
 
 
+def test_what_all_have_submitted_waits_for_nobody():
+    ranks = Ranks(2)
+    ranks.tell(0, tensor("a"))
+    ranks.tell(1, tensor("b"))
+    ranks.tell(1, tensor("a"))
+    assert [(each.signature.name, each.missing) for each in ranks.coordinator.waiting(-1e9)] == [("b", [0])]
+    assert [each.name for each in ranks.decide().new] == ["a"]
+
+
 def test_a_record_of_what_was_submitted_long_ago_has_waited_so_long():
     ranks = Ranks(3)
     ranks.now_s = 10.0
