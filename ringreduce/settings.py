@@ -38,6 +38,8 @@ NO_EFFECT = (
 )
 """Horovod's variables of which docs/settings.md says why they change nothing."""
 LEAST_FUSION_BYTES = 8 << 20  # of the buffer, with slots as by default; also where Horovod's users want no fusion
+MOST_FUSION_SLOTS = 1 << 16  # init() makes an array of each
+MOST_CACHED = 1 << 24  # tensors, for which init() makes room
 SHARED_SLOTS = 4  # slots of shared memory per process set; collectives/shared.py explains why 4 suffice
 MOST_REGIONS = 32  # process sets that have flags in shared memory
 PCI_BUS_ID = r"[0-9a-fA-F]{4,8}:[0-9a-fA-F]{2}:[0-9a-fA-F]{2}\.[0-7]"  # of a device: domain, bus, device, function
@@ -150,6 +152,13 @@ class Settings:
                     f"half of fusion_buffer_bytes={self.fusion_buffer_bytes} holds less than {slots} slots of "
                     f"{name}={getattr(self, name)}; raise the first or lower the second"
                 )
+        if self.fusion_buffer_bytes // 2 > MOST_FUSION_SLOTS * self.fusion_slot_bytes:
+            raise SettingsError(
+                f"half of fusion_buffer_bytes={self.fusion_buffer_bytes} holds more than {MOST_FUSION_SLOTS} slots of "
+                f"fusion_slot_bytes={self.fusion_slot_bytes}; lower the first or raise the second"
+            )
+        if self.cache_capacity > MOST_CACHED:
+            raise SettingsError(f"cache_capacity={self.cache_capacity}: expected at most {MOST_CACHED} tensors")
         if self.log_level not in LEVELS:
             raise SettingsError(f"log_level={self.log_level!r}: {_EXPECTED_LEVEL}")
         Checks.parse(self.check).require(self.deterministic)

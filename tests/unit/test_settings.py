@@ -126,6 +126,28 @@ def test_a_buffer_that_holds_too_few_slots_is_refused():
         Settings(shared_slot_bytes=100)
 
 
+@pytest.mark.parametrize(
+    ("variable", "text", "message"),
+    [
+        (
+            "FUSION_SLOT_BYTES",
+            "1",
+            "half of fusion_buffer_bytes=16777216 holds more than 65536 slots of fusion_slot",
+        ),
+        (
+            "FUSION_BUFFER_BYTES",
+            str(10**18),
+            "half of fusion_buffer_bytes=10{18} holds more than 65536 slots of fusion_slot",
+        ),
+        ("CACHE_CAPACITY", str(10**21), "cache_capacity=10{21}: expected at most 16777216 tensors"),
+    ],
+)
+def test_what_init_could_not_make_room_for_is_refused(variable, text, message):
+    with pytest.raises(SettingsError, match=f"^{message}"):
+        Settings.from_environment({f"RINGREDUCE_{variable}": text})
+    assert Settings(fusion_buffer_bytes=2 * 64 << 16, fusion_slot_bytes=64, cache_capacity=1 << 24)
+
+
 @pytest.mark.parametrize("device", ["", "0", "12", "0000:3b:00.0", "00000000:3B:00.0"])
 def test_a_gpu_is_named_by_index_or_bus_id(device):
     assert Settings.from_environment({"RINGREDUCE_CUDA_DEVICE": device}).cuda_device == device
