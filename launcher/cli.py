@@ -327,7 +327,7 @@ def _stdin_rank(request: Request, size: int) -> int:
 def main() -> int:
     """Run as the console script `ringrun`."""
     survive(FORWARDABLE)
-    exit_at((signal.SIGTERM, signal.SIGHUP))  # until a job begins: with what looks for hosts
+    exit_at((signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT))  # until a job begins: with what looks for hosts
     open_standard_streams()
     if isinstance(sys.stdout, io.TextIOWrapper):  # names that are not UTF-8 are printed, too, as on stderr
         sys.stdout.reconfigure(errors="backslashreplace")

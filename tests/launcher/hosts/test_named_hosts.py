@@ -226,7 +226,7 @@ def test_a_program_does_not_outlive_who_looks_for_hosts(tmp_path):
 
 
 @pytest.mark.without_mpi
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGINT])
 def test_a_program_does_not_outlive_a_ringrun_that_is_ended_before_the_job(number, start, tmp_path):
     script = executable(tmp_path / "discover", "#!/bin/sh\nsh -c 'echo $$ > pid; exec sleep 1000'\n")
     process = start("--host-discovery-script", str(script), "true")

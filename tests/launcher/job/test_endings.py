@@ -42,6 +42,7 @@ def ended(process):
         (signal.SIGINT, 130, "ringrun: interrupted; ending 3 ranks"),
         (signal.SIGTERM, 143, "ringrun: got SIGTERM; ending 3 ranks"),
         (signal.SIGHUP, 129, "ringrun: got SIGHUP; ending 3 ranks"),
+        (signal.SIGQUIT, 131, "ringrun: got SIGQUIT; ending 3 ranks"),
     ],
 )
 def test_a_signal_ends_everything(number, code, message, started, wait_until_gone):
