@@ -196,7 +196,7 @@ def readme(found: Machine) -> str:
     lost = [size for size, each in zip(call_sizes(found), found.calls(), strict=True) if MPI in dict(each.faster())]
     where = [lowered(each.what) for each in found.questions() if not each.what.startswith("One ") and [*each.faster()]]
     where += [f"single calls of up to {bytes_text(max(lost))}"] if lost else []
-    said = f" A peer is faster in: {'; '.join(where)}." if where else ""
+    said = f" Another tool is faster for: {'; '.join(where)}." if where else ""
     return "\n".join([*lines, f"({found.name}.){said} [Benchmarks](docs/benchmarks.md) has all figures."])
 
 

@@ -1,4 +1,4 @@
-"""Programs of PyTorch and its front ends, with no line changed: over gloo, and under ringrun --torch-backend ring."""
+"""Programs of PyTorch and its front ends, unchanged: over gloo, and under ringrun --torch-backend ring."""
 
 import sys
 from pathlib import Path
