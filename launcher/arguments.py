@@ -211,6 +211,6 @@ def parse_ranks(text: str, size: int, flag: str) -> frozenset[int]:
 def _rank(digits: str, size: int, flag: str) -> int:
     number = digits.lstrip("0") or "0"
     if len(number) > len(str(size)) or int(number) >= size:  # int() refuses thousands of digits
-        there_are = "is only rank 0" if size == 1 else f"are ranks 0 to {size - 1}"
-        raise UsageError(f"{flag}: there is no rank {shortened(number, _SHOWN)}; with -np {size} there {there_are}")
+        known = f"ranks are 0 {'and' if size == 2 else 'to'} {size - 1}" if size > 1 else "only rank is 0"
+        raise UsageError(f"{flag}: there is no rank {shortened(number, _SHOWN)}; with -np {size} the {known}")
     return int(number)

@@ -10,16 +10,17 @@ It uses the MPI that mpi4py loads. A local rank is a rank's number on its host. 
 
 Environment of a rank
   RANK, WORLD_SIZE                number, and how many; LOCAL_RANK, LOCAL_WORLD_SIZE: on its host
-  MASTER_ADDR, MASTER_PORT        where rank 0 may listen; kept if set
-  OMP_NUM_THREADS                 how many cores it has; kept if set, as is PYTHONUNBUFFERED (1)
+  MASTER_ADDR, MASTER_PORT        where rank 0 may listen; not changed if already set
+  OMP_NUM_THREADS                 how many cores it has; not changed if already set
+  PYTHONUNBUFFERED                1; not changed if already set
   RINGREDUCE_RESTART_COUNT        how often --restarts has started the job again, 0 at first
 
 Exit code
   0    every rank ended with 0; in an elastic job, every rank that was left
   n    that of the rank that failed first; 128 + n if signal n ended it
   2    the command line is wrong, or the command cannot be run
-  3    this machine, or another host, lacks something: mpi4py, the MPI library, or its mpirun
-  124  the job took longer than --timeout; 130: Ctrl-C; 143: SIGTERM; 129: SIGHUP; 141: no reader
+  3    something is missing on this machine or another host: mpi4py, the MPI library, or its mpirun
+  124  the job ran longer than --timeout; 130: Ctrl-C; 143: SIGTERM; 129: SIGHUP; 141: no reader
 """
 
 import contextlib

@@ -59,7 +59,7 @@ def add_flags(add: Add) -> None:
     add("--max-np", "--max-num-proc", metavar="N", help="when hosts are added, grow to at most N ranks")
     add("--spares", metavar="N", help="start N extra ranks, which replace those that fail (0)")
     add("--max-failures", metavar="N", help="end the job when more than N ranks have failed (no limit)")
-    cooldown = "leave a failed host out of restarts for so many seconds"
+    cooldown = "keep a failed host out of restarts for MIN to MAX seconds"
     add("--blacklist-cooldown-range", nargs=2, metavar=("MIN", "MAX"), help=cooldown)
 
 

@@ -80,5 +80,5 @@ def chosen(subcommand: str, arguments: Sequence[str], jobs: Sequence[RunningJob]
     running = f"your jobs are: {', '.join(str(job.pid) for job in jobs)}" if jobs else "no job of yours is running here"
     if not (text.isascii() and text.isdecimal()):
         raise UsageError(f"ringrun {subcommand} {text}: JOB is the process number of a ringrun; {running}")
-    what = "is not a ringrun of yours with a running job" if os.path.exists(f"/proc/{text}") else "does not exist"
+    what = "is not one of your running ringrun jobs" if os.path.exists(f"/proc/{text}") else "does not exist"
     raise UsageError(f"ringrun {subcommand} {text}: process {text} {what}; {running}")

@@ -41,6 +41,11 @@ def counted(count: int, noun: str) -> str:
     return f"{count} {noun}{'' if count == 1 else 's'}"
 
 
+def was(many: Collection[object]) -> str:
+    """Return the verb for what `numbered` has named."""
+    return "was" if len(many) == 1 else "were"
+
+
 def duration(seconds: float) -> str:
     """Return a time in two units at most: `0.3 s`, `12 s`, `2 min 5 s`, `3 h 20 min`, `2 d 4 h`.
 

@@ -74,7 +74,7 @@ class Checks:
         Checks(nan='zero', divergence=100, sdc=0)
         """
         if not isinstance(text, str):
-            raise SettingsError(f"check={text!r}: expected a text: {CHECKS}; or an empty one for no checks")
+            raise SettingsError(f"check={text!r}: expected a string: {CHECKS}; or an empty string for no checks")
         found: dict[str, str | int] = {}
         for item in filter(None, (each.strip() for each in text.split(","))):
             name, _, option = item.partition(":")
@@ -149,8 +149,8 @@ class Settings:
         for name, slots in (("fusion_slot_bytes", 2), ("shared_slot_bytes", SHARED_SLOTS)):
             if self.fusion_buffer_bytes // 2 < slots * getattr(self, name):
                 raise SettingsError(
-                    f"half of fusion_buffer_bytes={self.fusion_buffer_bytes} holds less than {slots} slots of "
-                    f"{name}={getattr(self, name)}; raise the first or lower the second"
+                    f"half of fusion_buffer_bytes={self.fusion_buffer_bytes} must hold at least {slots} slots of "
+                    f"{name}={getattr(self, name)}; raise the former or lower the latter"
                 )
         if self.fusion_buffer_bytes // 2 > MOST_FUSION_SLOTS * self.fusion_slot_bytes:
             raise SettingsError(
@@ -199,9 +199,10 @@ def horovod_notice(environ: Mapping[str, str]) -> str:
     names = [name for name in NO_EFFECT if environ.get(name, "").lower() not in FALSE]
     if not names:
         return ""
+    have = "has" if len(names) == 1 else "have"
     return (
-        f"no effect here: {', '.join(names)}. Nothing needs tuning: the algorithm of an all-reduce is chosen by its "
-        "size, and the other defaults are as fast as what a search finds. docs/settings.md has more"
+        f"{', '.join(names)} {have} no effect here. Nothing needs tuning: the algorithm of an all-reduce is chosen by "
+        "its size, and the other defaults are as fast as what a search finds. See docs/settings.md"
     )
 
 

@@ -389,7 +389,7 @@ def _why_not_started(error: OSError, program: str) -> str:
         with contextlib.suppress(OSError), open(program, "rb") as file:
             first = file.readline().decode(errors="replace").rstrip("\n")
             if first.startswith("#!") and first.endswith("\r"):
-                windows = f"its lines end as on Windows, so {quoted(first[2:])} is looked for"
+                windows = f"it has Windows line endings, so the system looks for {quoted(first[2:])}"
                 return f"{why}: {windows}; to change them: sed -i 's/\\r$//' {program}"
             if first.startswith("#!"):
                 return f"{why}: its first line, {quoted(first)}, names an interpreter that does not exist there"

@@ -1,4 +1,4 @@
-"""horovodrun's flags: which setting of ringreduce's each one means, and which have no meaning here."""
+"""horovodrun's flags: which setting of ringreduce's each one means, and which have no effect here."""
 
 import argparse
 
@@ -46,7 +46,7 @@ IGNORED_VALUES = {
     "reset-limit": "lost ranks are limited by --max-failures, and restarts by --restarts",
     "thread-affinity": "the kernel places the engine's thread",
 }
-"""Flags with a value that have no meaning here, and why."""
+"""Flags with a value that have no effect here, and why."""
 
 IGNORED_SWITCHES = {
     "autotune": TUNING,
@@ -65,7 +65,7 @@ IGNORED_SWITCHES = {
     "mpi-threads-disable": "ringreduce asks MPI for the threads that it needs",
     "no-mpi-threads-disable": "ringreduce asks MPI for the threads that it needs",
 }
-"""Flags without a value that have no meaning here, and why."""
+"""Flags without a value that have no effect here, and why."""
 
 
 OWN = """

@@ -57,7 +57,7 @@ class Config:
     """ringreduce's; empty where nothing asked for them."""
 
     notices: Sequence[str]
-    """What the user should know of flags that have no meaning here."""
+    """What the user should know of flags that have no effect here."""
 
     @property
     def variables(self) -> dict[str, str]:
@@ -274,12 +274,12 @@ def _check(settings: Mapping[str, Value], environ: Mapping[str, str]) -> None:
 
 
 def _notices(level: _Level) -> list[str]:
-    """Return a line for each flag that has no meaning here; for autotune's, one line together."""
+    """Return a line for each flag that has no effect here; for autotune's, one line together."""
     ignored = {**horovod.IGNORED_SWITCHES, **horovod.IGNORED_VALUES}
     given = {name: level[at][1] for name in ignored if (at := horovod.destination(name)) in level and level[at][0]}
     tuning = [name for name in given if ignored[name] == horovod.TUNING]
     return [
-        f"{_named(source, name)} has no meaning here ({ignored[name]})"
+        f"{_named(source, name)} has no effect here ({ignored[name]})"
         for name, source in given.items()
         if name not in tuning[1:]
     ]

@@ -4,15 +4,16 @@
 
 It asks every host what a job needs of it (Python, ringreduce, mpi4py, NumPy, MPI, GPUs, clock, /dev/shm) and prints
 one table. Then one rank on each host reduces a buffer with every other, two by two, and it prints bandwidth and latency
-of all links. `*` marks what differs, is missing or slow; below stands what to do about it. Hosts with an error are not
-measured.
+of all links. `*` marks what differs, is missing or is slow; what to do about it is printed below the table. Hosts with
+an error are not measured.
 
     ringrun doctor -H n1,n2,n3 --gradients 500 --computing 0.3
 
-says, too, what a training step would take there by each way to send less (Compression.int8 …): one that computes for so
-many seconds and has so many MB of gradients, in float32.
+also estimates how long a training step would take there with each way of sending less (Compression.int8 …), for a step
+with these seconds of computing and MB of float32 gradients.
 
-Without -H or --hostfile the hosts are those of the Slurm, LSF or PBS job, or of the MPI Operator; else this one alone.
+Without -H or --hostfile the hosts are those of the Slurm, LSF or PBS job, or of the MPI Operator; otherwise only this
+host.
 
 Exit code: 0, also with warnings; 3 with errors; 2 for a wrong command line.
 """

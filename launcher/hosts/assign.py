@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from ..errors import UsageError
 from ..machine.placement import automatic_size
 from ..machine.topology import read_topology
-from ..text import listed
+from ..text import counted, listed
 from .allocation import find_allocation
 from .host import Host, is_here, parse_host_list
 from .hostfile import discover, read_hostfile, read_text
@@ -138,8 +138,8 @@ def _unsaid(hosts: Sequence[Host], size: int, slots: int) -> list[int]:
         return unsaid
     enough = Host(hosts[0].name, (hosts[0].slots or 0) + size - slots)
     raise UsageError(
-        f"-np {size}: the hosts have {slots} slots ({listed([str(host) for host in hosts])}); "
-        f"start at most {slots} ranks, or give a host more slots, as in {enough}"
+        f"-np {size}: the hosts have only {counted(slots, 'slot')} ({listed([str(host) for host in hosts])}); "
+        f"start at most {counted(slots, 'rank')}, or give a host more slots, as in {enough}"
     )
 
 

@@ -12,13 +12,13 @@ from ..report.answers import stacks_report, waiting
 from ..report.card import card
 from ..report.outcome import RankEnd
 from ..run_report import Collector
-from ..text import listed, numbered
+from ..text import listed, numbered, was
 from .mpirun import MpiLauncher
 from .plan import Job
 from .questions import Question, nobody
 
-WITHOUT_INIT = "and never called init()", "there for all ranks"
-WITHOUT_LEAVING = "in mid-training, as os._exit(0) does", "for it"
+WITHOUT_INIT = "without calling init(), where", "for all ranks"
+WITHOUT_LEAVING = "in mid-training (as os._exit(0) does) while", "for it"
 _TIMEOUT_EXIT_CODE = 124  # that of timeout(1)
 
 Conclusion = Callable[[], int]
@@ -87,12 +87,12 @@ class Conclusions:
             self._not_started(f"the {self._ranks.job.start_timeout_s:g} s of --start-timeout had passed")
         )
 
-    def ended_with_0(self, gone: set[int], waited: set[int], how: str, where: str) -> int:
+    def ended_with_0(self, gone: set[int], waited: set[int], how: str, whom: str) -> int:
         """The ranks `gone` ended with 0 while others `waited` for them."""
         job = self._ranks.job
         lines = [
-            f"ringrun: {numbered('rank', gone)} of {job.size} ended with exit code 0 {how}; "
-            f"{numbered('rank', waited)} waited {where}, so the job was ended:"
+            f"ringrun: {numbered('rank', gone)} of {job.size} ended with exit code 0 {how} "
+            f"{numbered('rank', waited)} {was(waited)} waiting {whom}, so the job was ended:"
         ]
         lines += waiting(waited, self.at_end.answers)
         if "-" in job.command[1:]:

@@ -12,7 +12,7 @@ _CURES = {
     "torch": "call torch.distributed.init_process_group() or ringreduce.init()",
 }
 _EACH_ITS_OWN = (
-    "have joined each other, but reduced no gradients: each has trained its own model; wrap the model in torch's "
+    "are connected, but have reduced no gradients: each has trained its own model; wrap the model in torch's "
     "DistributedDataParallel, or the optimizer in ringreduce.torch.DistributedOptimizer"
 )
 
@@ -48,7 +48,7 @@ class Joining:
         if said.in_vain and said.imported == "torch":
             return f"the {counted(self._size, 'rank')} {_EACH_ITS_OWN}"
         when = "" if said.ends else "after a minute "
-        return f"{when}the {counted(self._size, 'rank')} have not joined each other: each runs alone; {cure}"
+        return f"{when}the {counted(self._size, 'rank')} are not connected: each is running alone; {cure}"
 
     def _has_joined(self) -> bool:
         """Whether some rank has joined another: by init(), or in a group that has members in other ranks."""

@@ -208,7 +208,7 @@ class Members:
             return CannotGoOn(f"{left} left, and --min-np is {self._elastic.min_np}")
         if self._fresh.issuperset(present):
             who = numbered("rank", present)
-            return CannotGoOn(f"only spares are left, {who}, which have no state to continue from")
+            return CannotGoOn(f"only spares ({who}) are left, which have no state to continue from")
         self.number += 1
         self.ranks = tuple(sorted(present))
         self._present, self._awaited = set(present), set(present)

@@ -197,7 +197,7 @@ class Supervisor:
                     ["ringrun: got SIGUSR2 and did nothing; --forward-signals USR2 passes it on to the ranks"]
                 )
             case events.Signalled(signal.SIGUSR1):
-                self._show_stacks("ringrun: what the ranks do:")
+                self._show_stacks("ringrun: what the ranks are doing:")
             case events.Signalled(number):
                 self._on_signal(number)
             case events.HostsCame() if self._losses and self._shutdown is None:
@@ -376,7 +376,7 @@ class Supervisor:
         """Hand a signal to the ranks, which may save their state."""
         running, name = self._ranks.running, signal.Signals(number).name
         if self._ranks.missing:
-            self._output.message([f"ringrun: got {name} before all ranks had started, and did not pass it on"])
+            self._output.message([f"ringrun: got {name} before all ranks had started, so it was not passed on"])
             return
         for rank in running:
             self._agents.send(rank, wire.Signal(number, forwarded=True))

@@ -8,10 +8,10 @@ itself and on the others, and prints what they write. Each node ends with the ex
 
 Which node is which is known from what the platform sets: NODE_RANK, NNODES, MASTER_ADDR and MASTER_PORT, as for
 torchrun; or the variables of Slurm (one task on each node), of an Indexed Job or a JobSet of Kubernetes (with --nodes),
-of Kubeflow's Trainer, AWS Batch, SageMaker or SkyPilot. HEAD:PORT, the head's name and a port there, and --nodes say it
-anywhere else.
+of Kubeflow's Trainer, AWS Batch, SageMaker or SkyPilot. Anywhere else, give HEAD:PORT (the head's name and a port on
+it) and --nodes.
 
-A node can also lend a part of its host, and no node need be known before:
+A node can also lend part of its host; then no node needs to be known in advance:
 
     ringrun join HEAD:PORT --lend 2 --key-file ringrun.key                          a part of a host, with its GPUs
     ringrun join localhost:PORT --lend 0 -np 8 --key-file ringrun.key python train.py      a head without ranks

@@ -39,7 +39,7 @@ def _file(path: str, where: str) -> str:
             found = os.fstat(file.fileno())
             if found.st_uid not in (0, os.geteuid()):
                 cure = f"make a copy that is yours: (umask 077; cat {path} > my.key)"
-                raise UsageError(f"{where}: it belongs to user {found.st_uid}, who could know it; {cure}")
+                raise UsageError(f"{where}: it belongs to user {found.st_uid}, who can read it; {cure}")
             # a Secret's file is root's, and its group is the pod's: fsGroup
             foreign = stat.S_IRWXO | (stat.S_IRWXG if found.st_uid == os.geteuid() else 0)
             if found.st_mode & foreign:

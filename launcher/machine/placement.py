@@ -55,7 +55,7 @@ def crowd(topology: Topology, local_size: int, host: str, noun: str = "rank") ->
     if topology.gpus or local_size <= cores:
         return ""
     who = f"{counted(local_size, noun)} on {host} share {counted(cores, 'core')}"
-    return f"ringrun: {who}, which rarely pays off; ringrun scaling measures how many ranks do"
+    return f"ringrun: {who}, which rarely pays off; ringrun scaling measures how many pay off"
 
 
 def place(topology: Topology, local_size: int) -> list[Share]:

@@ -32,7 +32,7 @@ _NAME_CURE = "correct the name, or make it known here: getent hosts HOST, /etc/h
 _RULES = (
     (
         READ_BEFORE,
-        "its login scripts read standard input, and so swallow what ringrun sends",
+        "its login scripts read standard input, and thus consume what ringrun sends",
         "make ~/.bashrc, ~/.ssh/rc or the like on HOST read stdin only if it is a terminal: [ -t 0 ] && …",
     ),
     (
@@ -104,7 +104,7 @@ def program_problem(program: str, code: int, text: str) -> Problem | None:
     if code == _NOT_EXECUTABLE:
         return Problem(
             f"{program} cannot be executed there{said}",
-            "check its permissions, and whether it is built for this processor",
+            "check its permissions and that it was built for that host's processor",
         )
     return None
 

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from ..connection.wire import RankError
-from ..text import numbered
+from ..text import numbered, was
 
 _TRACEBACK_HEAD = "Traceback (most recent call last):"
 _CRASH_HEAD = "Fatal Python error: "
@@ -199,6 +199,6 @@ def failures_of_others(cause: RankEnd, ends: Iterable[RankEnd]) -> list[str]:
 
 def timeout_report(timeout_s: float, running: Collection[int], absent: Collection[int], size: int) -> str:
     """Return the line that says why the job was ended, and which ranks still ran or had not even started."""
-    states = [("still ran", running), ("had not started", absent)]
+    states = [(f"{was(running)} still running", running), ("had not started", absent)]
     named = [f"{numbered('rank', ranks)} of {size} {state}" for state, ranks in states if ranks]
-    return f"ringrun: the job took longer than --timeout {timeout_s:g} s and was ended: {', '.join(named)}"
+    return f"ringrun: the job ran longer than --timeout {timeout_s:g} s and was ended; {', '.join(named)}"

@@ -27,7 +27,7 @@ def run(arguments: Sequence[str]) -> int:
         write_page(folder, report)
     except FileNotFoundError as error:
         raise UsageError(
-            f"ringrun report {folder}: there is no {folder / DATA}: a job writes it with --report"
+            f"ringrun report {folder}: {folder / DATA} does not exist; it is written by a job that runs with --report"
         ) from error
     except OSError as error:
         raise UsageError(f"ringrun report {folder}: {error.filename or folder}: {error.strerror or error}") from error

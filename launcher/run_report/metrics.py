@@ -68,7 +68,8 @@ class Metrics:
         try:
             self._server, _ = start_http_server(port, address, registry)
         except OSError as error:
-            say(f"ringrun: no metrics, since {host}:{port} cannot be used: {error.strerror}; the job runs without")
+            why = f"{host}:{port} cannot be used: {error.strerror}"
+            say(f"ringrun: no metrics, because {why}; the job continues without them")
         else:
             say(f"ringrun: metrics are at http://{host}:{self._server.server_port}/metrics")
 

@@ -57,7 +57,7 @@ class Writer:
         self._is_over.set()
         self._thread.join(_PATIENCE_S)
         if self._thread.is_alive():
-            self._say(f"ringrun: {self._folder} hangs; the report there may be a minute old")
+            self._say(f"ringrun: writing to {self._folder} hangs; the report there may be up to a minute out of date")
 
     def _run(self) -> None:
         wait_s = _FIRST_S

@@ -38,7 +38,7 @@ _LOOK_S = 0.2
 _END_S = 30.0
 _LOADER = " (data loader)"
 _OUTPUT = "output"
-_OF_RINGRUN, _ALONE = "ringrun: ", "have not joined each other"
+_OF_RINGRUN, _ALONE = "ringrun: ", "are not connected"
 
 Totals = Mapping[str, Any]
 Answer = Mapping[int, Totals]

@@ -33,7 +33,7 @@ def ranks_again(memberships: Sequence[Membership | None], anew: str) -> list[int
     """Return which ranks these processes, in their order, are in the world that they have had before; None: in none.
 
     anew:   how to have new processes of the engine.
-    Raises: StartupError where they are not all of one world, since MPI starts once in a process.
+    Raises: StartupError where they are not all of one world, since MPI can be started only once per process.
     """
     if not any(memberships):
         return None
@@ -45,7 +45,7 @@ def ranks_again(memberships: Sequence[Membership | None], anew: str) -> list[int
     lost = next((f", which has lost others ({each.lost})" for each in memberships if each and each.lost), "")
     raise StartupError(
         f"{old} of these {len(memberships)} processes have been ranks before, in {len(worlds)} world"
-        f"{'s' * (len(worlds) > 1)} of other processes{lost}; MPI starts once in a process: {anew}"
+        f"{'s' * (len(worlds) > 1)} of other processes{lost}; MPI can be started only once per process: {anew}"
     )
 
 

@@ -28,7 +28,7 @@ def run(
     env:        variables for the ranks, besides this process's own.
     executable: the ranks' Python, by default this one.
     flags:      ringrun's, as in hosts="h1:4,h2:4", hostfile=…, timeout=60, restarts=1, ranks="0", log_level="debug",
-                verbose=True; Horovod's use_gloo, use_mpi and disable_cache have no meaning here. With elastic=True, or
+                verbose=True; Horovod's use_gloo, use_mpi and disable_cache have no effect here. With elastic=True, or
                 Horovod's min_num_proc, the results are those of the ranks that are left in the end.
 
     What `func` refers to by name is imported on the ranks, from the folders where this process finds it; what stands in

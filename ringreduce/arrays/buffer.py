@@ -123,7 +123,7 @@ def check_places(shape: Sequence[int], strides: Sequence[int], itemsize: int) ->
     """Raise UnsupportedArrayError where elements that are to be written to share memory."""
     if shares_elements(shape, strides, itemsize):
         raise UnsupportedArrayError(
-            f"an array of shape {tuple(shape)} whose elements share memory, as expand() and broadcast_to() make it, "
+            f"an array of shape {tuple(shape)} whose elements share memory, as with expand() or broadcast_to(), "
             "cannot be changed in place; pass a copy: tensor.clone() or array.copy()"
         )
 

@@ -119,7 +119,7 @@ def _not_there(asked: str, bus_ids: Sequence[str], environ: Mapping[str, str]) -
     within = "" if visible is None else f" with CUDA_VISIBLE_DEVICES={visible}"
     return (
         f"RINGREDUCE_CUDA_DEVICE={asked}: the GPUs that this process sees{within} are {listed}; name one of these, or "
-        "unset it to give each rank of a host the next one"
+        "unset it, and the ranks of a host take the GPUs in turn"
     )
 
 

@@ -111,8 +111,8 @@ def _why(differing: Compared, kind: int, equal_at: int | None, steps: Mapping[in
             "Keras' BroadcastGlobalVariablesCallback, or give all ranks the same seed"
         )
     if values:
-        return f"So does value {values[0]!r}, since the same time: look there first"
+        return f"Value {values[0]!r} has differed since the same step: look there first"
     return (
         "All ranks took the same number of steps, with equal gradients: something else has changed it, such as code "
-        "that runs on some ranks only, or faulty memory"
+        "that runs on only some ranks, or faulty memory"
     )

@@ -69,8 +69,8 @@ class LearningRates(Comparison):
             of_group = f" of group {group}" if group else ""
             JOB.warning(
                 f"DistributedOptimizer: after {at} steps the learning rate{of_group} differs: {said}; so their "
-                "parameters drift apart. If a scheduler decides by a loss, as ReduceLROnPlateau does, give it the "
-                "average of all ranks: scheduler.step(hvd.allreduce(loss, name='loss')). This is said once"
+                "parameters drift apart. If a scheduler depends on a loss, as ReduceLROnPlateau does, give it the "
+                "average of all ranks: scheduler.step(hvd.allreduce(loss, name='loss')) (shown once)"
             )
 
 

@@ -120,7 +120,7 @@ def verdict(differences: Sequence[list[Any] | None], steps: int, tensors: int) -
     if who:
         return (
             f"{name!r} differs in step {step}, on {ranks_text(who)} before it is reduced: look there for what differs "
-            "from run to run, such as seeds, the order of data, or kernels that add in any order "
+            "from run to run, such as seeds, the order of data, or kernels that add in an arbitrary order "
             "(torch.use_deterministic_algorithms)"
         )
     return (

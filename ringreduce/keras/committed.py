@@ -57,7 +57,7 @@ def put_back(value: Any, saved: Variables, models: Sequence[Any]) -> None:
     pairs = _paired(value, saved)
     if is_layer(value) and saved.trainable != [each.trainable for each in _switches(value)]:
         if len(saved.trainable) != len(_switches(value)):
-            raise InputError(f"KerasState: {value.name!r} has other layers than in the last commit; {CURE}")
+            raise InputError(f"KerasState: the layers of {value.name!r} differ from those in the last commit; {CURE}")
         for each, trainable in zip(_switches(value), saved.trainable, strict=True):
             each.trainable = trainable
         _recompile([value])

@@ -36,7 +36,7 @@ class _Plain:
         if vars(optimizer).pop("_clip_gradients") and is_initialized() and size() > 1:
             JOB.warning(
                 f"rank {rank()} of {size()} trains alone: its {type(optimizer).__name__} was a DistributedOptimizer, "
-                "but what Keras loads or copies is not one; use hvd.load_model(path), or wrap it"
+                "but the optimizer that Keras loaded or copied is a plain one; use hvd.load_model(path), or wrap it"
             )
         return type(optimizer)._clip_gradients(optimizer, gradients)
 

@@ -151,7 +151,7 @@ class Fit:
             if not np.allclose(list(values.values()), next(iter(values.values()), 0.0), CLOSE, 0.0, equal_nan=True):
                 self._has_warned_of.add("metrics")
                 found = _by_value({each: f"{value:g}" for each, value in values.items()})
-                self._warn(f"{callback} decides by {name!r}, which after epoch {epoch + 1} is {found}: {CURE}")
+                self._warn(f"{callback} decides based on {name!r}, which after epoch {epoch + 1} is {found}: {CURE}")
 
     def _by_rank(self, value: str) -> str:
         """What each rank has."""

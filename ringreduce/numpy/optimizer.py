@@ -103,7 +103,7 @@ def _adapted(optimizer: Any, **options: Any) -> Any:
     known = inspect.signature(make).parameters
     if unknown := [name for name, value in given.items() if name not in known and value != defaults[name]]:
         kind = type(optimizer).__qualname__
-        raise InputError(f"DistributedOptimizer: {', '.join(unknown)}: of a {kind} these options have no effect")
+        raise InputError(f"DistributedOptimizer: with {kind} these options have no effect: {', '.join(unknown)}")
     return make(optimizer, **{name: value for name, value in given.items() if name in known})
 
 

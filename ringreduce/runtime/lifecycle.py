@@ -219,8 +219,8 @@ def _at_exit() -> None:
 
 
 FORK_WARNING = (
-    "a rank forks a process, and memory registered with a network card may not survive that, here or in the "
-    "child; start processes with spawn or forkserver, as in DataLoader(…, multiprocessing_context='forkserver')"
+    "a rank forks a process, and memory registered with a network card may not survive this, in the parent or "
+    "the child; start processes with spawn or forkserver, as in DataLoader(…, multiprocessing_context='forkserver')"
 )
 _REGISTERING_CARDS = ("/sys/class/infiniband", "/sys/class/cxi")  # verbs (EFA and Omni-Path, too), and Slingshot
 

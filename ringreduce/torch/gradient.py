@@ -196,8 +196,8 @@ class Gradient(buckets.Gradient):
 def _warn_of_graph() -> None:
     JOB.warning(
         "gradients come from backward(create_graph=True); reduced, they have no graph, so a penalty on .grad changes "
-        "nothing. Take them by torch.autograd.grad(loss, parameters, create_graph=True), and add the penalty to the "
-        "loss before backward() (shown once)"
+        "nothing. Compute them with torch.autograd.grad(loss, parameters, create_graph=True), and add the penalty to "
+        "the loss before backward() (shown once)"
     )
 
 

@@ -291,7 +291,7 @@ class ShardReducer(GradientReducer):
         for number, names in enumerate(orders):
             if differing := sorted(set(names) ^ set(orders[0])):
                 who, other = (0, number) if differing[0] in orders[0] else (number, 0)
-                which = f"rank {who} has a parameter {differing[0]!r}, and rank {other} has not"
+                which = f"rank {who} has a parameter {differing[0]!r}, but rank {other} does not"
                 raise InputError(f"ShardedOptimizer: {which}; expected the same on all ranks")
         if orders[0] != list(shards):
             self._gradients = {id(shards[name].parameter): shards[name] for name in orders[0]}

@@ -110,7 +110,8 @@ def _follow(word: Mapping[str, str], rank: int, size: int, timeout_s: float) -> 
     address, before = word.get("address", ""), membership()
     if before is None and not address:
         raise client.NotJoinedError(
-            "rank 0 has started MPI already, with other processes; MPI starts once in a process: start new ones"
+            "rank 0 has started MPI already, with other processes; MPI can be started only once per process: "
+            "start new processes"
         )
     if before is None:
         _memberships.append(client.join(address, rank, size, timeout_s, JOB.warning, library.pmix()))
@@ -187,5 +188,5 @@ def leave() -> None:
 def _already(before: Any, what: str) -> str:
     return (
         f"this process is rank {before.rank} of {before.size} already, in the MPI that it has started, and "
-        f"{what} (pid {os.getpid()}): MPI starts once in a process; start new ones"
+        f"{what} (pid {os.getpid()}): MPI can be started only once per process; start new ones"
     )

@@ -43,8 +43,9 @@ class Links(NamedTuple):
     def warnings(self) -> list[str]:
         """A line for each host with a slow link, with what to do."""
         return [
-            f"host {name}'s link carries {gbs:.2g} GB/s, the others' {self.typical_gbs:.2g}: it sets the pace of every "
-            "all-reduce; check its speed, cable and switch port (`ringrun doctor` measures all links), or leave it out"
+            f"host {name}'s link carries {gbs:.2g} GB/s, the others' {self.typical_gbs:.2g}: it slows down every "
+            "all-reduce to its own speed; check its speed, cable and switch port (`ringrun doctor` measures "
+            "all links), or leave it out"
             for name, gbs in self.slow
         ]
 

@@ -212,8 +212,9 @@ def check_launcher(vendor: str, environ: Any) -> None:
     if size <= 1 or started_by is None or (started_by == "Open MPI") == (vendor == "Open MPI"):
         return
     raise LauncherMismatchError(
-        f"this process is one of {size} that {started_by}'s launcher started, but mpi4py loads {vendor}, to which each "
-        f"is rank 0 of 1; start with ringrun, which picks {vendor}'s own launcher, or install one MPI only"
+        f"this process is one of {size} that {started_by}'s launcher started, but mpi4py loads {vendor}, which "
+        f"sees each process as rank 0 of 1; start with ringrun, which picks {vendor}'s own launcher, or install only "
+        "one MPI"
     )
 
 

@@ -21,7 +21,7 @@ FAILURES = {
     "_exit4": (4, r"rank 1 of 4 failed first -+\nhow .*exit code 4"),
     "_exit0": (
         1,
-        r"rank 1 of 4 ended with exit code 0 in mid-training, as os\._exit\(0\) does; ranks? [023,-]+ waited",
+        r"rank 1 of 4 ended with exit code 0 in mid-training \(as os\._exit\(0\) does\) while ranks? [023,-]+ w",
     ),
     "SIGKILL": (137, r"rank 1 of 4 failed first -+\nhow .*SIGKILL"),
     "SIGSEGV": (139, r"rank 1 of 4 failed first -+\nhow .*SIGSEGV"),
@@ -140,7 +140,7 @@ print("rank", rr.rank(), "is through")
             "raise SystemExit(0)",
             1,
             [
-                "rank 1 of 3 ended with exit code 0 and never called init(); ranks 0,2 waited there",
+                "rank 1 of 3 ended with exit code 0 without calling init(), where ranks 0,2 were waiting",
                 "\nranks 0,2: train.py:7, in <module>: rr.init()\n",
             ],
         ),

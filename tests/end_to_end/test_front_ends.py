@@ -80,7 +80,7 @@ def test_over_ring_they_train_what_they_train_over_gloo(front_ends, tmp_path, ra
 )
 def test_where_each_rank_takes_itself_for_the_only_one_ringrun_tells(front_ends, script, program, cure, backend):
     done = ringrun(PYTHON, 2, script(TRAINED + program), **front_ends, RINGREDUCE_TORCH_BACKEND=backend, returncode=0)
-    assert f"the 2 ranks have not joined each other: each runs alone; without GPUs {cure}" in done.stdout
+    assert f"the 2 ranks are not connected: each is running alone; without GPUs {cure}" in done.stdout
 
 
 LAUNCH = "accelerate.commands.launch"

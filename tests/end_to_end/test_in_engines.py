@@ -44,7 +44,7 @@ def test_dask_s_workers_train_where_the_chunks_lie(start):
         "StartupError: 2 of these 2 processes have been ranks before, in 1 world of other processes"
     )
     assert errors[6].endswith(
-        "MPI starts once in a process: get new workers, with client.restart() or from another cluster"
+        "MPI can be started only once per process: get new workers, with client.restart() or from another cluster"
     )
     assert re.search("PeerLostError: .*rank 1 of 3, process .* has ended", errors[7])
     assert errors[8] == "two calls [[45.0, 45.0], [450.0, 450.0]]"

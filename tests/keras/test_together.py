@@ -130,7 +130,7 @@ def test_keras_own_that_stop(said):
     ours = [text for text in said if "EarlyStopping" in text]
     assert len(ours) == (SIZE > 1 and RANK == 0)
     for text in ours:
-        assert "model.fit: EarlyStopping decides by 'loss', which after epoch 1 is " in text
+        assert "model.fit: EarlyStopping decides based on 'loss', which after epoch 1 is " in text
         assert " on rank 0, " in text
         assert text.endswith(
             "put hvd.callbacks.MetricAverageCallback() before it, or let it use a value that is equal on all ranks"
@@ -141,7 +141,7 @@ STEERING = {
     "averaged": ([hvd.callbacks.MetricAverageCallback, lambda: keras.callbacks.EarlyStopping("loss")], None),
     "averaged later": (
         [lambda: keras.callbacks.ReduceLROnPlateau("loss"), hvd.callbacks.MetricAverageCallback],
-        "ReduceLROnPlateau decides by 'loss', which after epoch 1 is",
+        "ReduceLROnPlateau decides based on 'loss', which after epoch 1 is",
     ),
     "alike": ([lambda: keras.callbacks.EarlyStopping("val_loss")], None),
     "rates": (

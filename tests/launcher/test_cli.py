@@ -69,7 +69,7 @@ WRONG = [
         )
     ],
     (["-np"], "argument -np/--num-proc: expected one argument; see ringrun --help"),
-    (["-np", "4", "--ranks", "0-4", "true"], "--ranks: there is no rank 4; with -np 4 there are ranks 0 to 3"),
+    (["-np", "4", "--ranks", "0-4", "true"], "--ranks: there is no rank 4; with -np 4 the ranks are 0 to 3"),
     (["-np", "2", "-m", "train"], "there is no flag -m; to run a module: ringrun … python -m MODULE"),
     (["-np", "2", "-x", "A", "true"], "there is no flag -x; see ringrun --help"),
     (["doctor", "--host", "h1"], "there is no flag --host; did you mean --hosts?"),
@@ -246,9 +246,7 @@ def test_flags_of_the_display_in_a_file(tmp_path):
     assert (options.job.output_directory, options.job.timeout_s) == ("DIR", 7)
     assert (options.job.report_directory, options.job.variables["RINGREDUCE_REPORT"]) == ("run", "1")
     path.write_text("ranks: 4\n")
-    with pytest.raises(
-        UsageError, match=rf"^{path}:1: --ranks: there is no rank 4; with -np 4 there are ranks 0 to 3$"
-    ):
+    with pytest.raises(UsageError, match=rf"^{path}:1: --ranks: there is no rank 4; with -np 4 the ranks are 0 to 3$"):
         cli.run(["-np", "4", "--config-file", str(path), "--dry-run", "true"])
     path.write_text("np: 4\ntimeout: -5\n")
     with pytest.raises(UsageError, match=rf"^{path}:2: --timeout: expected a number of seconds above 0, got '-5'$"):

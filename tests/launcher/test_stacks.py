@@ -51,7 +51,7 @@ def test_the_stacks_of_a_job_while_it_runs(start, program, tmp_path, wait_until_
     assert re.fullmatch(rf"job {job.pid}: {re.escape(python)} {re.escape(path)}; 4 ranks, for \d+\.?\d* s", head), head
     assert told == MIXED_STACKS.format(host=HOST, file=path)
     job.send_signal(signal.SIGUSR1)
-    expected = f"ringrun: what the ranks do:\n{told}"
+    expected = f"ringrun: what the ranks are doing:\n{told}"
     assert "".join(itertools.islice(job.stderr, expected.count("\n"))) == expected
     assert job.poll() is None, "the job goes on"
     assert [each.pid for each in jobs.find_jobs() if each.pid == job.pid] == [job.pid]
@@ -145,7 +145,7 @@ def test_a_command_of_several_lines_is_shown_in_one():
         (["³"], "ringrun stacks ³: JOB is the process number of a ringrun"),
         (
             [str(os.getpid())],
-            f"process {os.getpid()} is not a ringrun of yours with a running job; your jobs are: 4711",
+            f"process {os.getpid()} is not one of your running ringrun jobs; your jobs are: 4711",
         ),
         (["4194999"], "process 4194999 does not exist"),
         (["4" * 5000], f"ringrun stacks {'4' * 59}…: JOB is the process number of a ringrun"),

@@ -115,11 +115,11 @@ def test_an_unknown_variable_is_refused_with_the_nearest_known_one():
 
 def test_a_buffer_that_holds_too_few_slots_is_refused():
     with pytest.raises(
-        SettingsError, match="half of fusion_buffer_bytes=255 holds less than 2 slots of fusion_slot_bytes=64"
+        SettingsError, match="half of fusion_buffer_bytes=255 must hold at least 2 slots of fusion_slot_bytes=64"
     ):
         Settings(fusion_buffer_bytes=255, fusion_slot_bytes=64)
     with pytest.raises(
-        SettingsError, match="half of fusion_buffer_bytes=511 holds less than 4 slots of shared_slot_bytes=64"
+        SettingsError, match="half of fusion_buffer_bytes=511 must hold at least 4 slots of shared_slot_bytes=64"
     ):
         Settings(fusion_buffer_bytes=511, fusion_slot_bytes=64, shared_slot_bytes=64)
     with pytest.raises(SettingsError, match="shared_slot_bytes=100: expected a multiple of 64"):
@@ -204,5 +204,5 @@ def test_what_is_checked(text, expected):
 def test_who_asks_for_autotune_is_told_that_nothing_needs_tuning(text, told):
     environ = {} if text is None else {"HOROVOD_AUTOTUNE": text}
     assert Settings.from_environment(environ) == Settings()
-    notice = "no effect here: HOROVOD_AUTOTUNE, HOROVOD_NUM_NCCL_STREAMS. Nothing needs tuning: the algorithm of an "
+    notice = "HOROVOD_AUTOTUNE, HOROVOD_NUM_NCCL_STREAMS have no effect here. Nothing needs tuning: the algorithm of "
     assert horovod_notice(environ | {"HOROVOD_NUM_NCCL_STREAMS": text or ""}).startswith(notice) is told

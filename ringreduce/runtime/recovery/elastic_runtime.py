@@ -129,7 +129,7 @@ class ElasticRuntime(Runtime):
         self.root = root = gathered.index(max(gathered))
         if gathered[root] == NO_COMMITS:
             who = ranks_text(met.world.origins)
-            raise CollectiveError(f"only spares are left, {who}, which have no state to continue from")
+            raise CollectiveError(f"only spares ({who}) are left, which have no state to continue from")
         sets = living_sets(met.values[root][1], met.world, met.membership.dead)
         return setup_of(self.start, met.world, met.transport, sets), len(set(gathered)) == 1
 

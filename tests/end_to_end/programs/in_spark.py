@@ -61,7 +61,7 @@ def main():
         try:
             run(fn, rows)
         except Exception as error:
-            lines = [each for each in str(error).splitlines() if "MPI starts once" in each or "KeyError: " in each]
+            lines = [each for each in str(error).splitlines() if "MPI can be started" in each or "KeyError: " in each]
             print("raised", lines[0].strip())
     print("distributor", TorchDistributor(num_processes=2, local_mode=False, use_gpu=False).run(loop, "ring"))
     spark.stop()

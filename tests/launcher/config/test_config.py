@@ -192,7 +192,7 @@ IGNORED = horovod.IGNORED_VALUES | horovod.IGNORED_SWITCHES
 def test_a_flag_without_meaning_says_so(flag):
     resolved = parsed(f"--{flag}", *["3"] * (flag in horovod.IGNORED_VALUES))
     assert resolved.variables == {}
-    assert resolved.notices == [f"--{flag} has no meaning here ({IGNORED[flag]})"]
+    assert resolved.notices == [f"--{flag} has no effect here ({IGNORED[flag]})"]
 
 
 HOROVODRUN = """
@@ -237,7 +237,7 @@ def test_horovods_other_names_mean_the_same(file):
 def test_all_of_autotune_is_told_in_one_line():
     resolved = parsed("--autotune", "--autotune-log-file", "found", "--autotune-warmup-samples=3")
     assert resolved.variables == {}
-    assert resolved.notices == [f"--autotune has no meaning here ({horovod.TUNING})"]
+    assert resolved.notices == [f"--autotune has no effect here ({horovod.TUNING})"]
     assert "nothing needs tuning" in horovod.TUNING
 
 
@@ -280,7 +280,7 @@ def test_horovods_file_is_understood(file):
         "RINGREDUCE_LOG_LEVEL": "INFO",
         "RINGREDUCE_LOG_TIMESTAMP": "1",
     }
-    assert [notice.partition(" has no meaning here")[0] for notice in resolved.notices] == [
+    assert [notice.partition(" has no effect here")[0] for notice in resolved.notices] == [
         "job.yaml:10: autotune",
         "job.yaml:7: hierarchical_allreduce",
         "job.yaml:8: torus_allreduce",
@@ -318,7 +318,7 @@ def test_horovods_file_is_understood(file):
         (["--costs", "x=1"], "--costs: RINGREDUCE_COSTS: 'x=1'; expected name=number"),
         (
             ["--fusion-threshold-mb=8", "--fusion-slot-bytes=4194304"],
-            "--fusion-threshold-mb: --fusion-slot-bytes: half of fusion_buffer_bytes=8388608 holds less than 2 slots",
+            "--fusion-threshold-mb: --fusion-slot-bytes: half of fusion_buffer_bytes=8388608 must hold at least 2",
         ),
         (
             ["--fusion-threshold-mb=x"],
@@ -557,7 +557,7 @@ SHOW = """
 def test_flags_reach_all_ranks(ringrun, script):
     given = ["--algorithm", "ring", "--cache-capacity", 9, "--no-stall-check", "--mpi"]
     done = ringrun("-np", 2, *given, *script(SHOW), env={"RINGREDUCE_CACHE_CAPACITY": "5"})
-    assert (done.returncode, done.stderr) == (0, "ringrun: --mpi has no meaning here (MPI is always used)\n")
+    assert (done.returncode, done.stderr) == (0, "ringrun: --mpi has no effect here (MPI is always used)\n")
     assert sorted(done.stdout.splitlines()) == ["[0] ring 9 0.0", "[1] ring 9 0.0"]
 
 

@@ -231,7 +231,8 @@ def test_hosts_are_filled_in_order(hosts, size, expected):
 
 def test_more_ranks_than_slots_is_told_with_both_numbers():
     assert message_of(counts, "h1:4,[::1]:2", 9) == (
-        "-np 9: the hosts have 6 slots (h1:4, [::1]:2); start at most 6 ranks, or give a host more slots, as in h1:7"
+        "-np 9: the hosts have only 6 slots (h1:4, [::1]:2); start at most 6 ranks, or give a host more slots, "
+        "as in h1:7"
     )
     many = ",".join(f"h{number}:1" for number in range(100))
     assert "(h0:1, h1:1, h2:1, h3:1, h4:1, h5:1, h6:1, h7:1, and 92 more)" in message_of(counts, many, 101)

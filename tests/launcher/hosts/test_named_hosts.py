@@ -127,7 +127,7 @@ def test_how_long_a_host_may_be_silent_is_one_setting(asked, seconds):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["-np", "4", "-H", "localhost:3"], "-np 4: the hosts have 3 slots (localhost:3)"),
+        (["-np", "4", "-H", "localhost:3"], "-np 4: the hosts have only 3 slots (localhost:3)"),
         (["-H", "localhost", "--hostfile", "f"], "-H and --hostfile cannot be combined"),
         (["--hostfile", "no-such-file"], "no-such-file"),
         (["-H", "localhost:none"], "localhost:none"),

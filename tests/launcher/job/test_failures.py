@@ -131,7 +131,7 @@ def test_a_rank_that_blames_another_that_failed_is_not_the_cause(code, cause, ri
         ),
         (
             "#!/bin/sh\r\n",
-            r"No such .*/program\): its lines end as on Windows, so '/bin/sh\\r' is looked for; to change them: "
+            r"No such .*/program\): it has Windows line endings, so the system looks for '/bin/sh\\r'; to change them: "
             r"sed -i 's/\\r\$//' \S+/program$",
         ),
         ("print(1)\n", r"Exec format error .*/program\): a script's first line must .*ringrun … python \S+/program$"),

@@ -86,8 +86,8 @@ def test_a_rank_that_has_ended_without_init_ends_the_job(command):
     assert supervisor.run() == 1
     assert not supervisor.failed, "to run it again would end in the same way"
     assert fake.said[:3] == [
-        "ringrun: rank 1 of 3 ended with exit code 0 and never called init(); ranks 0,2 waited there for all ranks, "
-        "so the job was ended:",
+        "ringrun: rank 1 of 3 ended with exit code 0 without calling init(), where ranks 0,2 were waiting for all "
+        "ranks, so the job was ended:",
         "rank 0: train.py:0",
         "rank 2: train.py:2",
     ]
@@ -111,9 +111,9 @@ def test_a_rank_that_ends_with_0_in_the_middle_ends_the_job_when_another_waits(w
     assert supervisor.failed is not goes_on
     if not goes_on:
         text = (
-            "rank 1 of 2 ended with exit code 0 in mid-training, as os._exit(0) does; rank 0 waited for it, so the job"
+            "rank 1 of 2 ended with exit code 0 in mid-training (as os._exit(0) does) while rank 0 was waiting for it"
         )
-        assert fake.said == [f"ringrun: {text} was ended:", "rank 0: train.py:0"]
+        assert fake.said == [f"ringrun: {text}, so the job was ended:", "rank 0: train.py:0"]
 
 
 def test_a_rank_that_is_late_is_named_with_its_line_and_the_job_goes_on():

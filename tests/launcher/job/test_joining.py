@@ -9,12 +9,12 @@ from ringrun.report.outcome import RankEnd
 from tests.launcher.job.test_init_watch import Answering
 from tests.launcher.job.test_supervise import arrived, ended
 
-TOLD = "ringrun: the 2 ranks have not joined each other: each runs alone; "
+TOLD = "ringrun: the 2 ranks are not connected: each is running alone; "
 TORCH = TOLD + "call torch.distributed.init_process_group() or ringreduce.init()"
 LATER = TORCH.replace("the 2", "after a minute the 2")
 OWN = TOLD + "let ringrun start the ranks, in place of torchrun, mp.spawn and notebook_launcher"
 IN_VAIN = (
-    "ringrun: the 2 ranks have joined each other, but reduced no gradients: each has trained its own model; wrap "
+    "ringrun: the 2 ranks are connected, but have reduced no gradients: each has trained its own model; wrap "
     "the model in torch's DistributedDataParallel, or the optimizer in ringreduce.torch.DistributedOptimizer"
 )
 CPU = TOLD + "without GPUs transformers needs TrainingArguments(use_cpu=True)"

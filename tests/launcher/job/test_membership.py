@@ -32,7 +32,7 @@ def members(size=4, **options):
         (
             {"size": 3, "spares": 1},
             [*LOST[:1], ("lost", {0: "c"}, 5.0)],
-            "only spares are left, rank 2, which have no state to continue from",
+            "only spares (rank 2) are left, which have no state to continue from",
         ),
         (
             {},

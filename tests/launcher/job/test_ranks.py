@@ -66,9 +66,9 @@ WRONG = [
     ("1-2-3", f"--ranks '1-2-3': {EXPECTED} '1-2-3'"),
     ("²", f"--ranks '²': {EXPECTED} '²'"),
     ("5-3", "--ranks '5-3': the range 5-3 is reversed; write 3-5"),
-    ("8", "--ranks: there is no rank 8; with -np 8 there are ranks 0 to 7"),
-    ("0-8", "--ranks: there is no rank 8; with -np 8 there are ranks 0 to 7"),
-    ("9" * 5000, f"--ranks: there is no rank {'9' * 19}…; with -np 8 there are ranks 0 to 7"),
+    ("8", "--ranks: there is no rank 8; with -np 8 the ranks are 0 to 7"),
+    ("0-8", "--ranks: there is no rank 8; with -np 8 the ranks are 0 to 7"),
+    ("9" * 5000, f"--ranks: there is no rank {'9' * 19}…; with -np 8 the ranks are 0 to 7"),
 ]
 
 
@@ -80,5 +80,5 @@ def test_what_is_wrong_is_said(text, message):
 
 
 def test_one_rank_has_one_number():
-    with pytest.raises(UsageError, match="there is no rank 1; with -np 1 there is only rank 0"):
+    with pytest.raises(UsageError, match="there is no rank 1; with -np 1 the only rank is 0"):
         parse_ranks("1", 1, "--ranks")

@@ -150,7 +150,7 @@ def test_a_key_is_the_same_from_a_file_a_variable_and_standard_input(tmp_path):
 def test_a_key_that_belongs_to_another_user_is_none(mode, tmp_path):
     path = written(tmp_path / "key", KEY, mode)
     os.chown(path, 1234, -1)
-    with pytest.raises(UsageError, match="it belongs to user 1234, who could know it; make a copy that is yours: "):
+    with pytest.raises(UsageError, match="it belongs to user 1234, who can read it; make a copy that is yours: "):
         read_key(path, {})
 
 

@@ -34,7 +34,7 @@ def one_node(cores):
 
 
 def test_more_ranks_than_cores_are_said_to_rarely_pay():
-    line = "ringrun: 5 ranks on n1 share 4 cores, which rarely pays off; ringrun scaling measures how many ranks do"
+    line = "ringrun: 5 ranks on n1 share 4 cores, which rarely pays off; ringrun scaling measures how many pay off"
     assert [crowd(one_node(4), ranks, "n1") for ranks in (4, 5)] == ["", line]
     assert "2 local ranks on n1 share 1 core, " in crowd(one_node(4)._replace(quota=1.5), 2, "n1", "local rank")
     assert crowd(one_node(4)._replace(gpus=(Gpu("0"),)), 5, "n1") == "", "they compute on the GPU"

@@ -161,7 +161,7 @@ def test_a_job_that_takes_too_long_is_ended_and_a_rank_may_save_its_state(ringru
     here = f"on {os.uname().nodename}: script.py:9, in <module>: time.sleep(0 if rank == 1 else 60)"
     assert done.stderr.splitlines()[0] == f"ranks 0,2-3 of 4 {here}"
     assert done.stderr.endswith(
-        f"\nringrun: the job took longer than --timeout {limit_s} s and was ended: ranks 0,2-3 of 4 still ran\n"
+        f"\nringrun: the job ran longer than --timeout {limit_s} s and was ended; ranks 0,2-3 of 4 were still running\n"
     )
     assert "Traceback" not in done.stderr
     wait_until_gone()

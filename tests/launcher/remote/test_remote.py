@@ -286,7 +286,7 @@ def test_a_login_that_reads_what_ringrun_sends_is_named(reads):
     login = f'{reads}; exec sh -c "$2"'
     answer = Remote(Ssh(["sh", "-c", login, "ssh"], 20.0), 21.0, own_name="here").run(["h1"], ["/bin/true"])["h1"]
     assert problem_of(answer) == (
-        "its login scripts read standard input, and so swallow what ringrun sends; "
+        "its login scripts read standard input, and thus consume what ringrun sends; "
         "make ~/.bashrc, ~/.ssh/rc or the like on h1 read stdin only if it is a terminal: [ -t 0 ] && …"
     )
 

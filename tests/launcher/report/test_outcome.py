@@ -188,6 +188,9 @@ def test_hydra_loses_the_code_of_mpi_abort_but_mpich_prints_it():
 
 
 def test_the_timeout_report_names_the_ranks():
-    head = "ringrun: the job took longer than --timeout 1.5 s and was ended: "
-    assert outcome.timeout_report(1.5, {0, 1, 2}, set(), 4) == f"{head}ranks 0-2 of 4 still ran"
-    assert outcome.timeout_report(1.5, {0}, {1, 3}, 4) == f"{head}rank 0 of 4 still ran, ranks 1,3 of 4 had not started"
+    head = "ringrun: the job ran longer than --timeout 1.5 s and was ended; "
+    assert outcome.timeout_report(1.5, {0, 1, 2}, set(), 4) == f"{head}ranks 0-2 of 4 were still running"
+    assert (
+        outcome.timeout_report(1.5, {0}, {1, 3}, 4)
+        == f"{head}rank 0 of 4 was still running, ranks 1,3 of 4 had not started"
+    )

@@ -81,7 +81,8 @@ def test_metrics_are_what_the_ranks_have_said_last():
     assert found["step_seconds_count",] == 5
     metrics.Metrics(("127.0.0.1", int(url.split(":")[2].partition("/")[0])), collector).start(lines.append)
     assert re.fullmatch(
-        r"ringrun: no metrics, since .*:\d+ cannot be used: Address already in use; the job runs without", lines[1]
+        r"ringrun: no metrics, because .*:\d+ cannot be used: Address already in use; the job continues without them",
+        lines[1],
     )
 
 
@@ -96,7 +97,7 @@ def test_where_metrics_are_is_said_as_an_address_is_written(address, url, error,
     monkeypatch.setattr("prometheus_client.start_http_server", start_http_server)
     lines = []
     metrics.Metrics((address, 9400), Collector()).start(lines.append)
-    no = f"no metrics, since {url} cannot be used: Cannot assign requested address; the job runs without"
+    no = f"no metrics, because {url} cannot be used: Cannot assign requested address; the job continues without them"
     assert lines == [f"ringrun: {no if error else f'metrics are at http://{url}/metrics'}"]
 
 

@@ -285,7 +285,7 @@ def test_a_file_system_that_hangs_is_not_waited_for(tmp_path, collector, said, m
     monkeypatch.setattr(write, "_PATIENCE_S", 0.1)
     monkeypatch.setattr(write, "replace", lambda *_: hangs.wait(30))
     Writer(str(tmp_path), collector, said.append).finish(0)
-    assert said == [f"ringrun: {tmp_path} hangs; the report there may be a minute old"]
+    assert said == [f"ringrun: writing to {tmp_path} hangs; the report there may be up to a minute out of date"]
     hangs.set()
 
 
@@ -363,7 +363,11 @@ def test_the_page_is_built_again(tmp_path, collector, said, capsys):
     [
         ([], None, "ringrun report : expected one DIR, that of ringrun --report DIR"),
         (["--all"], None, "ringrun report --all: expected one DIR"),
-        (["run"], None, "ringrun report run: there is no run/report.json: a job writes it with --report"),
+        (
+            ["run"],
+            None,
+            "ringrun report run: run/report.json does not exist; it is written by a job that runs with",
+        ),
         (["file"], None, "ringrun report file: file/report.json: Not a directory"),
         (["run"], "{", "ringrun report run: run/report.json is not a run report: JSONDecodeError("),
         (["run"], "[" * 100_000, "ringrun report run: run/report.json is not a run report: RecursionError("),

@@ -308,7 +308,7 @@ def test_a_machine_too_busy_to_compare_is_said_first():
         (a_report(30, 0, timeline={"step": 30}), (), None, "rank 1 counted no step, others did: every rank must"),
         (a_report(0, 30, 0), (), 0, "ranks 0,2 counted no step, others did: every rank must end its steps"),
         (a_report(0, timeline={"step": 0}), (), 0, "no step after the first one was counted before the script ended: "),
-        ({}, ["ringrun: the 2 ranks have not joined each other: y"], 0, "rr.mark_step(); the 2 ranks have not joined"),
+        ({}, ["ringrun: the 2 ranks are not connected: y"], 0, "rr.mark_step(); the 2 ranks are not connected"),
         (
             a_report(1, failures=[{"rank": 1, "text": "exit code 1: ValueError: 7"}]),
             [],

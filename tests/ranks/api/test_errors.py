@@ -349,7 +349,7 @@ WRONG = {
     ),
     "no text of checks": (
         lambda: rr.check(None),
-        r"check=None: expected a text: nan, .*; or an empty one for no checks",
+        r"check=None: expected a string: nan, .*; or an empty string for no checks",
     ),
     "a number for a name": (lambda: rr.allreduce(zeros(3), name=3), "^allreduce: name=3; expected text$"),
     "bytes for a name": (lambda: rr.broadcast_(zeros(3), 0, name=b"w"), "^broadcast: name=b'w'; expected text$"),

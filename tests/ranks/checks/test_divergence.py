@@ -206,7 +206,7 @@ CASES |= {
         [
             r"after 16 steps \(equal after 12\) value 'lr' differs: rank 1 has 0.005, ranks 0,2-3 have 0.01; the other "
             r"\d do not. If it steers training, .* all ranks must decide it alike: a scheduler",
-            r"after 16 steps \(equal after 12\) parameter '0.weight' differs: rank 1 .* So does value 'lr', since",
+            r"after 16 steps \(equal after 12\) parameter '0.weight' differs: rank 1 .* Value 'lr' has differed since",
         ],
     ),
     "an option": (

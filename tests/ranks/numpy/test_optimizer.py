@@ -243,7 +243,7 @@ def test_calls_without_gradients_are_told():
         rr.DistributedOptimizer(Stepping()).step()
     with pytest.raises(TypeError, match=r"apply_gradients expects the \(gradient, parameter\) pairs first"):
         rr.DistributedOptimizer(Applying()).apply_gradients()
-    with pytest.raises(rr.InputError, match="groups, name: of a Stepping these options have no effect"):
+    with pytest.raises(rr.InputError, match="with Stepping these options have no effect: groups, name"):
         rr.DistributedOptimizer(Stepping(), groups=2, name="w", wait_in_backward=False)
 
 

@@ -217,7 +217,7 @@ def test_the_general_name_takes_the_options():
     inner = torch.optim.SGD(model.parameters(), lr=0.1)
     optimizer = ringreduce.DistributedOptimizer(inner, model.named_parameters(), groups=2, op=hvd.Sum)
     assert optimizer._parameter_names == {each: name for name, each in model.named_parameters()}
-    with pytest.raises(ValueError, match=r"groups: of a .* these options have no effect"):
+    with pytest.raises(ValueError, match=r"with .* these options have no effect: groups"):
         ringreduce.DistributedOptimizer(lambda grads: None, groups=2)
 
 

@@ -359,7 +359,7 @@ def test_a_parameter_that_only_one_rank_divides_is_named():
     names = NAMES[: 4 - hvd.rank() // 2]
     optimizer = hvd.ShardedOptimizer(named_adam([names], names, model))
     with pytest.raises(
-        ValueError, match=r"rank 0 has a parameter 'c\.b', and rank 2 has not; expected the same on all"
+        ValueError, match=r"rank 0 has a parameter 'c\.b', but rank 2 does not; expected the same on all"
     ):
         step(model, optimizer)
 

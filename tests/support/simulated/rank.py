@@ -79,7 +79,7 @@ class Rank:
         except Exception as error:
             lost = tuple(error.lost_ranks) if isinstance(error, PeerLostError) else ()
             self.error = wire.RankError(type(error).__name__, str(error), "", lost)
-            if str(error).startswith("only spares are left"):
+            if str(error).startswith("only spares ("):
                 self.cause = "raise"
                 if any(each.finished for each in self.job.ranks):
                     raise AssertionError(f"rank {self.number} is left alone") from error

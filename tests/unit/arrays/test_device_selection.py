@@ -137,7 +137,7 @@ def test_what_counts_more(expected, environ, bus_ids, index):
 @pytest.mark.parametrize("asked", ["3", "99", "0000:3c:00.0"])
 def test_a_gpu_that_is_not_there_is_refused(asked):
     there = "0 (0000:3B:00.0), 1 (0000:5E:00.0), 2 (0001:3B:00.0)"
-    what_to_do = "name one of these, or unset it to give each rank of a host the next one"
+    what_to_do = "name one of these, or unset it, and the ranks of a host take the GPUs in turn"
     message = f"RINGREDUCE_CUDA_DEVICE={asked}: the GPUs that this process sees are {there}; {what_to_do}"
     with pytest.raises(SettingsError, match=f"^{re.escape(message)}$"):
         chosen(Settings(cuda_device=asked), {}, BUS_IDS)

@@ -56,7 +56,7 @@ def test_a_host_with_a_slow_link_is_named_alone_and_keeps_its_place(count, ways)
     assert links.order == tuple(range(100, 100 + count))
     (warning,) = links.warnings()
     assert warning.startswith(
-        "host node2's link carries 0.1 GB/s, the others' 1.2: it sets the pace of every all-reduce"
+        "host node2's link carries 0.1 GB/s, the others' 1.2: it slows down every all-reduce to its own speed"
     )
 
 

@@ -366,7 +366,7 @@ def test_what_a_store_says_of_an_earlier_start_is_not_the_last_word(joined, monk
 
 def test_a_new_process_cannot_join_one_that_has_started_mpi(monkeypatch):
     monkeypatch.setattr(joining, "_memberships", [])
-    with pytest.raises(StartupError, match=r"rank 1 of 2: rank 0 has started MPI already, .* start new ones$"):
+    with pytest.raises(StartupError, match=r"rank 1 of 2: rank 0 has started MPI already, .* start new processes$"):
         joining.join_by_store(Store(SAME), 1, 2)
     with pytest.raises(StartupError, match="rank 1 of 2: rank 0 has not said where to meet: wait timeout after 1000ms"):
         joining.join_by_store(Store(None), 1, 2)
