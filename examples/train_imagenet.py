@@ -62,7 +62,7 @@ class Block(nn.Module):
 
 
 def convolution(into, out, kernel, stride):
-    """A convolution and its normalisation."""
+    """A convolution and its normalization."""
     conv = nn.Conv2d(into, out, kernel, stride, padding=kernel // 2, bias=False)
     nn.init.kaiming_normal_(conv.weight, mode="fan_out", nonlinearity="relu")
     return conv, nn.BatchNorm2d(out)
@@ -164,7 +164,7 @@ def scores_of(model, images, device):
 
 
 def average_statistics(model):
-    """Average what batch normalisation has seen on each rank, to validate with it and to save it.
+    """Average what batch normalization has seen on each rank, to validate with it and to save it.
 
     It changes nothing later, whenever it is done: means of moving averages are moving averages of means.
     """
@@ -280,7 +280,7 @@ def main():
     model = resnet(*MODELS[args.model], classes=1 + max(label for _, label in data.items))
     model = model.to(device, memory_format=torch.channels_last)
     weights = [each for each in model.parameters() if each.dim() > 1]
-    others = [each for each in model.parameters() if each.dim() == 1]  # biases and normalisations do not decay
+    others = [each for each in model.parameters() if each.dim() == 1]  # biases and normalizations do not decay
     groups = [{"params": weights, "weight_decay": 1e-4}, {"params": others, "weight_decay": 0}]
     optimizer = torch.optim.SGD(groups, lr=args.lr, momentum=0.9, nesterov=True)
     optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters())

@@ -41,7 +41,7 @@ __all__ += ["SettingsError", "StalledError", "StartupError", "UnsupportedArrayEr
 
 
 class RingreduceError(Exception):
-    """The root of the tree: catches whatever ringreduce raises on purpose."""
+    """The base class of all errors that ringreduce raises deliberately."""
 
 
 class InputError(RingreduceError, ValueError, RuntimeError):
@@ -71,7 +71,7 @@ class MpiMissingError(StartupError, ImportError):
 
 
 class LauncherMismatchError(StartupError):
-    """The launcher belongs to another MPI than the one mpi4py loads."""
+    """The launcher belongs to a different MPI from the one that mpi4py loads."""
 
 
 class JobFailedError(RingreduceError, RuntimeError):

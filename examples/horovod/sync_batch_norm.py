@@ -1,4 +1,4 @@
-"""Batch normalisation over the batches of all ranks, and a contrastive loss over the features of all ranks.
+"""Batch normalization over the batches of all ranks, and a contrastive loss over the features of all ranks.
 
 ringrun -np 2 python examples/horovod/sync_batch_norm.py
 ringrun -np 2 python examples/horovod/sync_batch_norm.py --loss contrastive
@@ -93,7 +93,7 @@ for step in range(args.steps):
     if hvd.rank() == 0:
         print(f"step {step + 1} loss {mean:.4f}")
 
-model.eval()  # normalises by what it has seen in training
+model.eval()  # normalizes by what it has seen in training
 with torch.no_grad():
     seen = model(images[1440:]).abs().mean().item()
 if hvd.rank() == 0:

@@ -34,8 +34,8 @@ def init(comm: Any = None, process_sets: str | Sequence[ProcessSet | Sequence[in
 
     Idempotent; after `shutdown()` a new world is formed. From now on an uncaught exception ends the whole job, and
     `shutdown()` is called when the interpreter exits.
-    Raises: StartupError when there is no MPI, or the launcher belongs to another MPI; SettingsError; MismatchError when
-            ranks have different settings or versions; InputError for a wrong process set.
+    Raises: StartupError when there is no MPI, or the launcher belongs to a different MPI; SettingsError; MismatchError
+            when ranks have different settings or versions; InputError for a wrong process set.
     Source: Horovod's init.
     """
     listed: Any = [] if process_sets is None or process_sets == DYNAMIC else process_sets

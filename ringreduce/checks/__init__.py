@@ -1,4 +1,4 @@
-"""Who broke it: what is looked at while a job trains, if it is asked for. Off by default, but for learning rates.
+"""Which rank broke it: what is checked while a job trains, if it is asked for. Off by default, but for learning rates.
 
 switch        the function `check`, which switches checks on and off
 nan           which rank began with NaN or infinity, in which tensor and step, and what all ranks do then

@@ -66,7 +66,7 @@ def _fill(module: ModuleType) -> None:
     names = [name for name in own.names.split() if f"{module.__name__}.{name}" not in MODULES]
     found = {name: getattr(each, name) for name in names for each in reversed(here) if hasattr(each, name)}
     module.__dict__.update(found, __getattr__=functools.partial(_attribute, module.__name__, here), __all__=[*found])
-    module.__doc__ = f"Horovod's {module.__name__}, which is {own.here} here."
+    module.__doc__ = f"{module.__name__} of Horovod, replaced by {own.here}."
 
 
 def _attribute(module: str, here: Sequence[ModuleType], name: str) -> Any:

@@ -1,4 +1,4 @@
-"""Batch normalisation over the batches of all ranks, as if they were one, as a layer of Keras.
+"""Batch normalization over the batches of all ranks, as if they were one, as a layer of Keras.
 
 With the sums over the rows of all ranks, n of them:
 
@@ -28,7 +28,7 @@ __all__ = ["SyncBatchNormalization"]
 
 @keras.saving.register_keras_serializable(package="ringreduce")
 class SyncBatchNormalization(keras.layers.BatchNormalization):  # type: ignore[misc]
-    """Batch normalisation whose mean and variance, in training, are those of all ranks' batches together.
+    """Batch normalization whose mean and variance, in training, are those of all ranks' batches together.
 
     options: of keras.layers.BatchNormalization.  fused: Horovod's; it may be False only.
 

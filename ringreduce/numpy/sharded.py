@@ -36,7 +36,7 @@ def ShardedOptimizer(  # noqa: N802 - beside DistributedOptimizer
     shared_parameters: bool = False,
     **options: Any,
 ) -> Any:
-    """An optimizer of which each of P ranks keeps 1/P of the state, and steps 1/P of all elements.
+    """An optimizer that is sharded over P ranks: each keeps 1/P of the state and updates 1/P of the elements.
 
     optimizer: a torch.optim.Optimizer: see `ringreduce.torch.ShardedOptimizer`, which has further options. Else a
         function that makes one: it gets a tree of the form of the parameters, with this rank's piece of each, in one

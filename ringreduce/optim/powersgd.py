@@ -50,9 +50,9 @@ class Shared(NamedTuple):
 
 
 class PowerSGD:
-    """The `compression=` of a `DistributedOptimizer` that sends two factors of `rank` columns for each matrix.
+    """The `compression=` of a `DistributedOptimizer` that sends, instead of each matrix, two factors of it.
 
-    rank:       4 is 1 % of the bytes of a matrix of 768 x 768; 8 loses less.
+    rank:       the columns of each factor. 4 is 1 % of the bytes of a matrix of 768 x 768; 8 loses less.
     start_step: so many times each gradient is reduced in full precision first.
 
     Make one for each optimizer, of torch or of arrays such as NumPy's, in host memory; op Average or Sum. A gradient of

@@ -23,7 +23,7 @@ Rule = Callable[[dict[str, Any], Gradients], Mapping[str, Any] | None]
 
 
 class Served(NamedTuple):
-    """What a server has done when all its workers have gone."""
+    """What a server has done by the time all its workers are gone."""
 
     parameters: dict[str, Any]  # its part, by name
     pushes: int

@@ -9,7 +9,7 @@ tape       DistributedGradientTape, PartialDistributedGradientTape
 training   DistributedOptimizer, broadcast_variables, broadcast_object
 keras_2    how the optimizers of Keras 2, of tf_keras, reduce; sync_batch_norm: its SyncBatchNormalization
 elastic    states of a Keras model, and of variables
-keras      `horovod.tensorflow.keras`, which is ringreduce.keras
+keras      `horovod.tensorflow.keras`, replaced by ringreduce.keras
 """
 # ruff: noqa: F403
 

@@ -1,4 +1,4 @@
-"""Batch normalisation over the batches of all ranks as a layer of Keras 2, tf_keras; see keras/sync_batch_norm.py.
+"""Batch normalization over the batches of all ranks as a layer of Keras 2, tf_keras; see keras/sync_batch_norm.py.
 
 Nothing imports it unless TF_USE_LEGACY_KERAS=1.
 """

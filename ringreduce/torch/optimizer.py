@@ -67,8 +67,8 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     sparse_as_dense: reduce sparse gradients (torch.nn.Embedding(sparse=True)) as dense ones; by default all ranks' rows
         are gathered. Either way .grad is sparse and coalesced afterwards.
     compression, gradient_predivide_factor, process_set: see `ringreduce.DistributedOptimizer`.
-    wait_in_backward: for code that reads .grad past Python, as C++ and torch.jit.script do: backward() waits for all
-        ranks, which call it equally often.
+    wait_in_backward: for code that reads .grad without going through Python, as C++ and torch.jit.script do: backward()
+        waits for all ranks, which call it equally often.
 
     Between backward() and step() `.grad` stands for the reduced gradient: the first access (clip_grad_norm_, print)
     waits for all ranks; backward() does not, so graphs may differ per rank. A parameter without a gradient on this rank

@@ -43,7 +43,7 @@ def ShardedOptimizer(  # noqa: N802 - beside DistributedOptimizer
     overlap: Iterable[torch.nn.Module] = (),
     shared_parameters: bool = False,
 ) -> Any:
-    """Wrap a torch optimizer so that each of P ranks keeps 1/P of its state, and steps 1/P of all elements.
+    """Wrap a torch optimizer so that each of P ranks keeps 1/P of its state and updates 1/P of the elements.
 
     Gradients are reduced to the ranks that own their elements while backward runs, the user's own class steps a flat
     piece of each parameter, and the owners give the parameters to all. With RINGREDUCE_DETERMINISTIC=1 the parameters

@@ -1,4 +1,4 @@
-"""Batch normalisation over the batches of all ranks, as if they were one.
+"""Batch normalization over the batches of all ranks, as if they were one.
 
 With n_r rows on rank r, N their sum, x̂ = (x - μ) / σ, and g the gradient of the result y = w x̂ + b:
 
@@ -29,7 +29,7 @@ from ringreduce.ops import Sum
 
 
 class SyncBatchNorm(_BatchNorm):
-    """Batch normalisation of (N, C, ...) inputs, whose mean and variance are those of all ranks' batches together.
+    """Batch normalization of (N, C, ...) inputs, whose mean and variance are those of all ranks' batches together.
 
     Shape:  (N, C) or (N, C, L), up to any number of dimensions; N may differ per rank, and be 0.
     num_features, eps, momentum, affine, track_running_stats: as torch.nn.BatchNorm2d.
@@ -60,11 +60,11 @@ class SyncBatchNorm(_BatchNorm):
     def convert_sync_batchnorm(
         cls, module: torch.nn.Module, process_set: ProcessSet = global_process_set
     ) -> torch.nn.Module:
-        """Have all batch normalisation in `module` be synchronised; returns it, or a copy if it is such a layer itself.
+        """Have all batch normalization in `module` be synchronized; returns it, or a copy if it is such a layer itself.
 
         The layers keep all that they have: parameters, buffers, hooks, names; an optimizer made before goes on with
         them. They become of this class; one of a class of its own, such as a layer with an activation, of a subclass of
-        both, which keeps its forward() and synchronises the batch_norm() in it. A layer that normalises otherwise in
+        both, which keeps its forward() and synchronizes the batch_norm() in it. A layer that normalizes otherwise in
         training is warned of then.
         Source: torch.nn.SyncBatchNorm.convert_sync_batchnorm.
         """
@@ -82,7 +82,7 @@ class SyncBatchNorm(_BatchNorm):
         return converted
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Normalise; every rank of the set must call it while it trains."""
+        """Normalize; every rank of the set must call it while it trains."""
         self._check_input_dim(input)
         evaluates = not self.training and self.running_mean is not None
         if evaluates or self.process_set.size() == 1:
@@ -118,7 +118,7 @@ def batch_norm(
     *,
     process_set: ProcessSet = global_process_set,
 ) -> torch.Tensor:
-    """As torch.nn.functional.batch_norm, which in training normalises the batches of all ranks together."""
+    """As torch.nn.functional.batch_norm, which in training normalizes the batches of all ranks together."""
     if not training:
         return functional.batch_norm(input, running_mean, running_var, weight, bias, False, momentum, eps)
     for each in (running_mean, weight):
@@ -173,7 +173,7 @@ def _subclass(kind: Any, base: Any) -> type:
         with _Synchronising(self.process_set) as mode:
             result = kind.forward(self, *args, **kwargs)
         if self.training and not mode.has_normalised:
-            _warn_of(self, "normalises without torch.nn.functional.batch_norm: its statistics stay")
+            _warn_of(self, "normalizes without torch.nn.functional.batch_norm: its statistics stay")
         return result
 
     def reduce(self: Any, protocol: Any) -> Any:
@@ -224,7 +224,7 @@ def gathered_statistics(input: torch.Tensor, process_set: ProcessSet) -> tuple[t
 
 
 class _Normalise(torch.autograd.Function):
-    """Normalise with given statistics, which come from the input itself, of which the gradient takes account."""
+    """Normalize with given statistics, which come from the input itself, of which the gradient takes account."""
 
     @staticmethod
     def forward(

@@ -174,7 +174,7 @@ def _cut(memory: Any) -> list[Any]:
 
 
 def _known_to_mpi(memory: Any) -> Any:
-    """GPU memory by its address: mpi4py would ask CuPy, which would synchronise the wrong stream."""
+    """GPU memory by its address: mpi4py would ask CuPy, which would synchronize the wrong stream."""
     if isinstance(memory, np.ndarray):
         return memory
     from mpi4py import MPI

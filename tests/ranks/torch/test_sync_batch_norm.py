@@ -454,7 +454,7 @@ def test_a_layer_that_cannot_be_synchronised_is_named():
         own.eval()(batch(2, 0, (2, 2)).float())
         own.train()(batch(2, 0, (2, 2)).float())
 
-    with pytest.warns(UserWarning, match="layer '0', a SyncByItself, normalises without .*: its statistics stay each"):
+    with pytest.warns(UserWarning, match="layer '0', a SyncByItself, normalizes without .*: its statistics stay each"):
         run_ranks(2, program)
     final = torch.nn.Sequential(torch.nn.ReLU(), Final(CHANNELS))
     with pytest.warns(UserWarning, match="layer '1', a Final, stays as it is: .*; its statistics are each rank's own"):
