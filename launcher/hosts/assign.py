@@ -68,7 +68,7 @@ def without(hosts: Sequence[Host], excluded: Sequence[Host], flag: str) -> list[
         if each.slots is not None and own is None:
             raise UsageError(f"{flag} {each}: how many slots {each.name} has is unknown; name it without a number")
         if each.slots is not None and own is not None and each.slots > own:
-            raise UsageError(f"{flag} {each}: {each.name} has {own} slots")
+            raise UsageError(f"{flag} {each}: {each.name} has only {counted(own, 'slot')}")
         slots[each.name] = 0 if each.slots is None or own is None else own - each.slots
     left = [replace(host, slots=slots[host.name]) for host in hosts if slots[host.name] != 0 or host.name not in names]
     if not left:

@@ -60,7 +60,7 @@ def _port(environ: Environ, name: str) -> int:
 
 def _node_rank(index: int, count: int, head: str, port: int = DEFAULT_PORT, why: str = "") -> NodeRank:
     if not index < count:
-        raise UsageError(f"{why}: this is node {index}, but of {count} nodes the last is {count - 1}")
+        raise UsageError(f"{why}: this is node {index}, but with {count} nodes the last is {count - 1}")
     return NodeRank(index, count, head, port, why)
 
 
@@ -108,9 +108,7 @@ def _kubernetes(environ: Environ, hostname: str) -> NodeRank:
     name, dot, domain = hostname.partition(".")
     head = environ.get("MASTER_ADDR") or f"{name.removesuffix(f'-{index}')}-0{dot}{domain}"
     if not environ.get("MASTER_ADDR") and not name.endswith(f"-{index}"):
-        raise UsageError(
-            f"{why}: this pod is called {name}, and not NAME-{index}; set MASTER_ADDR to the name of pod 0"
-        )
+        raise UsageError(f"{why}: this pod is called {name}, not NAME-{index}; set MASTER_ADDR to the name of pod 0")
     return _node_rank(index, _number(environ, "NNODES", 1), head, _port(environ, "MASTER_PORT"), why)
 
 

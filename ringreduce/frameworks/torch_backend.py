@@ -53,7 +53,7 @@ def rename(name: str) -> None:
     from torch.distributed import distributed_c10d
 
     if name != "ring":
-        raise ValueError(f"RINGREDUCE_TORCH_BACKEND={name!r}: expected ring, or no such variable")
+        raise ValueError(f"RINGREDUCE_TORCH_BACKEND={name!r}: expected ring; otherwise unset the variable")
     helper: Callable[..., Any] | None = getattr(distributed_c10d, HELPER, None)
     code = getattr(helper, "__code__", None)
     if helper is None or code is None or code.co_varnames[3:5] != ("backend", "store"):

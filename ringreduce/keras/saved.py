@@ -67,7 +67,8 @@ def arguments(kept: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
         if name in kept and name not in given:
             if str(kept[name]) not in known:
                 raise InputError(
-                    f"load_model: the model was saved with {name}={kept[name]}, not known here; pass {name}= yourself"
+                    f"load_model: the model was saved with {name}={kept[name]}, which is not known here; "
+                    f"pass {name}= yourself"
                 )
             found[name] = known[str(kept[name])]
     return found | given

@@ -71,7 +71,7 @@ class Study:
             if time.monotonic() > until_s:
                 raise InputError(
                     f"sweep: process {pid} of this host runs study {self._study.study_name!r} of {storage}; one job at "
-                    "a time can: wait for it, or pass another name= or storage="
+                    "a time can run a study: wait for it, or pass another name= or storage="
                 )
             time.sleep(POLL_S)
         self._study.set_user_attr(JOB, self._job)

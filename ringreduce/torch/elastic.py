@@ -121,7 +121,7 @@ def _load(module: torch.nn.Module, saved: dict[str, Any]) -> None:
     except RuntimeError as error:
         why = " ".join(str(error).split())
         raise InputError(
-            f"TorchState: the last commit has another {type(module).__name__} than there is now: {why} Shapes may "
-            "change between two commits, but not names: build the module as at the commit before elastic.run begins, "
-            "and commit at once when you have changed it"
+            f"TorchState: the {type(module).__name__} in the last commit differs from the current one: {why} "
+            "Shapes may change between two commits, but not names: build the module as at the commit before "
+            "elastic.run begins, and commit at once when you have changed it"
         ) from error

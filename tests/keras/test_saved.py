@@ -75,7 +75,8 @@ def test_a_loss_scale_and_a_process_set_come_back(tmp_path):
     if models.SIZE > 1:
         hvd.remove_process_set(last)
         with pytest.raises(
-            ValueError, match=rf"saved with process_set=\[{models.SIZE - 1}\], not known here; pass process_set= your"
+            ValueError,
+            match=rf"saved with process_set=\[{models.SIZE - 1}\], which is not known here; pass process_set= your",
         ):
             hvd.load_model(tmp_path / "model.keras")
 
@@ -88,7 +89,8 @@ class Halved(hvd.Compression.fp16):
 def test_what_a_file_does_not_have_must_be_passed(tmp_path, said):
     saved(tmp_path / "model.keras", compression=Halved)
     with pytest.raises(
-        ValueError, match=r"saved with compression=<class '.*Halved'>, not known here; pass compression= yourself"
+        ValueError,
+        match=r"saved with compression=<class '.*Halved'>, which is not known here; pass compression= yourself",
     ):
         hvd.load_model(tmp_path / "model.keras")
     hvd.load_model(tmp_path / "model.keras", compression=Halved)

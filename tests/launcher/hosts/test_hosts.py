@@ -271,7 +271,7 @@ def test_every_rank_has_its_place(hosts, size):
         ("h2", "h1:4,h3"),
         ("h1:1", "h1:3,h2:2,h3"),
         ("h1:4,h3", "h2:2"),
-        ("h2:3", "--exclude h2:3: h2 has 2 slots"),
+        ("h2:3", "--exclude h2:3: h2 has only 2 slots"),
         ("h3:1", "--exclude h3:1: how many slots h3 has is unknown; name it without a number"),
         ("h4", "--exclude h4: there is no such host; there are h1:4, h2:2, h3"),
         ("h1,h2,h3", "--exclude h1,h2,h3: no host is left"),

@@ -104,7 +104,7 @@ def test_every_platform_is_tried():
         ({"SM_HOSTS": "[" * 100_000, "SM_CURRENT_HOST": "b"}, "SM_CURRENT_HOST=b: expected a list with this host in"),
         (
             {"NODE_RANK": "4", "NNODES": "4", "MASTER_ADDR": "h0"},
-            "NNODES=4: this is node 4, but of 4 nodes the last is",
+            "NNODES=4: this is node 4, but with 4 nodes the last is",
         ),
         ({"NODE_RANK": "x", "NNODES": "4", "MASTER_ADDR": "h0"}, "NODE_RANK='x': expected a whole number from 0 to"),
         (
@@ -114,7 +114,7 @@ def test_every_platform_is_tried():
         ({"SM_HOSTS": '["a"]', "SM_CURRENT_HOST": "b"}, r"SM_CURRENT_HOST=b: expected a list with this host in it, as"),
         (
             {"JOB_COMPLETION_INDEX": "3", "NNODES": "4"},
-            "this pod is called train-2, and not NAME-3; set MASTER_ADDR to the name of pod 0",
+            "this pod is called train-2, not NAME-3; set MASTER_ADDR to the name of pod 0",
         ),
         (
             SLURM | {"SLURM_NODEID": "2", "SLURM_STEP_NUM_TASKS": "8"},

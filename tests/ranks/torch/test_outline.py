@@ -307,7 +307,10 @@ def test_a_parameter_of_another_shape_gets_its_committed_one(kind):
     assert model[0].bias.shape == (2,)
     assert torch.equal(train(model, optimizer, 2), expected)
     model.append(torch.nn.Linear(1, 1))
-    with pytest.raises(ValueError, match=r"another Sequential than there is now: .*2\.weight.*commit at once when"):
+    with pytest.raises(
+        ValueError,
+        match=r"the Sequential in the last commit differs from the current one: .*2\.weight.*commit at once when",
+    ):
         state.restore()
     return expected
 

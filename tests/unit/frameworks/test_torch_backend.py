@@ -57,7 +57,9 @@ def test_a_torch_without_the_private_function_is_named(monkeypatch, helper):
 
 
 def test_another_value_is_refused():
-    with pytest.raises(ValueError, match="RINGREDUCE_TORCH_BACKEND='gloo': expected ring, or no such variable"):
+    with pytest.raises(
+        ValueError, match="RINGREDUCE_TORCH_BACKEND='gloo': expected ring; otherwise unset the variable"
+    ):
         torch_backend.rename("gloo")
 
 
