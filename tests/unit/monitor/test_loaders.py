@@ -67,6 +67,15 @@ def test_the_loader_of_a_test_between_batch_and_step_does_not_count(recorder, mo
         assert examples(recorder) == 20
 
 
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_what_is_taken_without_gradients_does_not_count(recorder, mode):
+    batches, test = iter(DataLoader(numbers(90), 20)), iter(DataLoader(numbers(300), 100))
+    next(batches)
+    with mode():
+        next(test)
+    assert examples(recorder) == 20
+
+
 def test_several_loaders_of_a_step_are_summed_whoever_gave_the_last_batch(recorder):
     pairs = zip(DataLoader(numbers(90), 10), DataLoader(numbers(90), 7), strict=False)
     for _ in range(3):
