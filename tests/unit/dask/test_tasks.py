@@ -95,5 +95,5 @@ def test_without_a_client_it_says_what_to_pass(monkeypatch, ask):
         raise ValueError("No global client found and no address provided")
 
     monkeypatch.setitem(sys.modules, "distributed", types.SimpleNamespace(get_client=get_client))
-    with pytest.raises(InputError, match=r"(map|run\(\)): there is no Dask client here; pass client=Client\(…\)$"):
+    with pytest.raises(InputError, match=r"(map|run)\(\): there is no Dask client here; pass client=Client\(…\)$"):
         ask()
