@@ -43,6 +43,10 @@ class DeltaReducer(TorchReducer):
 
     abandon = clear
 
+    def _next_bucket(self) -> GradientBucket:
+        """See `optim.reducer`; the group that a step sends has the name of the first, whether that is frozen or not."""
+        return min(self._buckets, key=operator.attrgetter("name"), default=None) or super()._next_bucket()
+
     def _go_along(self, bucket: GradientBucket) -> None:
         """See `optim.reducer`: all that a step sends is one group, so there is nothing beside it."""
 

@@ -48,6 +48,20 @@ def test_on_one_rank_it_is_the_users_step():
     assert torch.equal(run_ranks(1, lambda: program(op=Adasum))[0], run_ranks(1, program)[0])
 
 
+@pytest.mark.parametrize("name", ["0.bias", "2.weight"])
+def test_a_parameter_that_one_rank_alone_freezes_fails_on_all(name):
+    def program():
+        model, optimizer = wrapped(op=Adasum)
+        model[0].weight.requires_grad_(False)
+        trained(model, optimizer, 2)
+        if hvd.rank() == 1:
+            model.get_parameter(name).requires_grad_(False)
+        with pytest.raises(hvd.MismatchError, match=f"2 tensors without '{name}', but rank 0 has 3"):
+            trained(model, optimizer, 1)
+
+    run_ranks(2, program)
+
+
 def test_a_rank_without_gradients_changes_nothing():
     def program():
         model, optimizer = wrapped(op=Adasum)
