@@ -7,7 +7,7 @@ from typing import Any
 
 from ringreduce.errors import InputError, MismatchError
 from ringreduce.execution.submission import Ended, Handle
-from ringreduce.optim.exchange import Exchange
+from ringreduce.optim.exchange import FROZEN, Exchange
 
 UNKNOWN, DENSE = 0, 1
 """Layouts of a gradient; DENSE + n is sparse, with n indices an element."""
@@ -72,7 +72,7 @@ class Gradient:
 
     def leave_bucket(self) -> None:
         """Be reduced by its own name, also in later steps."""
-        begun = self.bucket.begun
+        begun = self.bucket.begun and (self.seen > 0 or self.trains)  # that it is frozen is still to be said
         self.bucket, self.is_loose = GradientBucket([self]), False
         self.bucket.begun = begun
 
@@ -110,6 +110,7 @@ class GradientBucket:
         self.members = members
         self.splits = splits  # False: one gradient, or a group of the user's, which stays together
         self.begun = False  # in this step
+        self.has_told = False  # the other ranks that all of it is frozen
         self.parts: list[tuple[Sequence[Gradient], Handle]] = []  # in flight: the dense ones, and each sparse one
         self.missing = 0  # backward passes that have not been reported yet
 
@@ -135,7 +136,11 @@ class GradientBucket:
 
     def begin(self, exchange: Exchange, line: str) -> None:
         """Send the dense ones together, sparse ones each on its own.  line: that called backward()."""
-        self.begun, members = True, self.trained
+        members = self.trained
+        if not members:
+            self._begin_frozen(exchange, "allreduce")
+            return
+        self.begun, self.has_told = True, False
         loaded = [each.load() for each in members]
         dense: list[tuple[Gradient, Any]] = []
         parts: list[tuple[Sequence[Gradient], Handle]] = []
@@ -151,6 +156,14 @@ class GradientBucket:
             gradients, arrays = zip(*dense, strict=True)
             parts.append((gradients, self._begin_dense(exchange, gradients, arrays, line)))
         self.parts = parts
+
+    def _begin_frozen(self, exchange: Exchange, kind: str) -> None:
+        """Say that all is frozen, in place of the operation that ranks submit that train it, and would wait for it."""
+        self.begun = self.has_told = True
+        for member in self.members:
+            if member.layout == UNKNOWN:
+                member.ask_layout(exchange)
+        self.parts = [([], exchange.begin_saying(self.name, FROZEN, f"{self.name!r} (requires_grad=False)", kind))]
 
     def _begin_dense(
         self, exchange: Exchange, gradients: Sequence[Gradient], arrays: Sequence[Any], line: str

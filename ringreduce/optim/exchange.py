@@ -23,7 +23,8 @@ from ringreduce.runtime.arguments import Details, arguments_of
 from ringreduce.runtime.submit import like, refused, which_op
 
 CHANGE, CLEARED = "change of param_groups", "clearing of gradients in place of a step"
-"""What `Exchange.say` is called for."""
+FROZEN = "frozen parameter"
+"""What `Exchange.say` and `begin_saying` are called for."""
 
 
 def check_passes(passes: int) -> int:
@@ -209,12 +210,25 @@ class Exchange:
         name, kind, details: of the operation; by default the details of a reduction.
         Raises: MismatchError on all ranks, with the text, unless all have said the same; see `is_disagreement`.
         """
+        self.begin_saying(name, what, text, kind, details, waits=True).wait()
+
+    def begin_saying(
+        self,
+        name: str | None,
+        what: str,
+        text: str,
+        kind: str = "allreduce",
+        details: Details | None = None,
+        waits: bool = False,
+    ) -> Handle[list[Any]]:
+        """Begin to `say`; the result is empty.  waits: the caller does at once."""
         if self.size == 1:
-            return
+            return Ended([])
         said = (*(self._details if details is None else details), (what, text))
         buffers = as_buffers([np.zeros(self.size, np.float32)] if name is not None else [])
         engine, number = runtime.current("DistributedOptimizer").engine, number_of(self.process_set, kind)
-        engine.submit(kind, name, number, details=said, inputs=buffers, outputs=buffers, waits=True).wait()
+        made = engine.submit(kind, name, number, details=said, inputs=buffers, outputs=buffers, waits=waits)
+        return made.mapped(lambda _: [])
 
     def refuse(self, name: str) -> None:
         """Let the group of this name fail on all ranks with MismatchError; nobody waits for this submission itself."""

@@ -218,7 +218,7 @@ class Reducer:
                 raise
             bucket.begun = False
             self._split(bucket, refuses=False)  # if tensors differ, the next error names one
-            self._begin([each.bucket for each in bucket.trained])
+            self._begin([each.bucket for each in bucket.members])
 
     def _begin(self, taken: list[GradientBucket]) -> None:
         """Begin to reduce buckets; waits only for layouts that this rank does not know."""
@@ -303,7 +303,7 @@ class Reducer:
         try:
             self._count()
             self._look_at_the_world()
-            self._begin([each for each in self._buckets if not each.begun and each.trained])
+            self._begin([each for each in self._buckets if not each.begun and (each.trained or not each.has_told)])
         except Exception as exc:
             errors.append(exc)
         while self._in_flight:

@@ -208,9 +208,13 @@ class ShardBucket(GradientBucket):
         return any(moved)
 
     def begin(self, exchange: Exchange, line: str) -> None:
-        """Begin to reduce all gradients, those of frozen parameters as zeros."""
+        """Begin to reduce all gradients, those of frozen parameters as zeros, unless all are frozen."""
+        trained = self.trained
+        if not trained:
+            self._begin_frozen(exchange, "reduce_shards")
+            return
         arrays = [member.load()[1] for member in self.members]
-        self.begun, trained = True, self.trained
+        self.begun, self.has_told = True, False
         for member, array in zip(self.members, arrays, strict=True):
             if member.trains:
                 member.attach(array)

@@ -189,6 +189,27 @@ def test_parameters_frozen_and_unfrozen_later(submitted):
     assert max(counts[-2:]) < 6, "parameters that train"
 
 
+@pytest.mark.parametrize("first", [0, 12], ids=["from the start", "later"])
+@pytest.mark.parametrize("names", [["1.bias"], ["2.weight"], ["0.weight", "0.bias"]], ids="+".join)
+def test_a_parameter_that_one_rank_alone_freezes_fails_on_all(names, first):
+    """One of a bucket, one that is a bucket, and all of two; the ranks have frozen another one alike."""
+
+    def program():
+        model = make_model()
+        optimizer = training.wrap(model)
+        model[3].bias.requires_grad_(False)
+        training.trained(model, optimizer, first, own_backward)
+        if hvd.rank() == 1:
+            for name in names:
+                model.get_parameter(name).requires_grad_(False)
+        with pytest.raises(ringreduce.MismatchError) as failed:
+            training.trained(model, optimizer, 2, own_backward)
+        return str(failed.value)
+
+    for text in run_ranks(2, program):
+        assert any(f"'{each}' (requires_grad=False), but rank 0 has no frozen parameter" in text for each in names)
+
+
 @each_rank_of(2)
 def test_a_sparse_gradient_in_between():
     table = torch.nn.Embedding(6, 5, sparse=True).double()

@@ -145,6 +145,9 @@ def test_gradients_that_are_gone_or_unlike_are_errors():
         ringreduce.MismatchError, match=r"reduce_shards .*frozen=\('0.bias',\), but rank 0 has frozen=\(\)"
     ):
         optimizer.step()
+    model.requires_grad_(hvd.rank() == 0)
+    with pytest.raises(ringreduce.MismatchError, match=r"frozen parameter='.*\(requires_grad=False\), but rank 0"):
+        optimizer.step()
     table = torch.nn.Embedding(4, 2, sparse=True)
     _, optimizer = sharded(table)
     table(torch.tensor([1])).sum().backward()
