@@ -93,7 +93,9 @@ def _behind(waiting: Sequence[Waiting]) -> str:
         f"{ranks_text(late)} took {number} step{'s' * (number > 1)}, {ranks_text(own)} {'are' if own[1:] else 'is'} in "
         f"{'their' if own[1:] else 'its'} {ordinal(number + 1)} ({newest.signature.text})"
     )
-    elsewhere = any(rank in each.submitted for each in waiting for rank in late)
+    elsewhere = [each for each in waiting if not each.submitted.keys().isdisjoint(late)]
+    if any(each.step == number - 1 for each in elsewhere):  # which the others have left
+        return text + ": is a parameter frozen (requires_grad=False) on some ranks only?"
     return text + (": do all ranks have the same number of batches?" if elsewhere else "")
 
 

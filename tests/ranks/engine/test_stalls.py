@@ -191,6 +191,18 @@ def test_a_rank_that_is_late_in_a_step_is_asked_nothing_about_batches():
     assert first.endswith("missing: rank 1. All ranks must submit it")
 
 
+def test_a_rank_that_waits_in_a_step_that_others_have_left_is_asked_about_frozen_parameters():
+    waiting = [
+        Waiting(Signature("allreduce", "w"), 1.0, {1: "train.py:7"}, [0, 2], 5),
+        Waiting(Signature("allreduce", "v"), 1.0, {0: "train.py:8", 2: "train.py:8"}, [1], 6),
+    ]
+    first, *_ = headline(waiting, 3.0).splitlines()
+    assert first == (
+        "rank 1 took 6 steps, ranks 0,2 are in their 7th (allreduce 'v'): is a parameter frozen (requires_grad=False) "
+        "on some ranks only?"
+    )
+
+
 def test_of_operations_of_many_groups_of_ranks_the_first_are_told():
     waiting = [Waiting(Signature("allreduce", f"w{rank}"), 1.0, {rank: "a.py:1"}, [9]) for rank in range(5)]
     first, *_, last = headline(waiting, 3.0).splitlines()
