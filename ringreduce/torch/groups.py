@@ -176,7 +176,7 @@ class Groups:
             level = logging.INFO if self._has_told else logging.WARNING
             then = [f"{whose}new parameters are {done} from now on"] if change.new else []
             if len(change.gone) > len(change.replaced):
-                then.append(f"{whose}removed ones are no longer {done}")
+                then.append(f"{whose}removed parameters are no longer {done}")
             what = f"{change} ({calling_line()}); {', '.join(then)}"
             JOB.log(level, f"param_groups was changed outside the optimizer: {what}")
             self._has_told = True

@@ -336,7 +336,7 @@ def test_it_is_said_what_becomes_of_removed_ones(then, wrap, capsys):
     run_ranks(2, program)
     (line,) = capsys.readouterr().err.splitlines()
     assert "'2.bias' is gone (" in line
-    assert line.endswith("; " + then.format("removed ones are no longer"))
+    assert line.endswith("; " + then.format("removed parameters are no longer"))
 
 
 @each_rank_of(2)
