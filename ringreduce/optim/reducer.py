@@ -274,6 +274,8 @@ class Reducer:
         return LearningRates(process_set, lambda: own.learning_rates())
 
     def _forget(self) -> None:
+        for bucket in self._buckets:
+            bucket.has_told = False
         for gradient in self._gradients.values():
             gradient.layout = UNKNOWN
             if gradient.bucket.splits or len(gradient.bucket.members) == 1:

@@ -211,6 +211,26 @@ def test_a_parameter_that_one_rank_alone_freezes_fails_on_all(names, first):
 
 
 @each_rank_of(2)
+def test_a_rank_whose_optimizer_is_new_hears_of_a_frozen_group():
+    """As one that comes into an elastic job."""
+
+    def wrapped():
+        model = make_model()
+        model[0].requires_grad_(False)
+        return model, training.wrap(model, groups=[[*model[0].parameters()], [*model[1].parameters()]])
+
+    model, optimizer = wrapped()
+    training.trained(model, optimizer, 2, own_backward)
+    hvd.join()
+    if hvd.rank() == 1:
+        new, optimizer = wrapped()
+        new.load_state_dict(model.state_dict())
+        model = new
+    training.trained(model, optimizer, 2, own_backward)
+    assert np.array_equal(*hvd.allgather(training.parameters(model)).numpy().reshape(2, -1))
+
+
+@each_rank_of(2)
 def test_a_sparse_gradient_in_between():
     table = torch.nn.Embedding(6, 5, sparse=True).double()
     table.weight.data = torch.arange(30.0, dtype=torch.float64).reshape(6, 5) / 30
