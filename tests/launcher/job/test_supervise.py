@@ -71,7 +71,7 @@ def test_only_a_job_that_takes_longer_is_ended(timeout_s, code, signals, monkeyp
     assert Supervisor(Job(1, ["x"], timeout_s=timeout_s), fake, fake, fake, events).run() == code
     assert fake.is_set_up
     assert fake.signals == signals
-    assert ["took longer" in line for line in fake.said[-1:]] == [True] * (code == 124)
+    assert ["ran longer" in line for line in fake.said[-1:]] == [True] * (code == 124)
     timer.join()
 
 
