@@ -226,7 +226,10 @@ class _Results:
                 f"run(): {numbered('rank', missing)} ended with exit code 0 before the function returned; it must not "
                 "call sys.exit() or os._exit()"
             )
-        return [pickle.loads(self.pickled[rank]) for rank in sorted(self.pickled)]  # noqa: S301 - from our own ranks
+        return [
+            pickling.loads(data, f"run(): what the function returned on rank {rank}", JobFailedError)
+            for rank, data in sorted(self.pickled.items())
+        ]
 
 
 class _Rank:
@@ -379,7 +382,7 @@ def serve() -> None:
         os.chdir(os.environ.pop(FOLDER_VARIABLE))
         del os.environ[PYTHON_VARIABLE]
     sys.path[:] = list(dict.fromkeys([*folders, *sys.path]))
-    func, args, kwargs = pickle.loads(function)  # noqa: S301
+    func, args, kwargs = pickling.loads(function, "run(): the function, or one of its arguments,")
     result = func(*args, **kwargs)
     try:
         pickled = pickling.dumps(result)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -23,7 +22,8 @@ def broadcast_object(
     """The root's object, of any length, on every rank; the root gets its own back.
 
     Raises: InputError for a root_rank that does not exist; MismatchError, also where the root's object cannot be
-            pickled, which raises there what pickling does; PeerLostError. Only the root's `obj` is used.
+            pickled, which raises there what pickling does; InputError where it cannot be unpickled; PeerLostError.
+            Only the root's `obj` is used.
     Source: Horovod's broadcast_object.
     """
     return broadcast_made(lambda: obj, root_rank, name, process_set)
@@ -42,7 +42,7 @@ def broadcast_made(make: Callable[[], Any], root_rank: int, name: str | None, pr
     obj, payload = prepared("broadcast_object", name, number, own)
 
     def finish(submission: Submission) -> Any:
-        return obj if is_root else pickle.loads(submission.payload.data)  # noqa: S301 - a rank's
+        return obj if is_root else unpickled(submission.payload, f"broadcast_object: what rank {root} sent")
 
     return submit_and_wait("broadcast_object", name, number, (("root_rank", root),), payload=payload, finish=finish)
 
@@ -51,14 +51,17 @@ def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet 
     """Every rank's object, of any length, in rank order.
 
     Raises: MismatchError, also where another rank's object cannot be pickled, which raises there what pickling does;
-            PeerLostError.
+            InputError where one cannot be unpickled; PeerLostError.
     Source: Horovod's allgather_object.
     """
 
     def finish(submission: Submission) -> list[Any]:
         ends = np.cumsum(submission.payload[:-1, 0])  # of each rank's bytes, which are rows
         pieces = np.split(submission.outputs[0].flat, ends)
-        return [pickle.loads(each.data) for each in pieces]  # noqa: S301 - ranks' own
+        return [
+            unpickled(each, f"allgather_object: what rank {rank} sent")
+            for rank, each in zip(process_set._members(), pieces, strict=True)
+        ]
 
     number = number_of(process_set, "allgather_object")
     payload = prepared("allgather_object", name, number, lambda: pickled(obj))
@@ -71,3 +74,10 @@ def pickled(obj: Any) -> Any:
     from ringreduce.transport import pickling
 
     return np.frombuffer(pickling.dumps(obj), np.uint8)
+
+
+def unpickled(data: Any, what: str) -> Any:
+    """The object of such bytes, which are `what`; see `pickling.loads`."""
+    from ringreduce.transport import pickling
+
+    return pickling.loads(data.data, what)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +13,7 @@ from ringreduce.api import broadcast as broadcasts
 from ringreduce.api import control, objects
 from ringreduce.api import gather as gathers
 from ringreduce.api import reduce as reductions
-from ringreduce.api.objects import pickled
+from ringreduce.api.objects import pickled, unpickled
 from ringreduce.api.process_sets import ProcessSet, global_process_set, number_of
 from ringreduce.arrays.buffer import Buffer
 from ringreduce.arrays.view import as_buffers, host_array, see_changed, takes, to_write
@@ -194,9 +193,12 @@ class Ordered(ProcessSet):
             handle.wait()
 
     def recv_object(self, source: int, tag: int = 0) -> Any:
-        """What rank `source` has sent with this tag."""
+        """What rank `source` has sent with this tag.
+
+        Raises: InputError where it cannot be unpickled.
+        """
         size = self.recv(np.empty((), np.int64), source, tag)
-        return pickle.loads(self.recv(np.empty(int(size), np.uint8), source, tag).data)  # noqa: S301 - a rank's
+        return unpickled(self.recv(np.empty(int(size), np.uint8), source, tag), f"recv_object: what rank {source} sent")
 
     def _to_root(
         self,

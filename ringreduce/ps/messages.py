@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ringreduce.api.objects import unpickled
 from ringreduce.api.ordered import Ordered
 from ringreduce.arrays.dtypes import element_type
 from ringreduce.compression import AnyCompressor, Quantized, wire_of
@@ -80,7 +81,7 @@ def receive(channel: Ordered, rank: int, compression: AnyCompressor) -> Message:
     kind, described, size = header.tolist()
     arrays: dict[str, Any] = {}
     if described:
-        outline = pickle.loads(channel.recv(np.empty(described, np.uint8), rank, _TAG).data)  # noqa: S301 - a rank's
+        outline = unpickled(channel.recv(np.empty(described, np.uint8), rank, _TAG), f"ps: what rank {rank} sent")
         data, at = channel.recv(np.empty(size, np.uint8), rank, _TAG), 0
         for name, shape, dtype, context in outline:
             nbytes = math.prod(shape) * dtype.itemsize

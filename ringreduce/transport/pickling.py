@@ -6,12 +6,15 @@ cloudpickle leaves those out since 3.1.3, and then neither a traceback nor a mes
 from __future__ import annotations
 
 import io
+import pickle
 from collections import ChainMap
 from collections.abc import Callable
 from types import CodeType
 from typing import Any, ClassVar
 
 import cloudpickle
+
+from ringreduce.errors import InputError, RingreduceError
 
 _REDUCERS = cloudpickle.Pickler.dispatch_table
 
@@ -38,3 +41,17 @@ def dumps(obj: Any) -> bytes:
     file = io.BytesIO()
     Pickler(file).dump(obj)
     return file.getvalue()
+
+
+def loads(data: Any, what: str, kind: type[RingreduceError] = InputError) -> Any:
+    """What a rank of this job has pickled.
+
+    Raises: a `kind`, which says that `what` cannot be unpickled, and why.
+    """
+    try:
+        return pickle.loads(data)  # noqa: S301 - a rank's
+    except Exception as exc:
+        raise kind(
+            f"{what} cannot be unpickled here: {type(exc).__name__}: {exc}; the modules of its classes must be "
+            "importable here, and an exception whose __init__ takes other arguments than its `args` needs a __reduce__"
+        ) from exc

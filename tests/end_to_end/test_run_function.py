@@ -2,6 +2,7 @@
 
 import json
 import linecache
+import pickle
 import re
 import secrets
 import signal
@@ -17,7 +18,7 @@ from ringrun import cli
 from ringrun.config import resolve
 from ringrun.connection.link import Gone
 from ringrun.errors import LauncherError
-from ringrun.run_function import _Rank
+from ringrun.run_function import _Rank, _Results
 from tests.end_to_end.conftest import PROGRAMS
 from tests.support import environments, jobs
 from tests.support.patience import patient, wait_until
@@ -39,6 +40,13 @@ def train(step, fails=None):
         return rr.rank(), float(rr.allreduce(float(rr.rank()), op=rr.Sum)), lambda: step * lr
 
     return function
+
+
+class Odd(Exception):
+    """As an exception is whose class takes other arguments than its `args`."""
+
+    def __init__(self, rank, index):
+        super().__init__(f"{rank} {index}")
 
 
 @pytest.mark.adapters
@@ -303,6 +311,24 @@ def test_what_cannot_be_pickled_and_results_of_many_pieces(monkeypatch):
     monkeypatch.setattr(sys.modules["ringrun.run_function"], "PIECE_BYTES", 1000)
     many = bytes(range(256)) * 1000
     assert rr.run(lambda data: data[::-1], (many,), np=2) == [many[::-1]] * 2
+
+
+@pytest.mark.quick
+def test_what_cannot_be_unpickled_is_told_with_its_rank():
+    results = _Results(b"")
+    results.size, results.pickled = 2, {1: b"cnowhere\nclass_of_rank_1\n.", 0: pickle.dumps({"rank": 0})}
+    message = (
+        "run(): what the function returned on rank 1 cannot be unpickled here: ModuleNotFoundError: No module named "
+        "'nowhere'; the modules of its classes must be importable here"
+    )
+    with pytest.raises(rr.JobFailedError, match=f"^{re.escape(message)}"):
+        results.by_rank(some_are_lost=False)
+
+
+def test_arguments_that_cannot_be_unpickled_are_told_by_the_ranks():
+    message = r"InputError: run\(\): the function, or one of its arguments, cannot be unpickled here: TypeError: "
+    with pytest.raises(rr.JobFailedError, match=message):
+        rr.run(print, (Odd(1, 7),), np=1)
 
 
 def test_a_job_that_starts_again_returns_what_its_last_attempt_returned(tmp_path, capsys):

@@ -40,6 +40,33 @@ def test_all_of_them():
     return np.array(rr.allgather_object(1))
 
 
+class Odd(Exception):
+    """As an exception is whose class takes other arguments than its `args`."""
+
+    def __init__(self, rank, index):
+        super().__init__(f"{rank} {index}")
+
+
+GET = {
+    "allgather_object": lambda obj, pair: rr.allgather_object(obj, process_set=pair),
+    "broadcast_object": lambda obj, pair: rr.broadcast_object(obj, 2, process_set=pair),
+    "recv_object": lambda obj, pair: pair.recv_object(2) if rr.rank() == 0 else pair.send_object(obj, 0),
+}
+
+
+@pytest.mark.parametrize("function", GET)
+@each_rank_of(3, process_sets=[[0, 2]])
+def test_an_object_that_cannot_be_unpickled(function):
+    pair = rr.ordered(known([0, 2], 1)) if function == "recv_object" else known([0, 2], 1)
+    if rr.rank() == 0 or (rr.rank() == 2 and function == "allgather_object"):
+        message = f"^{function}: what rank 2 sent cannot be unpickled here: TypeError: .*'index'; the modules of"
+        with pytest.raises(rr.InputError, match=message):
+            GET[function](Odd(2, 7) if rr.rank() == 2 else {"rank": 0}, pair)
+    elif rr.rank() == 2:
+        GET[function](Odd(2, 7), pair)
+    return np.array(rr.allgather_object(1))
+
+
 @each_rank_of(3, process_sets=[[0, 2]])
 def test_in_a_process_set_and_alone():
     if rr.rank() != 1:

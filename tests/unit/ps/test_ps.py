@@ -8,7 +8,8 @@ import time
 import numpy as np
 import pytest
 
-from ringreduce.errors import PeerLostError
+from ringreduce.errors import InputError, PeerLostError
+from ringreduce.ps import messages
 from ringreduce.ps.consistency import Consistency, Sync
 from ringreduce.ps.layout import Key, joined, shards_of
 
@@ -151,3 +152,28 @@ def test_the_first_error_is_raised_and_not_what_followed_from_it():
         consistency.fail(error)
     with consistency.changed, pytest.raises(ZeroDivisionError, match="the cause"):
         consistency.wait_to_pull(0)
+
+
+class Odd(Exception):
+    """As an exception is whose class takes other arguments than its `args`."""
+
+    def __init__(self, rank, index):
+        super().__init__(f"{rank} {index}")
+
+
+def test_a_compressors_context_that_cannot_be_unpickled_is_told_with_its_rank():
+    class Compressor:
+        def compress(self, array):
+            return array, Odd(3, 7)
+
+    class Channel:
+        def __init__(self, packed):
+            self.left = list(packed)
+
+        def recv(self, array, rank, tag):
+            array[...] = self.left.pop(0)
+            return array
+
+    channel = Channel(messages.pack(messages.PULL, {"w": np.arange(5.0)}, Compressor()))
+    with pytest.raises(InputError, match=r"^ps: what rank 3 sent cannot be unpickled here: TypeError: .*'index'; the"):
+        messages.receive(channel, 3, Compressor())
