@@ -27,7 +27,7 @@ from .errors import MachineError
 from .job.plan import run_module
 from .machine.topology import VISIBLE_VARIABLE
 from .network import own_addresses
-from .processes import start_with_parent
+from .processes import how_ended, start_with_parent
 from .run_function import FOLDER_VARIABLE, PATH_VARIABLE, PYTHON_VARIABLE
 
 _JOINED = "has joined the job of"
@@ -122,7 +122,7 @@ def lend(ticket: Ticket, slots: int = 1, gpus: str | None = None, wanted: Callab
         process.wait()
         raise
     if _JOINED not in said or run_function.REFUSES in said:  # it says that it has joined before the head takes it
-        raise RuntimeError(f"`ringrun join` on {socket.gethostname()} ended with exit code {code}: {said.strip()}")
+        raise RuntimeError(f"`ringrun join` on {socket.gethostname()} {how_ended(code)}: {said.strip()}")
     return said
 
 

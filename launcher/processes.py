@@ -224,6 +224,14 @@ def before_exec(*steps: Callable[[], None] | None) -> Callable[[], None]:
     return run
 
 
+def how_ended(code: int) -> str:
+    """Return how a process has ended, after its name."""
+    if code >= 0:
+        return f"ended with exit code {code}"
+    has_name = -code in signal.valid_signals() and -code < signal.SIGRTMIN
+    return f"was killed by {signal.Signals(-code).name if has_name else f'signal {-code}'}"
+
+
 def signal_group(leader: int, number: int) -> None:
     """Send signal `number` to the process group that `leader` leads, if any of it is left."""
     with contextlib.suppress(ProcessLookupError, PermissionError):

@@ -32,7 +32,7 @@ from .connection.wire import Address, Hello, Input, Message, Output
 from .errors import LauncherError
 from .folders import private_folder
 from .network import own_addresses, parse_interfaces
-from .processes import start_with_parent
+from .processes import how_ended, start_with_parent
 from .text import numbered
 
 KEY_VARIABLE = "_RINGREDUCE_RUN_KEY"
@@ -136,7 +136,7 @@ def _before_ranks(trouble: Callable[[], str], results: _Results) -> Callable[[],
 
 def _failure(code: int, report: str) -> Exception:
     kinds = {2: InputError, 3: StartupError} if report.startswith(REFUSES) else {}
-    why = report.removeprefix(REFUSES) or f"ringrun ended with exit code {code}"
+    why = report.removeprefix(REFUSES) or f"ringrun {how_ended(code)}"
     return kinds.get(code, JobFailedError)(f"run():\n{why}" if FAILED.match(why) else f"run(): {why}")
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import UsageError
-from ..processes import signal_group, start_with_parent
+from ..processes import how_ended, signal_group, start_with_parent
 from ..text import close_matches, quoted
 from .host import Host, merge, parse_host, parse_slots
 
@@ -73,7 +73,7 @@ def discover(script: Sequence[str]) -> list[Host]:
         raise UsageError(f"{where}: cannot be executed: {reason}") from None
     if done.returncode:
         said = done.stderr.strip()[-_LAST_WORDS:] or "(nothing)"
-        raise UsageError(f"{where}: it ended with exit code {done.returncode}; it wrote: {said}")
+        raise UsageError(f"{where}: it {how_ended(done.returncode)}; it wrote: {said}")
     if not done.stdout.strip():
         raise UsageError(f"{where}: it printed no host; expected a line for each, as in 'h1:4'")
     try:

@@ -12,6 +12,7 @@ from dataclasses import replace
 from ..connection.wire import Hosts, Initialized, Left, Meeting, Membership, Reformed, Signal, Suspects, WakeUp
 from ..elastic import Elastic
 from ..output.display import Output
+from ..processes import how_ended
 from ..report.card import card
 from ..report.outcome import RankEnd, in_words
 from ..text import listed, numbered
@@ -153,11 +154,11 @@ class Losses:
         match event:
             case RankDied(rank, code) if code:
                 self._unexplained.add(rank)
-                return self._lost({rank: _how(code)}, now_s)
+                return self._lost({rank: how_ended(code)}, now_s)
             case RankEnded(end) if end.code == 0:
                 return members.ended(end.rank, now_s)
             case RankEnded(end) if end.code:  # if it is news
-                decision = self._lost({end.rank: _how(end.code)}, now_s)
+                decision = self._lost({end.rank: how_ended(end.code)}, now_s)
                 return decision or (members.blamed(end.rank) if end.blames else None)
             case Reported(_, Initialized()):
                 members.initialized()
@@ -206,11 +207,3 @@ class Losses:
 
     def _with_whom(self) -> str:
         return f"with {numbered('rank', self._members.ranks)}"
-
-
-def _how(code: int) -> str:
-    """Return how a rank has ended, after its name."""
-    if code >= 0:
-        return f"ended with exit code {code}"
-    name = signal.Signals(-code).name if -code in signal.valid_signals() else f"signal {-code}"
-    return f"was killed by {name}"

@@ -14,7 +14,7 @@ from ..agent.shm_cleanup import mapped
 from ..connection import wire
 from ..connection.link import Link, connect
 from ..engines.openmpi import OpenMPI
-from ..processes import boot
+from ..processes import boot, how_ended
 from ..text import numbered
 from .answers import shows
 
@@ -47,7 +47,7 @@ def start(size: int) -> str:
     assert server.stdout
     with server.stdout as said:
         if not (address := said.readline().strip()):
-            raise NotJoinedError(f"the PMI server ended with exit code {server.wait()}")
+            raise NotJoinedError(f"the PMI server {how_ended(server.wait())}")
     return address
 
 

@@ -8,7 +8,7 @@ import threading
 
 import pytest
 
-from ringrun.processes import before_exec, bind_to, in_session, start_with_parent, state_of
+from ringrun.processes import before_exec, bind_to, how_ended, in_session, start_with_parent, state_of
 from tests.support import jobs
 
 ASK = [sys.executable, "-c", "import os; print(sorted(os.sched_getaffinity(0)))"]
@@ -84,6 +84,19 @@ def test_a_child_whose_program_does_not_ignore_sigpipe_does_not():
     expected = subprocess.run(show, stdout=subprocess.PIPE).stdout
     with start_with_parent(show, signal.SIGTERM, stdout=subprocess.PIPE) as child:
         assert child.stdout.read() == expected
+
+
+@pytest.mark.parametrize(
+    ("code", "how"),
+    [
+        (3, "ended with exit code 3"),
+        (-9, "was killed by SIGKILL"),
+        (-33, "was killed by signal 33"),
+        (-(signal.SIGRTMIN + 1), f"was killed by signal {signal.SIGRTMIN + 1}"),  # valid, and without a name
+    ],
+)
+def test_how_a_process_has_ended(code, how):
+    assert how_ended(code) == how
 
 
 THREADS_LIVE_ON = """

@@ -190,6 +190,7 @@ def test_a_program_says_which_hosts_there_are(tmp_path):
     [
         ("exit 3", "it ended with exit code 3; it wrote: (nothing)"),
         ("echo no network >&2; exit 1", "it ended with exit code 1; it wrote: no network"),
+        ("kill -9 $$", "it was killed by SIGKILL; it wrote: (nothing)"),
         ("echo", "it printed no host; expected a line for each, as in 'h1:4'"),
         ("echo h1:x", "its output:1: 'h1:x': slots: expected a whole number from 1 to 999999, got 'x'"),
     ],
