@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from .errors import MachineError
-from .text import format_spans
+from .text import format_spans, quoted
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_MM, _PR_SET_MM_MAP = 35, 14
@@ -29,8 +29,8 @@ _PATIENCE_S = 2.0  # with what SIGTERM or SIGKILL is to end
 
 # what start_with_parent runs beside other threads, where a fork may run no Python
 _BEFORE_EXEC = """
-import ctypes, os, signal, sys
-parent, number, ignored, *argv = sys.argv[1:]
+import ctypes, errno, os, signal, sys
+parent, number, ignored, found, *argv = sys.argv[1:]
 ctypes.CDLL(None).prctl(1, int(number))
 if os.getppid() != int(parent):
     os.kill(os.getpid(), signal.SIGKILL)
@@ -39,7 +39,12 @@ for each in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores them
 for each in filter(None, ignored.split(",")):
     signal.signal(int(each), signal.SIG_IGN)
 signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-os.execvp(argv[0], argv)
+try:
+    os.execv(found, argv)
+except OSError as error:
+    if error.errno != errno.ENOEXEC:
+        raise
+    os.execv("/bin/sh", ["sh", found, *argv[1:]])
 """
 
 
@@ -47,7 +52,8 @@ def start_with_parent(
     argv: Sequence[str], number: int, ignored: Collection[int] = (), **options: Any
 ) -> "subprocess.Popen[bytes]":
     """Start `argv`, which gets signal `number` when this thread ends, and ignores the signals `ignored`; SIGINT is not
-    blocked there. `options` are Popen's. OSError where it cannot be executed.
+    blocked there. `options` are Popen's. A script that names no interpreter is one of sh, as in a shell. OSError where
+    `argv` cannot be executed.
     """
 
     def arm() -> None:
@@ -55,14 +61,41 @@ def start_with_parent(
             signal.signal(each, signal.SIG_IGN)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 
-    if threading.active_count() == 1:
-        return subprocess.Popen(argv, preexec_fn=before_exec(die_with_parent(number), arm), **options)
     path = (options.get("env") or os.environ).get("PATH", os.defpath)
-    if shutil.which(argv[0], path=path) is None:
-        number = errno.EACCES if os.path.exists(argv[0]) else errno.ENOENT
+    found = shutil.which(argv[0], path=path)
+    if threading.active_count() == 1:
+        options["preexec_fn"] = before_exec(die_with_parent(number), arm)
+        try:
+            return subprocess.Popen(argv, **options)
+        except OSError as error:
+            if error.errno != errno.ENOEXEC or found is None:
+                raise
+            return subprocess.Popen(["/bin/sh", found, *argv[1:]], **options)
+    if found is None:
+        number = errno.EACCES if os.sep in argv[0] and os.path.exists(argv[0]) else errno.ENOENT
         raise OSError(number, os.strerror(number), argv[0])
     helper = [sys.executable, "-I", "-S", "-c", _BEFORE_EXEC, str(os.getpid()), str(int(number))]
-    return subprocess.Popen([*helper, ",".join(map(str, map(int, ignored))), *argv], **options)
+    return subprocess.Popen([*helper, ",".join(map(str, map(int, ignored))), found, *argv], **options)
+
+
+def why_not_started(error: OSError, program: str) -> str:
+    """Return why `program` does not run; of a script the kernel says neither what is missing nor where."""
+    why = f"{error.strerror or error} ({error.filename or program})"
+    if error.errno == errno.ENOEXEC:
+        first = "a script's first line must name its interpreter, such as #!/usr/bin/env python3"
+        return f"{why}: {first}; or start it with ringrun … python {program}"
+    if error.errno == errno.ENOENT and error.filename in (None, program):
+        found = shutil.which(program)
+        if found is None and os.sep not in program and os.path.exists(program):
+            return f"{why}; to run the file here: ./{program}"
+        with contextlib.suppress(OSError), open(found or program, "rb") as file:
+            first = file.readline().decode(errors="replace").rstrip("\n")
+            if first.startswith("#!") and first.endswith("\r"):
+                windows = f"it has Windows line endings, so the system looks for {quoted(first[2:])}"
+                return f"{why}: {windows}; to change them: sed -i 's/\\r$//' {program}"
+            if first.startswith("#!"):
+                return f"{why}: its first line, {quoted(first)}, names an interpreter that does not exist there"
+    return why
 
 
 @contextlib.contextmanager

@@ -8,7 +8,6 @@ when ringrun goes. A command that ends is reported, and its agent stays until ri
 """
 
 import contextlib
-import errno
 import fcntl
 import json
 import os
@@ -37,7 +36,7 @@ from ..folders import make_private_folder
 from ..machine.cpus import usable_cpus
 from ..machine.placement import Share, crowd, describe, place, threads_of
 from ..machine.topology import Topology, read_topology
-from ..text import counted, format_spans, quoted
+from ..text import counted, format_spans
 from . import kept_commits
 from .death_notice import await_death
 from .join_watch import JoinWatch
@@ -98,7 +97,7 @@ class Agent:
         try:
             child = self._start(setup)
         except OSError as error:
-            self._send(wire.NotStarted(_why_not_started(error, setup.command[0])))
+            self._send(wire.NotStarted(processes.why_not_started(error, setup.command[0])))
             self._await_end(None)
         self._send(wire.Started(child.pid, self._device))
         try:
@@ -377,23 +376,6 @@ class Agent:
     def _send(self, message: wire.Message) -> None:
         with contextlib.suppress(OSError):  # ringrun is gone; _await_end sees it too, and exits
             self._link.send(message)
-
-
-def _why_not_started(error: OSError, program: str) -> str:
-    """Return why `program` does not run; of a script the kernel says neither what is missing nor where."""
-    why = f"{error.strerror or error} ({error.filename or program})"
-    if error.errno == errno.ENOEXEC:
-        first = "a script's first line must name its interpreter, such as #!/usr/bin/env python3"
-        return f"{why}: {first}; or start it with ringrun … python {program}"
-    if error.errno == errno.ENOENT and error.filename in (None, program):
-        with contextlib.suppress(OSError), open(program, "rb") as file:
-            first = file.readline().decode(errors="replace").rstrip("\n")
-            if first.startswith("#!") and first.endswith("\r"):
-                windows = f"it has Windows line endings, so the system looks for {quoted(first[2:])}"
-                return f"{why}: {windows}; to change them: sed -i 's/\\r$//' {program}"
-            if first.startswith("#!"):
-                return f"{why}: its first line, {quoted(first)}, names an interpreter that does not exist there"
-    return why
 
 
 def _notes(shares: Sequence[Share], where: RankInfo, settings: Settings, gpus: int) -> Iterator[str]:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import UsageError
-from ..processes import how_ended, signal_group, start_with_parent
+from ..processes import how_ended, signal_group, start_with_parent, why_not_started
 from ..text import close_matches, quoted
 from .host import Host, merge, parse_host, parse_slots
 
@@ -69,7 +69,7 @@ def discover(script: Sequence[str]) -> list[Host]:
     except subprocess.TimeoutExpired:
         raise UsageError(f"{where}: it did not end within {_TIMEOUT_S:g} s") from None
     except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else error
+        reason = why_not_started(error, script[0]) if isinstance(error, OSError) else error
         raise UsageError(f"{where}: cannot be executed: {reason}") from None
     if done.returncode:
         said = done.stderr.strip()[-_LAST_WORDS:] or "(nothing)"

@@ -69,11 +69,14 @@ def test_a_child_whose_parent_died_before_it_could_ask_for_a_signal_ends(monkeyp
 
 
 @pytest.mark.usefixtures("_threads")
-def test_a_child_that_cannot_be_executed_is_told_at_once():
+def test_a_child_that_cannot_be_executed_is_told_at_once(monkeypatch):
     with pytest.raises(FileNotFoundError, match="no/such/program"):
         start_with_parent(["/no/such/program"], signal.SIGTERM)
     with pytest.raises(PermissionError, match=__file__):
         start_with_parent([__file__], signal.SIGTERM)
+    monkeypatch.chdir(os.path.dirname(__file__))
+    with pytest.raises(FileNotFoundError, match="test_processes"):
+        start_with_parent([os.path.basename(__file__)], signal.SIGTERM)
     with pytest.raises(FileNotFoundError, match="'sh'"):
         start_with_parent(["sh"], signal.SIGTERM, env={"PATH": "/nowhere"})
 

@@ -202,6 +202,34 @@ def test_a_program_that_finds_no_hosts_is_quoted(source, why, tmp_path):
     assert str(error.value) == f"--host-discovery-script {script}: {why}"
 
 
+@pytest.mark.parametrize(
+    ("text", "named", "why"),
+    [
+        ("#!/nowhere/sh -u\n", "./discover", "its first line, '#!/nowhere/sh -u', names an interpreter that does not"),
+        ("#!/bin/sh\r\n", "./discover", r"it has Windows line endings, so the system looks for '/bin/sh\r'; to change"),
+        ("#!/bin/sh\n", "discover", "to run the file here: ./discover"),
+    ],
+)
+def test_why_a_program_that_is_there_cannot_be_executed(text, named, why, tmp_path, monkeypatch):
+    executable(tmp_path / "discover", text)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(threading, "active_count", lambda: 1)
+    with pytest.raises(UsageError) as error:
+        cli.parse(["--host-discovery-script", named, "true"])
+    where = f"--host-discovery-script {named}: cannot be executed: No such file or directory ({named})"
+    assert str(error.value).startswith(where)
+    assert str(error.value)[len(where) :].lstrip(":; ").startswith(why)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_program_without_a_first_line_for_the_kernel_is_a_shells(threads, tmp_path, monkeypatch):
+    monkeypatch.setattr(threading, "active_count", lambda: threads)
+    script = executable(tmp_path / "discover", "for host in h1:3 h2:2; do echo $host; done\necho $1\n")
+    assert hostfile.discover([str(script), "h3:1"]) == [Host("h1", 3), Host("h2", 2), Host("h3", 1)]
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    assert hostfile.discover(["discover", "h4:4"]) == [Host("h1", 3), Host("h2", 2), Host("h4", 4)]
+
+
 def test_a_program_that_takes_too_long_is_ended_with_what_it_has_started(tmp_path, monkeypatch):
     """Which else would hold its stdout, for whose end nobody waits."""
     monkeypatch.setattr(hostfile, "_TIMEOUT_S", 0.5)
