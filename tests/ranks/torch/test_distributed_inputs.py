@@ -8,7 +8,7 @@ import ringreduce as rr
 from tests.ranks.torch.test_distributed import equal, mine, on_ring
 from tests.support.tiers import extended
 
-EXPANDED = r"an array of shape \(.*\) whose elements share memory, as expand\(\) and broadcast_to\(\) make it"
+EXPANDED = r"an array of shape \(.*\) whose elements share memory, as with expand\(\) or broadcast_to\(\)"
 
 
 def columns(rows, size):
