@@ -80,7 +80,8 @@ WRONG = [
 @pytest.mark.parametrize(("arguments", "message"), WRONG)
 def test_a_wrong_command_line_is_one_clear_line(arguments, message, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["ringrun", *arguments])
-    monkeypatch.setattr(cli, "survive", lambda _: None)  # the test's own signals stay as they are
+    for name in ("survive", "exit_at"):
+        monkeypatch.setattr(cli, name, lambda _: None)  # the test's own signals stay as they are
     assert cli.main() == 2
     captured = capsys.readouterr()
     assert captured.err == f"ringrun: error: {message}\n"
