@@ -288,7 +288,7 @@ def test_grace_is_for_what_a_failed_script_still_does(ringrun, script):
 @pytest.mark.without_mpi
 @pytest.mark.parametrize(("line", "code"), [("exit 3", 3), ("exit 0", 0), ("kill -9 $$", 137)])
 def test_of_a_shell_script_its_own_exit_code_counts(ringrun, tmp_path, line, code):
-    (tmp_path / "run.sh").write_text(f'python -c "raise SystemExit(7)"\necho goes on after $?\n{line}\n')
+    (tmp_path / "run.sh").write_text(f"(exit 7)\necho goes on after $?\n{line}\n")
     done = ringrun("-np", 1, "bash", "run.sh", returncode=code)
     assert done.stdout == "[0] goes on after 7\n"
 
