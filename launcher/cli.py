@@ -11,8 +11,7 @@ It uses the MPI that mpi4py loads. A local rank is a rank's number on its host. 
 Environment of a rank
   RANK, WORLD_SIZE                number, and how many; LOCAL_RANK, LOCAL_WORLD_SIZE: on its host
   MASTER_ADDR, MASTER_PORT        where rank 0 may listen; not changed if already set
-  OMP_NUM_THREADS                 how many cores it has; not changed if already set
-  PYTHONUNBUFFERED                1; not changed if already set
+  OMP_NUM_THREADS                 its cores; PYTHONUNBUFFERED: 1; neither is changed if already set
   RINGREDUCE_RESTART_COUNT        how often --restarts has started the job again, 0 at first
 
 Exit code
@@ -126,7 +125,7 @@ def parser(prog: str, usage: str, introduction: str) -> Parser:
     add("--twice", metavar="N", help="run the first N steps twice, and report bits that differ")
     add("--forward-signals", metavar="LIST", help="pass these signals on to the ranks, as in USR1,USR2")
     add = parser.group("When it fails", _FAILS)
-    add("--grace", metavar="SECONDS", help="time that ranks have to end after the first signal (3; 2 after a failure)")
+    add("--grace", metavar="SECONDS", help="time the ranks have to end after a signal (3; 2 after a failure)")
     add("--restarts", metavar="N", default="0", help="run the job again after a failure, up to N times")
     elastic.add_flags(add)
     add = parser.group("Settings, and what ringrun itself does", _SETTINGS)

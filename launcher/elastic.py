@@ -54,7 +54,7 @@ class Elastic:
 def add_flags(add: Add) -> None:
     """Add the flags of elastic jobs."""
     add("--elastic", action="store_true", help="continue without ranks that fail")
-    least = "the same; end the job when fewer than N ranks are left (1; without --elastic: -np)"
+    least = "the same; at least N ranks must be left (1; without --elastic: -np)"
     add("--min-np", "--min-num-proc", metavar="N", help=least)
     add("--max-np", "--max-num-proc", metavar="N", help="when hosts are added, grow to at most N ranks")
     add("--spares", metavar="N", help="start N extra ranks, which replace those that fail (0)")
