@@ -66,7 +66,7 @@ class Config:
 
     def place(self, destination: str) -> str:
         """Return `file:line: ` to begin a message about an own flag that the file has set, else nothing."""
-        source = self.sources.get(destination, "default")
+        source = self.sources[destination]
         return "" if source == "default" or source.startswith("-") else f"{source}: "
 
     def flag(self, destination: str) -> str:
@@ -76,7 +76,8 @@ class Config:
 
     def table(self) -> str:
         """Return one aligned line for each flag of ringrun's and each setting: name, value, where it came from."""
-        own = [(name, _shown(getattr(self.options, name)), source) for name, source in self.sources.items()]
+        shown = {name: source for name, source in self.sources.items() if name not in _NOT_IN_FILE}
+        own = [(name, _shown(getattr(self.options, name)), source) for name, source in shown.items()]
         settings = [(name, _shown(value.text), value.source) for name, value in self.settings.items()]
         return "\n".join(columns(own + settings))
 
@@ -125,8 +126,7 @@ def resolve(parser: Parser, arguments: Sequence[str], environ: Mapping[str, str]
     for action in own:
         value, source = flags.get(action.dest) or file.get(action.dest) or (action.default, "default")
         setattr(options, action.dest, value)
-        if action.dest not in _NOT_IN_FILE:
-            sources[action.dest] = source
+        sources[action.dest] = source
     return Config(options, sources, settings, [notice for level in (flags, file) for notice in _notices(level)])
 
 

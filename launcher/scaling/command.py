@@ -149,7 +149,7 @@ def plan(resolved: config.Config, flags: Sequence[str]) -> Plan:
     """Return what is to be run, checked; UsageError for what cannot be."""
     options, flag = resolved.options, resolved.flag
     for name in _NOT_HERE:
-        if resolved.sources.get(name, "default") != "default" or (name == "dry_run" and options.dry_run):
+        if resolved.sources[name] != "default":
             raise UsageError(f"{flag(name)}: ringrun scaling does not support it; leave it out")
     for name in (own.removeprefix("--") for own in _OWN):
         if resolved.place(name):  # each run's ringrun reads the file, too
