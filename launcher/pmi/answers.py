@@ -41,8 +41,7 @@ class Answers:
             rank, shown = lines.readline(_LINE_BYTES).decode().split()
             if not hmac.compare_digest(shown, shows(self._key, self._name, int(rank))):
                 return
-            with self._lock:
-                self._expected.remove(int(rank))  # once only: what has been heard on the way is of no use
+            self._expected.remove(int(rank))  # once only: what has been heard on the way is of no use
             sock.settimeout(None)
             while line := lines.readline(_LINE_BYTES):
                 with self._lock:

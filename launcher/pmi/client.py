@@ -4,11 +4,11 @@ import contextlib
 import json
 import os
 import socket
-import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from subprocess import DEVNULL, PIPE, Popen
 
 from ..agent.shm_cleanup import mapped
 from ..connection import wire
@@ -23,7 +23,7 @@ _PROGRAM = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[3]); "
     "from ringrun.pmi.server import main; main(int(sys.argv[1]), int(sys.argv[2]))"
 )
-_STARTED: list[subprocess.Popen[str]] = []
+_STARTED: list[Popen[str]] = []
 
 
 class NotJoinedError(Exception):
@@ -40,8 +40,7 @@ def start(size: int) -> str:
     Raises: NotJoinedError where it does not start.
     """
     command = [sys.executable, "-c", _PROGRAM, str(size), str(os.getpid()), json.dumps(sys.path)]
-    quiet = subprocess.DEVNULL
-    server = subprocess.Popen(command, stdin=quiet, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    server = Popen(command, stdin=DEVNULL, stdout=PIPE, text=True, start_new_session=True)
     # kept, else Python warns that it outlives its object; poll(), else one that has ended stays a zombie
     _STARTED[:] = [each for each in _STARTED if each.poll() is None] + [server]
     assert server.stdout
@@ -144,9 +143,8 @@ def join(
         except (OSError, EOFError, ValueError) as error:
             raise NobodyThereError(f"the PMI server cannot be reached: {error}") from error
         at_failure.pop_all()
-    os.environ.update(variables)
-    for name, value in (OpenMPI().environment("") if pmix else {}).items():
-        os.environ.setdefault(name, value)
+    settings = OpenMPI().environment("") if pmix else {}
+    os.environ.update(settings | dict(os.environ) | variables)
     return Membership(link, address, rank, size, message)
 
 

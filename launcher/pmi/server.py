@@ -25,7 +25,6 @@ LATE_S = 10.0
 _LOOK_S = 0.5
 _UNUSED_S = 660.0  # how long it stays without a rank: more than ringreduce.transport.joining.TIMEOUT_S
 _NOBODY_S = 60.0  # the same, where who started this process has ended
-_NAME_BYTES = 8
 _NOBODY = wire.Joining(-1, 0, "", "", 0)
 
 
@@ -37,7 +36,7 @@ class Server:
         self.size, self._folder = size, folder
         self._members: dict[int, Member] = {}
         self._changed = threading.Condition()
-        self._name = f"ring_{secrets.token_hex(_NAME_BYTES)}"
+        self._name = f"ring_{secrets.token_hex(8)}"
         self._are_complete = False  # all ranks have come
         self._has_begun = False  # the MPI of all ranks
         self._broken = ""  # why this process ends before the ranks do
