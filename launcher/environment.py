@@ -32,9 +32,6 @@ HOOK_DIRECTORY = str(Path(__file__).parent / "hook")
 HOROVOD_DIRECTORY = str(Path(__file__).parent / "horovod")
 """Where `import horovod` finds ringreduce."""
 
-_OF_HOROVOD = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
-"""What Horovod's ranks have in the environment, by RankInfo's order; libraries take it for the sign of horovodrun."""
-
 _TRUE = ("1", "true", "yes", "on")
 
 
@@ -45,6 +42,11 @@ class RankInfo(NamedTuple):
     size: int
     local_rank: int
     local_size: int
+
+
+def horovods_variables(rank_info: RankInfo) -> dict[str, str]:
+    """Return what Horovod's ranks have in the environment; libraries take it for the sign of horovodrun."""
+    return {f"HOROVOD_{name.upper()}": str(value) for name, value in rank_info._asdict().items()}
 
 
 class Settings(NamedTuple):
@@ -113,7 +115,9 @@ def rank_environment(
     path = [HOOK_DIRECTORY, everything.get("PYTHONPATH")]
     if everything.get("RINGREDUCE_HOROVOD", "").lower() in _TRUE:
         path.insert(1, HOROVOD_DIRECTORY)
-        environment |= {f"HOROVOD_{name}": str(value) for name, value in zip(_OF_HOROVOD, rank_info, strict=True)}
+    python_path = os.pathsep.join(filter(None, path))
+    if HOROVOD_DIRECTORY in python_path.split(os.pathsep):  # by the flag, or in a job whose driver has it there
+        environment |= horovods_variables(rank_info)
     environment |= {
         "RANK": str(rank_info.rank),
         "LOCAL_RANK": str(rank_info.local_rank),
@@ -125,6 +129,6 @@ def rank_environment(
         "RINGREDUCE_ERROR_FILE": str(error_file(directory, rank_info.rank)),
         "RINGREDUCE_PLACED_GPU": placed_gpu,
         COMMITS_VARIABLE: setup.commits,
-        "PYTHONPATH": os.pathsep.join(filter(None, path)),
+        "PYTHONPATH": python_path,
     }
     return environment

@@ -12,6 +12,7 @@ from ringreduce.api import joined
 from ringreduce.errors import InputError, PeerLostError, StartupError
 from ringreduce.transport import joining
 from ringrun import lending
+from ringrun.environment import RankInfo, horovods_variables
 
 from .tasks import imported
 
@@ -104,11 +105,13 @@ class RayExecutor:
             self.workers = [actors[k] for k in order]
             address = ray.get(self.workers[0].begin.remote(len(actors)))
             made = executable_cls, tuple(executable_args or ()), dict(executable_kwargs or {})
-            starts = []
-            for rank, k in enumerate(order):
+            starts, on = [], [places[k][0] for k in order]
+            for rank, mine in enumerate(on):
                 # once each, though several may share one: CUDA sees none where a GPU is listed twice
-                gpus = dict.fromkeys(gpu for node, ids in places if node == places[k][0] for gpu in ids)
-                variables = {**(extra_env_vars or {}), **({"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {})}
+                gpus = dict.fromkeys(gpu for node, ids in places if node == mine for gpu in ids)
+                info = RankInfo(rank, len(on), on[:rank].count(mine), on.count(mine))
+                variables = {**horovods_variables(info), **(extra_env_vars or {})}
+                variables |= {"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {}
                 starts.append(self.workers[rank].start.remote(address, rank, len(actors), variables, made))
             self._results(starts)
         except BaseException:

@@ -1,5 +1,7 @@
 """Horovod's tensorflow2_mnist_ray.py, with a smaller model and data; then an elastic job, by ElasticRayExecutor."""
 
+import os
+
 import horovod.tensorflow.keras as hvd
 import numpy as np
 import ray
@@ -34,6 +36,8 @@ def train(num_epochs):
     if hvd.rank() == 0:
         callbacks.append(tf.keras.callbacks.ModelCheckpoint("./checkpoint-{epoch}.h5"))
     mnist_model.fit(dataset, steps_per_epoch=8 // hvd.size(), callbacks=callbacks, epochs=num_epochs, verbose=0)
+    numbers = [int(os.environ[f"HOROVOD_{name}"]) for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")]
+    assert numbers == [hvd.rank(), hvd.size(), hvd.local_rank(), hvd.local_size()], numbers
     return hvd.rank(), hvd.size(), [each.tolist() for each in mnist_model.get_weights()]
 
 
@@ -41,7 +45,8 @@ def size():
     import horovod.torch as hvd
 
     hvd.init()
-    return hvd.size()
+    assert int(os.environ["HOROVOD_RANK"]) == hvd.rank()
+    return int(os.environ["HOROVOD_SIZE"])
 
 
 if __name__ == "__main__":

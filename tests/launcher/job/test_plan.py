@@ -222,7 +222,10 @@ def test_with_horovod_ranks_and_what_they_start_find_it_and_its_variables():
     assert environment["PYTHONPATH"].split(os.pathsep) == [HOOK_DIRECTORY, HOROVOD_DIRECTORY, "/mine"]
     theirs = {"HOROVOD_RANK": "5", "HOROVOD_SIZE": "8", "HOROVOD_LOCAL_RANK": "1", "HOROVOD_LOCAL_SIZE": "4"}
     assert environment.items() >= theirs.items()
-    without = rank_environment(INFO, SETUP, "/tmp/private", inherited | {"RINGREDUCE_HOROVOD": "0"}, threads=2)
+    inherited = {"PYTHONPATH": f"/mine{os.pathsep}{HOROVOD_DIRECTORY}"}  # a job of a driver that has it there
+    assert rank_environment(INFO, SETUP, "/tmp/private", inherited, threads=2).items() >= theirs.items()
+    inherited = {"RINGREDUCE_HOROVOD": "0", "PYTHONPATH": "/mine"}
+    without = rank_environment(INFO, SETUP, "/tmp/private", inherited, threads=2)
     assert not {*theirs} & {*without}
     assert HOROVOD_DIRECTORY not in without["PYTHONPATH"]
 
