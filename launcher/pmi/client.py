@@ -144,7 +144,7 @@ def join(
             raise NobodyThereError(f"the PMI server cannot be reached: {error}") from error
         at_failure.pop_all()
     settings = OpenMPI().environment("") if pmix else {}
-    os.environ.update(settings | dict(os.environ) | variables)
+    os.environ.update({name: settings[name] for name in settings.keys() - os.environ.keys()} | variables)
     return Membership(link, address, rank, size, message)
 
 
