@@ -45,8 +45,8 @@ def size():
     import horovod.torch as hvd
 
     hvd.init()
-    assert int(os.environ["HOROVOD_RANK"]) == hvd.rank()
-    return int(os.environ["HOROVOD_SIZE"])
+    assert [int(os.environ[f"HOROVOD_{name}"]) for name in ("RANK", "SIZE")] == [hvd.rank(), hvd.size()]
+    return hvd.size()
 
 
 if __name__ == "__main__":
