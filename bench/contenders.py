@@ -22,9 +22,9 @@ import ringreduce as rr
 from ringreduce import runtime
 from ringreduce.arrays.dtypes import element_type
 from ringreduce.collectives import direct, doubling, halving, hierarchical, ring, shared
+from ringreduce.collectives.ops import Reduction
 from ringreduce.execution.algorithms import Algorithms
 from ringreduce.negotiation.protocol import GLOBAL
-from ringreduce.ops import Reduction
 from ringreduce.transport.base import Steps, complete
 
 Contender = Callable[[np.ndarray[Any, Any]], object]

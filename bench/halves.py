@@ -41,8 +41,8 @@ from contenders import global_algorithms
 import ringreduce as rr
 from ringreduce.arrays.dtypes import element_type
 from ringreduce.collectives import shared_halves
+from ringreduce.collectives.ops import Reduction
 from ringreduce.collectives.partition import by_chunk, chunk_bounds
-from ringreduce.ops import Reduction
 from ringreduce.transport.base import complete
 
 SECONDS_PER_RUN = 0.1

@@ -20,13 +20,13 @@ from simulated.cluster import Cluster, Costs
 from ringreduce.arrays.dtypes import TABLE
 from ringreduce.collectives import direct, doubling, halving, hierarchical, ring
 from ringreduce.collectives.cost_model import BUCKETS_IN_FLIGHT, Constants, Units, segment_bytes
+from ringreduce.collectives.ops import Sum
 from ringreduce.collectives.overlap import AnyOf, overlapped
 from ringreduce.collectives.shared import BufferPair
 from ringreduce.execution.plan import Plan
 from ringreduce.execution.signature import Signature, TensorSignature
 from ringreduce.negotiation.negotiator import Group, Negotiator
 from ringreduce.negotiation.protocol import decode, encode
-from ringreduce.ops import Sum
 from ringreduce.transport.base import Steps, Task, Transport
 from ringreduce.transport.counters import group_bytes
 from ringreduce.transport.subset import channels

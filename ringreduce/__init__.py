@@ -14,6 +14,9 @@ from importlib import import_module as _import_module
 
 from ringreduce.frameworks.horovod import no_attribute as _no_attribute
 
+__version__ = "0.1.0"
+"""A literal, so that setup.cfg and ringrun can read it without importing the package."""
+
 with open(f"{__path__[0]}/__init__.pyi") as _stub:
     _module_of = {line.split()[-1]: line.split()[1] for line in _stub if line.startswith("from ")}
 __all__ = [name for name, module in _module_of.items() if module != __name__]

@@ -3,7 +3,6 @@
 from ringreduce import elastic as elastic
 from ringreduce import ps as ps
 from ringreduce import sweeps as sweeps
-from ringreduce._version import __version__ as __version__
 from ringreduce.api.broadcast import broadcast as broadcast
 from ringreduce.api.broadcast import broadcast_ as broadcast_
 from ringreduce.api.broadcast import broadcast_async as broadcast_async
@@ -69,6 +68,13 @@ from ringreduce.api.world import rank as rank
 from ringreduce.api.world import rocm_built as rocm_built
 from ringreduce.api.world import size as size
 from ringreduce.checks.switch import check as check
+from ringreduce.collectives.ops import Adasum as Adasum
+from ringreduce.collectives.ops import Average as Average
+from ringreduce.collectives.ops import Max as Max
+from ringreduce.collectives.ops import Min as Min
+from ringreduce.collectives.ops import Product as Product
+from ringreduce.collectives.ops import ReduceOp as ReduceOp
+from ringreduce.collectives.ops import Sum as Sum
 from ringreduce.compression import Compression as Compression
 from ringreduce.errors import CollectiveError as CollectiveError
 from ringreduce.errors import HorovodInternalError as HorovodInternalError
@@ -92,15 +98,10 @@ from ringreduce.numpy.local import DiLoCo as DiLoCo
 from ringreduce.numpy.local import LocalSGD as LocalSGD
 from ringreduce.numpy.optimizer import DistributedOptimizer as DistributedOptimizer
 from ringreduce.numpy.sharded import ShardedOptimizer as ShardedOptimizer
-from ringreduce.ops import Adasum as Adasum
-from ringreduce.ops import Average as Average
-from ringreduce.ops import Max as Max
-from ringreduce.ops import Min as Min
-from ringreduce.ops import Product as Product
-from ringreduce.ops import ReduceOp as ReduceOp
-from ringreduce.ops import Sum as Sum
 from ringreduce.optim.local.options import Nesterov as Nesterov
 from ringreduce.optim.powersgd import PowerSGD as PowerSGD
 from ringreduce.runtime import is_initialized as is_initialized
 from ringreduce.runtime.lifecycle import shutdown as shutdown
 from ringreduce.sweeps import sweep as sweep
+
+__version__: str

@@ -20,12 +20,12 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from ringreduce import log, runtime
+from ringreduce import runtime
 from ringreduce.checks.switch import start
 from ringreduce.errors import InputError, PeerLostError
 from ringreduce.execution.host import HostResources, window_bytes
 from ringreduce.runtime import lifecycle
-from ringreduce.settings import Settings
+from ringreduce.settings import Settings, log
 from ringreduce.transport.threads import Message, ThreadNetwork
 from ringreduce.transport.window import Window
 from ringreduce.transport.world import World

@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 import pytest_timeout
 
-from ringreduce import log
 from ringreduce.kernels import native
+from ringreduce.settings import log
 from tests.support import environments, fake_cupy, tiers
 from tests.support.patience import patient
 from tests.support.world import pools, world  # noqa: F401 - fixtures

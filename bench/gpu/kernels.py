@@ -38,7 +38,7 @@ from gpus import about_gpu, finish, hold, why_not
 
 import ringreduce as rr
 from ringreduce.arrays.dtypes import element_type
-from ringreduce.ops import Reduction
+from ringreduce.collectives.ops import Reduction
 
 SIZES = [1 << 20, 4 << 20, 16 << 20, 64 << 20, 256 << 20, 1 << 30]
 DTYPES = ("float32", "float16")

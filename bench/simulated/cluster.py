@@ -34,8 +34,8 @@ from typing import Any
 import numpy as np
 
 from ringreduce.arrays import buffer
+from ringreduce.collectives.ops import Reduction
 from ringreduce.errors import CollectiveError
-from ringreduce.ops import Reduction
 from ringreduce.transport.base import ControlMessage, Steps, Work
 from ringreduce.transport.window import FLAGS_BYTES, SLOTS
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from ringreduce.arrays.dtypes import element_type
 from ringreduce.collectives import ring
-from ringreduce.ops import Reduction, Sum
+from ringreduce.collectives.ops import Reduction, Sum
 from ringreduce.transport.base import complete
 from ringreduce.transport.message import MessageTransport
 from ringreduce.transport.mpi import finalize_mpi

@@ -134,7 +134,7 @@ def _ringreduce() -> dict[str, str]:
         return {"error": "No module named 'ringreduce'"}
     folder = next(iter(spec.submodule_search_locations))
     try:
-        with open(os.path.join(folder, "_version.py"), encoding="utf-8") as file:
+        with open(os.path.join(folder, "__init__.py"), encoding="utf-8") as file:
             found = re.search('__version__ = "([^"]+)"', file.read())
     except OSError as error:
         return {"error": _first_line(error)}

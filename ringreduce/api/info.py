@@ -8,8 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from ringreduce import runtime
-from ringreduce._version import __version__
+from ringreduce import __version__, runtime
 from ringreduce.collectives.cost_model import Constants
 from ringreduce.kernels import native
 from ringreduce.negotiation.protocol import GLOBAL

@@ -17,11 +17,11 @@ from ringreduce.api.objects import pickled, unpickled
 from ringreduce.api.process_sets import ProcessSet, global_process_set, number_of
 from ringreduce.arrays.buffer import Buffer
 from ringreduce.arrays.view import as_buffers, host_array, see_changed, takes, to_write
+from ringreduce.collectives.ops import Adasum, Average, ReduceOp
 from ringreduce.errors import InputError
 from ringreduce.execution.lane import Lane
 from ringreduce.execution.send_receive import tag_of
 from ringreduce.execution.submission import Handle, Submission
-from ringreduce.ops import Adasum, Average, ReduceOp
 from ringreduce.runtime.arguments import arguments_of
 from ringreduce.runtime.submit import like, refused, submit_and_wait, whole
 from ringreduce.transport.world import World

@@ -11,11 +11,11 @@ import numpy as np
 from ringreduce import runtime
 from ringreduce.api.process_sets import ProcessSet, global_process_set, number_of, placed
 from ringreduce.arrays.view import as_buffers, check_apart, to_write
+from ringreduce.collectives.ops import Average, ReduceOp
 from ringreduce.compression import AnyCompressor, Compression, check_compression
 from ringreduce.errors import InputError
 from ringreduce.execution.signature import calling_line
 from ringreduce.execution.submission import Handle, Submission
-from ringreduce.ops import Average, ReduceOp
 from ringreduce.runtime.arguments import Arguments, arguments_of
 from ringreduce.runtime.submit import Array, as_passed, like, listed, only, outs_of, refused, taken_apart
 

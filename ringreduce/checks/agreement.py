@@ -11,11 +11,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ringreduce.arrays.buffer import numpy_buffer
+from ringreduce.collectives.ops import Max
 from ringreduce.engine.engine import Engine
 from ringreduce.errors import CollectiveError
 from ringreduce.execution.submission import Handle
 from ringreduce.negotiation.protocol import GLOBAL
-from ringreduce.ops import Max
 from ringreduce.runtime.arguments import details_of
 
 TEXT_BYTES = 1024

@@ -14,10 +14,10 @@ from typing import Any
 from ringreduce import runtime
 from ringreduce.api.process_sets import ProcessSet, number_of
 from ringreduce.api.reduce import allreduce_async
+from ringreduce.collectives.ops import ReduceOp
 from ringreduce.execution.submission import Handle
 from ringreduce.kernels.fingerprint import fingerprint
-from ringreduce.log import LOGGER
-from ringreduce.ops import ReduceOp
+from ringreduce.settings.log import LOGGER
 
 _used: weakref.WeakKeyDictionary[Any, Counter[str]] = weakref.WeakKeyDictionary()  # names of operations, by engine
 

@@ -30,11 +30,11 @@ from ringreduce.arrays.view import as_buffer
 from ringreduce.checks import blame
 from ringreduce.checks.blame import KINDS, NUMBER, OWNED, TRAINS, kind_of
 from ringreduce.checks.comparison import Comparison
+from ringreduce.collectives.ops import Max, Min
 from ringreduce.errors import UnsupportedArrayError
 from ringreduce.kernels.fingerprint import fingerprint
-from ringreduce.log import JOB
 from ringreduce.monitor import launcher_link
-from ringreduce.ops import Max, Min
+from ringreduce.settings.log import JOB
 
 MOST_REPORTS = 10
 """From that one on each report doubles the steps to the next comparison: what differs anew for ever fills no disk."""

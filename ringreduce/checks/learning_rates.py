@@ -15,8 +15,8 @@ from ringreduce import runtime
 from ringreduce.api.process_sets import ProcessSet
 from ringreduce.checks.blame import values_text
 from ringreduce.checks.comparison import Comparison
-from ringreduce.log import JOB
-from ringreduce.ops import Sum
+from ringreduce.collectives.ops import Sum
+from ringreduce.settings.log import JOB
 
 MOST_STEPS = 50
 """Between two comparisons; at first an eighth of the steps so far."""

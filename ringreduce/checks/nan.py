@@ -30,12 +30,12 @@ from ringreduce.arrays.buffer import Buffer
 from ringreduce.arrays.dtypes import ElementType
 from ringreduce.arrays.gpu_buffer import any_on_gpu
 from ringreduce.checks.agreement import Agreement, Finding
+from ringreduce.collectives.ops import Adasum, Average, Sum
 from ringreduce.errors import CollectiveError, NanError, PeerLostError, StalledError
 from ringreduce.execution.submission import Submission
-from ringreduce.log import JOB, LOGGER
 from ringreduce.monitor import launcher_link
 from ringreduce.negotiation.protocol import GLOBAL
-from ringreduce.ops import Adasum, Average, Sum
+from ringreduce.settings.log import JOB, LOGGER
 
 ADDED = frozenset(each.value for each in (Sum, Average, Adasum))  # a minimum may well be of infinities
 REPORT_S = 1.0  # for others in a step, where nothing depends on it

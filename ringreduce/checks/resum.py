@@ -22,12 +22,12 @@ import numpy as np
 from ringreduce import runtime
 from ringreduce.arrays.buffer import Buffer
 from ringreduce.arrays.view import as_buffer
+from ringreduce.collectives.ops import Adasum, Reduction
 from ringreduce.errors import CollectiveError, RingreduceError
 from ringreduce.execution.signature import ranks_text
 from ringreduce.execution.submission import Handle, Submission
-from ringreduce.log import JOB
 from ringreduce.monitor import launcher_link
-from ringreduce.ops import Adasum, Reduction
+from ringreduce.settings.log import JOB
 
 MOST_BYTES = 8 << 20  # of all ranks' parts
 MOST_REPORTED = 10

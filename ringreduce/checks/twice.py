@@ -23,9 +23,9 @@ from ringreduce.errors import SettingsError
 from ringreduce.execution.signature import names_of, ranks_text
 from ringreduce.execution.submission import Submission
 from ringreduce.kernels.fingerprint import fingerprint
-from ringreduce.log import JOB
 from ringreduce.monitor import launcher_link
 from ringreduce.negotiation.protocol import GLOBAL
+from ringreduce.settings.log import JOB
 
 UNNAMED = "without a name"
 Record = dict[str, list[Any]]  # by "STEP NAME": [step, name, before, after], in the order of submissions

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ringreduce.collectives.cost_model import is_one_shot
-from ringreduce.ops import Reduction
+from ringreduce.collectives.ops import Reduction
 from ringreduce.transport.base import Steps
 from ringreduce.transport.stores import LARGE_BYTES, PLAIN
 from ringreduce.transport.window import Region

@@ -30,7 +30,7 @@ from typing import Any
 
 import numpy as np
 
-from ringreduce.ops import Reduction
+from ringreduce.collectives.ops import Reduction
 from ringreduce.transport.base import Steps, Transport
 
 TAG = 7

@@ -30,9 +30,9 @@ from typing import Any
 
 import numpy as np
 
+from ringreduce.collectives.ops import Reduction
 from ringreduce.collectives.partition import chunk_bounds, halvings, segments
 from ringreduce.collectives.ring import SEGMENT_BYTES, Workspace
-from ringreduce.ops import Reduction
 from ringreduce.transport.base import Steps, Transport, Work
 
 TAG = 3

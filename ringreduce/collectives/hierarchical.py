@@ -30,10 +30,10 @@ import numpy as np
 
 from ringreduce.collectives import halving, quantized, ring
 from ringreduce.collectives.cost_model import UNITS_AHEAD
+from ringreduce.collectives.ops import Reduction
 from ringreduce.collectives.overlap import until_ended
 from ringreduce.collectives.shared import COPY, DONE, PACK, REDUCE, BufferPair, OnPhase, spans_of
 from ringreduce.collectives.shared_halves import allgather, reduce_scatter
-from ringreduce.ops import Reduction
 from ringreduce.transport.base import Steps, Task, Transport
 from ringreduce.transport.subset import SubsetTransport
 from ringreduce.transport.window import Region

@@ -21,9 +21,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from ringreduce.collectives import direct, ring
+from ringreduce.collectives.ops import Reduction, Sum
 from ringreduce.compression import Quantized
 from ringreduce.kernels import quantized
-from ringreduce.ops import Reduction, Sum
 from ringreduce.transport.base import Steps, Transport
 
 

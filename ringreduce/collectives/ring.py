@@ -38,6 +38,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ringreduce.collectives.ops import Reduction
 from ringreduce.collectives.partition import (
     Step,
     allgather_steps,
@@ -47,7 +48,6 @@ from ringreduce.collectives.partition import (
     segments,
 )
 from ringreduce.errors import InputError
-from ringreduce.ops import Reduction
 from ringreduce.settings import Settings
 from ringreduce.transport.base import Steps, Transport, Work
 

@@ -32,8 +32,8 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from ringreduce.collectives.cost_model import is_one_shot
+from ringreduce.collectives.ops import Reduction
 from ringreduce.collectives.partition import chunk_bounds
-from ringreduce.ops import Reduction
 from ringreduce.transport.base import Steps
 from ringreduce.transport.window import PACKED, SUMMED, Flags, Region
 

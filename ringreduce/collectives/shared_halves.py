@@ -21,8 +21,8 @@ from typing import Any
 import numpy as np
 
 from ringreduce.collectives.fusion import plan
+from ringreduce.collectives.ops import Reduction
 from ringreduce.collectives.shared import OnPhase, Slot, Span, with_one_wait
-from ringreduce.ops import Reduction
 from ringreduce.transport.base import Steps
 from ringreduce.transport.window import Region
 

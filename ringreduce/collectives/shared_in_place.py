@@ -13,8 +13,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from ringreduce.collectives.ops import Reduction
 from ringreduce.collectives.partition import chunk_bounds
-from ringreduce.ops import Reduction
 from ringreduce.transport.base import Steps
 from ringreduce.transport.window import PACKED, PIECE_BYTES, Region
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from ringreduce.arrays.libraries import LIBRARIES, library_of
 from ringreduce.elastic.kept import Found, KeptFile
-from ringreduce.log import JOB
+from ringreduce.settings.log import JOB
 from ringreduce.transport.pickling import Pickler
 
 ALIGNMENT = 64

@@ -11,9 +11,9 @@ from typing import Any, NoReturn
 
 from ringreduce.elastic.state import State
 from ringreduce.errors import CollectiveError, HostsUpdatedInterrupt, MismatchError
-from ringreduce.log import JOB, LOGGER
 from ringreduce.monitor import launcher_link
 from ringreduce.runtime import Runtime, current
+from ringreduce.settings.log import JOB, LOGGER
 
 
 def run(func: Callable[..., Any]) -> Callable[..., Any]:

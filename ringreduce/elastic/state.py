@@ -13,10 +13,10 @@ from ringreduce.api.world import rank
 from ringreduce.elastic.commit import Commit, PutBack, Restoration
 from ringreduce.elastic.kept import Kept, KeptFile
 from ringreduce.errors import HostsUpdatedInterrupt, InputError
-from ringreduce.log import JOB
 from ringreduce.negotiation.protocol import GLOBAL
 from ringreduce.runtime import current, is_initialized
 from ringreduce.runtime.submit import prepared
+from ringreduce.settings.log import JOB
 
 NAME = "elastic state"  # of the operations, so that they match on ranks with different numbers of unnamed operations
 

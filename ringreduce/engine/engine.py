@@ -39,7 +39,6 @@ from ringreduce.execution.submission import Handle
 from ringreduce.execution.timeline import Timeline
 from ringreduce.gpu.backend import CudaBackend
 from ringreduce.gpu.stream import Gpu
-from ringreduce.log import LOGGER
 from ringreduce.monitor import launcher_link, loaders
 from ringreduce.monitor.recording import Recording
 from ringreduce.monitor.reporting import Reporting, about
@@ -48,6 +47,7 @@ from ringreduce.negotiation.mailbox import Mailbox
 from ringreduce.negotiation.neutral import neutral_submission
 from ringreduce.negotiation.protocol import JOIN, Broken
 from ringreduce.settings import Settings
+from ringreduce.settings.log import LOGGER
 from ringreduce.transport.base import EngineTransport
 from ringreduce.transport.traffic import Traffic
 from ringreduce.transport.waiting import WaitsFor

@@ -16,13 +16,13 @@ from ringreduce.engine.inbox import Inbox
 from ringreduce.execution.signature import Signature
 from ringreduce.execution.submission import Submission
 from ringreduce.execution.timeline import Timeline
-from ringreduce.log import LOGGER, TRACE
 from ringreduce.negotiation.ending import Ending
 from ringreduce.negotiation.mailbox import Mailbox
 from ringreduce.negotiation.negotiator import Message
 from ringreduce.negotiation.process_set import ProcessSetState
 from ringreduce.negotiation.protocol import JOIN, Announcement, Failure, Overdue, Ready, Response, Scheduled
 from ringreduce.settings import Settings
+from ringreduce.settings.log import LOGGER, TRACE
 from ringreduce.transport.waiting import WaitsFor
 from ringreduce.transport.world import World
 

@@ -20,9 +20,9 @@ from typing import Any
 import numpy as np
 
 from ringreduce.collectives import hashed
+from ringreduce.collectives.ops import Reduction
 from ringreduce.execution.algorithms import Algorithms
 from ringreduce.execution.in_slot import Gets
-from ringreduce.ops import Reduction
 from ringreduce.transport.base import Steps, Task, Transport
 from ringreduce.transport.subset import SubsetTransport
 from ringreduce.transport.window import PACKED, SUMMED, Region, Signatures

@@ -17,10 +17,10 @@ from ringreduce.collectives.cost_model import (
     choose,
     segment_bytes,
 )
+from ringreduce.collectives.ops import Reduction
 from ringreduce.compression import Quantized
 from ringreduce.errors import SettingsError
 from ringreduce.execution.signature import Signature
-from ringreduce.ops import Reduction
 from ringreduce.settings import Settings
 from ringreduce.transport.base import Steps, Transport
 from ringreduce.transport.subset import SubsetTransport

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from ringreduce.collectives import compiled, fusion, shared
 from ringreduce.collectives.cost_model import BUCKETS_IN_FLIGHT, is_one_shot
+from ringreduce.collectives.ops import Adasum, Reduction
 from ringreduce.collectives.overlap import overlapped
 from ringreduce.compression import Quantized
 from ringreduce.errors import InputError
@@ -19,8 +20,7 @@ from ringreduce.execution.context import Context
 from ringreduce.execution.packing import buckets_of, carry, watcher
 from ringreduce.execution.submission import Submission
 from ringreduce.kernels import quantized
-from ringreduce.log import LOGGER
-from ringreduce.ops import Adasum, Reduction
+from ringreduce.settings.log import LOGGER
 from ringreduce.transport.base import Steps
 
 ADASUM = ("op", Adasum.value)

@@ -17,8 +17,8 @@ from ringreduce.execution.gpu_backend import GpuBackend
 from ringreduce.execution.signature import ranks_text
 from ringreduce.execution.submission import Submission
 from ringreduce.execution.timeline import Timeline
-from ringreduce.log import LOGGER
 from ringreduce.settings import Settings
+from ringreduce.settings.log import LOGGER
 from ringreduce.transport.base import Steps, Transport
 
 COMPLETION_INTERVAL_S = 2e-3

@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from ringreduce.arrays.buffer import Buffer
+from ringreduce.collectives.ops import Reduction
 from ringreduce.execution.batch import Batch
 from ringreduce.execution.submission import Submission
-from ringreduce.ops import Reduction
 from ringreduce.transport.base import Steps
 
 

@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 
 from ringreduce.collectives import bruck, direct, ring, shared_halves
+from ringreduce.collectives.ops import Reduction
 from ringreduce.execution.context import Context
 from ringreduce.execution.submission import Submission
-from ringreduce.ops import Reduction
 from ringreduce.transport.base import Steps
 
 Arrays = Sequence[Any]

@@ -13,11 +13,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ringreduce.collectives.cost_model import is_one_shot
+from ringreduce.collectives.ops import Reduction
 from ringreduce.collectives.partition import chunk_bounds
 from ringreduce.execution.allreduce import is_by_elements
 from ringreduce.execution.context import Context
 from ringreduce.execution.submission import Submission
-from ringreduce.ops import Reduction
 from ringreduce.transport.base import Steps
 from ringreduce.transport.window import CACHE_LINE_BYTES, SUMMED, Region, Signatures
 

@@ -11,13 +11,13 @@ from functools import partial
 import numpy as np
 
 from ringreduce.collectives import pairwise
+from ringreduce.collectives.ops import Reduction
 from ringreduce.errors import MismatchError
 from ringreduce.execution import halves
 from ringreduce.execution.allreduce import allreduce
 from ringreduce.execution.context import Context, Operation
 from ringreduce.execution.halves import Arrays
 from ringreduce.execution.submission import Submission
-from ringreduce.ops import Reduction
 from ringreduce.transport.base import Steps
 
 

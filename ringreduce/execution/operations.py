@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from ringreduce.collectives import adasum, pairwise, shared_halves, tree
+from ringreduce.collectives.ops import Reduction
 from ringreduce.collectives.partition import bounds_of, by_chunk, chunk_bounds, cut_together
 from ringreduce.errors import InputError
 from ringreduce.execution import halves
@@ -25,7 +26,6 @@ from ringreduce.execution.halves import Arrays
 from ringreduce.execution.in_slot import Gets, InSlot, in_slot
 from ringreduce.execution.packing import buckets_of, carry
 from ringreduce.execution.submission import Submission
-from ringreduce.ops import Reduction
 from ringreduce.transport.base import Steps
 from ringreduce.transport.window import PACKED, Region
 

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 
 from ringreduce.collectives import fusion, shared
+from ringreduce.collectives.ops import Reduction
 from ringreduce.execution.batch import Batch
 from ringreduce.execution.context import Context
-from ringreduce.ops import Reduction
 from ringreduce.transport.base import Steps
 
 PHASES = {shared.PACK: "MEMCPY_IN_FUSION_BUFFER", shared.REDUCE: "ALLREDUCE", shared.COPY: "MEMCPY_OUT_FUSION_BUFFER"}

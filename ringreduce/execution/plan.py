@@ -11,9 +11,9 @@ from typing import Any
 
 from ringreduce.arrays.buffer import Buffer
 from ringreduce.arrays.dtypes import ElementType
+from ringreduce.collectives.ops import ReduceOp, Reduction
 from ringreduce.errors import InputError
 from ringreduce.execution.signature import Signature, names_of, sign
-from ringreduce.ops import ReduceOp, Reduction
 
 MOST_PLANS = 32768  # that are kept
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from ringreduce.collectives import direct, doubling, halving, quantized, ring
+from ringreduce.collectives.ops import Reduction
 from ringreduce.execution.context import Context
 from ringreduce.execution.packing import view
-from ringreduce.ops import Reduction
 from ringreduce.transport.base import Steps
 
 

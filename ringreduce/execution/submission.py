@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from ringreduce.arrays.buffer import Buffer
 from ringreduce.arrays.dtypes import ElementType
+from ringreduce.collectives.ops import Reduction
 from ringreduce.errors import StalledError
 from ringreduce.execution.plan import Plan
 from ringreduce.execution.signature import Signature
 from ringreduce.execution.steps import StepRecorder
-from ringreduce.ops import Reduction
 
 if TYPE_CHECKING:
     import typing_extensions

@@ -27,7 +27,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from ringreduce.execution.submission import Submission
-from ringreduce.log import JOB
+from ringreduce.settings.log import JOB
 
 SENT_AT_ONCE = 2000  # most events that a rank collects before it sends them to rank 0
 BY_HAND = "DYNAMIC"  # the setting's value where start_timeline() begins it

@@ -26,9 +26,9 @@ from typing import Any, NamedTuple, ParamSpec, TypeVar
 from ringreduce import runtime
 from ringreduce.api.process_sets import ProcessSet, global_process_set
 from ringreduce.api.world import rank
+from ringreduce.collectives.ops import Average, ReduceOp, Sum
 from ringreduce.compression import AnyCompressor, Compression
 from ringreduce.errors import InputError
-from ringreduce.ops import Average, ReduceOp, Sum
 from ringreduce.runtime.submit import which_op, whole
 
 Call = types.SimpleNamespace  # the arguments of a call, by name

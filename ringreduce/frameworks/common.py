@@ -15,8 +15,8 @@ from ringreduce.api.steps import mark_step as mark_step
 from ringreduce.api.steps import stats as stats
 from ringreduce.api.world import *
 from ringreduce.checks.switch import check as check
+from ringreduce.collectives.ops import *
 from ringreduce.compression import Compression as Compression
 from ringreduce.errors import *
-from ringreduce.ops import *
 from ringreduce.runtime import is_initialized as is_initialized
 from ringreduce.runtime.lifecycle import shutdown as shutdown

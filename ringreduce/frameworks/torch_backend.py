@@ -104,7 +104,7 @@ def renamed(backend: str) -> str:
 @functools.cache
 def _say_once() -> None:
     import ringreduce
-    from ringreduce.log import JOB
+    from ringreduce.settings.log import JOB
 
     if ringreduce.rank() == 0:
         JOB.info('torch.distributed: "gloo", "mpi" or no backend means "ring" in this job, because of torch_backend')

@@ -15,6 +15,7 @@ from ringreduce.arrays.dtypes import TABLE, ElementType
 from ringreduce.arrays.gpu_buffer import GpuBuffer
 from ringreduce.collectives import fusion, ring, shared
 from ringreduce.collectives.cost_model import BUCKETS_IN_FLIGHT
+from ringreduce.collectives.ops import Average, Reduction, Sum
 from ringreduce.collectives.overlap import InOrder, Order, overlapped
 from ringreduce.execution import point_to_point
 from ringreduce.execution.batch import Batch
@@ -25,9 +26,8 @@ from ringreduce.gpu.ipc_allreduce import GpuSlot, MappedSlot, alignment
 from ringreduce.gpu.paths import GpuPaths
 from ringreduce.gpu.stage import Done, Stage
 from ringreduce.kernels import quantized
-from ringreduce.log import LOGGER
-from ringreduce.ops import Average, Reduction, Sum
 from ringreduce.settings import Settings
+from ringreduce.settings.log import LOGGER
 from ringreduce.transport.base import Steps
 
 GPU_SEGMENT_BYTES = 1 << 20  # longer than the host's, since each costs some launches and a wait for the GPU

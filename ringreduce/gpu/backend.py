@@ -9,6 +9,7 @@ from ringreduce.arrays.buffer import Buffer
 from ringreduce.arrays.cuda import Pinned
 from ringreduce.arrays.gpu_buffer import GpuBuffer
 from ringreduce.collectives.cost_model import BUCKETS_IN_FLIGHT
+from ringreduce.collectives.ops import Reduction
 from ringreduce.execution.batch import Batch
 from ringreduce.execution.context import Context
 from ringreduce.execution.gpu_backend import GpuBackend
@@ -17,7 +18,6 @@ from ringreduce.gpu.allreduce import GpuBatch, GpuReduction, nccl_can
 from ringreduce.gpu.paths import GpuPaths
 from ringreduce.gpu.stage import Done
 from ringreduce.gpu.stream import Gpu
-from ringreduce.ops import Reduction
 from ringreduce.transport.base import Steps
 
 

@@ -20,10 +20,10 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from ringreduce.arrays.cuda import Stream
+from ringreduce.collectives.ops import Reduction
 from ringreduce.collectives.partition import equal_chunk
 from ringreduce.gpu.ipc import Slots
 from ringreduce.gpu.kernels import Kernels, Table
-from ringreduce.ops import Reduction
 from ringreduce.transport.window import PACKED, SUMMED
 
 ALIGNMENT_BYTES = 16  # what a kernel's thread reads and writes at a time

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ringreduce.arrays.cuda import Device, Stream, cupy
-from ringreduce.ops import Average, Max, Min, Product, Reduction, Sum
+from ringreduce.collectives.ops import Average, Max, Min, Product, Reduction, Sum
 
 SOURCE = Path(__file__).with_name("kernels.cu")
 OPTIONS = ("--std=c++17", "--fmad=false")

@@ -17,9 +17,9 @@ from typing import Any
 
 from ringreduce.arrays.cuda import Device, Stream, cupy, runtime
 from ringreduce.arrays.dtypes import ElementType
+from ringreduce.collectives.ops import Average, Max, Min, Product, ReduceOp, Sum
 from ringreduce.errors import CollectiveError, MissingExtraError
 from ringreduce.gpu.stage import Done
-from ringreduce.ops import Average, Max, Min, Product, ReduceOp, Sum
 from ringreduce.transport.base import Steps
 
 INSTEAD = "RINGREDUCE_CUDA_NCCL=0 does without NCCL"

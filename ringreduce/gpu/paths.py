@@ -23,7 +23,7 @@ from ringreduce.gpu import cuda_aware, nccl
 from ringreduce.gpu.ipc import HANDLE_BYTES, Slots
 from ringreduce.gpu.stage import Done, Stage
 from ringreduce.gpu.stream import Gpu
-from ringreduce.log import JOB
+from ringreduce.settings.log import JOB
 from ringreduce.transport.base import Steps
 
 TEXT_BYTES = 480  # the longest reason that a rank sends to the others

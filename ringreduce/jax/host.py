@@ -20,10 +20,10 @@ from ringreduce.api.process_sets import number_of
 from ringreduce.api.reduce import grouped_reducescatter
 from ringreduce.api.world import rank
 from ringreduce.arrays.view import as_buffer, as_buffers
+from ringreduce.collectives.ops import Sum
 from ringreduce.errors import InputError
 from ringreduce.execution.signature import called_from
 from ringreduce.frameworks.collective import Collective
-from ringreduce.ops import Sum
 from ringreduce.runtime.arguments import arguments_of
 from ringreduce.runtime.submit import refused
 

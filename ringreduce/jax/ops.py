@@ -17,13 +17,13 @@ from ringreduce.api import broadcast as broadcasts
 from ringreduce.api import gather, reduce
 from ringreduce.api.process_sets import ProcessSet, global_process_set, number_of
 from ringreduce.arrays.dtypes import check_reducible, element_type
+from ringreduce.collectives.ops import Average
 from ringreduce.compression import Compression, check_compression, wire_of
 from ringreduce.errors import InputError, UnsupportedArrayError
 from ringreduce.execution.signature import calling_line
 from ringreduce.frameworks.collective import Call, with_signature_of
 from ringreduce.jax.host import HostCollective
 from ringreduce.jax.primitive import bind, placed
-from ringreduce.ops import Average
 from ringreduce.runtime.submit import which_op
 
 __all__ = ["allgather", "allreduce", "alltoall", "barrier", "broadcast", "grouped_allgather", "grouped_allreduce"]

@@ -12,12 +12,12 @@ import numpy as np
 
 from ringreduce.api.objects import broadcast_object
 from ringreduce.api.process_sets import ProcessSet, global_process_set
+from ringreduce.collectives.ops import Adasum, Average, ReduceOp
 from ringreduce.compression import AnyCompressor, Compression
 from ringreduce.frameworks.collective import ending_step
 from ringreduce.jax.ops import allreduce, broadcast
 from ringreduce.jax.parts import compare_trees
 from ringreduce.jax.steering import steering
-from ringreduce.ops import Adasum, Average, ReduceOp
 from ringreduce.optim.exchange import Exchange, check_passes
 
 __all__ = ["DistributedOptimizer", "broadcast_parameters", "value_and_grad"]

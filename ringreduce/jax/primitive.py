@@ -26,10 +26,10 @@ from jax.experimental import io_callback
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
+from ringreduce.collectives.ops import Adasum
 from ringreduce.errors import InputError, MissingExtraError
 from ringreduce.jax import xla
 from ringreduce.jax.host import HostCollective
-from ringreduce.ops import Adasum
 
 PRIVATE = (
     "_src.core.trace_state_clean",

@@ -19,12 +19,12 @@ import numpy as np
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
+from ringreduce.collectives.ops import Average
 from ringreduce.errors import InputError
 from ringreduce.execution.signature import calling_line
 from ringreduce.jax.host import HostCollective
 from ringreduce.jax.ops import allreduce
 from ringreduce.jax.primitive import Values, bind
-from ringreduce.ops import Average
 from ringreduce.optim.exchange import Exchange
 
 GRADIENTS = "grad"

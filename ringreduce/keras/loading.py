@@ -15,8 +15,8 @@ from ringreduce.errors import InputError
 from ringreduce.keras import saved
 from ringreduce.keras.either import inner_of, is_legacy, is_of_keras_2, of_either
 from ringreduce.keras.optimizer import DistributedOptimizer
-from ringreduce.log import JOB
 from ringreduce.runtime import is_initialized
+from ringreduce.settings.log import JOB
 
 __all__ = ["load_model"]
 

@@ -16,11 +16,11 @@ from ringreduce.api.control import barrier
 from ringreduce.api.process_sets import ProcessSet, global_process_set
 from ringreduce.arrays import trees
 from ringreduce.checks.divergence import numbered
+from ringreduce.collectives.ops import Average, ReduceOp
 from ringreduce.compression import AnyCompressor, Compression
 from ringreduce.errors import InputError
 from ringreduce.frameworks.collective import ending_step
 from ringreduce.keras.either import path_of
-from ringreduce.ops import Average, ReduceOp
 
 __all__ = ["allgather", "allreduce", "barrier", "broadcast", "broadcast_variables", "reducescatter"]
 

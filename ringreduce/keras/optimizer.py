@@ -18,6 +18,7 @@ from typing import Any
 import keras
 
 from ringreduce.api.process_sets import ProcessSet, global_process_set
+from ringreduce.collectives.ops import Average, Min, ReduceOp
 from ringreduce.compression import AnyCompressor, Compression
 from ringreduce.errors import InputError, MissingExtraError
 from ringreduce.keras import parts, saved
@@ -25,7 +26,6 @@ from ringreduce.keras.either import inner_of, is_of_keras_2, is_optimizer, reduc
 from ringreduce.keras.ops import adapter, grouped_allreduce
 from ringreduce.keras.own import OwnVariables, local_variables
 from ringreduce.keras.together import decide_together
-from ringreduce.ops import Average, Min, ReduceOp
 from ringreduce.optim.exchange import Exchange, check_passes
 
 __all__ = ["DistributedOptimizer", "PartialDistributedOptimizer"]

@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from ringreduce.api.process_sets import ProcessSet, get_process_set_ids_and_ranks, global_process_set, host_process_set
+from ringreduce.collectives.ops import Adasum, Average, Sum
 from ringreduce.compression import Compression
 from ringreduce.errors import InputError
-from ringreduce.ops import Adasum, Average, Sum
 
 FILE = "ringreduce.json"
 OPS = {repr(op): op for op in (Average, Sum, Adasum)}

@@ -19,9 +19,9 @@ from typing import Any
 import keras
 
 from ringreduce.api.process_sets import global_process_set
+from ringreduce.collectives.ops import Sum
 from ringreduce.errors import InputError
 from ringreduce.keras.ops import adapter
-from ringreduce.ops import Sum
 
 __all__ = ["SyncBatchNormalization"]
 

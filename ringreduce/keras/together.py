@@ -22,13 +22,13 @@ from ringreduce.api.objects import allgather_object
 from ringreduce.api.process_sets import ProcessSet, global_process_set
 from ringreduce.api.reduce import allreduce, allreduce_async
 from ringreduce.api.world import rank
+from ringreduce.collectives.ops import Max
 from ringreduce.execution.signature import ranks_text
 from ringreduce.execution.submission import Handle
 from ringreduce.keras.either import CalledByEither, is_optimizer, of_either, rate_of, reduction_of
 from ringreduce.keras.parts import compare_buffers
-from ringreduce.log import JOB
-from ringreduce.ops import Max
 from ringreduce.runtime import is_initialized
+from ringreduce.settings.log import JOB
 
 HOOKS = "on_train_batch_end", "on_batch_end", "on_train_batch_begin", "on_batch_begin"
 CURE = "put hvd.callbacks.MetricAverageCallback() before it, or let it use a value that is equal on all ranks"

@@ -19,7 +19,7 @@ from types import TracebackType
 from typing import Any
 
 from ringreduce.errors import NanError, PeerLostError, RingreduceError
-from ringreduce.log import LOGGER
+from ringreduce.settings.log import LOGGER
 from ringreduce.transport import mpi
 
 EXIT_CODE = 1

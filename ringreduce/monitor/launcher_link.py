@@ -21,7 +21,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from ringreduce.log import LOGGER
+from ringreduce.settings.log import LOGGER
 
 PACKAGE = str(Path(__file__).parents[1])
 LONGEST_REQUEST = 64 << 10

@@ -13,11 +13,11 @@ from collections.abc import Callable, Sequence
 
 from ringreduce import errors
 from ringreduce.execution.timeline import PROCESS, SENT_AT_ONCE, Event, Timeline, TimelineFile, now_us
-from ringreduce.log import JOB
 from ringreduce.monitor.side_job import SideJob
 from ringreduce.negotiation.ending import Ending
 from ringreduce.negotiation.mailbox import Mailbox
 from ringreduce.negotiation.protocol import TimelineEvents, TimelineStart, TimelineStop
+from ringreduce.settings.log import JOB
 from ringreduce.transport.waiting import WaitsFor
 
 SEND_S = 20e-3  # interval between sends: with rank 0's polling interval, events are in the file within 100 ms

@@ -23,7 +23,7 @@ import time
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from ringreduce._version import __version__
+from ringreduce import __version__
 from ringreduce.execution.algorithms import Algorithms
 from ringreduce.execution.host import HostResources
 from ringreduce.execution.steps import MOST, Step, StepRecorder

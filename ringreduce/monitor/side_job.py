@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from ringreduce.log import JOB
+from ringreduce.settings.log import JOB
 
 
 class SideJob:

@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 
 from ringreduce.execution.frames import current_frames
 from ringreduce.execution.signature import PACKAGE, ranks_text, tensor_text
-from ringreduce.log import LOGGER
 from ringreduce.monitor import launcher_link
 from ringreduce.negotiation.coordinator import Waiting
 from ringreduce.negotiation.protocol import StackReply
 from ringreduce.settings import Settings
+from ringreduce.settings.log import LOGGER
 
 NAMED = 3  # how many operations, tensors and lines a text names; of others it states the number
 SILENT = "it is stopped, or in C code that holds the GIL"

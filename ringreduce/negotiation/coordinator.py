@@ -17,10 +17,10 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
+from ringreduce.collectives.ops import NEUTRAL_UNSCALED, ReduceOp
 from ringreduce.execution.signature import Signature, SubmissionRecord, mismatch_message, ranks_text
 from ringreduce.negotiation.cache import Cache, Ids
 from ringreduce.negotiation.protocol import Announcement, Failure, Response
-from ringreduce.ops import NEUTRAL_UNSCALED, ReduceOp
 
 UNNAMED_WAIT_S = 0.05
 """How long unnamed tensors that may differ wait for each other; then all are negotiated by records, which show it."""

@@ -11,9 +11,9 @@ import numpy as np
 from ringreduce.arrays.buffer import Buffer
 from ringreduce.arrays.dtypes import TABLE, ElementType
 from ringreduce.arrays.gpu_buffer import ready
+from ringreduce.collectives.ops import ReduceOp, Reduction
 from ringreduce.execution.signature import Signature, TensorSignature
 from ringreduce.execution.submission import Submission
-from ringreduce.ops import ReduceOp, Reduction
 
 Filled = Callable[[ElementType, int, Callable[[Any], None]], Buffer]
 

@@ -23,11 +23,11 @@ from typing import Any
 
 import numpy as np
 
+from ringreduce.collectives.ops import Reduction
 from ringreduce.execution.across import finished, sum_of
 from ringreduce.execution.allreduce import travelling
 from ringreduce.execution.submission import Submission
 from ringreduce.negotiation.protocol import Ready
-from ringreduce.ops import Reduction
 from ringreduce.transport.counters import Held
 
 

@@ -20,11 +20,11 @@ from ringreduce import runtime
 from ringreduce.api.process_sets import ProcessSet, global_process_set, placed
 from ringreduce.arrays import trees
 from ringreduce.checks import divergence
+from ringreduce.collectives.ops import Average, ReduceOp
 from ringreduce.compression import AnyCompressor, Compression
 from ringreduce.errors import InputError
 from ringreduce.frameworks.not_there import check_adapter
 from ringreduce.frameworks.registry import adapter, adapter_of
-from ringreduce.ops import Average, ReduceOp
 from ringreduce.optim.exchange import Exchange, check_passes
 from ringreduce.optim.powersgd import PowerSGD
 from ringreduce.runtime.submit import taken_apart

@@ -14,11 +14,11 @@ from ringreduce.api.process_sets import ProcessSet, global_process_set
 from ringreduce.arrays import trees
 from ringreduce.arrays.memory import Memory
 from ringreduce.checks import divergence
+from ringreduce.collectives.ops import Average, ReduceOp
 from ringreduce.compression import Compression, Compressor
 from ringreduce.errors import InputError
 from ringreduce.frameworks.registry import adapter, adapter_of
 from ringreduce.numpy.optimizer import Accumulation, InPlace, has_state_dict
-from ringreduce.ops import Average, ReduceOp
 from ringreduce.optim.exchange import Exchange
 from ringreduce.optim.shards import Shards, check_apart, exchange_of
 from ringreduce.optim.shared_parameters import SharedParameters

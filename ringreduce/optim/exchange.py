@@ -13,11 +13,11 @@ from ringreduce.api.process_sets import ProcessSet, global_process_set, number_o
 from ringreduce.api.reduce import allreduce_async, grouped_allreduce, submit
 from ringreduce.arrays.buffer import Buffer
 from ringreduce.arrays.view import as_buffers, to_write
+from ringreduce.collectives.ops import Adasum, Average, Max, ReduceOp, Sum
 from ringreduce.compression import AnyCompressor, Compression, check_compression
 from ringreduce.errors import InputError
 from ringreduce.execution.signature import calling_line
 from ringreduce.execution.submission import Ended, Handle
-from ringreduce.ops import Adasum, Average, Max, ReduceOp, Sum
 from ringreduce.optim.powersgd import PowerSGD
 from ringreduce.runtime.arguments import Details, arguments_of
 from ringreduce.runtime.submit import like, refused, which_op

@@ -22,9 +22,9 @@ from ringreduce.checks.comparison import Comparison
 from ringreduce.checks.divergence import Divergence, Part
 from ringreduce.checks.learning_rates import LearningRates
 from ringreduce.errors import MismatchError
-from ringreduce.log import JOB
 from ringreduce.optim.buckets import DENSE, UNKNOWN, Gradient, GradientBucket, fill
 from ringreduce.optim.exchange import Exchange, is_disagreement
+from ringreduce.settings.log import JOB
 
 LOOK_S = 0.01  # for the layouts of several buckets
 POSITION, _UNKNOWN, _BUCKET = (operator.attrgetter(name) for name in ("position", "unknown", "bucket"))

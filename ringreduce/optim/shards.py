@@ -15,12 +15,12 @@ from ringreduce.api.process_sets import ProcessSet, number_of
 from ringreduce.arrays.buffer import Buffer
 from ringreduce.arrays.memory import Memory, in_common
 from ringreduce.arrays.view import as_buffers
+from ringreduce.collectives.ops import Adasum, ReduceOp
 from ringreduce.collectives.partition import bounds_of, cut_together
 from ringreduce.compression import Compression
 from ringreduce.errors import InputError
 from ringreduce.execution.signature import calling_line
 from ringreduce.execution.submission import Ended, Handle
-from ringreduce.ops import Adasum, ReduceOp
 from ringreduce.optim.exchange import Exchange
 from ringreduce.runtime.arguments import arguments_of
 from ringreduce.runtime.submit import refused

@@ -15,10 +15,10 @@ from ringreduce.arrays.torch_tensor import is_torch
 from ringreduce.compression import AnyCompressor, Compression, wire_of
 from ringreduce.errors import InputError
 from ringreduce.execution.submission import Handle
-from ringreduce.log import JOB
 from ringreduce.ps import messages
 from ringreduce.ps.layout import Key, joined
 from ringreduce.ps.roles import begin, regrouped, retried
+from ringreduce.settings.log import JOB
 
 MOST_UNANSWERED, UNANSWERED_BYTES = 16, 64 << 20
 """In an elastic job, so many pushes are kept between two pulls, and no more bytes than these but for one push."""

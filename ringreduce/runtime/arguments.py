@@ -8,11 +8,11 @@ from typing import Any
 
 from ringreduce.arrays.buffer import Buffer
 from ringreduce.arrays.dtypes import ElementType
+from ringreduce.collectives.ops import Average, ReduceOp, Reduction, Sum
 from ringreduce.compression import Quantized, wire_of
 from ringreduce.errors import InputError
-from ringreduce.log import JOB
-from ringreduce.ops import Average, ReduceOp, Reduction, Sum
 from ringreduce.runtime.submit import which_op
+from ringreduce.settings.log import JOB
 
 Details = tuple[tuple[str, Any], ...]
 

@@ -15,8 +15,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ringreduce import log, runtime
-from ringreduce._version import __version__
+from ringreduce import __version__, runtime
 from ringreduce.arrays import device_selection
 from ringreduce.errors import InputError, MismatchError, PeerLostError, StalledError
 from ringreduce.execution.algorithms import tuned, usable_algorithms
@@ -28,7 +27,7 @@ from ringreduce.runtime import Runtime, Setup, process
 from ringreduce.runtime.recovery.elastic_runtime import ElasticRuntime, check_start
 from ringreduce.runtime.startup import clock
 from ringreduce.runtime.startup.shared_memory import prepare_host
-from ringreduce.settings import PER_RANK, Settings, horovod_notice
+from ringreduce.settings import PER_RANK, Settings, horovod_notice, log
 from ringreduce.transport import joining
 from ringreduce.transport.message import MessageTransport
 from ringreduce.transport.mpi import finalize_mpi, mpi_library

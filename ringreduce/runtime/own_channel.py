@@ -12,13 +12,13 @@ from typing import Any
 from ringreduce import runtime
 from ringreduce.arrays.buffer import Buffer
 from ringreduce.arrays.view import check_apart
+from ringreduce.collectives.ops import ReduceOp, Reduction
 from ringreduce.compression import Quantized
 from ringreduce.errors import CollectiveError, InputError
 from ringreduce.execution.into_outputs import INTO_OUTPUTS
 from ringreduce.execution.send_receive import tag_of
 from ringreduce.execution.signature import calling_line
 from ringreduce.execution.submission import Ended, Handle
-from ringreduce.ops import ReduceOp, Reduction
 from ringreduce.runtime.arguments import Details, check_encoded, details_of
 
 Arrays = Sequence[Buffer]

@@ -14,11 +14,11 @@ from ringreduce.arrays import trees
 from ringreduce.arrays.buffer import Buffer
 from ringreduce.arrays.memory import Memory, in_common
 from ringreduce.arrays.view import to_write, wrong_out
+from ringreduce.collectives.ops import Average, ReduceOp, Sum
 from ringreduce.errors import InputError, RingreduceError
 from ringreduce.execution.signature import REFUSED, calling_line, named
 from ringreduce.execution.submission import Submission
 from ringreduce.negotiation.protocol import GLOBAL
-from ringreduce.ops import Average, ReduceOp, Sum
 
 Array = TypeVar("Array")
 Made = TypeVar("Made")

@@ -14,7 +14,7 @@ from ringreduce.api.objects import allgather_object, broadcast_object
 from ringreduce.api.ordered import ordered
 from ringreduce.api.process_sets import set_of
 from ringreduce.errors import CollectiveError, InputError, PeerLostError
-from ringreduce.log import JOB
+from ringreduce.settings.log import JOB
 from ringreduce.sweeps.study import Direction, Finished, Study, TrialState
 from ringreduce.sweeps.teams import HEAD, Team, answer, tried
 from ringreduce.sweeps.trial import Pruned, Trial

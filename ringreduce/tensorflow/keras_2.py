@@ -14,12 +14,12 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from ringreduce.collectives.ops import Min
 from ringreduce.keras import saved
 from ringreduce.keras.either import REDUCES, built, is_legacy
 from ringreduce.keras.loading import read_options
 from ringreduce.keras.optimizer import operation_name
 from ringreduce.keras.own import OwnVariables, identity
-from ringreduce.ops import Min
 from ringreduce.optim.exchange import Exchange
 from ringreduce.tensorflow.host import unconverted
 from ringreduce.tensorflow.ops import allreduce, scaled

@@ -17,6 +17,7 @@ from ringreduce import runtime
 from ringreduce.api import broadcast as broadcasts
 from ringreduce.api import control, gather, reduce
 from ringreduce.api.process_sets import ProcessSet, global_process_set
+from ringreduce.collectives.ops import Average, ReduceOp, Sum
 from ringreduce.compression import wire_of
 from ringreduce.errors import InputError
 from ringreduce.frameworks.collective import (
@@ -26,7 +27,6 @@ from ringreduce.frameworks.collective import (
     gradients_of,
     with_signature_of,
 )
-from ringreduce.ops import Average, ReduceOp, Sum
 from ringreduce.runtime.submit import taken_apart
 from ringreduce.tensorflow.host import on_host, unconverted
 from ringreduce.tensorflow.world import when_it_runs

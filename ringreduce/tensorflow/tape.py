@@ -8,10 +8,10 @@ from typing import Any
 import tensorflow as tf
 
 from ringreduce.api.process_sets import ProcessSet, global_process_set
+from ringreduce.collectives.ops import Average, ReduceOp
 from ringreduce.compression import AnyCompressor, Compression
 from ringreduce.frameworks.collective import ending_step
 from ringreduce.keras.own import OwnVariables, local_variables
-from ringreduce.ops import Average, ReduceOp
 from ringreduce.optim.exchange import Exchange
 from ringreduce.tensorflow.host import unconverted
 from ringreduce.tensorflow.ops import allreduce

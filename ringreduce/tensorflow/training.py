@@ -12,9 +12,9 @@ from ringreduce.api import objects
 from ringreduce.api.broadcast import submit_broadcast
 from ringreduce.api.process_sets import ProcessSet, global_process_set
 from ringreduce.arrays.view import as_buffer
+from ringreduce.collectives.ops import Average, ReduceOp
 from ringreduce.compression import AnyCompressor, Compression
 from ringreduce.keras import optimizer as of_keras
-from ringreduce.ops import Average, ReduceOp
 from ringreduce.tensorflow.host import on_host, unconverted
 
 __all__ = ["DistributedOptimizer", "allgather_object", "broadcast_", "broadcast_object", "broadcast_variables"]

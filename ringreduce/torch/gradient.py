@@ -13,11 +13,11 @@ from ringreduce.checks.divergence import Part
 from ringreduce.compression import wire_of
 from ringreduce.errors import InputError, MismatchError
 from ringreduce.execution.submission import Ended, Handle
-from ringreduce.log import JOB
 from ringreduce.optim import buckets
 from ringreduce.optim.buckets import DENSE, UNKNOWN
 from ringreduce.optim.exchange import CHANGE, Exchange
 from ringreduce.optim.reducer import Reducer
+from ringreduce.settings.log import JOB
 from ringreduce.torch.groups import Change, Groups
 from ringreduce.torch.hooks import GradientHooks
 from ringreduce.torch.parts import Parts

@@ -18,8 +18,8 @@ import torch
 
 from ringreduce.errors import InputError
 from ringreduce.execution.signature import calling_line
-from ringreduce.log import JOB
 from ringreduce.optim.parameters import Named
+from ringreduce.settings.log import JOB
 from ringrun.text import listed
 
 _PARAMETERS = operator.itemgetter("params")

@@ -14,10 +14,10 @@ import torch
 
 from ringreduce.api.process_sets import ProcessSet, global_process_set
 from ringreduce.api.reduce import allreduce
+from ringreduce.collectives.ops import Adasum, Average, ReduceOp
 from ringreduce.compression import AnyCompressor, Compression
 from ringreduce.errors import InputError, MissingExtraError
 from ringreduce.frameworks.not_there import check_adapter
-from ringreduce.ops import Adasum, Average, ReduceOp
 from ringreduce.optim.exchange import Exchange, check_passes
 from ringreduce.optim.parameters import Named, group_parameters, name_parameters
 from ringreduce.optim.powersgd import PowerSGD

@@ -14,9 +14,9 @@ import torch
 from ringreduce.api.objects import allgather_object
 from ringreduce.api.process_sets import ProcessSet, global_process_set
 from ringreduce.api.reduce import allreduce
+from ringreduce.collectives.ops import Average, Max, ReduceOp, Sum
 from ringreduce.compression import Compression, Compressor
 from ringreduce.errors import InputError
-from ringreduce.ops import Average, Max, ReduceOp, Sum
 from ringreduce.optim.exchange import check_passes
 from ringreduce.optim.parameters import Named
 from ringreduce.optim.shards import exchange_of

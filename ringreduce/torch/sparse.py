@@ -8,9 +8,9 @@ import torch
 
 from ringreduce.api.gather import gather_with
 from ringreduce.api.process_sets import ProcessSet, global_process_set, placed
+from ringreduce.collectives.ops import Average, ReduceOp, Sum
 from ringreduce.errors import InputError
 from ringreduce.execution.submission import Handle
-from ringreduce.ops import Average, ReduceOp, Sum
 from ringreduce.optim.buckets import DENSE
 from ringreduce.runtime.submit import which_op
 

@@ -24,8 +24,8 @@ from torch.overrides import TorchFunctionMode
 from ringreduce.api.gather import allgather
 from ringreduce.api.process_sets import ProcessSet, global_process_set
 from ringreduce.api.reduce import allreduce
+from ringreduce.collectives.ops import Sum
 from ringreduce.errors import InputError
-from ringreduce.ops import Sum
 
 
 class SyncBatchNorm(_BatchNorm):

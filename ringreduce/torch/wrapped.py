@@ -14,8 +14,8 @@ import torch
 from ringreduce import runtime
 from ringreduce.api.process_sets import ProcessSet
 from ringreduce.api.world import size
+from ringreduce.collectives.ops import ReduceOp
 from ringreduce.errors import InputError
-from ringreduce.ops import ReduceOp
 from ringreduce.optim.exchange import check_passes
 from ringreduce.torch.groups import in_order_of
 

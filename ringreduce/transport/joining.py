@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from typing import Any, Protocol
 
 from ringreduce.errors import LauncherMismatchError, StartupError
-from ringreduce.log import JOB
+from ringreduce.settings.log import JOB
 from ringreduce.transport import library
 
 KEY = "ringreduce/world"

@@ -3,7 +3,7 @@
 import pytest
 
 import ringreduce.keras as hvd
-from ringreduce.log import JOB
+from ringreduce.settings.log import JOB
 from tests.support import on_ranks
 from tests.support.on_ranks import found, pytest_runtest_logreport  # noqa: F401 - a fixture and a hook
 

@@ -6,7 +6,7 @@ from mpi4py import MPI
 
 from ringreduce.arrays.dtypes import TABLE
 from ringreduce.collectives import bruck, ring, tree
-from ringreduce.ops import Average, Reduction, Sum
+from ringreduce.collectives.ops import Average, Reduction, Sum
 from ringreduce.transport import message
 from ringreduce.transport.base import complete
 from tests.support.reference import MATRIX, all_but_one_of_each_extended, assert_reduced, data, readable

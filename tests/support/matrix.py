@@ -12,7 +12,7 @@ import numpy as np
 
 import ringreduce as rr
 from ringreduce.arrays.dtypes import TABLE
-from ringreduce.ops import Reduction
+from ringreduce.collectives.ops import Reduction
 from ringreduce.settings import Settings
 from tests.support.reference import FLOATS, INTEGERS, MATRIX, assert_reduced, data, reduced, roundings
 

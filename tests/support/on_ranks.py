@@ -16,7 +16,7 @@ import pytest
 
 import ringreduce as rr
 from ringreduce.checks import divergence
-from ringreduce.log import JOB
+from ringreduce.settings.log import JOB
 from ringreduce.transport.mpi import abort
 
 

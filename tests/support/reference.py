@@ -7,7 +7,7 @@ import numpy as np
 
 from ringreduce import runtime
 from ringreduce.arrays.dtypes import TABLE
-from ringreduce.ops import Average, Max, Min, Product, Sum
+from ringreduce.collectives.ops import Average, Max, Min, Product, Sum
 from tests.support.tiers import parted
 
 REDUCES = {Average: np.mean, Sum: np.sum, Min: np.min, Max: np.max, Product: np.prod}

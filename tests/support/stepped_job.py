@@ -23,12 +23,12 @@ from unittest import mock
 import numpy as np
 
 from ringreduce.arrays.buffer import numpy_buffer
+from ringreduce.collectives.ops import Sum
 from ringreduce.engine.engine import Engine
 from ringreduce.errors import CollectiveError, MismatchError, PeerLostError
 from ringreduce.execution.host import HostResources, window_bytes
 from ringreduce.execution.submission import Submission
 from ringreduce.negotiation.protocol import decode
-from ringreduce.ops import Sum
 from ringreduce.runtime.arguments import details_of
 from ringreduce.settings import Settings
 from ringreduce.transport.base import ControlMessage

@@ -8,7 +8,7 @@ import tf_keras
 
 import ringreduce as rr
 import ringreduce.tensorflow.keras as hvd
-from ringreduce.log import JOB
+from ringreduce.settings.log import JOB
 from tests.keras import models
 from tests.keras.models import BATCHES, RANK, SIZE, equal_on_all_ranks, fit_on, numbers
 from tests.support.keras_fits import recorder

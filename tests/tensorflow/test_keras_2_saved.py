@@ -6,7 +6,7 @@ import tf_keras
 
 import ringreduce.tensorflow.keras as hvd
 from ringreduce.keras.loading import loaded
-from ringreduce.log import JOB
+from ringreduce.settings.log import JOB
 from tests.keras import models
 from tests.keras.models import RANK, SIZE
 from tests.keras.test_saved import OPTIONS

@@ -17,11 +17,11 @@ from ringreduce.arrays import libraries
 from ringreduce.checks import divergence
 from ringreduce.errors import CollectiveError, InputError, MismatchError
 from ringreduce.execution.submission import Ended, Handle
-from ringreduce.log import JOB
 from ringreduce.monitor import excepthook
 from ringreduce.optim.exchange import CHANGE, Exchange
 from ringreduce.optim.local.options import Options, Outer, fragments_of, mean
 from ringreduce.runtime.submit import submit_and_wait
+from ringreduce.settings.log import JOB
 
 Parameters = dict[str, Any]
 _SHAPE = operator.attrgetter("shape")

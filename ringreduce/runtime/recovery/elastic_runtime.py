@@ -11,7 +11,6 @@ from ringreduce.arrays import device_selection
 from ringreduce.errors import CollectiveError, PeerLostError, StartupError
 from ringreduce.execution.signature import ranks_text
 from ringreduce.execution.timeline import BY_HAND, Event, now_us
-from ringreduce.log import JOB, LOGGER
 from ringreduce.monitor import launcher_link
 from ringreduce.monitor.launcher_link import StatusServer
 from ringreduce.runtime import RECOVERY_S, ProcessSets, Runtime, Setup
@@ -20,6 +19,7 @@ from ringreduce.runtime.recovery.daemon import outlive_daemon
 from ringreduce.runtime.recovery.membership import Members, Membership
 from ringreduce.runtime.recovery.rendezvous import meet, setup_of, world_of
 from ringreduce.settings import Settings
+from ringreduce.settings.log import JOB, LOGGER
 from ringreduce.transport.message import MessageTransport
 from ringreduce.transport.world import World
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from ringreduce.collectives.cost_model import Constants
-from ringreduce.log import JOB
+from ringreduce.settings.log import JOB
 from ringreduce.transport.base import Steps, Transport, complete
 from ringreduce.transport.world import World, first_ranks
 

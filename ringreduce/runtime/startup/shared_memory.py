@@ -8,9 +8,9 @@ from typing import Any
 from ringreduce.collectives.cost_model import Constants
 from ringreduce.execution.algorithms import candidates, check, usable_algorithms
 from ringreduce.execution.host import HostResources, window_bytes
-from ringreduce.log import JOB
 from ringreduce.runtime.startup import measure
 from ringreduce.settings import Settings
+from ringreduce.settings.log import JOB
 from ringreduce.transport import links
 from ringreduce.transport.base import Steps, complete
 from ringreduce.transport.blocks import shared_blocks

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
+from ringreduce.collectives.ops import Average, Sum
 from ringreduce.compression import Quantized
 from ringreduce.errors import InputError
-from ringreduce.ops import Average, Sum
 from ringreduce.runtime.own_channel import OwnChannel
 from ringreduce.torch.distributed.buckets import bucket_of
 from ringreduce.torch.distributed.tensors import op_and_factor

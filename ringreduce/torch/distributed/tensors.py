@@ -10,8 +10,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ringreduce.collectives.ops import Average, Max, Min, Product, ReduceOp, Sum
 from ringreduce.errors import InputError, UnsupportedArrayError
-from ringreduce.ops import Average, Max, Min, Product, ReduceOp, Sum
 
 OPS = {
     dist.ReduceOp.SUM: Sum,

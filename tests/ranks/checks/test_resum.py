@@ -13,10 +13,10 @@ from ringreduce import runtime
 from ringreduce.arrays.view import as_buffers
 from ringreduce.checks import resum
 from ringreduce.collectives import compiled
+from ringreduce.collectives.ops import Reduction
 from ringreduce.errors import SettingsError
 from ringreduce.execution.signature import Signature
 from ringreduce.execution.submission import Ended, Submission
-from ringreduce.ops import Reduction
 from ringreduce.settings import Settings
 from ringreduce.testing import run_ranks
 from tests.ranks.checks.test_divergence import found

@@ -8,8 +8,8 @@ import pytest
 
 import ringreduce as rr
 from ringreduce.collectives import compiled
+from ringreduce.collectives.ops import Reduction
 from ringreduce.errors import SettingsError
-from ringreduce.ops import Reduction
 from ringreduce.settings import Settings
 from ringreduce.testing import run_ranks
 

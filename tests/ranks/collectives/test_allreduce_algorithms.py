@@ -11,7 +11,7 @@ import pytest
 from ringreduce import runtime
 from ringreduce.arrays.dtypes import TABLE
 from ringreduce.collectives import direct, doubling, halving, hierarchical, ring, shared
-from ringreduce.ops import Average, Reduction, Sum
+from ringreduce.collectives.ops import Average, Reduction, Sum
 from ringreduce.settings import Settings
 from ringreduce.testing import run_ranks
 from ringreduce.transport.base import complete

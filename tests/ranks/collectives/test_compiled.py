@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from ringreduce.arrays.dtypes import TABLE
 from ringreduce.collectives import compiled, shared
+from ringreduce.collectives.ops import Average, Reduction, Sum
 from ringreduce.execution.in_slot import Gets, InSlot
 from ringreduce.kernels import native, quantized
-from ringreduce.ops import Average, Reduction, Sum
 from ringreduce.transport import stores
 from ringreduce.transport.base import complete
 from ringreduce.transport.stores import WAYS

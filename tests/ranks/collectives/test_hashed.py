@@ -7,7 +7,7 @@ import ringreduce as rr
 from ringreduce.arrays.dtypes import TABLE
 from ringreduce.collectives import doubling, hashed
 from ringreduce.collectives.cost_model import SHORT_BYTES
-from ringreduce.ops import Reduction, Sum
+from ringreduce.collectives.ops import Reduction, Sum
 from ringreduce.testing import run_ranks
 from ringreduce.transport.base import complete
 from tests.support.on_threads import each_rank_of, transport

@@ -11,8 +11,8 @@ from ringreduce import runtime
 from ringreduce.arrays.dtypes import TABLE
 from ringreduce.collectives import hierarchical
 from ringreduce.collectives.cost_model import UNITS_AHEAD
+from ringreduce.collectives.ops import Reduction, Sum
 from ringreduce.collectives.shared import DONE, PACK
-from ringreduce.ops import Reduction, Sum
 from ringreduce.settings import Settings
 from ringreduce.testing import run_ranks
 from ringreduce.transport.base import complete

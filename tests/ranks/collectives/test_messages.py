@@ -12,9 +12,9 @@ import pytest
 
 from ringreduce.arrays.dtypes import TABLE
 from ringreduce.collectives import bruck, direct, doubling, halving, pairwise, ring, tree
+from ringreduce.collectives.ops import Average, Reduction, Sum
 from ringreduce.collectives.partition import chunk_bounds, halvings
 from ringreduce.errors import InputError
-from ringreduce.ops import Average, Reduction, Sum
 from ringreduce.testing import run_ranks
 from ringreduce.transport.base import complete
 from tests.support.on_threads import each_rank_of, reduced_over_messages, transport

@@ -8,7 +8,7 @@ import pytest
 import ringreduce as rr
 from ringreduce.arrays.dtypes import TABLE
 from ringreduce.collectives import quantized
-from ringreduce.ops import Reduction
+from ringreduce.collectives.ops import Reduction
 from ringreduce.settings import Settings
 from ringreduce.testing import run_ranks
 from tests.support.on_threads import each_rank_of, known, reduced_over_messages

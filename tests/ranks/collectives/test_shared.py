@@ -8,9 +8,9 @@ import pytest
 from ringreduce.arrays.dtypes import TABLE
 from ringreduce.collectives import shared
 from ringreduce.collectives.cost_model import ONE_SHOT_BYTES, is_one_shot
+from ringreduce.collectives.ops import Product, Reduction, Sum
 from ringreduce.collectives.partition import chunk_bounds
 from ringreduce.collectives.shared import COPY, DONE, PACK, REDUCE, cut
-from ringreduce.ops import Product, Reduction, Sum
 from ringreduce.transport.base import complete
 from ringreduce.transport.window import Region
 from tests.support.reference import SIZES, assert_reduced, data, folded

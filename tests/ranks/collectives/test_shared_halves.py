@@ -10,9 +10,9 @@ import pytest
 import ringreduce as rr
 from ringreduce.arrays.dtypes import TABLE
 from ringreduce.collectives import shared, shared_halves
+from ringreduce.collectives.ops import Average, Reduction, Sum
 from ringreduce.collectives.partition import bounds_of, by_chunk
 from ringreduce.collectives.shared import COPY, DONE, PACK, REDUCE, BufferPair
-from ringreduce.ops import Average, Reduction, Sum
 from ringreduce.transport.base import complete
 from ringreduce.transport.window import SLOTS
 from tests.support.on_threads import each_rank_of

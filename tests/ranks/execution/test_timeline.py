@@ -14,14 +14,14 @@ import numpy as np
 import pytest
 
 import ringreduce as rr
-from ringreduce import log, runtime
+from ringreduce import runtime
 from ringreduce.engine.engine import Engine
 from ringreduce.execution.executor import Executor
 from ringreduce.execution.host import HostResources
 from ringreduce.execution.signature import Signature
 from ringreduce.execution.timeline import BYTES_A_MINUTE, Event, Timeline, TimelineFile
 from ringreduce.negotiation.neutral import neutral_submission
-from ringreduce.settings import Settings
+from ringreduce.settings import Settings, log
 from ringreduce.testing import run_ranks
 from ringreduce.transport.threads import ThreadNetwork
 from ringreduce.transport.world import World

@@ -8,10 +8,10 @@ import pytest
 from bench.simulated.cluster import Cluster, Costs
 from ringreduce.arrays.dtypes import TABLE
 from ringreduce.collectives import direct, doubling, halving, hierarchical, ring
+from ringreduce.collectives.ops import Average, Sum
 from ringreduce.collectives.partition import chunk_bounds
 from ringreduce.collectives.shared import BufferPair
 from ringreduce.errors import CollectiveError
-from ringreduce.ops import Average, Sum
 from ringreduce.transport.subset import channels
 from tests.support.reference import assert_reduced, data
 from tests.support.tiers import parted

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import ringreduce.torch as hvd
-from ringreduce.ops import Adasum
+from ringreduce.collectives.ops import Adasum
 from ringreduce.testing import run_ranks
 from tests.support import matrix
 from tests.support.on_threads import each_rank_of, known

@@ -5,8 +5,8 @@ import pytest
 
 from ringreduce.arrays.dtypes import TABLE
 from ringreduce.collectives import bruck, ring
+from ringreduce.collectives.ops import Reduction, Sum
 from ringreduce.errors import CollectiveError, PeerLostError
-from ringreduce.ops import Reduction, Sum
 from ringreduce.testing import run_ranks
 from ringreduce.transport.base import complete
 from tests.support.on_threads import transport

@@ -19,9 +19,9 @@ from ringreduce.collectives.cost_model import (
     is_one_shot,
     predict_us,
 )
+from ringreduce.collectives.ops import Average, Reduction, Sum
 from ringreduce.execution.algorithms import candidates, check, tuned, usable_algorithms
 from ringreduce.execution.host import HostResources, window_bytes
-from ringreduce.ops import Average, Reduction, Sum
 from ringreduce.settings import Settings
 from ringreduce.testing import run_ranks
 from ringreduce.transport.threads import ThreadNetwork

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from ringreduce.arrays.dtypes import TABLE
+from ringreduce.collectives.ops import Average, Max, Min, Product, Reduction, Sum
 from ringreduce.errors import InputError
 from ringreduce.gpu.kernels import COPIES, SOURCE, Variant
-from ringreduce.ops import Average, Max, Min, Product, Reduction, Sum
 from tests.support import tiers
 
 pytestmark = [tiers.extended, pytest.mark.xdist_group("cuda")]

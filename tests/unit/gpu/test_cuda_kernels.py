@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from ringreduce.arrays.cuda import Device, Stream
 from ringreduce.arrays.dtypes import TABLE
+from ringreduce.collectives.ops import Average, Product, Reduction, Sum
 from ringreduce.gpu import kernels as cuda_kernels
 from ringreduce.gpu.kernels import TILE_BYTES, WORD_BYTES, Kernels, tiles
-from ringreduce.ops import Average, Product, Reduction, Sum
 from tests.support import tiers
 from tests.support.emulated_cuda import accesses, emulate
 from tests.support.reference import MATRIX, all_but_few_extended, assert_same_bits, readable

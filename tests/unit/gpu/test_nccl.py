@@ -10,9 +10,9 @@ import pytest
 
 from ringreduce.arrays.cuda import Device, Stream
 from ringreduce.arrays.dtypes import TABLE
+from ringreduce.collectives.ops import Adasum, Average, Max, Min, Product, ReduceOp, Reduction, Sum
 from ringreduce.errors import CollectiveError, MissingExtraError
 from ringreduce.gpu import nccl
-from ringreduce.ops import Adasum, Average, Max, Min, Product, ReduceOp, Reduction, Sum
 from ringreduce.transport.base import complete
 from tests.support.fake_cupy.nccl import NcclError
 

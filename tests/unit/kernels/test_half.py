@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from ringreduce.arrays.dtypes import TABLE
+from ringreduce.collectives.ops import Average, Reduction, Sum
 from ringreduce.compression import Compression
 from ringreduce.kernels import half
-from ringreduce.ops import Average, Reduction, Sum
 from tests.support.loops import in_a_loop
 from tests.support.reference import assert_same_bits
 

@@ -5,11 +5,11 @@ import pytest
 
 from ringreduce.arrays.buffer import Buffer
 from ringreduce.arrays.dtypes import TABLE
+from ringreduce.collectives.ops import Average, Max, Sum
 from ringreduce.execution.signature import Signature
 from ringreduce.execution.submission import Submission
 from ringreduce.negotiation.protocol import Ready
 from ringreduce.negotiation.short import Short
-from ringreduce.ops import Average, Max, Sum
 from ringreduce.runtime.arguments import details_of
 from ringreduce.transport.counters import HELD, Counters, GroupBlock, Held, group_bytes
 

@@ -11,7 +11,7 @@ import pytest
 from bench.simulated.cluster import Cluster, Costs
 from ringreduce.arrays.dtypes import TABLE
 from ringreduce.collectives import ring
-from ringreduce.ops import Sum
+from ringreduce.collectives.ops import Sum
 from ringreduce.transport.links import arrival_gbs, best_order, distances, judged, measured
 from ringreduce.transport.subset import SubsetTransport
 from ringreduce.transport.threads import ThreadNetwork

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ringreduce.errors import SettingsError
-from ringreduce.log import LEVELS
+from ringreduce.settings.log import LEVELS
 
 PREFIX = "RINGREDUCE_"
 HOROVOD = {

@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 
 import ringreduce as rr
-from ringreduce import log
-from ringreduce.settings import Settings
+from ringreduce.settings import Settings, log
 from ringreduce.testing import run_ranks
 
 
@@ -158,6 +157,6 @@ OF_ONE_RANK = {
 
 def test_what_is_said_of_the_job_does_not_depend_on_which_ranks_are_shown():
     """A warning goes to JOB, unless the report of a failure has it, or ringrun hears of it otherwise."""
-    package = Path(log.__file__).parent
+    package = Path(rr.__file__).parent
     told = {each for each in package.rglob("*.py") if re.search(r"\bLOGGER\.(warning|error|log)\(", each.read_text())}
     assert {str(each.relative_to(package)) for each in told} - {"engine/negotiation.py"} == OF_ONE_RANK

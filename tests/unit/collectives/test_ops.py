@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ringreduce import ops
 from ringreduce.arrays.dtypes import TABLE
+from ringreduce.collectives import ops
+from ringreduce.collectives.ops import Average, Max, Min, Product, ReduceOp, Reduction, Sum, divide
 from ringreduce.errors import InputError
-from ringreduce.ops import Average, Max, Min, Product, ReduceOp, Reduction, Sum, divide
 from tests.support.loops import in_a_loop
 from tests.support.reference import MATRIX, assert_same_bits, folded, numpy_dtype
 
