@@ -126,6 +126,13 @@ def test_the_picture_has_every_room_and_no_import_points_up_in_it():
     assert [(own, other) for own, others in arrows().items() for other in others if drawn[other] >= drawn[own]] == []
 
 
+def test_the_page_has_every_arrow():
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    assert dict(re.findall(r"^([a-z]+) +-> (.*)$", page, re.MULTILINE)) == {
+        own: " ".join(sorted(others)) or "nothing" for own, others in arrows().items()
+    }
+
+
 def test_inside_of_the_rooms_no_modules_import_each_other():
     graph = {module: {each for each in imports(path) if each != module} for module, path in modules()}
     graphlib.TopologicalSorter(graph).prepare()  # raises CycleError, which has the circle
