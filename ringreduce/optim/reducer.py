@@ -26,7 +26,7 @@ from ringreduce.optim.buckets import DENSE, UNKNOWN, Gradient, GradientBucket, f
 from ringreduce.optim.exchange import Exchange, is_disagreement
 from ringreduce.settings.log import JOB
 
-LOOK_S = 0.01  # for the layouts of several buckets
+LAYOUTS_S = 0.01  # how often a rank that waits for the layouts of several buckets looks which have come
 POSITION, _UNKNOWN, _BUCKET = (operator.attrgetter(name) for name in ("position", "unknown", "bucket"))
 CAUTIOUS_STEPS, RECOVERY_STEPS = 8, 100
 """Steps in which every gradient must be computed once before one is submitted during backward: at first, and after a
@@ -369,4 +369,4 @@ def _as_agreed(buckets: Sequence[GradientBucket]) -> Iterator[GradientBucket]:
         if any(ended):
             yield left.pop(ended.index(True))
         else:
-            handles[0][0].ended_within(LOOK_S)
+            handles[0][0].ended_within(LAYOUTS_S)

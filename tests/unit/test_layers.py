@@ -138,6 +138,22 @@ def test_inside_of_the_rooms_no_modules_import_each_other():
     graphlib.TopologicalSorter(graph).prepare()  # raises CycleError, which has the circle
 
 
+def constants(path):
+    """The names that a module sets at its top, once for each time."""
+    statements = [node for node in ast.parse(path.read_text()).body if isinstance(node, ast.Assign | ast.AnnAssign)]
+    targets = [each for node in statements for each in getattr(node, "targets", None) or [node.target]]
+    names = [each for target in targets for each in ast.walk(target) if isinstance(each, ast.Name)]
+    return [each.id for each in names if isinstance(each.ctx, ast.Store)]  # others are those of sys.path and the like
+
+
+@pytest.mark.parametrize("folder", [PACKAGE, LAUNCHER], ids=["ringreduce", "launcher"])
+def test_no_module_sets_a_constant_twice(folder):
+    """All its functions see the second value, also those that were written for the first."""
+    named = {name: constants(path) for name, path in modules(folder)}
+    assert sum(map(len, named.values())) > 200
+    assert [(name, each) for name, of in named.items() for each in set(of) if of.count(each) > 1] == []
+
+
 def test_only_the_engine_knows_the_modules_of_gpus():
     knowing = {}
     for name, path in modules():

@@ -2,6 +2,7 @@
 
 import ast
 import re
+import types
 from pathlib import Path
 
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 
 import ringreduce
 from ringreduce import Adasum, Average, Compression, InputError, Max, Sum
+from ringreduce.optim import reducer
 from ringreduce.optim.exchange import Exchange, check_passes
 from ringreduce.optim.parameters import group_parameters, name_parameters
 from ringreduce.optim.powersgd import PowerSGD
@@ -153,3 +155,19 @@ def test_at_least_one_pass():
     assert check_passes(3) == 3
     with pytest.raises(InputError, match="backward_passes_per_step=0; expected 1 or more"):
         check_passes(0)
+
+
+def test_a_layout_that_has_come_is_seen_soon_though_an_earlier_one_is_waited_for():
+    """Another rank may wait for this one's gradients of it, and has nothing else to do."""
+
+    class Layout:
+        ended = False
+
+        def ended_within(self, seconds):
+            waited.append(seconds)
+            layouts[1].ended = True
+
+    waited, layouts = [], [Layout(), Layout()]
+    buckets = [types.SimpleNamespace(trained=[types.SimpleNamespace(layout_handle=each)]) for each in layouts]
+    assert next(reducer._as_agreed(buckets)) is buckets[1]
+    assert sum(waited) < 0.1
