@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 from ringreduce import runtime
@@ -31,8 +30,8 @@ def broadcast(
             PeerLostError.
     Source: Horovod's broadcast.
     """
-    begin = partial(_broadcast_one, tensor, root_rank, name, process_set, in_place=False, waits=True)
-    return runtime.at_once("broadcast", name, tensor, None, (root_rank,), process_set, begin)  # type: ignore[no-any-return]
+    own = {"root_rank": root_rank}, process_set, _broadcast_one
+    return runtime.at_once("broadcast", name, tensor, None, *own, in_place=False)  # type: ignore[no-any-return]
 
 
 def broadcast_async(
@@ -46,8 +45,8 @@ def broadcast_(
     tensor: Array, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Array:
     """Overwrite `tensor` with the root's, and return it; otherwise as `broadcast`."""
-    begin = partial(_broadcast_one, tensor, root_rank, name, process_set, in_place=True, waits=True)
-    return runtime.at_once("broadcast", name, tensor, tensor, (root_rank,), process_set, begin)  # type: ignore[no-any-return]
+    own = {"root_rank": root_rank}, process_set, _broadcast_one
+    return runtime.at_once("broadcast", name, tensor, tensor, *own, in_place=True)  # type: ignore[no-any-return]
 
 
 def broadcast_async_(
@@ -66,7 +65,7 @@ def broadcast_async_(
 
 
 def _broadcast_one(
-    tensor: Array, root_rank: int, name: str | None, process_set: ProcessSet, in_place: bool, waits: bool
+    tensor: Array, root_rank: int, name: str | None, process_set: ProcessSet, *, in_place: bool, waits: bool
 ) -> Handle[Array]:
     number = number_of(process_set, "broadcast")
     try:

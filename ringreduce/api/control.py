@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from functools import partial
 from typing import Any
 
 from ringreduce import runtime
@@ -115,7 +114,11 @@ def barrier(process_set: ProcessSet = global_process_set) -> None:
     Cost:   one agreement.
     Raises: PeerLostError.
     """
-    runtime.at_once("barrier", None, None, None, (), process_set, partial(barrier_async, process_set, waits=True))
+    runtime.at_once("barrier", None, None, None, {}, process_set, _barrier)
+
+
+def _barrier(_: None, name: None, process_set: ProcessSet, waits: bool) -> Handle:
+    return barrier_async(process_set, waits=waits)
 
 
 def barrier_async(process_set: ProcessSet = global_process_set, *, waits: bool = False) -> Handle:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -42,8 +41,7 @@ def allgather(
     Raises: InputError (a ValueError) for a 0-d tensor, or another `out`; MismatchError; PeerLostError.
     Source: Horovod's allgather.
     """
-    begin = partial(allgather_async, tensor, name, process_set, out=out, waits=True)
-    return runtime.at_once("allgather", name, tensor, out, (), process_set, begin)  # type: ignore[no-any-return]
+    return runtime.at_once("allgather", name, tensor, out, {}, process_set, allgather_async, out=out)  # type: ignore[no-any-return]
 
 
 def allgather_async(

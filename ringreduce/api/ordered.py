@@ -43,38 +43,49 @@ def _of(function: Callable[..., Any]) -> Callable[..., Any]:
 def _at_once(function: Callable[..., Any], begin: Callable[..., Handle]) -> Callable[..., Any]:
     """The function, of this channel: by the lane, if a call like this one went the usual way before."""
     makes_new, begin = function.__name__ in MAKE_NEW, functools.partial(begin, waits=True)
+    alone: tuple[Any, ...] = (begin,)
     takes_none = function is control.barrier
 
     @functools.wraps(function)
     def method(self: Ordered, *args: Any, **kwargs: Any) -> Any:  # each line counts: MPI's call takes 1 µs
-        lane = self._lane
+        lane, out = self._lane, kwargs.pop("out", None) if makes_new else None
         tensor: Any = args[0] if args else None
         array: Any = tensor if tensor is None or type(tensor) is np.ndarray else host_array(tensor)
-        out = kwargs.get("out")
-        if array is not None:
-            is_usual = not makes_new or (array.ndim > 0 and len(args) == 1 and "compression" not in kwargs)
+        if array is None:
+            call = (begin, *args, *kwargs.items()) if args or kwargs else alone
         else:
-            is_usual = takes_none and not args and not kwargs
-        if lane is None or not is_usual or runtime.current("ordered").world is not self.world:
-            return function(*args, **kwargs, process_set=self)
-        options = kwargs.items() if out is None else [each for each in kwargs.items() if each[0] != "out"]
-        key = (begin,) if array is None else (begin, array.dtype, array.shape, *args[1:], *options)
-        known = lane.find(key)
-        if known is not None:
+            call = begin, array.dtype, array.shape, *args[1:], *kwargs.items()
+        program = None
+        if lane is not None and runtime.current("ordered").world is self.world:
+            try:
+                program = lane.programs.find(call)
+            except TypeError:  # an argument that cannot be hashed, nor be right
+                lane = None
+        else:
+            lane = None
+        if program is not None:
             result, target = tensor, array
             if out is not None:
-                result = target = out if takes(out, array, known.shape) else None
+                result = target = out if takes(out, array, program.shape) else None
             elif makes_new:
-                result = np.empty(known.shape, array.dtype) if array is tensor else tensor.new_empty(known.shape)
+                result = np.empty(program.shape, array.dtype) if array is tensor else tensor.new_empty(program.shape)
                 target = host_array(result)
-            if (target is not None or array is None) and lane.run(known, array, target):
+            if lane is not None and (target is not None or array is None) and lane.run(program, array, target):
                 if target is array is not tensor:
                     see_changed(tensor)
                 return result
+        if out is not None:
+            kwargs["out"] = out
+        if array is None:
+            is_usual = takes_none and not args and not kwargs
+        else:
+            is_usual = not makes_new or (array.ndim > 0 and len(args) == 1 and "compression" not in kwargs)
+        if lane is None or not is_usual:
+            return function(*args, **kwargs, process_set=self)
         handle = begin(*args, **kwargs, process_set=self)
         result = handle.wait()
-        if known is None:
-            lane.learn(key, handle)
+        if program is None:
+            lane.programs.learn(call, handle)
         return result
 
     return method

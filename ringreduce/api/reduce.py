@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -55,14 +54,14 @@ def allreduce(
     >>> allreduce(np.float32(rank()))                                                                  # doctest: +SKIP
     np.float32(1.5)
     """
-    scales = prescale_factor, postscale_factor
     if compression is not Compression.none:
         arrays, names, whole = placed("allreduce", name, process_set, taken_apart, tensor)
+        scales = prescale_factor, postscale_factor
         reduced = grouped_allreduce(arrays, average, name, compression, op, *scales, process_set, names=names)
         return whole(reduced)  # type: ignore[no-any-return]
     array: Any = np.asarray(tensor) if isinstance(tensor, float | np.generic) else tensor
-    begin = partial(allreduce_async, tensor, average, name, op, *scales, process_set, waits=True)
-    result = runtime.at_once("allreduce", name, array, None, (average, op, *scales), process_set, begin)
+    given = {"average": average, "op": op, "prescale_factor": prescale_factor, "postscale_factor": postscale_factor}
+    result = runtime.at_once("allreduce", name, array, None, given, process_set, allreduce_async)
     return result if array is tensor else result[()]  # type: ignore[no-any-return]
 
 
@@ -97,9 +96,8 @@ def allreduce_(
     process_set: ProcessSet = global_process_set,
 ) -> Array:
     """Reduce `tensor` over all ranks in place, and return it; otherwise as `allreduce`."""
-    given = average, op, prescale_factor, postscale_factor
-    begin = partial(allreduce_async_, tensor, average, name, *given[1:], process_set, waits=True)
-    return runtime.at_once("allreduce", name, tensor, tensor, given, process_set, begin)  # type: ignore[no-any-return]
+    given = {"average": average, "op": op, "prescale_factor": prescale_factor, "postscale_factor": postscale_factor}
+    return runtime.at_once("allreduce", name, tensor, tensor, given, process_set, allreduce_async_)  # type: ignore[no-any-return]
 
 
 def allreduce_async_(
@@ -218,14 +216,14 @@ def reducescatter(
     Raises: InputError (a ValueError) for a 0-d tensor, another op or another `out`; and as `allreduce`.
     Source: Horovod's reducescatter; the first half of the ring.
     """
-    scales = prescale_factor, postscale_factor
+    scales = {"prescale_factor": prescale_factor, "postscale_factor": postscale_factor}
     if compression is not Compression.none:
         if out is not None:
             error = InputError(f"reducescatter: out, with compression={compression!r}; pass one of the two")
             raise refused("reducescatter", error, number_of(process_set, "reducescatter"), name)
-        return grouped_reducescatter([tensor], name, compression, op, process_set, *scales)[0]
-    begin = partial(reducescatter_async, tensor, name, op, process_set, *scales, out=out, waits=True)
-    return runtime.at_once("reducescatter", name, tensor, out, (op, *scales), process_set, begin)  # type: ignore[no-any-return]
+        return grouped_reducescatter([tensor], name, compression, op, process_set, **scales)[0]
+    own = {"op": op, **scales}, process_set, reducescatter_async
+    return runtime.at_once("reducescatter", name, tensor, out, *own, out=out)  # type: ignore[no-any-return]
 
 
 def reducescatter_async(

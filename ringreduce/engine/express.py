@@ -1,6 +1,6 @@
 """Short known operations in the caller's thread: each is one call of the compiled module, on one host.
 
-What an operation needs is learned when one like it has gone the usual way. The protocol is the usual one: the rank
+The protocol is the usual one: the rank
 counts the operation, the leader schedules what all have counted, each follows the schedule. So a rank that goes this
 way works with ranks that do not, and the order stays the leader's alone. Nothing is taken back: what others are late
 for is from then on a submission that was counted, or one that runs; so errors, stalls and losses are those of
@@ -11,10 +11,11 @@ Only while nothing else of this rank is under way: then the next entry of the sc
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
-from collections.abc import Callable, Hashable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import numpy as np
 
@@ -27,37 +28,17 @@ from ringreduce.engine.submitting import Submitting
 from ringreduce.execution import operations
 from ringreduce.execution.context import Context
 from ringreduce.execution.executor import Executor
-from ringreduce.execution.in_slot import Gets, InSlot, in_slot_of_set
-from ringreduce.execution.plan import Plan
-from ringreduce.execution.signature import Signature, calling_line
-from ringreduce.execution.steps import StepRecorder, label
-from ringreduce.execution.submission import Handle, Submission
+from ringreduce.execution.in_slot import Gets, InSlot
+from ringreduce.execution.program import Program, Programs, program_of
+from ringreduce.execution.signature import calling_line
+from ringreduce.execution.steps import StepRecorder
+from ringreduce.execution.submission import Submission
 from ringreduce.execution.timeline import Timeline
 from ringreduce.negotiation.ending import Ending
 from ringreduce.negotiation.protocol import GLOBAL
 from ringreduce.transport.base import Steps
 
-MOST_KNOWN = 1024
 DONE, OTHER, LATE, SUMS_LATE = range(4)  # as in kernels/native.c
-
-
-class Known(NamedTuple):
-    """An operation that was learned."""
-
-    arguments: tuple[Any, ...]  # the array's type and shape, and those of the call
-    types: list[type]  # of these: 1 and 1.0 are equal, but not both a rank
-    plan: Plan
-    exchange: Any  # the compiled module's
-    fits: InSlot
-    shape: tuple[int, ...]  # of the result
-    is_numbered: bool  # it is of calls without a name
-    told: tuple[Signature, str]  # what a stall report says of it: also the caller's line
-    recorded: tuple[str, str, int]  # name, kind and bytes, as a record of steps has them
-
-    @property
-    def algorithm(self) -> str:
-        """See `Submission.algorithm`."""
-        return "shared" if self.recorded[1] == "allreduce" else ""
 
 
 class Express:
@@ -84,57 +65,17 @@ class Express:
         self._recorder, self._timeline = recorder, timeline
         self._state = negotiation.states[GLOBAL]
         self._group = self._state.negotiator.compiled
-        self._known: dict[Hashable, Known] = {}
+        made = functools.partial(program_of, context=self._state.executor.context)
+        self.programs = Programs((lambda _: None) if self._group is None else made)
 
-    def learn(self, kind: str, name: str | None, array: Any, arguments: tuple[Any, ...], handle: Handle) -> None:
-        """Learn from a finished operation to run those of its name, or of its kind without one, and these arguments.
-
-        array: None for an operation that has none.
-        """
-        if self._group is None or not isinstance(handle, Submission):
-            return
-        key: Hashable = (kind,) if name is None else name
-        plan, known = handle.plan, self._known.get(key)
-        arguments = (array.dtype, array.shape, *arguments) if array is not None else arguments
-        if known is not None and known.plan is plan and known.arguments == arguments:
-            return
-        fits = in_slot_of_set(handle, self._state.executor.context)
-        if fits is None or (fits.reduction is not None and fits.reduction.size != fits.region.size):
-            return
-        if fits.gets is Gets.IN_CHUNKS and array.nbytes > fits.region.piece_bytes:  # it takes more than one slot
-            return
-        shape = handle.outputs[0].shape if handle.outputs else ()
-        if fits.gets is Gets.BY_ROWS and shape[0] != fits.where * fits.region.size:
-            return
-        exchange = fits.compiled(fits.region, 0)
-        if exchange is not None:
-            if len(self._known) >= MOST_KNOWN:
-                self._known.clear()
-            types, signature = [*map(type, arguments)], handle.signature
-            nbytes = sum(each.nbytes for each in handle.inputs or handle.outputs)
-            told, recorded = (signature, handle.line), (label(signature, GLOBAL), signature.kind, nbytes)
-            self._known[key] = Known(arguments, types, plan, exchange, fits, shape, signature.numbered, told, recorded)
-
-    def run(self, kind: str, name: str | None, source: Any, target: Any, arguments: tuple[Any, ...]) -> Any:
+    def run(self, program: Program, source: Any, target: Any) -> Any:
         """Run an operation and wait for it; returns the target, or None when it must be submitted.
 
         target: None for a new array, of the result's shape and the source's type; also where there is no result.
         """
-        if name is not None and type(name) is not str:
+        if may_be_interrupted() or not self._polling.acquire(False):
             return None
-        known = self._known.get((kind,) if name is None else name)
-        if known is None:
-            return None
-        if source is not None:
-            arguments = source.dtype, source.shape, *arguments
-        try:
-            if known.arguments != arguments or known.types != [*map(type, arguments)]:
-                return None
-        except ValueError:  # an array of several elements, where a number is expected
-            return None
-        if may_be_interrupted() or not self._polling.acquire(blocking=False):
-            return None
-        state, plan = self._state, known.plan
+        state, plan = self._state, program.plan
         since_s = time.monotonic() if self._recorder.recording else None
         try:
             number = plan.id
@@ -142,13 +83,13 @@ class Express:
                 if number is None or state.pending or not self._is_idle():
                     return None
                 state.express = plan.key
-            is_given = target is not None
+            is_given, region = target is not None, program.region
             if target is None:
-                target = True if source is None else np.empty(known.shape, source.dtype)
-            elif target is not source and not takes(target, source, known.shape):
+                target = True if source is None else np.empty(program.shape, source.dtype)
+            elif target is not source and not takes(target, source, program.shape):
                 return None
             try:
-                found = known.exchange.run(source, target, number, known.fits.region.sequence, PATIENCE_US, self._group)
+                found = program.run(source, target, number, region.sequence, PATIENCE_US, self._group)
             except (BufferError, ValueError):  # not contiguous, or read-only: nothing was counted
                 return None
             self._negotiation.known_submissions += 1  # as each that is counted
@@ -158,14 +99,14 @@ class Express:
                 if (coordinator := state.negotiator.coordinator) is not None:
                     coordinator.ids.use([number])
             if found == DONE:
-                known.fits.region.sequence += known.fits.gets is not Gets.NOTHING
+                region.sequence += program.slots
                 plan.submitted += 1
-                state.submitted += known.is_numbered
-                self._inbox.last = *known.told, time.monotonic()
+                state.submitted += program.told[0].numbered
+                self._inbox.last = *program.told, time.monotonic()
                 if since_s is not None:
-                    self._recorder.passed(*known.recorded, since_s, known.algorithm)
+                    self._recorder.passed(*program.recorded, since_s, program.algorithm)
                 return target
-            made = self._hand_over(known, number, found, source, target, since_s)
+            made = self._hand_over(program, number, found, source, target, since_s)
         except BaseException as exc:
             self._on_error(exc)
             raise
@@ -173,9 +114,9 @@ class Express:
             state.express = ""
             self._polling.release()
         made.wait()
-        if known.fits.gets is Gets.BY_ROWS and made.outputs[0].shape != target.shape:  # others have other rows
+        if program.fits.gets is Gets.BY_ROWS and made.outputs[0].shape != target.shape:  # others have other rows
             if is_given:
-                raise wrong_out(kind, target, made.outputs[0])
+                raise wrong_out(program.recorded[1], target, made.outputs[0])
             return made.outputs[0].array()
         return target
 
@@ -193,34 +134,34 @@ class Express:
         return state.negotiator.is_idle
 
     def _hand_over(
-        self, known: Known, number: int, found: int, source: Any, target: Any, since_s: float | None
+        self, program: Program, number: int, found: int, source: Any, target: Any, since_s: float | None
     ) -> Submission:
         """What others are late for, as the submission that it would be without this path.
 
         since_s: when the caller began to wait, where steps are recorded.
         """
-        plan, state, inbox = known.plan, self._state, self._inbox
+        plan, state, inbox = program.plan, self._state, self._inbox
         inputs, outputs = ([] if source is None else [numpy_buffer(each, False)] for each in (source, target))
         own = plan, inbox.wait, inbox.on_poll
         with inbox.lock:
-            signature = state.numbered(plan.signature) if known.is_numbered else plan.signature
+            signature = state.numbered(plan.signature) if program.told[0].numbered else plan.signature
             made = Submission(signature, GLOBAL, inputs, outputs, lambda _: None, None, calling_line(3), True, *own)
             made.rank, made.step = self._submitting.rank, self._submitting.step_of(plan)
             if since_s is not None:
                 made.recorder, made.submitted_s = self._recorder, since_s
-                self._recorder.waited(known.recorded[0], since_s)
-            if known.fits.reduction is not None:
-                made.divisor = known.fits.reduction.size
+                self._recorder.waited(program.recorded[0], since_s)
+            if program.fits.reduction is not None:
+                made.divisor = program.fits.reduction.size
             plan.submitted += 1
             if found == SUMS_LATE:
-                made.algorithm = known.algorithm
+                made.algorithm = program.algorithm
                 made.begin(state.running)
             else:
                 state.pending[made.key] = made
                 state.negotiator.counted(number, made)
             inbox.took(made)
         if found == SUMS_LATE:
-            state.executor.enqueue(_rest(made, known.fits, state.executor.context))
+            state.executor.enqueue(_rest(made, program.fits, state.executor.context))
         return made
 
 

@@ -4,6 +4,7 @@ signature       the signatures that ranks compare, and their differences
 plan            what is remembered of an operation, for when it comes again
 submission      one operation on this rank, and its handle
 executor        the queue of a process set's operations
+program         short operations that are known, as one call of the compiled module; lane runs those of channels
 channel         operations in program order; send_receive has messages between two ranks
 across          what channels on several hosts begin with: do all ranks mean the same, and the sums of short arrays
 shared_arrays   arrays in memory that the ranks of a channel share, which it sums in place

@@ -23,12 +23,12 @@ class Executor:
     def __init__(self, context: Context) -> None:
         self.context = context
         self.moved_s = time.monotonic()
-        self._queue: deque[Task[None]] = deque()
+        self.queue: deque[Task[None]] = deque()
 
     @property
     def busy(self) -> bool:
         """True while an operation is under way or queued."""
-        return bool(self._queue)
+        return bool(self.queue)
 
     def run(self, submissions: Sequence[Submission], divisor: int) -> None:
         """Run operations after all earlier ones.  divisor: of an Average."""
@@ -38,9 +38,9 @@ class Executor:
 
     def enqueue(self, steps: Steps[None]) -> None:
         """Run these steps after all earlier ones."""
-        if not self._queue:
+        if not self.queue:
             self.moved_s = time.monotonic()
-        self._queue.append(Task(steps))
+        self.queue.append(Task(steps))
         self.context.busy[self] = None  # last: see `_rest`
 
     def advance(self, latency_critical: bool) -> bool:
@@ -50,43 +50,43 @@ class Executor:
         """
         moved = False
         try:
-            while self._queue and self._queue[0].ready(latency_critical):
+            while self.queue and self.queue[0].ready(latency_critical):
                 moved = True
-                self._queue[0].step()
-                if self._queue[0].ended:
-                    self._queue.popleft()
+                self.queue[0].step()
+                if self.queue[0].ended:
+                    self.queue.popleft()
         finally:
             if self.context.completions.settled:
                 self.context.completions.flush()
         if moved:
             self.moved_s = time.monotonic()
-            if not self._queue:
+            if not self.queue:
                 self._rest()
         return moved
 
     def _rest(self) -> None:
         """Leave `busy`, unless one of the user's threads enqueues something just now."""
         self.context.busy.pop(self, None)
-        if self._queue:
+        if self.queue:
             self.context.busy[self] = None
 
     def waits_for(self) -> WaitsFor:
         """What the current operation must be polled for."""
-        if not self._queue:
+        if not self.queue:
             return WaitsFor.NOTHING
-        work = self._queue[0].work
+        work = self.queue[0].work
         return WaitsFor.FLAGS if work is None else work.waits_for
 
     def stuck_on(self) -> int | None:
         """The rank that the current operation waits for."""
-        work = self._queue[0].work if self._queue else None
+        work = self.queue[0].work if self.queue else None
         return None if work is None else work.peer
 
     def abandon(self) -> None:
         """Drop all operations; the current one will never complete. Its messages are left to `InFlight`."""
-        if self._queue:
-            self.context.gpu.abandon(self._queue[0].steps)
-        self._queue.clear()
+        if self.queue:
+            self.context.gpu.abandon(self.queue[0].steps)
+        self.queue.clear()
         self._rest()
 
 

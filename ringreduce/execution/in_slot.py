@@ -155,12 +155,18 @@ def in_slot(submission: Submission, context: Context) -> InSlot | None:
 
 
 def in_slot_of_set(submission: Submission, context: Context) -> InSlot | None:
-    """Like `in_slot`, for an operation of a process set; ranks compare no words there, so rows go with the elements.
+    """Like `in_slot`, for a finished operation of a process set; ranks compare no words there.
 
-    Of an allgather this rank's own affair only: others may have too many elements for a slot.
+    So rows go with the elements: of an allgather this is this rank's own affair, and others may have too many for a
+    slot. None for a sum without some ranks, for what takes more than one slot, and where ranks had other rows.
     """
     fits = in_slot(submission, context)
-    if fits is None or fits.gets is not Gets.GATHERED:
+    if fits is None or (fits.reduction is not None and fits.reduction.size != fits.region.size):
+        return None
+    nbytes = submission.inputs[0].nbytes if submission.inputs else 0
+    if fits.gets is Gets.IN_CHUNKS and nbytes > fits.region.piece_bytes:
+        return None
+    if fits.gets is not Gets.GATHERED:
         return fits
     fits = fits._replace(gets=Gets.BY_ROWS, where=submission.inputs[0].shape[0])
-    return fits if submission.inputs[0].nbytes <= fits.room_behind_rows else None
+    return fits if nbytes <= fits.room_behind_rows and submission.outputs[0].shape[0] == fits.rows else None

@@ -211,33 +211,41 @@ def at_once(
     name: str | None,
     array: Any,
     target: Any,
-    arguments: tuple[Any, ...],
+    arguments: dict[str, Any],
     process_set: Any,
-    begin: Callable[[], Handle],
+    begin: Callable[..., Handle],
+    **options: Any,
 ) -> Any:
     """The result of an operation that the caller waits for: by the express, if one like it went the usual way before.
 
     array:  None where there is none; the express takes those of NumPy, and torch's on the CPU, of the set of all ranks.
-    target: the array itself where it works in place; None: a new one; arguments: all others of the call.
-    begin:  the usual way.
+    target: the array itself where it works in place; None: a new one.
+    begin:  the usual way, called with all of them, and the options.
     """
     is_numpy = array is None or type(array) is np.ndarray
     source = array if is_numpy else host_array(array)
     into = source if target is array else target if is_numpy or target is None else host_array(target)
-    is_usual = (source is None) != (array is None) or (into is None) != (target is None)
-    if is_usual or getattr(process_set, "process_set_id", None) != GLOBAL:
-        return begin().wait()
-    express = (_bound_runtime.get() or process.runtime or current(kind)).engine.express  # each call counts
-    result = express.run(kind, name, source, into, arguments)
-    if result is None:
-        handle = begin()
-        result = handle.wait()
-        express.learn(kind, name, source, arguments, handle)
-    elif not is_numpy and target is None:
-        result = sys.modules["torch"].from_numpy(result)
-    elif not is_numpy:
-        see_changed(target)
-        result = target
+    is_usual, call = (source is None) != (array is None) or (into is None) != (target is None), None
+    if not is_usual and getattr(process_set, "process_set_id", None) == GLOBAL:  # from here on each line counts
+        express = (_bound_runtime.get() or process.runtime or current(kind)).engine.express
+        given = arguments.values()
+        what = (kind, name) if source is None else (kind, name, source.dtype, source.shape)
+        call = *what, *given, *map(type, given)  # 1 and 1.0 are equal, but not both a rank
+        try:
+            program = express.programs.find(call)
+        except TypeError:  # an argument that cannot be hashed, nor be right
+            program = call = None
+        if program is not None and (result := express.run(program, source, into)) is not None:
+            if is_numpy:
+                return result
+            if target is None:
+                return sys.modules["torch"].from_numpy(result)
+            see_changed(target)
+            return target
+    handle = begin(array, name=name, process_set=process_set, **arguments, **options, waits=True)
+    result = handle.wait()
+    if call is not None:
+        express.programs.learn(call, handle)
     return result
 
 

@@ -74,12 +74,12 @@ class OwnChannel:
             )
         if lane is None and kind in IN_PLACE and len(inputs) == 1:
             lane = inputs[0], inputs[0]
-        key = known = None
+        call = program = None
         if self._lane and (lane or kind == "barrier") and options.get("waits") and not options.get("payload"):
             source, target = lane or (None, None)
-            key = kind, details, source and (source.element, source.shape, source.device)
-            known = self._lane.find(key)
-            if known and self._lane.run(known, source and source.flat, target and target.flat):
+            call = kind, details, source and (source.element, source.shape, source.device)
+            program = self._lane.programs.find(call)
+            if program and self._lane.run(program, source and source.flat, target and target.flat):
                 return _ended(options)
         arrays = inputs if signed is None else signed
         signed = [each.part(0, each.count) for each in arrays] if counted else arrays
@@ -87,8 +87,8 @@ class OwnChannel:
         handle = self.engine.submit(
             kind, None, self._number, details=details, signed=signed, inputs=inputs, outputs=outputs, **options
         )
-        if key and not known and self._lane:
-            self._lane.learn(key, handle)
+        if call and not program and self._lane:
+            self._lane.programs.learn(call, handle)
         return handle
 
     def refused(self, kind: str, error: InputError, tells: bool) -> InputError:

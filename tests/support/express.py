@@ -1,6 +1,7 @@
 """How calls of this rank's express end: counted, hurried, or made to go another way."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
 
 import numpy as np
@@ -16,19 +17,29 @@ def own():
     return runtime.current("a test").engine.express
 
 
+def known():
+    """The programs of this rank, by name, or kind where they have none."""
+    return {call[1] or call[0]: each for call, each in own().programs._by_call.items()}
+
+
 @dataclasses.dataclass
 class Counting:
-    """In place of the `Exchange` of a name: it counts what that returns; its first call goes by `how`, if set."""
+    """In place of a program's `run`: it counts what that returns; its first call goes by `how`, if set."""
 
-    original: object
+    original: Callable
     counts: list[int]
     how: Callable | None = None
 
-    def run(self, *arguments):
+    def __call__(self, *arguments):
         how, self.how = self.how, None
-        found = how(self.original.run, *arguments) if how else self.original.run(*arguments)
+        found = how(self.original, *arguments) if how else self.original(*arguments)
         self.counts[found] += 1
         return found
+
+
+def hurried(program):
+    """It waits for nobody from now on."""
+    program.run.original = functools.partial(within, program.run.original, 0.0)
 
 
 def within(run, patience_us, source, target, number, sequence, _, group):
@@ -36,26 +47,20 @@ def within(run, patience_us, source, target, number, sequence, _, group):
     return run(source, target, number, sequence, patience_us, group)
 
 
-@dataclasses.dataclass
-class Hurried:
-    """In place of an `Exchange`: it waits for nobody."""
-
-    original: object
-
-    def run(self, *arguments):
-        return within(self.original.run, 0.0, *arguments)
-
-
 def watched(name, counts, how=None):
     """Count, for this rank, how the calls of this name end."""
-    known = own()._known
-    if name in known and not isinstance(known[name].exchange, Counting):
-        known[name] = known[name]._replace(exchange=Counting(known[name].exchange, counts, how))
+    if name in known() and not isinstance(known()[name].run, Counting):
+        known()[name].run = Counting(known()[name].run, counts, how)
+
+
+def run(name, array):
+    """A call that goes this way, or not at all: then it returns None."""
+    return own().run(known()[name], array, array)
 
 
 def fast(name, array):
     """A call that goes this way, once nothing else is under way: the engine's thread may look around just now."""
-    wait_until(lambda: own().run("allreduce", name, array, array, (None, rr.Sum, 1.0, 1.0)) is not None)
+    wait_until(lambda: run(name, array) is not None)
 
 
 def element(rank, name, number, count=64):

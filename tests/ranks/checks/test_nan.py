@@ -12,7 +12,9 @@ import pytest
 import ringreduce as rr
 from ringreduce import runtime
 from ringreduce.checks import nan
-from ringreduce.execution.lane import Known
+from ringreduce.execution.program import Program
+from ringreduce.execution.signature import Signature
+from ringreduce.execution.submission import Submission
 from ringreduce.settings import Settings
 from ringreduce.testing import run_ranks
 from tests.support import fake_torch
@@ -390,7 +392,8 @@ def test_a_program_in_order_is_checked_by_each_rank_alone(capfd):
 def test_nothing_takes_the_fast_lane_unseen():
     def program():
         lane, x = rr.ordered()._lane, np.ones(3)
-        known = Known(lambda *_: 0, None, None, False, False, x.shape, ("ordered.0", "allreduce", 24))
+        of = Submission(Signature("allreduce", "ordered.0"), -1, [], [], id, None, "", True)
+        known = Program(of, lambda *_: 0, None)
         wait_until(lambda: lane.run(known, x, x))  # not while the engine's thread polls
         rr.check("nan")
         assert not any(lane.run(known, x, x) for _ in range(10))

@@ -17,7 +17,7 @@ from ringreduce.engine.express import DONE, LATE, SUMS_LATE
 from ringreduce.kernels import native
 from ringreduce.settings import Settings
 from ringreduce.testing import run_ranks
-from tests.support.express import WARM, Counting, Hurried, element, fast, own, values, warm, watched
+from tests.support.express import WARM, Counting, element, fast, hurried, known, own, values, warm, watched
 from tests.support.tiers import SEEDS
 
 pytestmark = [
@@ -118,10 +118,9 @@ def test_all_kinds_whichever_way_each_rank_takes(size, seed):
     def program():
         mine, counts = random.Random(f"{seed} {rr.rank()}"), {}
         for number, (call, submit, options, count, name, expected) in enumerate(order):
-            for key, known in own()._known.items():
-                if not isinstance(known.exchange, Counting):
-                    counted = Counting(known.exchange, counts.setdefault(known.plan.signature.kind, [0] * 4))
-                    own()._known[key] = known._replace(exchange=counted)
+            for each in own().programs._by_call.values():
+                if not isinstance(each.run, Counting):
+                    each.run = Counting(each.run, counts.setdefault(each.plan.signature.kind, [0] * 4))
             time.sleep(0.003 * (mine.random() < 0.05))
             array = values(rr.rank(), number, count)
             result = submit(array, name=name, **options).wait() if mine.random() < 0.25 else call(array)
@@ -228,18 +227,19 @@ def test_calls_are_recorded_as_their_submissions_are():
                 rr.mark_step()
             return list(recorder.steps)[-count:]
 
-        own().learn, learn = lambda *_: None, own().learn
+        programs = own().programs
+        programs.learn, learn = lambda *_: None, programs.learn
         rr.stats()  # they are recorded from now on
         steps(WARM)
         usual = steps(1)[0]
-        own().learn = learn
+        programs.learn = learn
         steps(1)
-        assert len(own()._known) == len(calls)
+        assert len(programs._by_call) == len(known()) == len(calls)
         counts, found = totals[mine], []
-        for name in list(own()._known):
+        for name, each in known().items():
             watched(name, counts)
             if mine == 0:
-                own()._known[name].exchange.original = Hurried(own()._known[name].exchange.original)
+                hurried(each)
         for _ in range(50):  # until each rank was fast, and late: other programs may have the cores
             found += steps(20)
             meet.wait()
@@ -324,6 +324,6 @@ def test_a_name_that_another_thread_calls_meanwhile_is_pending():
 def test_between_hosts_none_goes_this_way(hosts):
     def program():
         warm()
-        return own()._known
+        return known()
 
     assert run_ranks(len(hosts), program, hosts=hosts) == [{}] * len(hosts)

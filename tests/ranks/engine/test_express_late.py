@@ -14,7 +14,7 @@ from ringreduce.kernels import native
 from ringreduce.settings import Settings
 from ringreduce.testing import run_ranks
 from ringreduce.transport.counters import END, READ
-from tests.support.express import WARM, Counting, element, fast, own, values, warm, watched, within
+from tests.support.express import WARM, Counting, element, fast, known, own, run, values, warm, watched, within
 from tests.support.patience import wait_until
 
 pytestmark = [
@@ -130,8 +130,8 @@ def test_what_was_handed_over_is_counted_once():
                 handles.append(rr.allreduce_async_(second, name=names[1], op=rr.Sum))
                 return found
 
-            known = own()._known
-            known[names[0]] = known[names[0]]._replace(exchange=Counting(known[names[0]].exchange, counts, how))
+            program = known()[names[0]]
+            program.run = Counting(program.run, counts, how)
             fast(names[0], first)
             handles[0].wait()
             assert counts == [0, 0, 1, 0]
@@ -158,7 +158,7 @@ def test_it_overtakes_nothing_that_is_pending(first):
             handle.poll()  # so it is announced
             wait_until(lambda: not own()._inbox.holds_any())
             time.sleep(0.05)
-            assert own().run("allreduce", "a", arrays[0], arrays[0], (None, rr.Sum, 1.0, 1.0)) is None
+            assert run("a", arrays[0]) is None
             called.set()
         else:
             assert called.wait(20)
@@ -248,13 +248,13 @@ def test_an_interruption_ends_the_engine_and_the_others_hear_of_it(found):
             rr.allreduce_(element(0, "a", 0), name="a", op=rr.Sum)
 
     class Interrupted(Counting):
-        def run(self, *arguments):
+        def __call__(self, *arguments):
             if found == SUMS_LATE:  # it is then scheduled at once, but the other has not packed yet
                 negotiator, until_s = own()._state.negotiator, time.monotonic() + 0.01
                 while negotiator._views[1].counters[arguments[2]] == negotiator._leader.passed[arguments[2]]:
                     if time.monotonic() > until_s:
                         break
-            ends = within(self.original.run, 1e3 if found == DONE else 0.0, *arguments)
+            ends = within(self.original, 1e3 if found == DONE else 0.0, *arguments)
             if ends == found:
                 raise KeyboardInterrupt
             return ends
@@ -262,8 +262,8 @@ def test_an_interruption_ends_the_engine_and_the_others_hear_of_it(found):
     def program():
         warm("a")
         if rr.rank() == 0:
-            known = own()._known
-            known["a"] = known["a"]._replace(exchange=Interrupted(known["a"].exchange, [0] * 4))
+            program = known()["a"]
+            program.run = Interrupted(program.run, [0] * 4)
             with pytest.raises(KeyboardInterrupt):
                 call()
             with pytest.raises(rr.CollectiveError, match="rank 0 of 2 failed inside an operation: KeyboardInterrupt"):

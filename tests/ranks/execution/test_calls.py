@@ -15,6 +15,7 @@ import ringreduce as rr
 from ringreduce import runtime
 from ringreduce.engine.express import Express
 from ringreduce.engine.polling import Polling
+from ringreduce.execution.program import Programs
 from ringreduce.kernels import native
 from ringreduce.testing import run_ranks
 from ringreduce.transport.window import Flags
@@ -129,7 +130,7 @@ def test_a_known_call(counts, name):
 
 def test_a_known_named_call_that_is_submitted(counts, monkeypatch):
     monkeypatch.setattr(Express, "run", lambda *_: None)
-    monkeypatch.setattr(Express, "learn", lambda *_: None)
+    monkeypatch.setattr(Programs, "learn", lambda *_: None)
     found = fewest(counts, lambda: functools.partial(rr.allreduce_, np.ones(1024, np.float32), name="w"), NAMED)
     assert max(found) <= NAMED, found
 

@@ -235,7 +235,7 @@ def test_a_rank_that_is_unsafe_waits_for_other_hosts_outside_of_the_lane(world, 
     def program():
         channel, ones = rr.ordered(), np.ones(3)
         channel.allreduce_(ones, op=rr.Max)
-        (known,) = channel._lane._known.values()
+        (known,) = channel._lane.programs._by_call.values()
         counts, channel._lane._is_unsafe = counted(channel), lambda: True
         for _ in range(20):
             channel.allreduce_(ones, op=rr.Max)

@@ -1,0 +1,78 @@
+"""Short operations that are known, each as one call of the compiled module, which lane.py and engine/express.py make.
+
+A program is made when an operation has gone the usual way. It is found by what a call passes, so a plan may have
+several, of an allgather's different rows; like a plan it holds no array, and ends with its engine.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Hashable
+from typing import Any
+
+from ringreduce.execution.allreduce import travelling
+from ringreduce.execution.channel import Channel, hash_of
+from ringreduce.execution.context import Context
+from ringreduce.execution.in_slot import Gets, in_slot, in_slot_of_set
+from ringreduce.execution.steps import label
+from ringreduce.execution.submission import Handle, Submission
+
+MOST_KNOWN = 1024  # programs of a process set or channel
+
+
+class Program:
+    """A known operation."""
+
+    __slots__ = "algorithm", "fits", "in_python", "plan", "recorded", "region", "run", "shape", "slots", "told"
+
+    def __init__(
+        self, submission: Submission, run: Callable[..., int], region: Any, fits: Any = None, in_python: bool = False
+    ) -> None:
+        """run:       of the compiled module's Exchange, or of several hosts' `Across.lane`.
+        region:    the `Region` whose slots it uses, if any;  fits: as an `InSlot`, where it is one.
+        in_python: it waits in Python: where the user's own code may run meanwhile, for a signal, it must not.
+        """
+        signature = submission.signature
+        self.plan, self.run, self.region, self.fits, self.in_python = submission.plan, run, region, fits, in_python
+        self.slots = int(not in_python if fits is None else fits.gets is not Gets.NOTHING)  # how many it uses
+        self.shape = submission.outputs[0].shape if submission.outputs else ()  # of the result
+        shares = region is not None and (signature.kind == "allreduce" or submission.process_set < 0)  # a channel's
+        self.algorithm = "shared" if shares else ""  # see Submission
+        self.told = signature, submission.line  # what a stall report says of it: also the caller's line
+        nbytes = sum(each.nbytes for each in submission.inputs or submission.outputs)
+        self.recorded = label(signature, submission.process_set), signature.kind, nbytes  # by steps
+
+
+class Programs:
+    """Those of one process set or channel, by what a call passes."""
+
+    def __init__(self, made: Callable[[Submission], Program | None]) -> None:
+        self._made, self._by_call = made, dict[Hashable, Program]()
+        self.find = self._by_call.get
+
+    def learn(self, call: Hashable, done: Handle) -> None:
+        """Learn from an operation that went the usual way to run those of equal calls, if these have a program."""
+        known = self._by_call.get(call)
+        if not isinstance(done, Submission) or (known is not None and known.plan is done.plan):
+            return
+        program = self._made(done)
+        if program is not None:
+            if len(self._by_call) >= MOST_KNOWN:
+                self._by_call.clear()
+            self._by_call[call] = program
+
+
+def program_of(submission: Submission, context: Context, channel: Channel | None = None) -> Program | None:
+    """The program of an operation that has none yet; None where the compiled module does not run such ones."""
+    if channel is not None and (across := channel.across) is not None:
+        reduction = travelling(submission, across.most_bytes)
+        if reduction is None or not submission.inputs[0].count:
+            return None
+        run = across.lane(hash_of(submission.signature), reduction, functools.partial(setattr, channel, "crossing"))
+        return run and Program(submission, run, across.region, in_python=across.transport is not None)
+    fits = in_slot_of_set(submission, context) if channel is None else in_slot(submission, context)
+    signatures = None if fits is None else fits.region if channel is None else channel.signatures
+    if fits is None or signatures is None:
+        return None
+    exchange = fits.compiled(signatures, 0 if channel is None else hash_of(submission.signature))
+    return exchange and Program(submission, exchange.run, fits.region, fits)
