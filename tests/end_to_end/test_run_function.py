@@ -2,6 +2,7 @@
 
 import json
 import linecache
+import os
 import pickle
 import re
 import secrets
@@ -9,14 +10,17 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pexpect
 import pytest
 
 import ringreduce as rr
-from ringrun import cli
+from ringreduce.transport import pickling
+from ringrun import cli, run_function
 from ringrun.config import resolve
 from ringrun.connection.link import Gone
+from ringrun.connection.wire import Address
 from ringrun.errors import LauncherError
 from ringrun.run_function import _Rank, _Results
 from tests.end_to_end.conftest import PROGRAMS
@@ -311,6 +315,47 @@ def test_what_cannot_be_pickled_and_results_of_many_pieces(monkeypatch):
     monkeypatch.setattr(sys.modules["ringrun.run_function"], "PIECE_BYTES", 1000)
     many = bytes(range(256)) * 1000
     assert rr.run(lambda data: data[::-1], (many,), np=2) == [many[::-1]] * 2
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(("returned", "of_elastic"), [({}, None), ({1: [1]}, [[1]])])
+def test_an_elastic_job_returns_what_is_left_but_not_nothing(returned, of_elastic):
+    results = _Results(b"")
+    results.size, results.pickled = 2, {rank: pickle.dumps(value) for rank, value in returned.items()}
+    for some_are_lost in (False, True):
+        if some_are_lost and of_elastic:
+            assert results.by_rank(some_are_lost=True) == of_elastic
+            continue
+        who = "rank 0" if returned else "ranks 0-1"
+        with pytest.raises(rr.JobFailedError, match=rf"^run\(\): {who} ended with exit code 0 before the function"):
+            results.by_rank(some_are_lost=some_are_lost)
+
+
+@pytest.mark.quick
+def test_what_ringrun_said_last_is_the_reason_where_it_has_made_no_report(capfd):
+    says = "echo 'ringrun: h1 is lost' >&2; echo a word of a rank >&2; exit 7"
+    assert run_function._finish(["/bin/sh", "-c", says], os.environ) == (7, "ringrun: h1 is lost")
+    assert capfd.readouterr().err == "ringrun: h1 is lost\na word of a rank\n"
+
+
+@pytest.mark.quick
+def test_on_an_engine_what_its_worker_can_import_comes_before_what_the_driver_can(monkeypatch, tmp_path):
+    call = pickle.dumps((["/both", "/driver's"], {}, pickling.dumps((os.getcwd, (), {}))))
+    received, sent = [b"", call], []
+    monkeypatch.setattr(run_function, "connect", lambda address, key: SimpleNamespace(send=lambda hello: None))
+    monkeypatch.setattr(run_function, "_receive", lambda link: received.pop())
+    monkeypatch.setattr(run_function, "_send", lambda link, message, data: sent.append(pickle.loads(data)))
+    monkeypatch.setattr(sys, "argv", ["-c", str(Address("head", "/socket"))])
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.chdir(tmp_path)
+    path, folder, python = run_function.PATH_VARIABLE, run_function.FOLDER_VARIABLE, run_function.PYTHON_VARIABLE
+    variables = {path: "/worker's:/both", folder: "/", python: sys.executable, "RANK": "0", "WORLD_SIZE": "1"}
+    for name, value in {**variables, run_function.KEY_VARIABLE: "00"}.items():
+        monkeypatch.setenv(name, value)
+    run_function.serve()
+    assert sent == ["/"]
+    assert sys.path[:3] == ["/worker's", "/both", "/driver's"]
+    assert not {path, folder, python} & os.environ.keys()
 
 
 @pytest.mark.quick

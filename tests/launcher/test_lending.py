@@ -1,6 +1,7 @@
 """run() on slots that others lend, as tasks of Ray, Spark and Dask do: here, threads of this process."""
 
 import contextlib
+import io
 import re
 import threading
 import time
@@ -192,6 +193,18 @@ def test_a_lender_that_reaches_no_head_says_so():
         lending.lend(ticket)
 
 
+@pytest.mark.parametrize(("address", "named"), [("10.0.0.1", "10.0.0.1"), ("fd00::1", "[fd00::1]")])
+def test_a_head_is_named_by_an_address_that_leads_to_it(address, named, monkeypatch):
+    def connect(where, timeout_s):
+        if where[0] == "10.9.9.9":
+            raise OSError("no route to host")
+        return io.BytesIO()  # which can be closed
+
+    ticket = lending.Ticket(("10.9.9.9", address), 5000, "key", 60)
+    monkeypatch.setattr(lending.socket, "create_connection", connect)
+    assert lending._reached(ticket, lambda: True) == named
+
+
 def test_without_a_network_no_task_is_started(monkeypatch):
     monkeypatch.setattr("ringrun.network._interface_addresses", lambda names: iter(["127.0.0.1", "::1"]))
     with pytest.raises(StartupError, match=r"^run\(\): this host has no address .*, or use ringreduce\.run\(\), whose"):
@@ -231,6 +244,7 @@ def test_a_lender_that_the_head_does_not_take_says_why(tmp_path):
         ({"np": True}, "expected a number of ranks, 1 or more, got True"),
         ({"elastic": True, "limits": {"max_np": "4"}}, "max_np: expected a number of ranks, 1 or more, got '4'"),
         ({"flags": {"hosts": "h1"}}, "hosts='h1': Ray, Spark or Dask places the ranks; leave it out"),
+        ({"flags": {"wdir": "/"}}, "wdir='/': Ray, Spark or Dask places the ranks; leave it out"),
         ({"flags": {"num_proc": 4}}, "num_proc=4: here it is np="),
         ({"limits": {"max_np": 4}}, "max_np=4 is for an elastic job; add elastic=True"),
     ],

@@ -1,5 +1,6 @@
 """Which collections ringreduce.dask.map takes together, without Dask; jobs: end_to_end/test_in_engines.py."""
 
+import sys
 import types
 
 import numpy as np
@@ -65,6 +66,7 @@ def test_parts_that_belong_together_are_taken(collections):
             "partition 1 of collection 2 has 4 rows, and that of the first one 3; rechunk or repartition",
         ),
         ((Frame((5, 3)), Array((4, 4))), "partition 0 of collection 1 has 4 rows, and that of the first one 5"),
+        ((Array((4, 4)), Array((4, 5))), "collection 1 has 9 rows; expected 8, as in the first one"),
         ((Array((4, 4)), Frame((4, 5))), "partition 1 of collection 1 has 5 rows, and that of the first one 4"),
     ],
 )
@@ -98,3 +100,15 @@ def test_what_is_no_array_and_no_dataframe_of_dask_is_refused(other):
             InputError, match=f"^map: collection {number} is a {kind}; expected an array or a dataframe"
         ):
             take(*collections)
+
+
+def test_chunks_stay_where_they_lie_and_those_that_lie_nowhere_are_spread(monkeypatch):
+    def computed(parts):
+        return [types.SimpleNamespace(key=f"{rows.shape[0]}", status="finished", shape=rows.shape) for rows in parts]
+
+    lies = {"1": ["b"], "2": ["b"], "3": ["gone", "a"]}
+    client = types.SimpleNamespace(**vars(CLIENT), compute=computed, who_has=lambda parts: lies)
+    monkeypatch.setitem(sys.modules, "distributed", types.SimpleNamespace(wait=lambda futures: None))
+    held = chunks._held(client, ["a", "b"], [Array((1, 2, 3, 4, 5, 6))] * 2)
+    keys = [[[part.key for part in column] for column in columns] for columns in held]
+    assert keys == [[["3", "4", "5"]] * 2, [["1", "2", "6"]] * 2]

@@ -42,6 +42,22 @@ def test_an_elastic_job_ends_only_where_no_worker_can_lend(monkeypatch, elastic,
     assert tasks._Lenders(Client(failing), ticket, ["a", "b"], look, 3, elastic).trouble() == expected
 
 
+def test_no_more_workers_lend_than_there_may_be_ranks_and_one_that_comes_again_does(monkeypatch):
+    monkeypatch.setattr(tasks, "_LOOK_FOR_MORE_S", 0.0)
+    there = ["a", "b", "c", "d"]
+    lenders = tasks._Lenders(Client(""), lending.Ticket((), 1, "", 1.0), ["a"], lambda: there, 3, True)
+    lenders.trouble()
+    first = dict(lenders.futures)
+    assert list(first) == ["a", "b", "c"]
+    there.remove("a")
+    lenders.trouble()
+    assert list(lenders.futures) == ["b", "c", "d"], "in the place of one that has gone"
+    there[:] = ["a", "b", "c"]
+    lenders.trouble()
+    assert lenders.futures["a"] is not first["a"]
+    assert lenders.futures["b"] is first["b"], "it lends all the time"
+
+
 class Cluster:
     """A client of one with workers 0 and "b", on hosts y and x; or one that is closed."""
 

@@ -67,17 +67,19 @@ LOST = ["WorkerCrashedError", "NodeDiedError", "LocalRayletDiedError", "OutOfMem
 OTHERS = ["RayTaskError", "RuntimeEnvSetupError", "TaskCancelledError", "TaskUnschedulableError"]
 
 
+@pytest.mark.parametrize("more", [[], ["c"]], ids=["all are over", "one runs"])
+@pytest.mark.parametrize("elastic", [False, True])
 @pytest.mark.parametrize("kind", LOST + OTHERS)
-def test_a_task_that_is_lost_is_a_lost_host_and_any_other_says_why_it_cannot_lend(kind):
+def test_a_task_that_is_lost_is_a_lost_host_and_any_other_says_why_it_cannot_lend(kind, elastic, more):
     of = types.SimpleNamespace(RayError=type("RayError", (Exception,), {}))
     vars(of).update({name: type(name, (of.RayError,), {}) for name in LOST + OTHERS})
 
     def get(task):
         raise getattr(of, kind)(f"{kind} of {task}")
 
-    ray = types.SimpleNamespace(exceptions=of, get=get, wait=lambda tasks, num_returns, timeout: (tasks, []))
-    said = ringreduce.ray.tasks._trouble(ray, ["a", "b"], elastic=False)
-    assert said == ("" if kind in LOST else f"{kind} of a")
+    ray = types.SimpleNamespace(exceptions=of, get=get, wait=lambda tasks, num_returns, timeout: (tasks, more))
+    said = ringreduce.ray.tasks._trouble(ray, ["a", "b"], elastic)
+    assert said == ("" if kind in LOST or (elastic and more) else f"{kind} of a")
 
 
 @pytest.mark.parametrize(
@@ -124,11 +126,123 @@ def test_sys_exit_on_an_actor_s_rank_is_an_ordinary_exception():
             "num_workers_per_host: expected a number of ranks, 1 or more, got 0",
         ),
         ({"num_workers": 2, "cpus_per_worker": 0}, "cpus_per_worker=0: Ray reserves nothing for such ranks"),
+        ({"num_workers": 2, "gpus_per_worker": 1}, "gpus_per_worker=1, but use_gpu is not True"),
+        ({}, "expected either num_workers= or num_hosts="),
+        ({"num_workers": 2, "num_hosts": 2}, "expected either num_workers= or num_hosts="),
     ],
 )
 def test_ranks_that_are_none_are_refused_before_ray_is_asked(options, says):
     with pytest.raises(rr.InputError, match=f"^RayExecutor: {says}"):
         RayExecutor(**options)
+
+
+def test_gpus_of_an_elastic_job_s_ranks_are_asked_for_twice():
+    with pytest.raises(rr.InputError, match=r"^ElasticRayExecutor: gpus_per_slot=2, but use_gpu is not True$"):
+        ElasticRayExecutor(gpus_per_slot=2)
+
+
+class Failing:
+    """Ray, of which each reference is what its rank returns or raises, or WAITING: then it is for another one."""
+
+    WAITING = object()
+
+    def __init__(self):
+        self.killed, self.removed = [], []
+        self.exceptions = types.SimpleNamespace(RayActorError=type("RayActorError", (Exception,), {}))
+        self.util = types.SimpleNamespace(remove_placement_group=self.removed.append)
+        self.kill = self.killed.append
+
+    def wait(self, references, timeout=None):
+        left = [each for each in references if each is self.WAITING]
+        return [each for each in references if each not in left], left
+
+    def get(self, reference):
+        if isinstance(reference, list):
+            return reference
+        if isinstance(reference, Exception):
+            raise reference
+        return reference
+
+
+LOSS = rr.PeerLostError("rank 1 left", [1])
+
+
+@pytest.mark.parametrize(
+    ("results", "raised", "ends"),
+    [
+        (["a", "b"], None, False),
+        (["a", KeyError("b")], KeyError, False),  # its actor can be called again
+        ([Failing.WAITING, KeyError("b")], KeyError, True),
+        ([LOSS, KeyError("b")], KeyError, True),
+        ([LOSS], rr.PeerLostError, True),
+    ],
+)
+@pytest.mark.parametrize("owns", [False, True])
+def test_what_began_an_error_is_raised_and_ranks_that_wait_for_it_are_ended(monkeypatch, results, raised, ends, owns):
+    """With them goes the placement group, unless it is the user's."""
+    monkeypatch.setitem(sys.modules, "ray", ray := Failing())
+    monkeypatch.setattr(ringreduce.ray.executor, "_NOTICED_S", 0.0)
+    executor = RayExecutor(num_workers=len(results))
+    executor.workers, executor._group, executor._owns_group = ["actors"], "group", owns
+    with pytest.raises(rr.StartupError, match=r"it has been started; call shutdown\(\) first"):
+        executor.start()
+    if raised is None:
+        assert executor._results(results) == results
+    else:
+        with pytest.raises(raised):
+            executor._results(results)
+    assert (ray.killed, executor.workers) == ((["actors"], []) if ends else ([], ["actors"]))
+    assert ray.removed == (["group"] if ends and owns else [])
+
+
+@pytest.mark.parametrize(
+    ("options", "bundles", "placed"),
+    [
+        ({"num_workers": 3}, [{"CPU": 1}] * 3, [0, 1, 2]),
+        ({"num_hosts": 2, "num_workers_per_host": 3}, [{"CPU": 3}] * 2, [0, 0, 0, 1, 1, 1]),
+        ({"num_hosts": 2, "use_gpu": True}, [{"CPU": 1, "GPU": 1}] * 2, [0, 1]),
+    ],
+)
+@pytest.mark.parametrize("current", [None, "the user's"])
+def test_ranks_of_a_host_share_a_bundle_and_those_of_the_user_s_group_go_wherever_there_is_room(
+    monkeypatch, options, bundles, placed, current
+):
+    group = types.SimpleNamespace(wait=lambda timeout_s: True)
+    made, found = [], []
+    for name, module in {
+        "placement_group": {
+            "get_current_placement_group": lambda: current and group,
+            "placement_group": lambda bundles, strategy: made.append((bundles, strategy)) or group,
+        },
+        "scheduling_strategies": {
+            "PlacementGroupSchedulingStrategy": lambda group, placement_group_bundle_index: placement_group_bundle_index
+        },
+    }.items():
+        monkeypatch.setitem(sys.modules, f"ray.util.{name}", types.SimpleNamespace(**module))
+    options_of = lambda num_cpus, num_gpus, scheduling_strategy: found.append(scheduling_strategy) or actor  # noqa: E731
+    actor = types.SimpleNamespace(options=options_of, remote=lambda: None)
+    RayExecutor(**options)._actors(actor)
+    strategy = "STRICT_SPREAD" if "num_hosts" in options else "PACK"
+    assert made == ([] if current else [(bundles, strategy)])
+    assert found == ([-1] * len(placed) if current else placed)
+
+
+def test_a_placement_group_without_room_is_removed():
+    of = types.SimpleNamespace(GetTimeoutError=type("GetTimeoutError", (Exception,), {}))
+    group, removed = types.SimpleNamespace(ready=lambda: "ready"), []
+
+    def get(reference, timeout):
+        raise of.GetTimeoutError
+
+    ray = types.SimpleNamespace(exceptions=of, get=get, cluster_resources=lambda: {"CPU": 1.0, "memory": 3.0})
+    ray.util = types.SimpleNamespace(
+        placement_group=lambda bundles, strategy: group, remove_placement_group=removed.append
+    )
+    with pytest.raises(
+        rr.StartupError, match=r"no room for 2 ranks of {'CPU': 1} within 5 s; the cluster has {'CPU': 1"
+    ):
+        ringreduce.ray.tasks._group(ray, 2, 1, 0, "PACK", 5)
+    assert removed == [group]
 
 
 def test_each_executor_takes_the_settings_of_both():
