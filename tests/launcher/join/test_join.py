@@ -20,6 +20,7 @@ from ringrun.connection import wire
 from ringrun.connection.link import connect_to, introduce
 from ringrun.connection.listener import Listener
 from ringrun.errors import MachineError, UsageError
+from ringrun.hosts import Found, Host
 from ringrun.job.departures import Departures
 from ringrun.job.events import HostLeft
 from ringrun.join import command
@@ -51,7 +52,7 @@ PLACES = [
     ("SkyPilot", SKY | {"SKYPILOT_NODE_RANK": "2"}, (2, 4, "10.0.0.1", 29400)),
     (
         "SageMaker",
-        {"SM_HOSTS": '["algo-1","algo-2","algo-3"]', "SM_CURRENT_HOST": "algo-3"},
+        {"SM_HOSTS": '["algo-3","algo-1","algo-2"]', "SM_CURRENT_HOST": "algo-3"},
         (2, 3, "algo-1", 29400),
     ),
     (
@@ -206,6 +207,10 @@ def test_a_head_can_be_joined_from_its_own_host_by_any_of_its_names(tmp_path, mo
             ["h0:1234", "--nodes", "2", "--key-file", "KEY", "-H", "h1", "true"],
             "-H: the hosts of this job are the nodes",
         ),
+        (
+            ["h0:1234", "--nodes", "2", "--key-file", "KEY", "--host-discovery-script", "hosts.sh", "true"],
+            "--host-discovery-script: the hosts of this job are the nodes that join; leave it out",
+        ),
         (["h0:1234", "--nodes", "2", "--key-file", "KEY"], "no command to run"),
     ],
 )
@@ -216,6 +221,50 @@ def test_wrong_command_lines(arguments, message, tmp_path, monkeypatch):
     key = written(tmp_path / "key", KEY, 0o600)
     with pytest.raises(UsageError, match=message):
         command.run([key if each == "KEY" else each for each in arguments])
+
+
+@pytest.mark.parametrize(
+    ("flags", "have_joined", "starts"),
+    [
+        (["-np=4"], 4, ("4", None)),
+        (["-np=4"], 3, None),
+        (["-np=4", "--elastic"], 3, ("3", "4")),
+        (["-np=4", "--elastic", "--max-np=6"], 2, ("2", "6")),
+        (["-np=4", "--elastic", "--min-np=2", "--spares=1"], 3, ("2", "4")),
+        (["-np=4", "--elastic", "--min-np=2", "--spares=1"], 2, None),
+    ],
+)
+def test_an_elastic_head_starts_with_the_slots_that_have_joined_if_they_are_enough(
+    flags, have_joined, starts, tmp_path, monkeypatch
+):
+    class Nodes:
+        departures = None
+
+        def __init__(self, *_):
+            pass
+
+        def await_all(self, count, timeout_s, what):
+            assert what == "slots"
+            return have_joined
+
+        def found(self, *, with_slots):
+            return Found([Host("n1", have_joined)], "they have joined", in_slurm=False)
+
+        def release(self, code, late):
+            released.append(code)
+
+    started, released = [], []
+    monkeypatch.setattr(command, "Nodes", Nodes)
+    monkeypatch.setattr(command, "_listener", lambda *_: None)
+    monkeypatch.setattr(command, "leave_batch_system", lambda *_: None)
+    monkeypatch.setattr(command.signal, "signal", lambda *_: None)
+    monkeypatch.setattr(
+        command.cli, "run_job", lambda request: started.append((request.options.np, request.options.max_np)) or 0
+    )
+    key = written(tmp_path / "key", KEY, 0o600)
+    code = command.run(["localhost:1234", "--lend=0", *flags, "--key-file", key, "true"])
+    assert started == ([starts] if starts else [])
+    assert released == [code] == [0 if starts else 3]
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ from ringrun.connection import wire
 from ringrun.connection.link import connect
 from ringrun.pmi import client, server
 from ringrun.pmi.answers import Answers, mapping, shows
-from tests.support.patience import patient
+from tests.support.patience import patient, wait_until
 
 WAIT_S = patient(30)
 GARBAGE = (b"\n", b"\xff" * 40000, b"\0" * 64, b"1 2 3\n", b"cmd=init\n", b"x y\n")
@@ -170,18 +170,34 @@ def test_one_that_leaves_is_not_lost(served, rank_of):
     assert ranks[0].hears(wire.Lost).rank == 2
 
 
-def test_the_server_s_end_is_a_loss_too(rank_of):
+@pytest.mark.parametrize("has_left", [False, True])
+def test_the_server_s_end_is_a_loss_too_but_for_a_rank_that_has_left(rank_of, has_left):
     """As when its host is gone: nobody would hear of others'."""
     address = client.start(2)
-    started, heard = client._STARTED[-1], threading.Event()
+    started, heard, before = client._STARTED[-1], [], {*threading.enumerate()}
     rank_of(address, 0, 2)
     joined = client.join(address, 1, 2, 60, print)
-    joined.has_begun(lambda *_: heard.set())
+    (listens,) = {*threading.enumerate()} - before
+    joined.has_begun(lambda *said: heard.append(said))
+    if has_left:
+        joined.leave()
     started.kill()
     started.wait()
-    assert heard.wait(WAIT_S)
-    assert joined.lost_ranks == [0]
-    assert joined.lost.startswith("the PMI server that rank 0 started cannot be reached")
+    listens.join(WAIT_S)
+    why = "the PMI server that rank 0 started cannot be reached"
+    assert heard == ([] if has_left else [([0], why)])
+    assert (joined.lost_ranks, joined.lost) == (([], "") if has_left else ([0], why))
+
+
+def test_who_was_lost_while_mpi_started_is_told_as_soon_as_somebody_listens(served, rank_of):
+    address, _ = served(2)
+    other, heard = rank_of(address, 0, 2), []
+    joined = client.join(address, 1, 2, 60, print)
+    other.end()
+    wait_until(lambda: joined.lost)
+    joined.has_begun(lambda ranks, how: heard.append((ranks[0], how)))
+    assert heard[0][0] == 0
+    assert heard[0][1].startswith("rank 0 of 2, process 1000 on here, has ended")
 
 
 def test_while_mpi_starts_a_loss_ends_the_others_connections(rank_of, capfd):
@@ -226,12 +242,45 @@ def test_who_is_missing_is_said_and_then_it_is_an_error(served, rank_of):
     assert others[0].hears(wire.Awaited).ranks in ((1, 2), (2,))
 
 
-def test_the_first_that_is_there_says_who_is_missing(served):
+@pytest.mark.parametrize(("rank", "who"), [(0, "ranks 1-2"), (1, "ranks 0,2")])
+def test_the_first_that_is_there_says_who_is_missing(served, rank, who):
     address, _ = served(3)
     said = []
-    with pytest.raises(client.NotJoinedError, match=r"^ranks 1-2 did not come within 0.6 s$"):
-        client.join(address, 0, 3, 0.6, said.append)
-    assert set(said) == {"waiting for ranks 1-2, not started yet or still on the way to init()"}
+    with pytest.raises(client.NotJoinedError, match=rf"^{who} did not come within 0.6 s$"):
+        client.join(address, rank, 3, 0.6, said.append)
+    assert set(said) == {f"waiting for {who}, not started yet or still on the way to init()"}
+
+
+def test_once_all_have_begun_what_mpi_shares_has_no_name_any_more(served, rank_of, monkeypatch, tmp_path):
+    """A rank that is killed would leave it behind."""
+    address, _ = served(2)
+    rank_of(address, 0, 2)
+    joined = client.join(address, 1, 2, 60, print)
+    shared, gone = tmp_path / "shared", tmp_path / "gone"
+    shared.touch()
+    monkeypatch.setattr(client, "mapped", lambda pid: [(str(path), 1) for path in (gone, shared)])
+    joined.has_begun(print)
+    assert not shared.exists()
+
+
+FORKS = """
+import os, sys
+from ringrun.pmi import client
+client.join(sys.argv[1], 1, 2, 60, print)
+if not os.fork():
+    sys.stdin.read()
+"""
+
+
+def test_a_rank_has_ended_though_a_child_that_it_has_forked_has_not(served, rank_of):
+    address, _ = served(2)
+    other = rank_of(address, 0, 2)
+    with subprocess.Popen([sys.executable, "-c", FORKS, address], stdin=subprocess.PIPE) as rank:
+        late = threading.Timer(patient(5), rank.stdin.close)
+        late.start()
+        assert other.hears(wire.Lost).rank == 1
+        late.cancel()
+        assert not rank.stdin.closed
 
 
 def test_one_that_ends_before_all_are_there_ends_the_others_wait(served, rank_of):
