@@ -1,5 +1,6 @@
 """An agent in this process, and what it says when its rank ends; what whole jobs show is in the neighbours."""
 
+import contextlib
 import errno
 import fcntl
 import os
@@ -140,7 +141,7 @@ def test_a_folder_for_commits_that_others_may_enter_is_not_used(mode):
         kept_commits.remove(folder)
 
 
-def ends_its_rank(link, folder, monkeypatch):
+def ends_its_rank(link, folder, monkeypatch, commits=""):
     """Let the agent of rank 1 of 3 do what this ringrun says, and return how its rank has ended."""
     monkeypatch.setattr(agent_module.os, "_exit", sys.exit)
     monkeypatch.setattr(
@@ -148,6 +149,7 @@ def ends_its_rank(link, folder, monkeypatch):
     )  # those of this process are other tests'
     with subprocess.Popen(["sleep", "100"], start_new_session=True) as child:
         agent = Agent(link, RankInfo(1, 3, 0, 1), Settings(HEAD, "openmpi", str(folder)), daemon=child.pid)
+        agent._commits_folder = commits
         with pytest.raises(SystemExit):
             agent._await_end(child.pid)
         agent._rank_socket._socket.close()
@@ -224,6 +226,31 @@ def test_a_death_that_is_heard_in_two_ways_is_reported_once(tmp_path, monkeypatc
     assert isinstance(died, wire.Died)
     assert isinstance(ended, wire.Ended)
     assert ended.at_s == died.at_s
+
+
+@pytest.mark.parametrize("has_others", [False, True])
+def test_an_agent_that_alone_loses_ringrun_leaves_its_host_s_commits_to_the_others(has_others, tmp_path, monkeypatch):
+    monkeypatch.setattr(syslog, "syslog", lambda *_: None)
+    folder = kept_commits.prepared(kept_commits.new_name())
+    with contextlib.ExitStack() as others:
+        if has_others:
+            descriptor = os.open(folder, os.O_RDONLY)
+            others.callback(os.close, descriptor)
+            fcntl.flock(descriptor, fcntl.LOCK_SH)
+        ends_its_rank(ScriptedLink(EOFError()), tmp_path, monkeypatch, folder)
+        assert Path(folder).exists() == has_others
+    kept_commits.remove(folder)
+
+
+def test_what_ends_a_process_that_a_rank_has_started_is_not_the_rank_s_end(tmp_path, monkeypatch):
+    monkeypatch.setattr(agent_module.Agent, "_end_late", lambda *_: None)
+    agent = Agent(ScriptedLink(), RankInfo(0, 1, 0, 1), Settings(HEAD, "openmpi", str(tmp_path)), daemon=0)
+    agent._rank_socket._socket.close()
+    agent._on_exit(10, 11, 3)
+    assert agent._exit is None
+    agent._on_exit(10, 10, 4)
+    agent._on_exit(10, 10, 5)
+    assert agent._exit[0] == 4
 
 
 def test_an_agent_that_can_start_no_thread_answers_and_goes_on(tmp_path, monkeypatch):

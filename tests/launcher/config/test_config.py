@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ringreduce.settings import HOROVOD, PREFIX, Settings
+from ringreduce.settings import HOROVOD, LEAST_FUSION_BYTES, PREFIX, Settings
 from ringrun import build, cli
 from ringrun.config import horovod
 from ringrun.config import resolve as config
@@ -164,6 +164,11 @@ def test_horovods_flags_mean_settings():
     assert (settings.cycle_time_ms, settings.cache_capacity) == (5.0, 0)
     assert (settings.timeline, settings.timeline_mark_cycles) == ("t.json", True)
     assert (settings.stall_check_s, settings.stall_abort_s) == (20.0, 40.0)
+
+
+def test_horovod_s_threshold_of_0_is_the_least_that_there_can_be():
+    """There it turns fusion off."""
+    assert parsed("--fusion-threshold-mb=0").variables == {"RINGREDUCE_FUSION_BUFFER_BYTES": str(LEAST_FUSION_BYTES)}
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import torch
 import ringreduce.torch as hvd
 from ringreduce.optim import buckets, reducer
 from ringreduce.testing import run_ranks
+from ringreduce.torch.groups import MOST_NAMES, Change
 from tests.support import training
 from tests.support.on_threads import each_rank_of
 from tests.support.opcodes import opcodes_of
@@ -408,6 +409,15 @@ def test_a_sharded_optimizer_divides_what_took_a_place_or_says_what_it_cannot():
     params[1], optimizer.state[model[0].bias] = model[0].bias, state
     with pytest.raises(RuntimeError, match=r"'0.bias' of shape \(16,\) has come .* with exp_avg of another shape"):
         training.trained(model, optimizer, 1)
+
+
+@pytest.mark.parametrize("count", [3, MOST_NAMES, MOST_NAMES + 5])
+def test_changes_are_told_apart_also_by_what_is_not_named(count):
+    new = [(f"{number:02}.w", torch.ones(2)) for number in range(count)]
+    others = [*new[:-1], (new[-1][0], torch.ones(3))]
+    texts = [str(Change(each, [], True)) for each in (new, new[::-1], others)]
+    assert texts[0] == texts[1] != texts[2]
+    assert len(texts[0]) < 100 * MOST_NAMES
 
 
 @each_rank_of(2)
