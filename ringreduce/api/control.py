@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -18,6 +19,7 @@ from ringreduce.runtime.submit import submit_and_wait
 __all__ = ["barrier", "init", "join", "poll", "start_timeline", "stop_timeline", "synchronize"]
 
 DYNAMIC = "dynamic"
+_starting = threading.RLock()
 
 
 def init(comm: Any = None, process_sets: str | Sequence[ProcessSet | Sequence[int]] | None = None) -> None:
@@ -31,8 +33,8 @@ def init(comm: Any = None, process_sets: str | Sequence[ProcessSet | Sequence[in
     Import your array library first: init() makes this rank's GPU current in CuPy and torch, if they are imported,
     before MPI starts, unless the script has already made a GPU other than number 0 current; see `info().gpu`.
 
-    Idempotent; after `shutdown()` a new world is formed. From now on an uncaught exception ends the whole job, and
-    `shutdown()` is called when the interpreter exits.
+    Idempotent, also where several threads call it; after `shutdown()` a new world is formed. From now on an uncaught
+    exception ends the whole job, and `shutdown()` is called when the interpreter exits.
     Raises: StartupError when there is no MPI, or the launcher belongs to a different MPI; SettingsError; MismatchError
             when ranks have different settings or versions; InputError for a wrong process set.
     Source: Horovod's init.
@@ -42,9 +44,14 @@ def init(comm: Any = None, process_sets: str | Sequence[ProcessSet | Sequence[in
         raise InputError(f'init: process_sets={process_sets!r}; expected a list of ProcessSet, or "{DYNAMIC}"')
     given = [each if isinstance(each, ProcessSet) else ProcessSet(each) for each in listed]
     passed = [each.ranks if each.comm is None else each.comm for each in given]
-    own = lifecycle.start(comm, passed, dynamic=process_sets == DYNAMIC)
-    if own is None:
-        return
+    with _starting:  # MPI would wait for ever where two threads start it
+        own = lifecycle.start(comm, passed, dynamic=process_sets == DYNAMIC)
+        if own is not None:
+            _begin(given, own)
+
+
+def _begin(given: Sequence[ProcessSet], own: Sequence[tuple[int | None, tuple[int, ...]]]) -> None:
+    """Number the process sets; start the checks, and the timeline."""
     current = runtime.current("init")
     for each, (number, members) in zip(given, own, strict=True):
         each.process_set_id, each.ranks = number, list(members)
