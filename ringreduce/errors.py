@@ -24,6 +24,7 @@ A message names the place, the expected and the actual value, and the remedy.
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Sequence
 
 __all__ = ["CollectiveError", "HorovodInternalError", "HostsUpdatedInterrupt", "InputError", "JobFailedError"]
@@ -141,3 +142,13 @@ class HostsUpdatedInterrupt(RuntimeError):  # noqa: N818 - Horovod's name
     def __init__(self, skip_sync: bool = False) -> None:
         super().__init__("the ranks of this job have changed; elastic.run catches this, and begins again with them")
         self.skip_sync = skip_sync
+
+
+def message(error: BaseException) -> str:
+    """Its text, also where a class of the user's own raises in `__str__`."""
+    return str(traceback.TracebackException.from_exception(error, limit=0))
+
+
+def described(error: BaseException) -> str:
+    """Its class and its text."""
+    return f"{type(error).__name__}: {message(error)}"

@@ -22,7 +22,7 @@ import numpy as np
 
 from ringreduce import runtime
 from ringreduce.checks.switch import start
-from ringreduce.errors import InputError, PeerLostError
+from ringreduce.errors import InputError, PeerLostError, described
 from ringreduce.execution.host import HostResources, window_bytes
 from ringreduce.runtime import lifecycle
 from ringreduce.settings import Settings, log
@@ -104,7 +104,7 @@ class _Job:
                 self.results[rank] = program()
         except BaseException as exc:  # the calling thread raises it again
             self.failures.append(exc)
-            why = f"it failed with {type(exc).__name__}: {exc}"
+            why = f"it failed with {described(exc)}"
         self.network.leave(rank, f"has left the job: {why}")
         own.engine.leave(why)
         try:

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from ringreduce.api.control import init
-from ringreduce.errors import JobFailedError, StartupError
+from ringreduce.errors import JobFailedError, StartupError, described
 from ringreduce.runtime.lifecycle import leave, shutdown
 from ringreduce.transport import joining
 from ringreduce.transport.mpi import RANK_VARIABLE
@@ -76,7 +76,7 @@ def rank_of(address: str, rank: int, size: int, engine: str) -> Iterator[None]:
             with without_exit():
                 yield
         except BaseException as error:
-            leave(f"{type(error).__name__}: {error}", lambda: False)
+            leave(described(error), lambda: False)
             raise
         shutdown()
     finally:

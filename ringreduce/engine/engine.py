@@ -213,7 +213,7 @@ class Engine:
         if self.ending.error is not None:
             return
         error = errors.CollectiveError(
-            f"rank {self.world.rank} of {self.world.size} failed inside an operation: {type(exc).__name__}: {exc}"
+            f"rank {self.world.rank} of {self.world.size} failed inside an operation: {errors.described(exc)}"
         )
         error.__cause__ = exc
         if isinstance(exc, Exception):  # others, such as KeyboardInterrupt, reach the user

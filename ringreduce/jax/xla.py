@@ -15,6 +15,8 @@ from typing import Any
 import jax
 import numpy as np
 
+from ringreduce.errors import described
+
 TARGET = "ringreduce"
 VERSION = (0, 1)  # of the interface, that of jaxlib 0.7
 METADATA = 1  # an extension of the call's struct: the question for the version
@@ -97,7 +99,7 @@ def _called(pointer: Any) -> int | None:
         address = call.attributes.of[0].contents.value[0]
         ctypes.cast(address, ctypes.py_object).value(call.operands, call.results)
     except BaseException as exc:
-        error = _Error(ctypes.sizeof(_Error), None, f"{type(exc).__name__}: {exc}".encode(), INTERNAL)
+        error = _Error(ctypes.sizeof(_Error), None, described(exc).encode(), INTERNAL)
         made: int = call.api.contents.error(ctypes.byref(error))
         return made
     return None

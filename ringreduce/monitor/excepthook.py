@@ -7,6 +7,7 @@ which the launcher's hook (launcher/hook/sitecustomize.py) knows.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
 import importlib
 import json
@@ -18,7 +19,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
-from ringreduce.errors import NanError, PeerLostError, RingreduceError
+from ringreduce.errors import NanError, PeerLostError, RingreduceError, described, message
 from ringreduce.settings.log import LOGGER
 from ringreduce.transport import mpi
 
@@ -100,7 +101,7 @@ def write_report(path: str, exc: BaseException) -> None:
     """Write the exception as JSON: its type, message, traceback, and the lost ranks."""
     report = {
         "exception": type(exc).__name__,
-        "message": str(exc),
+        "message": message(exc),
         "traceback": "".join(_without_own_frames(exc).format()),
         "lost_ranks": list(exc.lost_ranks) if isinstance(exc, PeerLostError) else [],
         "culprit": exc.rank if isinstance(exc, NanError) else -1,
@@ -111,8 +112,7 @@ def write_report(path: str, exc: BaseException) -> None:
             json.dump(report, file)
         os.replace(partial, path)
     except OSError as error:
-        what = f"{type(exc).__name__}: {exc}"
-        LOGGER.error(f"the report of this failure could not be written to {path}: {error}; it was {what}")
+        LOGGER.error(f"the report of this failure could not be written to {path}: {error}; it was {described(exc)}")
 
 
 def _without_own_frames(exc: BaseException) -> traceback.TracebackException:
@@ -132,7 +132,5 @@ def _without_own_frames(exc: BaseException) -> traceback.TracebackException:
 def flush() -> None:
     """Flush stdout and stderr, which os._exit() and MPI_Abort do not."""
     for stream in (sys.stdout, sys.stderr):
-        try:
+        with contextlib.suppress(Exception):  # it may be closed, None, or an object of the user's own
             stream.flush()
-        except (OSError, ValueError):
-            continue

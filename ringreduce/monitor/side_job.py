@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from ringreduce.errors import described
 from ringreduce.settings.log import JOB
 
 
@@ -21,6 +22,6 @@ class SideJob:
                 work()
             except Exception as exc:
                 self.failed = True
-                why = f"{type(exc).__name__}: {exc}"
+                why = described(exc)
                 JOB.warning(f"{self._name} of rank {self._rank} failed, and ends; the job continues: {why}")
         return False

@@ -15,7 +15,7 @@ from ringreduce.arrays.buffer import Buffer
 from ringreduce.arrays.memory import Memory, in_common
 from ringreduce.arrays.view import to_write, wrong_out
 from ringreduce.collectives.ops import Average, ReduceOp, Sum
-from ringreduce.errors import InputError, RingreduceError
+from ringreduce.errors import InputError, RingreduceError, described
 from ringreduce.execution.signature import REFUSED, calling_line, named
 from ringreduce.execution.submission import Submission
 from ringreduce.negotiation.protocol import GLOBAL
@@ -172,7 +172,7 @@ def _fail_on_all(kind: str, name: str | None, process_set: int, error: Exception
 
 
 def _why(error: Exception) -> str:
-    return str(error) if isinstance(error, InputError) else f"{type(error).__name__}: {error}"
+    return str(error) if isinstance(error, InputError) else described(error)
 
 
 def whole(value: Any) -> Any:

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 import cloudpickle
 
-from ringreduce.errors import InputError, RingreduceError
+from ringreduce.errors import InputError, RingreduceError, described
 
 _REDUCERS = cloudpickle.Pickler.dispatch_table
 
@@ -52,6 +52,6 @@ def loads(data: Any, what: str, kind: type[RingreduceError] = InputError) -> Any
         return pickle.loads(data)  # noqa: S301 - a rank's
     except Exception as exc:
         raise kind(
-            f"{what} cannot be unpickled here: {type(exc).__name__}: {exc}; the modules of its classes must be "
+            f"{what} cannot be unpickled here: {described(exc)}; the modules of its classes must be "
             "importable here, and an exception whose __init__ takes other arguments than its `args` needs a __reduce__"
         ) from exc

@@ -63,6 +63,32 @@ def test_a_report_that_cannot_be_written_is_told(tmp_path, capsys):
     assert "it was ValueError: x" in told
 
 
+def test_a_report_holds_an_exception_whose_own_text_raises(tmp_path):
+    """As str() did here, the report was on that error, and the rank's output had a traceback of ringreduce's own."""
+
+    class Odd(Exception):
+        def __str__(self):
+            raise ValueError("in __str__")
+
+    path = tmp_path / "rank0.json"
+    write_report(str(path), raised(Odd()))
+    report = json.loads(path.read_text())
+    assert report["exception"] == "Odd"
+    assert "in __str__" not in report["message"] + report["traceback"]
+
+
+class Broken:
+    def flush(self):
+        raise RuntimeError("the user's own")
+
+
+@pytest.mark.parametrize("stream", [None, object(), Broken()], ids=["none", "without flush", "raises"])
+def test_what_the_script_has_put_in_place_of_stdout_does_not_break_its_end(monkeypatch, capsys, stream):
+    with monkeypatch.context() as patched:
+        patched.setattr(sys, "stdout", stream)
+        excepthook.flush()
+
+
 def test_before_the_process_ends_there_is_a_last_report(tmp_path, monkeypatch):
     done = []
     monkeypatch.setattr(excepthook.mpi, "abort", lambda code: None)  # which comes where os._exit returns
