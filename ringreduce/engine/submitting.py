@@ -193,7 +193,14 @@ class Submitting:
             if not submission.waits:
                 self._inbox.call_soon(lambda: None)
         else:
-            self._put(state, submission)
+            key = submission.key
+            if state.joined:
+                raise errors_for.after_join(submission)
+            if key in state.pending or key in state.running or key == state.express:
+                raise errors_for.name_is_pending(submission, self._world.rank)
+            state.pending[key] = submission
+            state.joined = submission.signature.kind == JOIN
+            self._inbox.put(submission)
         self.count += 1
         if self.owed > 0:
             self.owed -= sum(each.count for each in submission.inputs)
@@ -201,16 +208,6 @@ class Submitting:
     def has_shared_little(self, parameters: int, steps: int) -> bool:
         """Whether no more than losses and metrics were shared since `parameters` were owed: the rank trains alone."""
         return parameters - self.owed < min(parameters, OF_A_STEP * steps)
-
-    def _put(self, state: ProcessSetState, submission: Submission) -> None:
-        key = submission.key
-        if state.joined:
-            raise errors_for.after_join(submission)
-        if key in state.pending or key in state.running or key == state.express:
-            raise errors_for.name_is_pending(submission, self._world.rank)
-        state.pending[key] = submission
-        state.joined = submission.signature.kind == JOIN
-        self._inbox.put(submission)
 
     def _closed(self, state: ProcessSetState | Channel, submission: Submission) -> CollectiveError:
         """The error for what is submitted when this rank or another one is leaving, or the engine has failed."""

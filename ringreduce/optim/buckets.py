@@ -171,7 +171,7 @@ class GradientBucket:
         names = [each.name for each in gradients] if len(self.members) > 1 else None
         of_backward = line if max([each.seen for each in gradients]) else None
         try:
-            return exchange.begin(self.name, arrays, names, of_backward, of_step=True)
+            return exchange.begin(self.name, arrays, names, line=of_backward, of_step=True)
         except InputError as exc:
             if "already pending" not in str(exc):
                 raise

@@ -119,39 +119,36 @@ class Exchange:
         with self._naming(name, names):
             buffers = [_copied(each) for each in as_buffers(arrays)]
             factors = self.size > 1 and arrays
-            begun = self._begin_factors(self.compression, name, buffers, names, None) if factors else Ended(None)
+            begun = self._begin_factors(self.compression, name, buffers, names) if factors else Ended(None)
         begun.wait()
         return [like(each, buffer) for each, buffer in zip(arrays, buffers, strict=True)]
 
     def begin(
-        self,
-        name: str,
-        arrays: Sequence[Any],
-        names: Sequence[str] | None = None,
-        line: str | None = None,
-        of_step: bool = False,
+        self, name: str, arrays: Sequence[Any], names: Sequence[str] | None = None, **options: Any
     ) -> Handle[list[Any]]:
         """Begin to reduce arrays, in their own memory where they are not compressed.
 
-        names: of the members of a group, which is reduced all or nothing. line: the user's, where the caller knows it.
-        of_step: as of the engine's submit().
+        names: of the members of a group, which is reduced all or nothing.
+        options: line and of_step, as of the engine's submit().
         """
         if self.size == 1:
             return Ended(list(arrays))
         if isinstance(self.compression, PowerSGD):
             with self._naming(name, names or [name]):
                 buffers, written = to_write(arrays)
-                factors = self._begin_factors(self.compression, name, buffers, names or [name], line, of_step)
+                factors = self._begin_factors(self.compression, name, buffers, names or [name], **options)
             return factors.mapped(lambda _: written() or list(arrays))
         if not self._compresses:
-            return self._submit(arrays, name, names, line, of_step)
+            return submit(arrays, name, names, self._checked, self.process_set, in_place=True, **options)
         pairs = [self.compression.compress(each) for each in arrays]
         decompress = self.compression.decompress
 
         def decompressed(reduced: list[Any]) -> list[Any]:
             return [decompress(each, context) for each, (_, context) in zip(reduced, pairs, strict=True)]
 
-        return self._submit([array for array, _ in pairs], name, names, line, of_step).mapped(decompressed)
+        packed = [array for array, _ in pairs]
+        reduced = submit(packed, name, names, self._checked, self.process_set, in_place=True, **options)
+        return reduced.mapped(decompressed)
 
     @contextlib.contextmanager
     def _naming(self, name: str | None, names: Sequence[str]) -> Iterator[None]:
@@ -162,32 +159,17 @@ class Exchange:
             number = self.process_set.process_set_id
             raise refused("allreduce", exc, number, name, names, len(names)) from exc.__cause__
 
-    def _submit(
-        self,
-        arrays: Sequence[Any],
-        name: str,
-        names: Sequence[str] | None,
-        line: str | None = None,
-        of_step: bool = False,
-    ) -> Handle:
-        return submit(arrays, name, names, self._checked, self.process_set, in_place=True, line=line, of_step=of_step)
-
     def _begin_factors(
         self,
         compression: PowerSGD,
         name: str | None,
         buffers: Sequence[Buffer],
         names: Sequence[str],
-        line: str | None,
-        of_step: bool = False,
+        **options: Any,
     ) -> Handle[None]:
         """As PowerSGD.begin."""
-        options: dict[str, Any] = {
-            "details": self._details,
-            "check": self._checked.check,
-            "line": line or calling_line(3),
-            "of_step": of_step,
-        }
+        options["line"] = options.get("line") or calling_line(3)
+        options |= {"details": self._details, "check": self._checked.check}
         engine, number = runtime.current("DistributedOptimizer").engine, number_of(self.process_set, "allreduce")
         state = engine.states.get(number)
         joins = engine.world.number, state.joins if state else 0
@@ -233,7 +215,7 @@ class Exchange:
     def refuse(self, name: str) -> None:
         """Let the group of this name fail on all ranks with MismatchError; nobody waits for this submission itself."""
         if self.size > 1:
-            self._submit([np.empty(0, np.float32)], name, ["nothing"])
+            submit([np.empty(0, np.float32)], name, ["nothing"], self._checked, self.process_set, in_place=True)
 
     def begin_maximum(self, name: str, numbers: Sequence[int]) -> Handle:
         """Begin to find each number's largest value on any rank."""

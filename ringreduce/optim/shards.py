@@ -7,7 +7,7 @@ which may be empty. `reduce` is the first half of an all-reduce, `gather` the se
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from ringreduce import runtime
@@ -19,7 +19,6 @@ from ringreduce.collectives.ops import Adasum, ReduceOp
 from ringreduce.collectives.partition import bounds_of, cut_together
 from ringreduce.compression import Compression
 from ringreduce.errors import InputError
-from ringreduce.execution.signature import calling_line
 from ringreduce.execution.submission import Ended, Handle
 from ringreduce.optim.exchange import Exchange
 from ringreduce.runtime.arguments import arguments_of
@@ -69,12 +68,10 @@ class Shards:
         """This rank's pieces of these 1-D arrays, in their memory."""
         return [array[low:high] for array, (low, high) in zip(flat, self.bounds, strict=True)]
 
-    def reduce(
-        self, arrays: Sequence[Any], frozen: tuple[str, ...] = (), line: str | None = None, of_step: bool = False
-    ) -> Handle[list[Any]]:
+    def reduce(self, arrays: Sequence[Any], frozen: tuple[str, ...] = (), **options: Any) -> Handle[list[Any]]:
         """Begin to reduce arrays; the result is this rank's pieces, in memory that is used again the next time.
 
-        frozen: those that no rank may train.  line, of_step: as of the engine's submit().
+        frozen: those that no rank may train.  options: line and of_step, as of the engine's submit().
         """
         if self.size == 1:
             return Ended([each.reshape(-1) for each in arrays])
@@ -89,15 +86,14 @@ class Shards:
             self._reduced = inputs[0].empty((sum(counts),))
         whole = self._reduced.array()
         arguments = arguments_of("allreduce", None, self.exchange.op, *self.exchange.scales)
-        details = (*arguments.details, ("frozen", frozen))
+        options |= {"details": (*arguments.details, ("frozen", frozen)), "check": arguments.check}
 
         def pieces(_: Any) -> list[Any]:
             parts = [whole[low:high] for low, high in itertools.pairwise(bounds_of(counts))]
             both = zip(parts, pairs, strict=True)
             return [self.exchange.compression.decompress(part, context) for part, (_, context) in both]
 
-        own = [self._reduced]
-        return self._submit("reduce_shards", "", inputs, own, line, details, arguments.check, of_step).mapped(pieces)
+        return self._submit("reduce_shards", "", inputs, [self._reduced], **options).mapped(pieces)
 
     def _check_types(self, inputs: Sequence[Buffer]) -> None:
         for name, each in zip(self.names, inputs, strict=True):
@@ -118,30 +114,12 @@ class Shards:
         return self._submit("gather_shards", what, buffers, buffers)
 
     def _submit(
-        self,
-        kind: str,
-        what: str,
-        inputs: Sequence[Buffer],
-        outputs: Sequence[Buffer],
-        line: str | None = None,
-        details: tuple[tuple[str, Any], ...] = (),
-        check: Callable[[Buffer], object] = lambda _: None,
-        of_step: bool = False,
+        self, kind: str, what: str, inputs: Sequence[Buffer], outputs: Sequence[Buffer], **options: Any
     ) -> Handle:
         number = number_of(self.exchange.process_set, "ShardedOptimizer")
+        options |= {"inputs": inputs, "outputs": outputs, "names": self.names if len(self.names) > 1 else None}
         try:
-            return runtime.current("ShardedOptimizer").engine.submit(
-                kind,
-                self.name + what,
-                number,
-                details=details,
-                names=self.names if len(self.names) > 1 else None,
-                check=check,
-                inputs=inputs,
-                outputs=outputs,
-                line=line or calling_line(),
-                of_step=of_step,
-            )
+            return runtime.current("ShardedOptimizer").engine.submit(kind, self.name + what, number, **options)
         except InputError as exc:
             raise self._named(exc) from exc.__cause__
 

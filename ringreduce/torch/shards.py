@@ -220,7 +220,7 @@ class ShardBucket(GradientBucket):
                 member.attach(array)
         frozen = tuple(each.name for each in self.members if each not in trained)
         flats = [each if each.is_contiguous() else flat(each) for each in arrays]
-        self.parts = [(self.members, self.shards.reduce(flats, frozen, line, of_step=True))]
+        self.parts = [(self.members, self.shards.reduce(flats, frozen, line=line or None, of_step=True))]
 
     def wait(self) -> None:
         """Wait for the other ranks' pieces of the parameters."""
