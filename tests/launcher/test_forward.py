@@ -115,6 +115,9 @@ def test_env_takes_names_and_values():
     assert parse_env(["A", "B=c=d", "E="], {"A": "1", "B": "2"}) == {"A": "1", "B": "c=d", "E": ""}
     with pytest.raises(UsageError, match="--env C: there is no such variable here; set it, or give --env C=VALUE"):
         parse_env(["C"], {})
+    for name in ("RINGRUN_SETTINGS", "RINGREDUCE_MIN_NP"):
+        with pytest.raises(UsageError, match=f"^--env {name}: ringrun sets this variable itself$"):
+            parse_env([f"{name}=1"], {})
 
 
 @given(st.text())

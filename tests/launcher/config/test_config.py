@@ -4,6 +4,7 @@ import dataclasses
 import importlib.util
 import os
 import sys
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -237,6 +238,14 @@ def test_horovods_other_names_mean_the_same(file):
     several = ["--network-interface", "lo", "--network-interface", "lo,lo"]
     assert parsed(*several).options.network_interfaces == "lo,lo,lo"
     assert cli.parse(["-prefix-timestamp", "true"]).job.timestamps
+
+
+def test_hosts_of_the_command_line_count_more_than_those_of_the_file_by_either_flag(file, tmp_path):
+    hosts = str(tmp_path / "hosts")
+    Path(hosts).write_text("h1 slots=2")
+    by_list = cli.parse(["--config-file", file(f"hostfile: {hosts}"), "-H", "h2:3", "true"])
+    by_file = cli.parse(["--config-file", file("hosts: h2:3"), "--hostfile", hosts, "true"])
+    assert [[*map(str, each.found.hosts)] for each in (by_list, by_file)] == [["h2:3"], ["h1:2"]]
 
 
 def test_all_of_autotune_is_told_in_one_line():

@@ -79,7 +79,12 @@ def test_an_out_that_does_not_fit_is_refused_and_the_job_goes_on():
 def test_no_gradient_goes_through_out():
     own = torch.from_numpy(mine(rr.rank(), 4)).requires_grad_()
     out = torch.empty(8, 2)
-    for call in (lambda: hvd.allgather(own, out=out), lambda: hvd.reducescatter(own, "parts", out=out[:2])):
+    leaf = torch.empty(8, 2, requires_grad=True)
+    for call in (
+        lambda: hvd.allgather(own, out=out),
+        lambda: hvd.reducescatter(own, "parts", out=out[:2]),
+        lambda: hvd.allgather(own.detach(), "into a leaf", out=leaf),
+    ):
         with pytest.raises(
             rr.InputError, match=r"(allgather|reducescatter): gradients do not flow through out=; pass tensor"
         ):

@@ -1,16 +1,20 @@
 """Engines in an order of events that is rare on real ranks: played by hand, or by ranks as threads."""
 
 import contextlib
+import logging
 import re
 import signal
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 import ringreduce as rr
 from ringreduce import runtime
+from ringreduce.engine import engine as engine_module
 from ringreduce.engine.engine import Engine
 from ringreduce.execution.host import HostResources
 from ringreduce.execution.signature import Signature
@@ -247,6 +251,27 @@ def test_an_engine_that_ends_abandons_its_messages_while_nobody_polls(monkeypatc
     engine.give_up(rr.CollectiveError("the test has ended"))
     engine.join()
     assert held == [True]
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_an_engine_that_fails_is_logged_with_a_traceback_unless_somebody_gets_its_error(waits, monkeypatch):
+    logged, fails = [], threading.Event()
+    log = lambda level, text, exc_info: logged.append((level, text, exc_info is not None))  # noqa: E731
+    monkeypatch.setattr(engine_module, "LOGGER", SimpleNamespace(log=log))
+    engine = engine_of(0, ThreadNetwork(2), (0, 1), Settings())[0]
+    poll = engine.negotiation.poll
+    monkeypatch.setattr(engine.negotiation, "poll", lambda: 1 / 0 if fails.is_set() else poll())
+    handle = engine.submit("barrier", "b")
+    with ThreadPoolExecutor() as pool:
+        if waits:
+            waiting = pool.submit(handle.wait)
+            wait_until(engine._inbox.waited_for)
+        fails.set()
+        engine.join()
+    why = "rank 0 of 2 failed inside an operation: ZeroDivisionError: division by zero"
+    assert logged == [(logging.DEBUG if waits else logging.ERROR, why, not waits)]
+    with pytest.raises(rr.CollectiveError, match=f"{why}$"):
+        waiting.result() if waits else handle.wait()
 
 
 class WorkerDiedError(Exception):

@@ -15,10 +15,11 @@ import ringreduce as rr
 from ringreduce import runtime
 from ringreduce.engine import stalls
 from ringreduce.engine.engine import Engine
-from ringreduce.execution.signature import Signature
+from ringreduce.execution.signature import Signature, ranks_text
 from ringreduce.monitor import stall_report
 from ringreduce.monitor.stall_report import headline
 from ringreduce.negotiation.coordinator import Waiting
+from ringreduce.negotiation.protocol import StackRequest
 from ringreduce.settings import Settings
 from ringreduce.testing import run_ranks
 from tests.support.on_threads import known
@@ -350,13 +351,36 @@ def test_a_rank_that_waits_in_join_is_not_stalled(monkeypatch, kind):
     assert probed.is_set() == (kind == "allreduce")
 
 
-def test_in_an_elastic_job_those_who_keep_others_waiting_are_given_up_and_nothing_fails(monkeypatch):
-    """ringrun ends them, and the others go on; here nobody does, and the late rank comes after all."""
+@pytest.fixture
+def mute(monkeypatch):
+    """Ranks that do not answer when they are asked what they do, as if they were stopped."""
+    monkeypatch.setattr(stalls, "REPLY_S", 0.3)
+    receive, ranks = stalls.StallWatch._receive, set()
+
+    def received(watch, source, message):
+        if not (isinstance(message, StackRequest) and watch._mailbox.rank in ranks):
+            receive(watch, source, message)
+
+    monkeypatch.setattr(stalls.StallWatch, "_receive", received)
+    return ranks
+
+
+@pytest.mark.parametrize(
+    ("late", "answers_not", "expected"), [([1], [], [1]), ([1, 2], [], [1, 2]), ([1, 2], [2], [2])]
+)
+def test_in_an_elastic_job_those_who_keep_others_waiting_are_given_up_and_nothing_fails(
+    monkeypatch, mute, late, answers_not, expected
+):
+    """ringrun ends them, and the others go on; here nobody does, and the late rank comes after all.
+
+    Of several those that do not answer: the others may wait for these.
+    """
+    mute.update(answers_not)
     given_up, failed = [], []
     monkeypatch.setattr(Engine, "_stalled", lambda _, error, ranks: given_up.append((str(error), list(ranks))))
 
     def program():
-        if rr.rank() == 1:
+        if rr.rank() in late:
             wait_until(lambda: given_up or failed)
         try:
             return rr.allreduce(np.ones(2), name="w", op=rr.Sum)[0]
@@ -367,8 +391,30 @@ def test_in_an_elastic_job_those_who_keep_others_waiting_are_given_up_and_nothin
     settings = Settings(stall_check_s=0.1, stall_abort_s=0.3, elastic=True)
     assert run_ranks(3, program, settings=settings) == [3, 3, 3]
     why, ranks = given_up[0]
-    assert ranks == [1]
-    assert re.match(r"allreduce 'w' .*; missing: rank 1\. ", why)
+    assert ranks == expected
+    assert re.match(rf"allreduce 'w' .*; missing: {ranks_text(late)}\. ", why)
+
+
+def test_a_rank_that_takes_its_time_while_others_leave_is_not_reported(capsys):
+    def program():
+        if rr.rank() == 1:
+            busy(0.7)
+
+    run_ranks(2, program, settings=SOON)
+    assert capsys.readouterr().err == ""
+
+
+def test_a_rank_that_is_stopped_while_others_leave_keeps_none_of_them(capsys, mute):
+    mute.add(2)
+    left = threading.Barrier(3)
+
+    def program():
+        if rr.rank() < 2:
+            rr.shutdown()
+        left.wait(30)
+
+    run_ranks(3, program, settings=Settings(stall_check_s=0.2, stall_abort_s=0.5), timeout_s=30)
+    assert re.search(r"rank 0 has waited in shutdown\(\) for \d s for rank 2\nrank 2 does not", capsys.readouterr().err)
 
 
 class Guarded(dict):

@@ -242,6 +242,25 @@ def test_a_tag_is_a_whole_number_of_64_bits_and_the_channel_goes_on(tag):
 
 
 @each_rank_of(2)
+def test_what_one_rank_refuses_keeps_its_place_whether_it_has_a_name_or_not():
+    channel, rank = rr.ordered(), rr.rank()
+    for name in ("x", None):
+        error, what = ((rr.MismatchError, "rank 1 of 2, .* was refused: "), (rr.InputError, "^allreduce"))[rank]
+        with pytest.raises(error, match=f"{what}.*a str is not an array"):
+            rr.allreduce(np.ones(2) if rank == 0 else "no array", name=name, process_set=channel)
+    assert channel.allreduce(np.ones(2) + rank, op=rr.Sum).tolist() == [3.0] * 2
+
+
+@each_rank_of(2)
+def test_rows_that_a_root_cannot_scatter_equally_are_refused_on_all_ranks():
+    channel, why = rr.ordered(), "scatter: 5 rows cannot be split equally among 2 ranks"
+    error, what = ((rr.InputError, "^"), (rr.MismatchError, "rank 0 of 2, .* was refused: "))[rr.rank()]
+    with pytest.raises(error, match=what + why):
+        channel.scatter(rows(rr.rank(), 5), 0)
+    assert channel.scatter(rows(rr.rank(), 4), 0).tolist() == rows(0, 4)[2 * rr.rank() :][:2].tolist()
+
+
+@each_rank_of(2)
 def test_a_message_to_this_rank_itself_is_refused_and_the_channel_goes_on():
     channel, rank = rr.ordered(), rr.rank()
     for kind in ("send", "recv"):

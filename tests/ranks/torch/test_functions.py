@@ -10,6 +10,7 @@ import ringreduce.torch as hvd
 from ringreduce.testing import run_ranks
 from tests.support.on_threads import each_rank_of, known
 from tests.support.tiers import adapters, parted
+from tests.support.training import make_model, trained
 
 MOMENTUM = {"momentum": 0.9, "weight_decay": 0.01}
 OPTIMIZERS = {
@@ -312,3 +313,16 @@ def test_objects_with_tensors_in_them():
     told = hvd.broadcast_object(mine, root_rank=1, name="checkpoint")
     assert_same(told, {"epoch": 1, "weights": torch.tensor([1, 1])})
     assert_same(hvd.allgather_object(mine)[2], {"epoch": 2, "weights": torch.tensor([2, 2])})
+
+
+@each_rank_of(2)
+def test_parameters_of_a_wrapped_optimizer_are_matched_by_the_names_that_it_was_given():
+    model = make_model()
+    named = [*model.named_parameters()][:: -1 if hvd.rank() == 1 else 1]
+    optimizer = hvd.DistributedOptimizer(torch.optim.Adam([each for _, each in named], lr=0.1), named)
+    trained(model, optimizer, 1)
+    for number, parameter in enumerate(model.parameters()):
+        optimizer.state[parameter]["exp_avg"].fill_(10 * hvd.rank() + number)
+    hvd.broadcast_optimizer_state(optimizer, 0)
+    for number, parameter in enumerate(model.parameters()):
+        assert optimizer.state[parameter]["exp_avg"].unique().tolist() == [number]

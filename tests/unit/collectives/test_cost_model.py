@@ -12,6 +12,7 @@ import ringreduce as rr
 from ringreduce.arrays.dtypes import TABLE
 from ringreduce.collectives.cost_model import (
     ALGORITHMS,
+    MANY,
     ONE_SHOT_BYTES,
     Constants,
     best_units,
@@ -106,6 +107,15 @@ def test_several_hosts_send_large_buffers_around_the_ring_and_not_all_to_one():
     for hosts in ((0, 1), (0, 0, 0, 0)):  # nobody's flows meet there
         prices = [predict_us(algorithm, 1 << 30, hosts, bytes_alone) for algorithm in ("ring", "direct")]
         assert prices[0] == pytest.approx(prices[1])
+
+
+def test_of_many_ranks_not_all_send_to_one_at_a_time():
+    """How that goes the model does not know."""
+    found = [
+        {choose(nbytes, nbytes, range(size), ["ring", "direct"], Constants()) for nbytes in SIZES}
+        for size in (MANY, MANY + 1)
+    ]
+    assert found == [{"ring", "direct"}, {"ring"}]
 
 
 def test_what_travels_wider_costs_more_where_sums_travel():

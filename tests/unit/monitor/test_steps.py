@@ -6,6 +6,7 @@ import json
 import math
 import sys
 import threading
+import time
 from types import SimpleNamespace
 
 import numpy as np
@@ -15,7 +16,7 @@ from ringreduce.execution import steps
 from ringreduce.execution.signature import Signature
 from ringreduce.execution.steps import MARKED, MOST, StepRecorder
 from ringreduce.monitor import sampling
-from ringreduce.monitor.reporting import MOST_BYTES, shortened
+from ringreduce.monitor.reporting import MOST_BYTES, Reporting, shortened
 from ringreduce.transport import traffic
 from ringreduce.transport.message import MessageTransport
 from ringreduce.transport.world import World
@@ -172,12 +173,20 @@ def test_memory_is_bounded(recorder, clock):
 @pytest.mark.parametrize("longest", ["operations", "by_name"])
 def test_a_message_fits_into_a_datagram(longest):
     row = ["gradient" * 10, "allreduce", 123456789, *[12345.678901234] * 4, "hierarchical"]
-    body = {"number": 7, "operations": [row] * 2000, "more": 5}
+    body = {"number": 7, "operations": [row] * 2001, "more": 5}
     if longest == "by_name":
         body = {"step": 7, "by_name": {f"{number}": row for number in range(2000)}}
     found = shortened(body)
     assert len(json.dumps(found)) <= MOST_BYTES
-    assert len(found["operations"]) + found["more"] == 2005 if longest == "operations" else len(found["by_name"]) >= 200
+    assert len(found["operations"]) + found["more"] == 2006 if longest == "operations" else len(found["by_name"]) >= 200
+
+
+def test_a_report_that_is_asked_for_again_goes_on_and_ends_no_sooner():
+    begin_s = time.monotonic()
+    asked = SimpleNamespace(_until_s=begin_s + 5, _thread=SimpleNamespace(is_alive=lambda: True))
+    for for_s in (60, 1):
+        assert Reporting.prolong(asked, for_s)
+        assert begin_s + 60 <= asked._until_s < begin_s + 65
 
 
 TRAIN = """

@@ -12,6 +12,7 @@ from ringreduce.errors import InputError, PeerLostError
 from ringreduce.ps import messages
 from ringreduce.ps.consistency import Consistency, Sync
 from ringreduce.ps.layout import Key, joined, shards_of
+from tests.support.patience import wait_until
 
 F4 = np.dtype(np.float32)
 
@@ -127,6 +128,18 @@ def test_after_a_loss_a_worker_that_has_left_comes_again_with_all_that_it_has_pu
     consistency.push(4, {"w": np.array(30)})
     assert consistency.applied() == {2: 2, 4: 3}
     assert applied[-1] == 30
+
+
+def test_who_waits_for_a_worker_in_step_goes_on_when_that_leaves():
+    applied = []
+    sync = Sync([0, 1], applied.append)
+    pushing = threading.Thread(target=sync.push, args=(0, {"w": np.ones(2)}), daemon=True)
+    pushing.start()
+    wait_until(lambda: sync._pushed)
+    sync.leave(1)
+    pushing.join(30)
+    assert not pushing.is_alive()
+    assert [each["w"].tolist() for each in applied] == [[1, 1]]
 
 
 def test_an_error_in_one_thread_ends_the_waits_of_the_others():
