@@ -19,6 +19,7 @@ from ringrun.hosts import place_ranks
 from ringrun.machine.placement import automatic_size
 from ringrun.machine.topology import read_topology
 from tests.support import jobs, tiers
+from tests.support.loops import in_a_loop
 
 
 def test_all_after_the_command_belongs_to_it():
@@ -202,7 +203,7 @@ def test_a_ringrun_that_is_each_rank_of_another_is_refused(ringrun, between):
     ringrun("-np", 2, sys.executable, "-c", program, returncode=0)
 
 
-@pytest.mark.parametrize(
+@in_a_loop(
     ("starter", "environ", "is_many"),
     [
         ("prterun", {"OMPI_COMM_WORLD_SIZE": "2"}, True),

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from ringrun.errors import UsageError
 from ringrun.forward import forwarded, is_secret, leave_batch_system, parse_allowed, parse_env, withheld
+from tests.support.loops import in_a_loop
 
 SECRETS = """
 WANDB_API_KEY HF_TOKEN hf_token DB_SECRET AWS_ACCESS_KEY_ID AWS_PROFILE PGPASSWORD SMTP_PASSWD MYSQL_PWD DB_PASS
@@ -27,7 +28,7 @@ PMIX_RANK PRTE_MCA_x KUBERNETES_SERVICE_HOST JOB_COMPLETION_INDEX SKYPILOT_NODE_
 """
 
 
-@pytest.mark.parametrize("name", SECRETS.split())
+@in_a_loop("name", SECRETS.split())
 def test_secrets_stay_unless_they_are_asked_for(name):
     assert is_secret(name)
     here = {name: "hush", "LANG": "C"}
@@ -37,12 +38,12 @@ def test_secrets_stay_unless_they_are_asked_for(name):
     assert withheld(here, {name: "hush"}) == []
 
 
-@pytest.mark.parametrize("name", LEAVES.split())
+@in_a_loop("name", LEAVES.split())
 def test_what_a_script_may_read_leaves(name):
     assert forwarded({name: "x"}, {}, gpus_are_chosen=True) == {name: "x"}
 
 
-@pytest.mark.parametrize(
+@in_a_loop(
     "value",
     [
         "https://me:hush@host/x",
@@ -64,7 +65,7 @@ def test_what_is_a_secret_is_one_under_any_name(value):
     assert forwarded({"BROKER_URL": value}, {}, gpus_are_chosen=False) == {}
 
 
-@pytest.mark.parametrize(
+@in_a_loop(
     "value",
     ["https://host:80/a@b", "git@github.com:a/b", "ssh://me@host", "//a:b", "http://h/u:p@x", "https://h/?design=1"],
 )
@@ -93,7 +94,7 @@ def test_folders_are_no_passwords():
     assert withheld({"PWD": "/home", "OLDPWD": "/"}, {}) == []
 
 
-@pytest.mark.parametrize("name", STAYS.split())
+@in_a_loop("name", STAYS.split())
 def test_what_describes_this_host_or_process_stays(name):
     assert forwarded({name: "x"}, {}, gpus_are_chosen=False) == {}
 

@@ -19,6 +19,7 @@ from ringrun.connection import wire
 from ringrun.connection.listener import Listener
 from ringrun.join.key import KEY_VARIABLE, read_key
 from tests.support.engines import go_on, grow, sleep, train, trained
+from tests.support.loops import in_a_loop
 from tests.support.patience import patient, wait_until
 
 SLOW = {"start_timeout": 300}
@@ -236,7 +237,7 @@ def test_a_lender_that_the_head_does_not_take_says_why(tmp_path):
             lending.lend(ticket)
 
 
-@pytest.mark.parametrize(
+@in_a_loop(
     ("wrong", "message"),
     [
         ({"np": 0}, "expected a number of ranks, 1 or more, got 0"),
@@ -256,7 +257,7 @@ def test_what_run_of_an_engine_cannot_have_meant(wrong, message):
         lending.checked(**{**right, **wrong})
 
 
-@pytest.mark.parametrize(
+@in_a_loop(
     ("engine", "flag", "here"),
     [
         (ray, "num_proc", "np="),

@@ -10,6 +10,7 @@ import pytest
 
 from ringrun.processes import before_exec, bind_to, how_ended, in_session, start_with_parent, state_of
 from tests.support import jobs
+from tests.support.loops import in_a_loop
 
 ASK = [sys.executable, "-c", "import os; print(sorted(os.sched_getaffinity(0)))"]
 
@@ -89,7 +90,7 @@ def test_a_child_whose_program_does_not_ignore_sigpipe_does_not():
         assert child.stdout.read() == expected
 
 
-@pytest.mark.parametrize(
+@in_a_loop(
     ("code", "how"),
     [
         (3, "ended with exit code 3"),

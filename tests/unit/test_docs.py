@@ -17,6 +17,7 @@ from ringrun.doctor import wire_cost
 from ringrun.join import command
 from ringrun.run_report.causes import KINDS
 from tests.support.jobs import ROOT
+from tests.support.loops import in_a_loop
 from tests.support.pages import BLOCKS, ELSEWHERE, NOT_RUN, PAGES, TUTORIALS, blocks, sides, tutorial
 
 PACKAGE, LAUNCHER = (Path(package.__file__).parent for package in (ringreduce, ringrun))
@@ -43,7 +44,7 @@ def test_what_is_no_command_is_marked_as_text():
     assert len(re.findall(r"^```", DOCS, re.MULTILINE)) == 2 * len(BLOCKS), "a fence that support/pages.py cannot read"
 
 
-@pytest.mark.parametrize("page", TUTORIALS)
+@in_a_loop("page", TUTORIALS)
 def test_a_tutorial_begins_with_a_whole_file_then_its_output_and_what_has_changed(page):
     program, command, output = tutorial(page)
     assert program.number == 0
@@ -262,9 +263,7 @@ def test_the_tables_of_horovods_names_and_flags_are_those_of_the_code():
     assert len(tables.TABLE.findall(PAGES["horovod.md"])) == 3
 
 
-@pytest.mark.parametrize(
-    "name", ["", ".torch", ".torch.distributed", ".elastic", ".ps", ".sweeps", ".testing", ".dask", ".spark"]
-)
+@in_a_loop("name", ["", ".torch", ".torch.distributed", ".elastic", ".ps", ".sweeps", ".testing", ".dask", ".spark"])
 def test_every_public_name_is_in_the_reference(name):
     module = importlib.import_module(f"ringreduce{name}")
     everywhere = documented("ringreduce") | documented("ringreduce.elastic")

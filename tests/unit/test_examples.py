@@ -4,11 +4,11 @@ import ast
 import re
 
 import kubernetes_validate
-import pytest
 import yaml
 
 from tests.support.documents import having
 from tests.support.jobs import ROOT
+from tests.support.loops import in_a_loop
 
 KINDS = (".py", ".ipynb", ".sbatch", ".yaml")
 EXAMPLES = sorted(path for path in (ROOT / "examples").rglob("*.*") if path.suffix in KINDS)
@@ -22,7 +22,7 @@ def name_of(path):
     return str(path.relative_to(ROOT))
 
 
-@pytest.mark.parametrize("path", EXAMPLES, ids=name_of)
+@in_a_loop("path", EXAMPLES)
 def test_each_is_short_and_told_in_the_readme_and_run_by_a_test(path):
     limit = 300 if path.name == "train_imagenet.py" else 200
     assert path.suffix == ".ipynb" or len(path.read_text().splitlines()) <= limit
@@ -51,7 +51,7 @@ def test_in_horovods_scripts_nothing_but_the_import_differs():
         assert ours == ["import ringreduce.torch as hvd  # before: import horovod.torch as hvd"]
 
 
-@pytest.mark.parametrize("path", [path for path in EXAMPLES if path.suffix == ".yaml"], ids=name_of)
+@in_a_loop("path", [path for path in EXAMPLES if path.suffix == ".yaml"])
 def test_objects_of_kubernetes_are_as_its_schemas_say(path):
     """Jobs and pods, also those within objects whose own schemas no package has."""
     for document in yaml.safe_load_all(path.read_text()):

@@ -12,6 +12,7 @@ import pytest
 
 import ringreduce
 import ringrun
+from tests.support.loops import in_a_loop
 
 pytestmark = pytest.mark.xdist_group("layers")  # one worker reads the files
 
@@ -197,7 +198,7 @@ def launcher_imports(path):
                 yield dotted if is_module else ".".join(filter(None, base))
 
 
-@pytest.mark.parametrize(("module", "path"), [each for each in modules(LAUNCHER) if each[1].name != "__init__.py"])
+@in_a_loop(("module", "path"), [each for each in modules(LAUNCHER) if each[1].name != "__init__.py"])
 def test_the_launcher_s_imports_point_downward_too(module, path):
     row, own = place_in_launcher(module)
     for imported in launcher_imports(path):

@@ -10,6 +10,7 @@ import pytest
 
 from ringrun.agent.oom import Counter, OomWatch, counters, judge
 from tests.support.cgroups import cgroup_below
+from tests.support.loops import in_a_loop
 from tests.support.patience import patient
 
 KILL = -signal.SIGKILL
@@ -24,7 +25,7 @@ ONE_OF_ITS = "the kernel's OOM killer killed one of its processes: out of memory
 NOTHING = "there is no sign of the kernel's OOM killer"
 
 
-@pytest.mark.parametrize(
+@in_a_loop(
     ("code", "pids", "log", "before", "after", "verdict"),
     [
         (KILL, [7], None, {V1: 0}, {V1: 1}, DID_IT),

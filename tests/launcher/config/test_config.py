@@ -172,7 +172,7 @@ def test_horovod_s_threshold_of_0_is_the_least_that_there_can_be():
     assert parsed("--fusion-threshold-mb=0").variables == {"RINGREDUCE_FUSION_BUFFER_BYTES": str(LEAST_FUSION_BYTES)}
 
 
-@pytest.mark.parametrize(
+@in_a_loop(
     ("given", "stall_check_s"),
     [
         (["--no-stall-check"], "0.0"),
@@ -185,7 +185,7 @@ def test_the_stall_check_goes_on_and_off(given, stall_check_s):
     assert parsed(*given).variables["RINGREDUCE_STALL_CHECK_S"] == stall_check_s
 
 
-@pytest.mark.parametrize(("flag", "text"), [("with", "1"), ("without", "0"), ("hide", "0"), ("no-hide", "1")])
+@in_a_loop(("flag", "text"), [("with", "1"), ("without", "0"), ("hide", "0"), ("no-hide", "1")])
 def test_horovods_switches_of_the_log(flag, text):
     name = f"--{'no-' * flag.startswith('no-')}log-{flag.removeprefix('no-')}-timestamp"
     assert parsed(name).variables == {"RINGREDUCE_LOG_TIMESTAMP": text}
@@ -303,7 +303,7 @@ def test_horovods_file_is_understood(file):
     ]
 
 
-@pytest.mark.parametrize(
+@in_a_loop(
     ("given", "message"),
     [
         (

@@ -13,6 +13,7 @@ from ringrun.environment import RankInfo
 from ringrun.errors import MachineError, UsageError
 from ringrun.hosts import Host
 from tests.support.jobs import executable
+from tests.support.loops import in_a_loop
 
 Install = Callable[[str, str], Path]
 OPEN_MPI_TEXT = "Open MPI v5.0.11, package: Open MPI user@localhost Distribution, ident: 5.0.11"
@@ -46,7 +47,7 @@ def test_commands(engine, launcher, flags, for_root):
         assert argv == [launcher.path, *(for_root if as_root else []), *flags, "3", "agent", "a b"]
 
 
-@pytest.mark.parametrize(
+@in_a_loop(
     ("text", "openmpi", "mpich"),
     [
         ("openmpi", (5, 0, 11), None),

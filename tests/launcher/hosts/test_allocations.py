@@ -1,6 +1,5 @@
 """What batch systems tell a job of its hosts: the variables and files as they write them, and damaged ones."""
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -9,6 +8,7 @@ from ringrun.hosts.allocation import find_allocation
 from ringrun.hosts.host import Allocation, Host
 from ringrun.hosts.slurm import expand_nodelist
 from tests.launcher.hosts.test_hosts import message_of
+from tests.support.loops import in_a_loop
 
 VARIABLES = [
     "SLURM_JOB_NODELIST",
@@ -46,7 +46,7 @@ def test_without_a_batch_system_there_is_no_allocation():
     assert find({"SLURM_TASKS_PER_NODE": "4"}) is None
 
 
-@pytest.mark.parametrize(
+@in_a_loop(
     ("text", "names"),
     [
         ("n1", "n1"),
@@ -69,7 +69,7 @@ LIST = "expected names with ranges in brackets, as in n[001-003,7],m[1-2]x"
 RANGE = "expected a number or a rising range, as in 001-003"
 
 
-@pytest.mark.parametrize(
+@in_a_loop(
     ("text", "message"),
     [
         (",", LIST),
@@ -101,7 +101,7 @@ SLURM = {
 }
 
 
-@pytest.mark.parametrize(("variables", "hosts"), SLURM.values(), ids=SLURM.keys())
+@in_a_loop(("variables", "hosts"), SLURM.values())
 def test_slots_of_a_slurm_job(variables, hosts):
     assert hosts_in({"SLURM_JOB_NODELIST": "n[1-3]", **variables}) == hosts
 
@@ -111,7 +111,7 @@ WORKERS_FILE = "job-worker-0.job.default.svc slots=2\njob-worker-1.job.default.s
 MINE = (Host("h1"), Host("h2", 2))
 
 
-@pytest.mark.parametrize(
+@in_a_loop(
     ("kind", "variables", "text", "hosts"),
     [
         (
@@ -141,7 +141,7 @@ PER_NODE = "expected a number for each node, as in 4(x2),3, got"
 OF_NODES = "expected numbers for the 3 nodes of SLURM_JOB_NODELIST, not for"
 
 
-@pytest.mark.parametrize(
+@in_a_loop(
     ("variable", "text", "message"),
     [
         ("SLURM_TASKS_PER_NODE", "4", f"{OF_NODES} 1"),

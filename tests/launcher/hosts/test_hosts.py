@@ -12,6 +12,7 @@ from ringrun.errors import UsageError
 from ringrun.hosts import Host, assign, without
 from ringrun.hosts.host import parse_host_list
 from ringrun.hosts.hostfile import parse_hostfile, read_hostfile
+from tests.support.loops import in_a_loop
 
 names = st.one_of(
     st.from_regex(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,15}", fullmatch=True),
@@ -38,7 +39,7 @@ def message_of(call, *arguments, **files):
     return str(caught.value)
 
 
-@pytest.mark.parametrize(
+@in_a_loop(
     ("text", "hosts"),
     [
         ("h1:4,h2:4", [Host("h1", 4), Host("h2", 4)]),
@@ -63,7 +64,7 @@ NUMBER = "expected a whole number from 1 to 999999"
 NAME = "expected a host name of letters, digits, '.', '-' and '_'"
 
 
-@pytest.mark.parametrize(
+@in_a_loop(
     ("text", "message"),
     [
         ("", "-H, item 1, '': expected a host name, found nothing"),
@@ -131,7 +132,7 @@ HOSTFILES = {
 }
 
 
-@pytest.mark.parametrize("text", HOSTFILES.values(), ids=HOSTFILES.keys())
+@in_a_loop("text", HOSTFILES.values())
 def test_a_hostfile_in_each_form(text):
     assert parse_hostfile(text, "hosts") == [Host("h1", 4), Host("h2", 2)]
 
@@ -147,7 +148,7 @@ SSH = "ringrun does not read it here; put it into ~/.ssh/config for this host"
 KEYS = "expected slots= or max_slots="
 
 
-@pytest.mark.parametrize(
+@in_a_loop(
     ("line", "message"),
     [
         ("h2 slots=x", f"slots: {NUMBER}, got 'x'"),
@@ -177,7 +178,7 @@ def test_a_wrong_line_is_told_with_its_place(line, message):
     assert message_of(parse_hostfile, text, "my/hosts") == f"my/hosts:3: {line!r}: {message}"
 
 
-@pytest.mark.parametrize("text", ["", "\n\n", "# only\n  # comments", "\ufeff"])
+@in_a_loop("text", ["", "\n\n", "# only\n  # comments", "\ufeff"])
 def test_a_hostfile_without_hosts(text):
     expected = "hostfile empty: no host in it; expected a line for each host, as in 'h1 slots=4' or 'h1:4'"
     assert message_of(parse_hostfile, text, "empty") == expected
@@ -210,7 +211,7 @@ def counts(hosts, size):
     return [(host.name, ranks) for host, ranks in assign(parse_host_list(hosts), size, two)]
 
 
-@pytest.mark.parametrize(
+@in_a_loop(
     ("hosts", "size", "expected"),
     [
         ("h1:4,h2:4", None, [("h1", 4), ("h2", 4)]),
@@ -265,7 +266,7 @@ def test_every_rank_has_its_place(hosts, size):
     assert all(host in remaining for host, _ in placed)  # in order
 
 
-@pytest.mark.parametrize(
+@in_a_loop(
     ("excluded", "left"),
     [
         ("h2", "h1:4,h3"),

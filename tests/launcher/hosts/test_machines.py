@@ -12,6 +12,7 @@ from ringrun.hosts import Host, Interface, Machine, Machines
 from ringrun.hosts.host import parse_host_list
 from ringrun.job.misplaced import misplaced, require_own_names
 from ringrun.job.plan import Job
+from tests.support.loops import in_a_loop
 
 
 def machine(number, name="", **changes):
@@ -27,7 +28,7 @@ def known(**machines):
 # one machine, several names
 
 
-@pytest.mark.parametrize(
+@in_a_loop(
     ("listed", "merged"),
     [
         ("a:1,b:2", "a:1,b:2"),
@@ -147,7 +148,7 @@ ONE_HOST = Job(2, ["true"])
 CURE_NAME = "use the name that `hostname` prints on each host"
 
 
-@pytest.mark.parametrize(
+@in_a_loop(
     ("job", "hello", "why"),
     [
         (JOB, Hello(1, 3, 1, 2, "ip-10-0-0-7", 1), ""),
@@ -188,7 +189,7 @@ def test_a_rank_that_is_not_where_it_is_to_be_is_told_with_both_places(job, hell
     assert found == why if not why or why.endswith(("there", "slots")) else found.startswith(why)
 
 
-@pytest.mark.parametrize(
+@in_a_loop(
     ("cpus", "job", "why"),
     [
         ("0-7", ONE_HOST, ""),

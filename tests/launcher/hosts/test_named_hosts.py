@@ -15,6 +15,7 @@ from ringrun.hosts.host import parse_host_list
 from ringrun.job.growth import Blacklist, Growth, HostWatch
 from ringrun.processes import state_of
 from tests.support.jobs import executable
+from tests.support.loops import in_a_loop
 from tests.support.patience import patient, wait_until
 
 IP_FREEBIND = 15
@@ -78,7 +79,7 @@ def test_slots_say_how_many_ranks_there_are(tmp_path, monkeypatch):
     assert _placed("-H", "localhost:2") == (2, [])
 
 
-@pytest.mark.parametrize(
+@in_a_loop(
     ("hosts", "size", "names"),
     [
         ("localhost:2,h9:2", 4, ["localhost", "h9"]),
@@ -103,8 +104,8 @@ def test_a_slurm_job_starts_its_own_nodes_and_ssh_the_others(monkeypatch):
         assert cli.parse([*arguments, "true"]).found.in_slurm is in_slurm
 
 
-@pytest.mark.parametrize("hosts", [2, 64, 512])
-@pytest.mark.parametrize(("asked", "seconds"), [([], None), (["--start-timeout", "7"], 7.0)])
+@in_a_loop("hosts", [2, 64, 512])
+@in_a_loop(("asked", "seconds"), [([], None), (["--start-timeout", "7"], 7.0)])
 def test_more_hosts_may_take_longer_to_start_unless_it_is_said(hosts, asked, seconds):
     seconds = seconds or 30 + 0.2 * hosts
     named = ["-H", ",".join(f"n{number}:8" for number in range(hosts))]

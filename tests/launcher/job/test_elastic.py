@@ -14,6 +14,7 @@ from ringrun.elastic import Elastic, rank_variables
 from ringrun.engines import ENGINES, Launcher
 from ringrun.errors import LauncherError, UsageError
 from tests.support import jobs
+from tests.support.loops import in_a_loop
 from tests.support.patience import patient, wait_until
 
 pytestmark = pytest.mark.without_mpi
@@ -133,7 +134,7 @@ def test_a_script_that_catches_nothing_is_started_again_at_once(ringrun, python)
 SRUN = "srun ends the job when a rank is lost; leave --launcher srun out"
 
 
-@pytest.mark.parametrize(
+@in_a_loop(
     ("arguments", "message"),
     [
         ("--elastic --min-np 0", "--min-np: expected a whole number from 1 to 999999, got '0'"),
@@ -167,7 +168,7 @@ def test_what_makes_no_sense_is_refused(arguments, message):
     assert str(error.value) == message
 
 
-@pytest.mark.parametrize(
+@in_a_loop(
     ("flags", "elastic"),
     [
         (["--elastic"], Elastic()),
@@ -217,7 +218,7 @@ def test_open_mpi_4_cannot_outlive_a_host():
         engine.elastic_environment(old, {}, is_across=True)
 
 
-@pytest.mark.parametrize(
+@in_a_loop(
     ("chosen", "is_fit"), [("ucx", False), ("cm,ucx", False), ("^ob1", False), ("^ucx", True), ("ob1,ucx", True)]
 )
 def test_ucx_cannot_outlive_a_rank(chosen, is_fit):

@@ -17,6 +17,7 @@ from ringrun.job.growth import CANNOT_START_S, Blacklist, Growth, HostWatch, InU
 from ringrun.job.losses import Losses
 from ringrun.job.plan import Job
 from ringrun.report.outcome import RankEnd
+from tests.support.loops import in_a_loop
 
 
 class Clock:
@@ -186,9 +187,7 @@ def test_how_a_rank_was_lost_is_said_before_the_others_went_on():
     assert re.fullmatch("ringrun: ranks 0,2 resumed after [0-9]+ ms", said[-1])
 
 
-@pytest.mark.parametrize(
-    ("max_np", "slots", "size"), [(None, 5, 3), (4, 5, 5), (4, 3, 3), (8, 6, 6)], ids=["as at first", "", "", ""]
-)
+@in_a_loop(("max_np", "slots", "size"), [(None, 5, 3), (4, 5, 5), (4, 3, 3), (8, 6, 6)])
 def test_a_job_on_this_host_grows_to_its_slots_and_its_limit(max_np, slots, size):
     flags = [] if max_np is None else ["--max-np", str(max_np)]
     request = cli.parse(["--elastic", "-np", "2", "--spares", "1", "-H", f"localhost:{slots}", *flags, "true"])

@@ -12,6 +12,7 @@ from ringrun.job.init_watch import InitWatch
 from ringrun.job.plan import Job
 from ringrun.job.supervise import Supervisor
 from tests.launcher.job.test_supervise import Fake, arrived, ended, queue_of
+from tests.support.loops import in_a_loop
 
 
 def test_a_rank_that_is_late_is_reported_once_and_its_end_again():
@@ -95,7 +96,7 @@ def test_a_rank_that_has_ended_without_init_ends_the_job(command):
     assert fake.said[3:] == advice * (command[1] == "-")
 
 
-@pytest.mark.parametrize("what", ["stalls", "waits", "leaves", "is elastic"])
+@in_a_loop("what", ["stalls", "waits", "leaves", "is elastic"])
 def test_a_rank_that_ends_with_0_in_the_middle_ends_the_job_when_another_waits(what):
     """As by os._exit(0). One that has left its world, as another may stall, ends nothing, nor does an elastic job's."""
     leaving = [Reported(1, Left("it called shutdown()"))] * (what == "leaves")

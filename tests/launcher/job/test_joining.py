@@ -8,6 +8,7 @@ from ringrun.job.plan import Job
 from ringrun.report.outcome import RankEnd
 from tests.launcher.job.test_init_watch import Answering
 from tests.launcher.job.test_supervise import arrived, ended
+from tests.support.loops import in_a_loop
 
 TOLD = "ringrun: the 2 ranks are not connected: each is running alone; "
 TORCH = TOLD + "call torch.distributed.init_process_group() or ringreduce.init()"
@@ -28,7 +29,7 @@ def groups(members, size=2):
     return [Reported(rank, Grouped(member, size)) for rank in (0, 1) for member in members[rank]]
 
 
-@pytest.mark.parametrize(
+@in_a_loop(
     ("events", "told"),
     [
         (alone(0), []),
@@ -131,7 +132,7 @@ def test_ranks_that_join_and_train_each_a_model_of_its_own_are_told(ringrun, scr
     assert done.stderr == (IN_VAIN + "\n" if how in ("nothing", "metrics") else "")
 
 
-@pytest.mark.parametrize(
+@in_a_loop(
     ("traceback", "starter"),
     [
         ("in notebook_launcher\n self._store = TCPStore(", "notebook_launcher"),

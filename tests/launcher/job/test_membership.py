@@ -6,11 +6,10 @@ Whole jobs, in which anything is lost at any point: tests/unit/runtime/test_simu
 import math
 import tracemalloc
 
-import pytest
-
 from ringrun.connection.wire import Membership
 from ringrun.elastic import Elastic
 from ringrun.job.membership import CannotGoOn, Kill, Members, Wake
+from tests.support.loops import in_a_loop
 
 LOST = [("lost", {1: "a"}, 0.0), ("lost", {2: "b"}, 4.0)]
 WRAPPED = "a script survives a loss only inside a function that ringreduce's elastic.run wraps"
@@ -22,7 +21,7 @@ def members(size=4, **options):
     return made
 
 
-@pytest.mark.parametrize(
+@in_a_loop(
     ("options", "heard", "decision"),
     [
         # why it cannot go on

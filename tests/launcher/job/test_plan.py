@@ -23,6 +23,7 @@ from ringrun.join.head import OverJoin
 from ringrun.remote import OverSlurm, OverSsh
 from ringrun.ssh import SshOptions
 from tests.support.jobs import executable
+from tests.support.loops import in_a_loop
 
 ADDRESS = Address("here", "/tmp/private/socket")
 SETTINGS = Settings(ADDRESS, "mpich", "/tmp/private")
@@ -107,7 +108,7 @@ def test_a_missing_command_is_told_with_its_cure(name, message, tmp_path, monkey
     assert str(caught.value) == message
 
 
-@pytest.mark.parametrize(
+@in_a_loop(
     ("words", "flag"),
     [
         ("python -np 2 x.py", "-np"),
@@ -126,7 +127,7 @@ def test_a_flag_of_ringruns_behind_python_is_told(words, flag):
         plan.find_command(words.split())
 
 
-@pytest.mark.parametrize(
+@in_a_loop(
     "words",
     [
         "python x.py -np 2", "python -Bu x.py -H", "python -m pytest -n 2", "python -c pass -np", "python -ic pass -np",
@@ -138,7 +139,7 @@ def test_flags_of_python_and_of_the_script_are_theirs(words):
     assert plan.find_command(words.split())[1:] == words.split()[1:]
 
 
-@pytest.mark.parametrize("name", ["python", "python3.12", "python3.13t", "bash", "pythonista", "ipython", "torchrun"])
+@in_a_loop("name", ["python", "python3.12", "python3.13t", "bash", "pythonista", "ipython", "torchrun"])
 def test_a_python_command_is_asked_for_its_mpi_and_instead_of_others_ours(name):
     is_python = name in ("python", "python3.12", "python3.13t")
     assert plan.interpreter_of([f"/opt/bin/{name}", "train.py"]) == (
@@ -260,7 +261,7 @@ def test_what_becomes_of_variables_that_are_set(sent, inherited, gpu, expected):
     assert "RINGRUN_X" not in environment
 
 
-@pytest.mark.parametrize(("rank", "host"), [(0, "h1"), (2, "h1"), (3, "fe80::1"), (4, "fe80::1")])
+@in_a_loop(("rank", "host"), [(0, "h1"), (2, "h1"), (3, "fe80::1"), (4, "fe80::1")])
 def test_hosts_are_filled_in_order(rank, host):
     assert ABROAD.host_of(rank) == host
 

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from ringrun.arguments import parse_ranks
 from ringrun.errors import UsageError
 from ringrun.text import format_spans, split_ranks
+from tests.support.loops import in_a_loop
 
 sets_of_ranks = st.frozensets(st.integers(0, 130), min_size=1)
 # rich in what a list of ranks is made of
@@ -50,7 +51,7 @@ RIGHT = [
 ]
 
 
-@pytest.mark.parametrize(("text", "ranks"), RIGHT)
+@in_a_loop(("text", "ranks"), RIGHT)
 def test_lists(text, ranks):
     assert parse_ranks(text, 8, "--ranks") == ranks
 
@@ -72,7 +73,7 @@ WRONG = [
 ]
 
 
-@pytest.mark.parametrize(("text", "message"), WRONG)
+@in_a_loop(("text", "message"), WRONG)
 def test_what_is_wrong_is_said(text, message):
     with pytest.raises(UsageError) as error:
         parse_ranks(text, 8, "--ranks")

@@ -27,6 +27,7 @@ from ringrun.job.supervise import Supervisor
 from tests.launcher.job.test_growth import Clock
 from tests.launcher.job.test_supervise import Fake, arrived, ended, queue_of
 from tests.support.jobs import executable
+from tests.support.loops import in_a_loop
 from tests.support.patience import patient
 
 OK, FAILED, TIMEOUT = Ending(0), Ending(7, failed=True), Ending(124)
@@ -211,7 +212,7 @@ HOSTS = [Host("a", 4), Host("b", 4), Host("c", 2)]
 BEFORE = {"a": 4, "b": 4}
 
 
-@pytest.mark.parametrize(
+@in_a_loop(
     ("answering", "counts"),
     [
         (["a", "b", "c"], {"a": 4, "b": 4}),
@@ -265,8 +266,8 @@ def test_a_job_is_placed_anew_on_the_hosts_that_answer():
     assert restarts.on_hosts_that_answer(list, answering, 1)(alone, ()) is alone
 
 
-@pytest.mark.parametrize("slots", [2, None], ids=["said", "not said"])
-@pytest.mark.parametrize(("most", "counts"), [(sys.maxsize, [2, 3]), (3, [2, 1])])
+@in_a_loop("slots", [2, None])
+@in_a_loop(("most", "counts"), [(sys.maxsize, [2, 3]), (3, [2, 1])])
 def test_hosts_that_are_new_get_ranks(most, counts, slots):
     here, new = Host("localhost", 2), Host("h2.example", 3)
     hosts = [replace(here, slots=slots)]

@@ -5,9 +5,10 @@ import signal
 import pytest
 
 from ringrun.job.shutdown import AFTER_FAILURE, AFTER_INTERRUPT, AFTER_TERMINATE, AT_ONCE, Shutdown, Step
+from tests.support.loops import in_a_loop
 
 
-@pytest.mark.parametrize("steps", [AFTER_FAILURE, AFTER_INTERRUPT, AFTER_TERMINATE, AT_ONCE])
+@in_a_loop("steps", [AFTER_FAILURE, AFTER_INTERRUPT, AFTER_TERMINATE, AT_ONCE])
 def test_every_shutdown_ends_with_kill_within_five_seconds(steps):
     assert steps[-1].number == signal.SIGKILL
     assert sum(step.wait_s for step in steps) <= 5.0 - 0.5  # half a second for mpirun

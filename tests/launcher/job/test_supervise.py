@@ -16,6 +16,7 @@ from ringrun.job.growth import InUse
 from ringrun.job.plan import Job
 from ringrun.job.supervise import Supervisor
 from ringrun.report.outcome import RankEnd
+from tests.support.loops import in_a_loop
 
 
 class Fake:
@@ -193,9 +194,7 @@ def test_ranks_of_an_elastic_job_outlive_mpirun(elastic, code):
     )
 
 
-@pytest.mark.parametrize(
-    ("ends", "gone", "slots"), [((2, 3), {2, 3}, 0), ((2, 3), {3}, 2), ((3,), {2}, 2), ((), {1, 2}, 2)]
-)
+@in_a_loop(("ends", "gone", "slots"), [((2, 3), {2, 3}, 0), ((2, 3), {3}, 2), ((3,), {2}, 2), ((), {1, 2}, 2)])
 def test_a_host_is_lost_with_its_agents_however_its_ranks_have_ended(ends, gone, slots):
     fake = Fake()
     fake.gone = gone

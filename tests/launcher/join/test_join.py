@@ -32,6 +32,7 @@ from ringrun.join.node import Lender
 from ringrun.join.platforms import PLATFORMS, NodeRank, find_node_rank
 from tests.support.documents import having
 from tests.support.jobs import ROOT
+from tests.support.loops import in_a_loop
 from tests.support.patience import wait_until
 
 TOO_LATE = "the job ended before this node joined; see what ringrun has written on the head"
@@ -80,7 +81,7 @@ PLACES = [
 ]
 
 
-@pytest.mark.parametrize(("title", "environ", "place"), PLACES)
+@in_a_loop(("title", "environ", "place"), PLACES)
 def test_a_platform_says_which_node_this_is(title, environ, place):
     found = find_node_rank(environ | {"HOSTNAME": "train-2"}, "train-2.train.default.svc")
     assert (found.index, found.count, found.head, found.port) == place
@@ -92,7 +93,7 @@ def test_every_platform_is_tried():
     assert find_node_rank({"MASTER_ADDR": "h0", "SLURM_JOB_ID": "1"}, "h0") is None
 
 
-@pytest.mark.parametrize(
+@in_a_loop(
     ("environ", "message"),
     [
         ({"NODE_RANK": "1"}, "torchrun was recognized by NODE_RANK, but NNODES is not set; say --nodes N"),
@@ -671,7 +672,7 @@ FILES = [path.name for path in sorted((ROOT / "examples" / "join").iterdir())]
 """aws-batch.json, indexed-job.yaml, jobset.yaml, sagemaker.sh, skypilot.yaml, slurm.sbatch, trainjob.yaml"""
 
 
-@pytest.mark.parametrize("name", FILES)
+@in_a_loop("name", FILES)
 def test_an_example_s_command_can_be_run(name):
     """Its flags and its script exist, its nodes have a key, and pods of Kubernetes know how many they are."""
     text = (ROOT / "examples" / "join" / name).read_text()

@@ -11,6 +11,7 @@ from ringrun.machine.placement import automatic_size, place, threads_of
 from ringrun.machine.topology import Core, Topology
 from tests.support.cgroups import cgroup_below
 from tests.support.fake_machines import write
+from tests.support.loops import in_a_loop
 
 V1 = "9:name=systemd:/\n4:memory:/a/b\n3:cpu,cpuacct:{}\n0::/\n"
 V2 = "0::{}\n"
@@ -55,7 +56,7 @@ def test_the_smallest_quota_of_a_cgroup_and_of_those_above_it(groups, mounts, fi
     assert cpu_quota(tmp_path) == quota
 
 
-@pytest.mark.parametrize(
+@in_a_loop(
     ("quota", "ranks", "automatic", "bound", "threads"),
     [
         (math.inf, 4, 8, True, 2),

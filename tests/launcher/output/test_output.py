@@ -15,10 +15,11 @@ from ringrun.output import display
 from ringrun.output.display import Display, Output
 from ringrun.output.files import OutputFiles
 from ringrun.output.prefix import Prefix, local_time
+from tests.support.loops import in_a_loop
 from tests.support.patience import patient
 
 
-@pytest.mark.parametrize(
+@in_a_loop(
     ("size", "fold", "ranks", "line"),
     [
         (10, False, [3], b"[3] x"),

@@ -28,6 +28,7 @@ from ringrun.preflight.ask import Question, Version, ask, read_answer
 from ringrun.preflight.findings import find, lines, short_mpi, table
 from ringrun.remote import Answer, Problem, Remote, Ssh
 from tests.support.jobs import executable
+from tests.support.loops import in_a_loop
 
 OPEN_MPI = "Open MPI v5.0.11, package: Open MPI user@localhost Distribution, ident: 5.0.11, repo rev: v5.0.11rc1, Sep"
 MPICH = "MPICH Version:      5.0.2"
@@ -65,7 +66,7 @@ def found(**changes):
 # names
 
 
-@pytest.mark.parametrize(
+@in_a_loop(
     ("names", "text"),
     [
         (["n1", "n2", "n3", "login", "n5"], "n[1-3,5],login"),
@@ -102,7 +103,7 @@ def test_nothing_is_wrong_with_equal_hosts():
     assert found(gpus=0, ranks=2, clock_skew_s=-0.9, mpi=Version(other)) == []
 
 
-@pytest.mark.parametrize(
+@in_a_loop(
     ("changes", "severity", "what", "cure"),
     [
         ({"python": "3.10.7"}, "error", "Python 3.10.7 there, Python 3.11.7 on n1", "install the same"),
@@ -154,7 +155,7 @@ def test_what_is_wrong_with_a_host(changes, severity, what, cure):
     assert cure in finding.cure
 
 
-@pytest.mark.parametrize(
+@in_a_loop(
     ("gpus", "theirs", "expected"),
     [
         (8, "cupy-cuda12x 14.2.0", []),
@@ -184,7 +185,7 @@ def test_equal_findings_are_told_once():
     ]
 
 
-@pytest.mark.parametrize(
+@in_a_loop(
     ("text", "short"),
     [
         (OPEN_MPI, "Open MPI 5.0.11"),
@@ -349,7 +350,7 @@ def test_a_clock_is_compared_when_its_answer_comes(ahead_s):
     assert read(clock_s=1000.0 + ahead_s) == facts(clock_skew_s=ahead_s)
 
 
-@pytest.mark.parametrize("machine", [["n2", "", [["eth0", True, ["10.0.0.7/33"]]], []], ["n2"], [7, 8, 9, 0], None])
+@in_a_loop("machine", [["n2", "", [["eth0", True, ["10.0.0.7/33"]]], []], ["n2"], [7, 8, 9, 0], None])
 def test_a_machine_that_is_none_makes_no_facts(machine):
     assert isinstance(read(machine=machine, clock_s=1000.0), Problem)
 

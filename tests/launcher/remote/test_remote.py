@@ -25,6 +25,7 @@ from ringrun.remote.refusals import program_problem, srun_problem, ssh_problem
 from ringrun.ssh import SshOptions
 from tests.launcher.conftest import PROGRAMS
 from tests.support.jobs import executable
+from tests.support.loops import in_a_loop
 from tests.support.patience import patient, wait_until
 
 HERE = "127.0.0.1"
@@ -388,7 +389,7 @@ def test_a_wrong_configuration_of_ssh(server):
     assert problem_of(answer).startswith("ssh ended with exit code 255 and wrote: ")
 
 
-@pytest.mark.parametrize(
+@in_a_loop(
     ("text", "what"),
     [
         ("ssh: Could not resolve hostname h1: Temporary failure in name resolution", "its name is not known here"),

@@ -7,6 +7,7 @@ from ringrun.report.answers import NO_ANSWER, waiting
 from ringrun.report.card import WIDTH, card
 from ringrun.report.outcome import RankEnd
 from ringrun.text import duration
+from tests.support.loops import in_a_loop
 
 
 def end(rank, code, **facts):
@@ -139,7 +140,7 @@ def test_equal_answers_are_one_line():
     assert waiting([2], {2: Answer(1, "", "", "")}) == ["rank 2: no Python code runs"]
 
 
-@pytest.mark.parametrize(
+@in_a_loop(
     ("seconds", "text"),
     [
         (-0.1, "0.0 s"),

@@ -3,10 +3,9 @@
 import signal
 from dataclasses import replace
 
-import pytest
-
 from ringrun.connection.wire import RankError
 from ringrun.report import outcome
+from tests.support.loops import in_a_loop
 
 
 def end(rank, code, at_s=0.0, *, sent=(), lost=(), tail=()):
@@ -17,7 +16,7 @@ def end(rank, code, at_s=0.0, *, sent=(), lost=(), tail=()):
 TERM, KILL = signal.SIGTERM, signal.SIGKILL
 
 
-@pytest.mark.parametrize(
+@in_a_loop(
     ("ends", "cause"),
     [
         ([], None),
@@ -67,7 +66,7 @@ def test_root_cause(ends, cause):
     assert (found.rank if found else None) == cause
 
 
-@pytest.mark.parametrize(
+@in_a_loop(
     ("ends", "left", "cause"),
     [
         ([end(0, 1, 1.0, lost=(2,)), end(1, 1, 1.1, lost=(2,)), end(2, 14, 1.2)], {2}, 0),
@@ -85,7 +84,7 @@ def test_a_rank_that_left_in_order_has_not_failed_when_the_mpi_ends_it(ends, lef
     assert outcome.root_cause(ends, lost_peer_code=14, left=left).rank == cause
 
 
-@pytest.mark.parametrize(
+@in_a_loop(
     ("code", "of_shell", "words"),
     [
         (3, 3, "exit code 3"),
@@ -108,7 +107,7 @@ CRASH = ["Fatal Python error: Aborted", "", "Stack (most recent call first):", '
 DURING = ["", "During handling of the above exception, another exception occurred:", ""]
 
 
-@pytest.mark.parametrize(
+@in_a_loop(
     ("tail", "expected"),
     [
         (["warning", "words"], []),
@@ -139,7 +138,7 @@ def test_evidence_says_whose_it_is_where_another_rank_is_the_subject():
     assert outcome.evidence(end(0, 1), (), "rank 0") == ["rank 0 wrote nothing to stderr"]
 
 
-@pytest.mark.parametrize(("culprit", "cause"), [(2, 2), (1, 1), (0, 1), (3, 1), (-1, 1)])
+@in_a_loop(("culprit", "cause"), [(2, 2), (1, 1), (0, 1), (3, 1), (-1, 1)])
 def test_of_an_error_that_all_ranks_raise_for_one_that_rank_is_the_cause(culprit, cause):
     error = RankError("NanError", "rank 2 of 4 …", "", culprit=culprit)
     ends = [outcome.RankEnd(rank, "h", 1, 1, at_s, error=error) for rank, at_s in ((1, 0.1), (2, 0.2))]

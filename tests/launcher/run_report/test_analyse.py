@@ -9,6 +9,7 @@ from ringrun.run_report import analyse
 from ringrun.run_report.causes import host_names, links
 from ringrun.run_report.collect import Rank
 from ringrun.run_report.document import document
+from tests.support.loops import in_a_loop
 from tests.support.made_steps import STEPS, MadeJob
 
 
@@ -99,9 +100,9 @@ FOUND = [
 ]
 
 
-@pytest.mark.parametrize("sync", [False, True], ids=["overlapped", "one_by_one"])
-@pytest.mark.parametrize(("job", "expected"), [each[1:] for each in FOUND], ids=[each[0] for each in FOUND])
-def test_each_straggler_is_named_with_its_kind_and_delay(job, expected, sync):
+@in_a_loop("sync", [False, True])
+@in_a_loop(("name", "job", "expected"), FOUND)
+def test_each_straggler_is_named_with_its_kind_and_delay(name, job, expected, sync):
     job.sync, job.steps = sync, []
     collector = job.collected()
     collector.ranks[0].about["links"] = [[*link] for link in CAN_CARRY] if job.totals is slow_host else []

@@ -10,6 +10,7 @@ from ringrun.run_report import collect
 from ringrun.run_report.causes import _seconds_at_lines
 from ringrun.run_report.collect import Collector, seconds_of
 from ringrun.run_report.document import document
+from tests.support.loops import in_a_loop
 
 
 @pytest.fixture
@@ -82,7 +83,7 @@ def test_steps_of_another_attempt_or_world_count_too(clock, restarts):
     assert collector.bins.by_number[0].steps == {-40: 24}
 
 
-@pytest.mark.parametrize("text", ["", "[", "7", "{}", '{"totals": 7}', '{"totals": {"step": 1}}', '{"a": 1, "b": 2}'])
+@in_a_loop("text", ["", "[", "7", "{}", '{"totals": 7}', '{"totals": {"step": 1}}', '{"a": 1, "b": 2}'])
 def test_what_makes_no_sense_is_dropped(text):
     collector = Collector()
     collector.begin(1)

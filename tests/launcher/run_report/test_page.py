@@ -11,6 +11,7 @@ from ringrun.errors import UsageError
 from ringrun.run_report.page import quantity, render
 from tests.support import tiers
 from tests.support.browser import CHROMIUM, Browser
+from tests.support.loops import in_a_loop
 from tests.support.made_reports import HOSTILE, REPORTS
 
 MOST_BYTES = 5_000_000
@@ -138,7 +139,7 @@ def test_what_cannot_be_shown_is_an_error(monkeypatch):
         render(REPORTS["2-ranks"]())
 
 
-@pytest.mark.parametrize(
+@in_a_loop(
     ("value", "kind", "shown"),
     [
         (0, "bytes", "0 B"), (1023, "bytes", "1023 B"), (1572864, "bytes", "1.5 MiB"), (3 << 60, "bytes", "3072 PiB"),

@@ -19,6 +19,7 @@ from ringrun.scaling import command, measure
 from ringrun.scaling.analyse import GLOBAL, OTHER, PER_RANK, UNKNOWN, analyse, figure, rows, table
 from ringrun.scaling.measure import Bounds, Run, Seen, run_of
 from ringrun.scaling.page import render
+from tests.support.loops import in_a_loop
 from tests.support.patience import patient, wait_until
 
 FEWER = "fewer cores or less memory bandwidth per rank than with 1 rank"
@@ -71,7 +72,7 @@ def test_what_is_held_equal_is_not_guessed():
     assert "no batch was held equal; examples per rank and step: 32 with 1 rank, 25 with 2 ranks" in other.notes[0]
 
 
-@pytest.mark.parametrize(
+@in_a_loop(
     ("more", "limit"),
     [
         ({"core_ms": 30.0, "exposed_ms": 20.0}, "waiting for a CPU core: 30 of 100 ms"),
@@ -145,7 +146,7 @@ def test_a_run_that_fails_in_one_round_is_said_and_the_others_count():
     assert rows(found)[1]["speed_up"] == "2"
 
 
-@pytest.mark.parametrize(
+@in_a_loop(
     ("run", "advice"),
     [
         (
@@ -170,7 +171,6 @@ def test_a_run_that_fails_in_one_round_is_said_and_the_others_count():
         ),
         ({}, []),
     ],
-    ids=["core", "all-reduce", "hosts", "loader", "report", "nothing"],
 )
 def test_what_would_pay_more_stands_with_its_figure(run, advice):
     found = answer(a_run(1), a_run(2, 100.0, 15.0, **run), cores=1).advice
@@ -299,7 +299,7 @@ def test_a_machine_too_busy_to_compare_is_said_first():
     assert not any("busy" in note for note in found.notes)
 
 
-@pytest.mark.parametrize(
+@in_a_loop(
     ("report", "said", "code", "problem"),
     [
         (a_report(3), ["x"], 0, "only 3 steps could be measured before the script ended; let it train longer"),
@@ -481,7 +481,7 @@ def test_every_other_round_goes_backwards():
     assert list(plan.order()) == [(0, 1), (0, 2), (1, 2), (1, 1), (2, 1), (2, 2)]
 
 
-@pytest.mark.parametrize(
+@in_a_loop(
     ("arguments", "message"),
     [
         (["-np", "2", "python", "x"], "-np 2: expected several numbers of ranks to compare, as in -np 1,2,4"),
@@ -507,7 +507,7 @@ def test_wrong_command_lines(arguments, message):
         command.run(arguments)
 
 
-@pytest.mark.parametrize("name", command._NOT_HERE)
+@in_a_loop("name", command._NOT_HERE)
 def test_flags_that_make_no_sense_here_are_refused(name):
     flag = next(each for each in command._parser().flags if each.dest == name)
     value = [] if flag.nargs == 0 else ["1"]

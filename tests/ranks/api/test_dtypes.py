@@ -12,6 +12,7 @@ import pytest
 import ringreduce as rr
 from ringreduce.settings import Settings
 from ringreduce.testing import run_ranks
+from tests.support.loops import in_a_loop
 from tests.support.tiers import adapters, parted
 
 torch = pytest.importorskip("torch", reason="torch is not installed: its tensors are not tested here")
@@ -120,7 +121,7 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("dtype", REFUSED, ids=str)
+@in_a_loop("dtype", REFUSED)
 def test_what_is_not_added_up_is_refused_with_its_name_and_the_cure(dtype):
     array, why = np.zeros(3, dtype), REFUSED[dtype]
 

@@ -11,6 +11,7 @@ from ringreduce import runtime
 from ringreduce.settings import Settings
 from ringreduce.testing import run_ranks
 from ringreduce.torch import HorovodInternalError
+from tests.support.loops import in_a_loop
 from tests.support.on_threads import each_rank_of
 
 torch = pytest.importorskip("torch", reason="torch is not installed: its tensors are not tested here")
@@ -127,8 +128,8 @@ MISMATCHES = {
 }
 
 
-@pytest.mark.parametrize("case", MISMATCHES)
-@pytest.mark.parametrize("known", [False, True], ids=["new", "known to the cache"])
+@in_a_loop("case", MISMATCHES)
+@in_a_loop("known", [False, True])
 @each_rank_of(3)
 def test_a_mismatch_is_told_on_every_rank_and_the_job_goes_on(case, known):
     """With the same message."""
@@ -173,7 +174,7 @@ DIFFERENT = {
 }
 
 
-@pytest.mark.parametrize("case", DIFFERENT)
+@in_a_loop("case", DIFFERENT)
 @each_rank_of(2)
 def test_different_operations(case):
     call, message = DIFFERENT[case]
@@ -374,7 +375,7 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("case", WRONG)
+@in_a_loop("case", WRONG)
 @each_rank_of(3)
 def test_a_wrong_argument_is_a_value_error_and_the_job_goes_on(case):
     call, message = WRONG[case]
@@ -451,7 +452,7 @@ NAMED = {
 MEMORY = np.zeros(9)
 
 
-@pytest.mark.parametrize("case", NAMED)
+@in_a_loop("case", NAMED)
 @each_rank_of(2)
 def test_of_several_arrays_the_one_that_is_refused_is_named(case):
     call, message = NAMED[case]
@@ -501,8 +502,8 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("refusing", [0, 2])
-@pytest.mark.parametrize("case", REFUSED)
+@in_a_loop("refusing", [0, 2])
+@in_a_loop("case", REFUSED)
 @each_rank_of(3)
 def test_what_one_rank_refuses_is_the_others_error_and_later_calls_meet(case, refusing):
     kind, call = case.partition(",")[0], REFUSED[case]
@@ -557,7 +558,7 @@ BEFORE_INIT = {
 }
 
 
-@pytest.mark.parametrize("name", BEFORE_INIT)
+@in_a_loop("name", BEFORE_INIT)
 def test_a_call_outside_a_world_says_what_to_do(name):
     message = rf"^{name}\(\): ringreduce has not been initialized; use ringreduce.init\(\)$"
     assert not rr.is_initialized()

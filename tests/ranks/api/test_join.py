@@ -13,6 +13,7 @@ from ringreduce import runtime
 from ringreduce.settings import Settings
 from ringreduce.testing import run_ranks
 from tests.support import matrix
+from tests.support.loops import in_a_loop
 from tests.support.on_threads import each_rank_of, known
 from tests.support.reference import MATRIX, all_but_few_extended, readable
 from tests.support.tiers import parted
@@ -79,8 +80,8 @@ def test_what_was_given_before_joining_is_settled_when_all_have(settings):
         assert run_ranks(2, lambda first=first: program(first), settings=settings) == [[1, 1, 1], None]
 
 
-@pytest.mark.parametrize("known", [False, True], ids=["new", "known to the cache"])
-@pytest.mark.parametrize("kind", ["allgather", "broadcast", "alltoall", "reducescatter", "barrier", "broadcast_object"])
+@in_a_loop("known", [False, True])
+@in_a_loop("kind", ["allgather", "broadcast", "alltoall", "reducescatter", "barrier", "broadcast_object"])
 def test_other_collectives_fail_while_a_rank_has_joined_and_work_again_afterwards(kind, known):
     call = {
         "allgather": lambda: rr.allgather(np.zeros(2), name="w"),

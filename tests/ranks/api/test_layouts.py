@@ -6,6 +6,7 @@ import pytest
 import ringreduce as rr
 from ringreduce.settings import Settings
 from ringreduce.testing import run_ranks
+from tests.support.loops import in_a_loop
 from tests.support.on_threads import each_rank_of
 
 torch = pytest.importorskip("torch", reason="torch is not installed: its adapter is not tested here")
@@ -111,7 +112,7 @@ def test_every_function_takes_them(kind, hosts, settings):
     run_ranks(3, lambda: program(KINDS[kind]), hosts=hosts, settings=Settings(**settings))
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@in_a_loop("kind", KINDS)
 @pytest.mark.filterwarnings("ignore:the matrix subclass:PendingDeprecationWarning")
 @each_rank_of(2)
 def test_in_place_the_very_array_is_given_back(kind):

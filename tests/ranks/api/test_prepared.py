@@ -8,6 +8,7 @@ import torch
 
 import ringreduce as rr
 import ringreduce.torch as hvd
+from tests.support.loops import in_a_loop
 from tests.support.on_threads import each_rank_of, known
 
 
@@ -18,8 +19,8 @@ class Unpicklable:
         raise RuntimeError(f"rank {rr.rank()} says no")
 
 
-@pytest.mark.parametrize("name", ["mine", None])
-@pytest.mark.parametrize("what", ["broadcast_object", "allgather_object"])
+@in_a_loop("name", ["mine", None])
+@in_a_loop("what", ["broadcast_object", "allgather_object"])
 @each_rank_of(3)
 def test_an_object_that_one_rank_cannot_pickle(what, name):
     obj = Unpicklable() if rr.rank() == 1 else {"rank": rr.rank()}
@@ -84,8 +85,8 @@ ODD = {
 }
 
 
-@pytest.mark.parametrize("odd", ODD)
-@pytest.mark.parametrize("on", [(0,), (1,), (0, 1)])
+@in_a_loop("odd", ODD)
+@in_a_loop("on", [(0,), (1,), (0, 1)])
 @each_rank_of(2)
 def test_broadcast_parameters_names_what_cannot_be_sent_on_all_ranks(odd, on):
     state = {"first": np.ones(2), "blocks.3": {"q": ODD[odd]() if rr.rank() in on else torch.ones(2)}}

@@ -8,6 +8,7 @@ import pytest
 import ringreduce as rr
 from ringreduce.settings import Settings
 from ringreduce.testing import run_ranks
+from tests.support.loops import in_a_loop
 from tests.support.on_threads import each_rank_of
 
 DYNAMIC = Settings(dynamic_process_sets=True)
@@ -120,7 +121,7 @@ def test_what_is_pending_in_a_set_that_is_removed_fails():
     assert rr.allreduce(np.float64(1), op=rr.Sum) == 3
 
 
-@pytest.mark.parametrize(
+@in_a_loop(
     ("ranks", "message"),
     [
         ([0, 3], r"process set \[0, 3\]: expected different ranks from 0 to 2, at least one"),
@@ -177,7 +178,7 @@ def test_init_takes_sets_or_the_word_dynamic(wrong):
         rr.init(process_sets=wrong)
 
 
-@pytest.mark.parametrize("wrong", [5, ["a", 0], "01", [0, 1.5], None])
+@in_a_loop("wrong", [5, ["a", 0], "01", [0, 1.5], None])
 def test_a_set_is_of_ranks(wrong):
     for make in (rr.ProcessSet, lambda ranks: rr.init(process_sets=[ranks])):
         with pytest.raises(rr.InputError, match=r"ProcessSet: .*; expected ranks, such as \[0, 1\], or an mpi4py comm"):

@@ -6,12 +6,13 @@ import torch
 from torch.utils.data.distributed import DistributedSampler as TorchSampler
 
 import ringreduce as rr
+from tests.support.loops import in_a_loop
 from tests.support.on_threads import each_rank_of
 
 
-@pytest.mark.parametrize("count", [1, 6, 7, 8])
-@pytest.mark.parametrize("drop_last", [False, True])
-@pytest.mark.parametrize("shuffle", [False, True])
+@in_a_loop("count", [1, 6, 7, 8])
+@in_a_loop("drop_last", [False, True])
+@in_a_loop("shuffle", [False, True])
 def test_a_metric_of_all_is_that_of_one_process(count, drop_last, shuffle):
     rows = 10.0 + np.arange(2 * count).reshape(count, 2)
 

@@ -18,6 +18,7 @@ from ringreduce.execution.submission import Submission
 from ringreduce.settings import Settings
 from ringreduce.testing import run_ranks
 from tests.support import fake_torch
+from tests.support.loops import in_a_loop
 from tests.support.patience import wait_until
 from tests.support.tiers import extended
 from tests.support.world import on_every_world_with_torch
@@ -337,7 +338,7 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("case", FINE)
+@in_a_loop("case", FINE)
 def test_what_is_finite_or_no_sum_raises_no_alarm(case):
     def program():
         rr.check("nan:raise")
@@ -347,7 +348,7 @@ def test_what_is_finite_or_no_sum_raises_no_alarm(case):
     run_ranks(2, program)
 
 
-@pytest.mark.parametrize("case", WRONG)
+@in_a_loop("case", WRONG)
 def test_what_is_not_finite_is_named_each_time(case):
     make, message = WRONG[case]
 

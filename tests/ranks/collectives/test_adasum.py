@@ -14,8 +14,8 @@ from tests.support.on_threads import each_rank_of, transport
 from tests.support.reference import data
 
 
-@pytest.mark.parametrize("name", ["float32", "float64", "complex64", "complex128"])
-@pytest.mark.parametrize("size", [1, 2, 4, 8])
+@in_a_loop("name", ["float32", "float64", "complex64", "complex128"])
+@in_a_loop("size", [1, 2, 4, 8])
 def test_adasum_on_a_power_of_two_of_ranks(size, name):
     arrays = [data(name, 101, rank) for rank in range(size)]
 
@@ -64,7 +64,7 @@ def test_adasum_of_tiny_and_huge_16_bit_floats(dtype, values):
         assert rr.allreduce(array, op=rr.Adasum).tolist() == array.tolist(), "equal vectors are averaged"
 
 
-@pytest.mark.parametrize("size", [1, 2, 4, 8])
+@in_a_loop("size", [1, 2, 4, 8])
 def test_adasum_takes_a_logarithm_of_rounds(size):
     messages = []
     run_ranks(size, lambda: complete(adasum.allreduce(np.ones(10), transport())), messages=messages)

@@ -17,6 +17,7 @@ from ringreduce.collectives.partition import chunk_bounds, halvings
 from ringreduce.errors import InputError
 from ringreduce.testing import run_ranks
 from ringreduce.transport.base import complete
+from tests.support.loops import in_a_loop
 from tests.support.on_threads import each_rank_of, reduced_over_messages, transport
 from tests.support.reference import SIZES, assert_reduced, data
 
@@ -241,7 +242,7 @@ def test_doubling_writes_no_memory_that_is_still_being_sent(size):
 # Halving
 
 
-@pytest.mark.parametrize("size", [*range(1, 10), 16])
+@in_a_loop("size", [*range(1, 10), 16])
 def test_halving_takes_a_logarithm_of_steps_and_as_few_bytes_as_the_ring(size):
     messages = sent(halving, "float16", 1000, size)
     steps = math.ceil(math.log2(size))
@@ -318,7 +319,7 @@ def test_tree_broadcast_from_every_root(size):
         assert received == Counter({rank: segments for rank in range(size) if rank != root and segments})
 
 
-@pytest.mark.parametrize("size", range(1, 18))
+@in_a_loop("size", range(1, 18))
 def test_the_tree_is_as_deep_as_a_logarithm_and_reaches_all(size):
     reached, depth = {0}, 0
     level = [0]

@@ -11,6 +11,7 @@ from ringreduce.collectives import quantized
 from ringreduce.collectives.ops import Reduction
 from ringreduce.settings import Settings
 from ringreduce.testing import run_ranks
+from tests.support.loops import in_a_loop
 from tests.support.on_threads import each_rank_of, known, reduced_over_messages
 from tests.support.reference import FLOATS, data
 from tests.support.tiers import parted
@@ -138,7 +139,7 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("what", REFUSED)
+@in_a_loop("what", REFUSED)
 def test_what_cannot_be_encoded_is_refused(what):
     call, message = REFUSED[what]
 

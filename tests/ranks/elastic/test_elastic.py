@@ -8,6 +8,7 @@ from ringreduce.elastic import ElasticSampler, HostsUpdatedInterrupt, ObjectStat
 from ringreduce.errors import CollectiveError, MismatchError, PeerLostError
 from ringreduce.runtime import Runtime, current
 from ringreduce.testing import run_ranks
+from tests.support.loops import in_a_loop
 from tests.support.on_threads import each_rank_of
 
 
@@ -123,7 +124,7 @@ def test_a_local_attribute_must_be_one():
         ObjectState(step=0, local=1)
 
 
-@pytest.mark.parametrize("name", ["commits", "save", "sync", "register_reset_callbacks"])
+@in_a_loop("name", ["commits", "save", "sync", "register_reset_callbacks"])
 def test_an_attribute_has_no_name_of_the_state_s_own(name):
     with pytest.raises(
         rr.InputError, match=f"Counting: got {name}=, a name that every state has itself; choose another"
@@ -260,7 +261,7 @@ def test_a_change_of_ranks_between_steps_goes_on_from_there(elastic, monkeypatch
     assert elastic == [[2, 3]]
 
 
-@pytest.mark.parametrize(
+@in_a_loop(
     ("updates", "skips_sync"),
     [([1], True), ([2], False), ([3], False), (None, True), ([2, 1], False), ([1, 2], False), ([1, 1], True)],
 )
@@ -296,7 +297,7 @@ def of_library(module, text):
     return type("XlaRuntimeError", (RuntimeError,), {"__module__": module})(text)
 
 
-@pytest.mark.parametrize(
+@in_a_loop(
     ("error", "is_loss"),
     [
         (PeerLostError("rank 2 died", [2]), True),
@@ -315,7 +316,6 @@ def of_library(module, text):
         (of_library("jaxlib._jax", "UNKNOWN: MyPeerLostError: of the user's own"), False),
         (of_library("train", "PeerLostError: of the user's own"), False),
     ],
-    ids=repr,
 )
 def test_a_loss_is_told_by_its_kind_or_in_jitted_functions_by_its_text(error, is_loss):
     assert loop._is_loss(error) is is_loss

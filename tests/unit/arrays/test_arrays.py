@@ -59,7 +59,7 @@ def test_a_gradient_leaf_is_viewed_without_its_history(dtype):
     assert parameter.tolist() == [0, 0, 0]
 
 
-@pytest.mark.parametrize("value", [3, 2.5, True, 1j, np.float32(7)])
+@in_a_loop("value", [3, 2.5, True, 1j, np.float32(7)])
 def test_numbers_are_0d_arrays(value):
     buffer = as_buffer(value)
     assert (buffer.shape, buffer.flat[0]) == ((), value)
@@ -99,7 +99,7 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("array", "message"), REFUSED, ids=range(len(REFUSED)))
+@in_a_loop(("array", "message"), REFUSED)
 def test_what_cannot_travel_is_refused(array, message):
     with pytest.raises(UnsupportedArrayError, match=message):
         as_buffer(array)
@@ -147,7 +147,7 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@in_a_loop("layout", LAYOUTS)
 def test_other_memory_layouts_are_copied_to_be_read_and_written_back(layout):
     array = LAYOUTS[layout]()
     buffer = as_buffer(array)

@@ -11,6 +11,7 @@ import pytest
 from ringreduce.arrays.device_selection import LOCAL_RANKS, NOT_ASKED, Choice, chosen, select
 from ringreduce.errors import SettingsError
 from ringreduce.settings import Settings
+from tests.support.loops import in_a_loop
 from tests.support.patience import patient
 
 BUS_IDS = ["0000:3B:00.0", "0000:5E:00.0", "0001:3B:00.0"]
@@ -82,8 +83,8 @@ def imported(monkeypatch):
     return make
 
 
-@pytest.mark.parametrize("variable", LOCAL_RANKS)
-@pytest.mark.parametrize(("rank", "index"), [(0, 0), (1, 1), (2, 2), (3, 0), (7, 1)])
+@in_a_loop("variable", LOCAL_RANKS)
+@in_a_loop(("rank", "index"), [(0, 0), (1, 1), (2, 2), (3, 0), (7, 1)])
 def test_local_ranks_get_the_gpus_in_turn(variable, rank, index):
     assert chosen(Settings(), {variable: str(rank)}, BUS_IDS) == Choice(index, f"{variable}={rank}, of 3 GPUs")
 
@@ -104,7 +105,7 @@ NOT_SHOWN = Settings(placed_gpu="0000:3c:00.0"), "LOCAL_RANK=1, of 3 GPUs, since
 BY_RANK = Settings(), None
 
 
-@pytest.mark.parametrize(
+@in_a_loop(
     ("expected", "environ", "bus_ids", "index"),
     [
         # whoever started the rank counts more than the Slurm job around it
@@ -126,7 +127,6 @@ BY_RANK = Settings(), None
         (asked("0"), {"LOCAL_RANK": "1"}, BUS_IDS, 0),
         (asked("0000:5e:00.0"), {"LOCAL_RANK": "1"}, BUS_IDS, 1),
     ],
-    ids=str,
 )
 def test_what_counts_more(expected, environ, bus_ids, index):
     settings, why = expected

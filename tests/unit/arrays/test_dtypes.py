@@ -5,6 +5,7 @@ import torch
 
 from ringreduce.arrays.dtypes import TABLE, check_reducible, element_type
 from ringreduce.errors import UnsupportedArrayError
+from tests.support.loops import in_a_loop
 
 
 def test_the_table_holds_what_the_readme_promises():
@@ -14,7 +15,7 @@ def test_the_table_holds_what_the_readme_promises():
     }
 
 
-@pytest.mark.parametrize("name", TABLE)
+@in_a_loop("name", TABLE)
 def test_dtypes_of_numpy_and_torch_are_told_by_name(name):
     dtype = ml_dtypes.bfloat16 if name == "bfloat16" else name
     assert element_type(np.dtype(dtype)).name == name

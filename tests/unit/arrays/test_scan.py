@@ -1,11 +1,11 @@
 import itertools
 
 import numpy as np
-import pytest
 
 from ringreduce.arrays import scan
 from ringreduce.arrays.buffer import Buffer
 from ringreduce.arrays.dtypes import TABLE
+from tests.support.loops import in_a_loop
 
 FLOATS = [element for element in TABLE.values() if element.kind in "fc"]
 
@@ -18,7 +18,7 @@ def largest(flat, element):
     return scan.largest(Buffer(flat, element, flat.shape, "cpu", flat.dtype))()
 
 
-@pytest.mark.parametrize("element", FLOATS, ids=lambda element: element.name)
+@in_a_loop("element", FLOATS)
 def test_one_bad_element_is_found_wherever_it_is(element):
     block = scan.BLOCK_BYTES // element.itemsize
     plain = stored(np.random.default_rng(1).standard_normal(2 * block + 3), element)
@@ -29,8 +29,8 @@ def test_one_bad_element_is_found_wherever_it_is(element):
         assert scan.problem(largest(flat, element), element) == ("NaN" if np.isnan(bad) else "infinity")
 
 
-@pytest.mark.parametrize("sign", [1, -1])
-@pytest.mark.parametrize("element", FLOATS, ids=lambda element: element.name)
+@in_a_loop("sign", [1, -1])
+@in_a_loop("element", FLOATS)
 def test_what_can_be_summed_is_known_by_its_largest_element(element, sign):
     for value, factor, fits in ((1.0, 2, True), (0.24, 4, True), (0.25, 4, False), (0.51, 2, False), (0.5, 1, True)):
         top = np.float64(65504 if element.name == "float16" else 3.38e38)

@@ -28,6 +28,7 @@ from ringreduce.testing import run_ranks
 from ringreduce.transport.threads import ThreadNetwork
 from ringreduce.transport.window import Window, block_bytes
 from ringreduce.transport.world import World
+from tests.support.loops import in_a_loop
 
 ONE_HOST = [[0] * size for size in (2, 3, 4, 9, 16)]
 PAIRS = [[0, 0, 1, 1], [0, 0, 0, 1], [0, 1, 1, 2, 2, 2], [0, 1, 0, 1], [0] * 8 + [1] * 8]
@@ -42,8 +43,8 @@ def usable(hosts):
     return [each for each in ALGORITHMS if predict_us(each, 1000, hosts, Constants()) < math.inf]
 
 
-@pytest.mark.parametrize("constants", COSTS, ids=["default", "slow wire", "slow memory"])
-@pytest.mark.parametrize("hosts", LAYOUTS, ids=str)
+@in_a_loop("constants", COSTS)
+@in_a_loop("hosts", LAYOUTS)
 def test_more_bytes_never_take_less_time(hosts, constants):
     for algorithm in usable(hosts):
         times = [predict_us(algorithm, nbytes, hosts, constants) for nbytes in SIZES]
@@ -77,21 +78,20 @@ def test_a_rank_alone_pays_nothing():
     assert [predict_us(each, 1 << 30, [0], Constants()) for each in ALGORITHMS] == [0] * len(ALGORITHMS)
 
 
-@pytest.mark.parametrize("hosts", PAIRS, ids=str)
+@in_a_loop("hosts", PAIRS)
 def test_the_numbers_of_hosts_do_not_matter(hosts):
     renamed = [7 - 3 * host for host in hosts]
     for algorithm, nbytes in itertools.product(ALGORITHMS, SIZES):
         assert predict_us(algorithm, nbytes, hosts, Constants()) == predict_us(algorithm, nbytes, renamed, Constants())
 
 
-@pytest.mark.parametrize(
+@in_a_loop(
     ("hosts", "sizes", "names"),
     [
         ([0, 0, 1, 1], [4 << 20, 64 << 20, 1 << 32], ["hierarchical"]),
         *((hosts, [8], ["doubling", "direct"]) for hosts in (list(range(4)), list(range(9)), [0, 0, 1, 1])),
         *((hosts, [64 << 20], ["ring", "direct"]) for hosts in SINGLES[1:]),
     ],
-    ids=str,
 )
 def test_between_hosts_tiny_buffers_take_few_steps_and_large_ones_few_bytes(hosts, sizes, names):
     for nbytes in sizes:
@@ -147,7 +147,7 @@ def test_what_is_not_named_keeps_its_default():
     assert Constants.parse(" wire_us=7.5 , copy_gbs=1e1, ") == Constants(wire_us=7.5, copy_gbs=10)
 
 
-@pytest.mark.parametrize(
+@in_a_loop(
     "item",
     ["wire_us", "wire_us=", "wire_us=fast", "wire_us=0", "wire_us=-1", "wire_us=inf", "wire_us=nan", "wait_us=1", "=1"],
 )
@@ -178,7 +178,7 @@ FLOAT32, FLOAT16, INT32 = (
 """Partial results of the last travel as int64."""
 
 
-@pytest.mark.parametrize("hosts", LAYOUTS, ids=str)
+@in_a_loop("hosts", LAYOUTS)
 def test_the_table_is_the_models_choice(hosts):
     algorithms = routes_of(hosts)
     assert sorted(algorithms.usable) == sorted(usable(hosts) + ["shared"] * (len(set(hosts)) == 1))
@@ -203,7 +203,7 @@ def test_the_text_tells_where_the_choice_changes():
     assert routes_of([0, 0]).text() == "shared"
 
 
-@pytest.mark.parametrize("algorithm", ["shared", "ring", "direct", "doubling"])
+@in_a_loop("algorithm", ["shared", "ring", "direct", "doubling"])
 def test_one_can_be_forced(algorithm):
     algorithms = routes_of([0, 0, 0], Settings(algorithm=algorithm))
     assert algorithms.text() == algorithm
@@ -234,7 +234,7 @@ UNKNOWN = f"RINGREDUCE_ALGORITHM='rings': expected auto or one of {', '.join(ALG
 SEVERAL = "several hosts, one of them with several ranks, and shared memory"
 
 
-@pytest.mark.parametrize(
+@in_a_loop(
     ("algorithm", "hosts", "message"),
     [
         *(("rings", hosts, UNKNOWN) for hosts in ([0], [0, 0], [0, 1])),
@@ -248,7 +248,6 @@ SEVERAL = "several hosts, one of them with several ranks, and shared memory"
         *((algorithm, [0], "") for algorithm in ALGORITHMS),
         *(("shared", [0, 0], ""), ("hierarchical", [0, 0, 1], ""), ("ring", [0, 1], ""), ("auto", [0, 1], "")),
     ],
-    ids=str,
 )
 def test_a_forced_algorithm_that_cannot_be_used_is_refused(algorithm, hosts, message):
     found = told(hosts, Settings(algorithm=algorithm))
@@ -298,7 +297,7 @@ FAST = Constants(copy_gbs=25, message_us=11, message_gbs=10, wire_us=30, wire_gb
 """100 Gbit/s, 20 µs: see bench/scale.py."""
 
 
-@pytest.mark.parametrize(("hosts", "gbits", "low", "high"), [(2, 1, 0, 0), (4, 1, 1e3, 1e6), (8, 10, 1e6, 1e7),
+@in_a_loop(("hosts", "gbits", "low", "high"), [(2, 1, 0, 0), (4, 1, 1e3, 1e6), (8, 10, 1e6, 1e7),
                                                               (64, 100, math.inf, math.inf)])  # fmt: skip
 def test_many_hosts_halve_and_few_only_what_is_short(hosts, gbits, low, high):
     made = best_units("hierarchical", layout(hosts, 8), dataclasses.replace(FAST, wire_gbs=gbits / 8))

@@ -4,6 +4,7 @@ import pytest
 
 from ringreduce.collectives.overlap import AnyOf, overlapped
 from ringreduce.transport.base import Task, Work, complete
+from tests.support.loops import in_a_loop
 
 
 class Wait(Work):
@@ -33,8 +34,8 @@ def run(waits, width):
     return story
 
 
-@pytest.mark.parametrize("width", [1, 2, 3, 7])
-@pytest.mark.parametrize("seed", range(10))
+@in_a_loop("width", [1, 2, 3, 7])
+@in_a_loop("seed", range(10))
 def test_each_begins_when_the_one_that_had_its_channel_has_ended(width, seed):
     """With waits of all lengths; the younger may end before the older."""
     waits = [[Wait((seed + 3 * n + 5 * k * k) % 7) for k in range((seed + n) % 4)] for n in range(12)]

@@ -1,7 +1,5 @@
 import itertools
 
-import pytest
-
 from ringreduce.collectives.partition import (
     allgather_steps,
     bounds_of,
@@ -15,7 +13,7 @@ from tests.support.loops import in_a_loop
 SIZES = range(1, 10)
 
 
-@pytest.mark.parametrize("size", SIZES)
+@in_a_loop("size", SIZES)
 def test_chunks_cover_everything_and_differ_by_at_most_one_element(size):
     for count in (0, 1, size - 1, size, size + 1, 1000, 100003, (5 << 31) + 3):
         bounds = chunk_bounds(count, size)
@@ -40,7 +38,7 @@ def test_bounds_of_given_lengths():
     assert bounds_of([2, 0, 5]) == [0, 2, 2, 7]
 
 
-@pytest.mark.parametrize("size", SIZES)
+@in_a_loop("size", SIZES)
 def test_neighbours_agree_on_what_travels(size):
     for steps in (
         lambda rank, size: scatter_reduce_steps(size, rank + 1),
@@ -53,7 +51,7 @@ def test_neighbours_agree_on_what_travels(size):
                 assert schedules[rank][step].send == schedules[right][step].receive
 
 
-@pytest.mark.parametrize("size", SIZES)
+@in_a_loop("size", SIZES)
 def test_scatter_reduce_leaves_every_part_once_in_the_chunk_that_a_rank_owns(size):
     parts = [[{rank} for _ in range(size)] for rank in range(size)]  # whose data chunk k of rank r holds
     for step in range(size - 1):
@@ -67,7 +65,7 @@ def test_scatter_reduce_leaves_every_part_once_in_the_chunk_that_a_rank_owns(siz
         assert parts[rank][(rank + 1) % size] == set(range(size))
 
 
-@pytest.mark.parametrize("size", SIZES)
+@in_a_loop("size", SIZES)
 def test_allgather_sends_only_finished_chunks_and_reaches_all(size):
     finished = [{(rank + 1) % size} for rank in range(size)]
     for step in range(size - 1):

@@ -8,6 +8,7 @@ import pytest
 
 from ringreduce.dask import chunks
 from ringreduce.errors import InputError
+from tests.support.loops import in_a_loop
 
 
 class Frame:
@@ -41,7 +42,7 @@ def take(*collections):
     chunks._compare_rows(CLIENT, collections, parts)
 
 
-@pytest.mark.parametrize(
+@in_a_loop(
     "collections",
     [
         (Frame((5, 3)), Frame((5, 3))),
@@ -54,7 +55,7 @@ def test_parts_that_belong_together_are_taken(collections):
     take(*collections)
 
 
-@pytest.mark.parametrize(
+@in_a_loop(
     ("collections", "message"),
     [
         (
@@ -92,7 +93,7 @@ class Delayed(Bag):
         raise TypeError
 
 
-@pytest.mark.parametrize("other", [Bag(), Delayed(), np.ones(3), [Array((3,))]])
+@in_a_loop("other", [Bag(), Delayed(), np.ones(3), [Array((3,))]])
 def test_what_is_no_array_and_no_dataframe_of_dask_is_refused(other):
     for number, collections in enumerate([(other,), (Array((3,)), other)]):
         kind = type(other).__name__

@@ -9,6 +9,7 @@ from ringreduce.dask import map as map_
 from ringreduce.dask import tasks
 from ringreduce.errors import InputError
 from ringrun import lending
+from tests.support.loops import in_a_loop
 
 
 class Client:
@@ -69,7 +70,7 @@ class Cluster:
         return self.info
 
 
-@pytest.mark.parametrize(
+@in_a_loop(
     ("wanted", "expected"),
     [
         (None, ["tcp://2", "tcp://1"]),
@@ -82,7 +83,7 @@ def test_workers_are_wanted_by_name_or_address(wanted, expected):
     assert tasks.workers_of(Cluster(), wanted, "here") == expected
 
 
-@pytest.mark.parametrize(
+@in_a_loop(
     ("client", "wanted", "message"),
     [
         (

@@ -13,6 +13,7 @@ from ringreduce.elastic import ElasticSampler
 from ringreduce.elastic.commit import Commit, Restoration
 from ringreduce.errors import InputError
 from ringreduce.testing import run_ranks
+from tests.support.loops import in_a_loop
 from tests.support.tiers import parted
 
 Pair = collections.namedtuple("Pair", "left right")
@@ -57,9 +58,7 @@ def taken(tree, number=1):
     return commit
 
 
-@pytest.mark.parametrize(
-    "array", ARRAYS, ids=lambda array: f"{type(array).__name__} {array.dtype} {tuple(array.shape)}"
-)
+@in_a_loop("array", ARRAYS)
 def test_an_array_comes_back_in_place_and_where_there_was_none_as_a_copy_that_later_commits_leave_alone(array):
     array = array.detach().clone() if isinstance(array, torch.Tensor) else array.copy(order="K")
     before = numbers(array)
@@ -73,9 +72,9 @@ def test_an_array_comes_back_in_place_and_where_there_was_none_as_a_copy_that_la
     assert numbers(restored) == numbers(array) == before
 
 
-@pytest.mark.parametrize("shape", [(2,), (0, 2)], ids=["kept as bytes", "pickled"])
-@pytest.mark.parametrize("requires_grad", [True, False])
-@pytest.mark.parametrize("kind", [torch.nn.Parameter, torch.Tensor.requires_grad_])
+@in_a_loop("shape", [(2,), (0, 2)])
+@in_a_loop("requires_grad", [True, False])
+@in_a_loop("kind", [torch.nn.Parameter, torch.Tensor.requires_grad_])
 def test_a_tensor_that_is_new_is_a_leaf_of_the_kind_that_was_saved(kind, requires_grad, shape):
     saved = kind(torch.ones(shape), requires_grad)
     restored = put_back(None, taken(saved).tree())
@@ -153,7 +152,7 @@ def test_an_array_inside_any_object_is_no_view_of_the_commit():
     assert restored.array.tolist() == [10, 11, 12]
 
 
-@pytest.mark.parametrize("live", [np.arange(4), np.arange(3.0), torch.arange(3), [0, 1, 2], None])
+@in_a_loop("live", [np.arange(4), np.arange(3.0), torch.arange(3), [0, 1, 2], None])
 def test_an_array_of_another_shape_type_or_library_is_replaced(live):
     restored = put_back(live, taken(np.arange(3)).tree())
     assert (type(restored), restored.tolist()) == (np.ndarray, [0, 1, 2])

@@ -95,7 +95,7 @@ def test_batches_are_as_long_as_asked_but_for_the_last():
     assert list(DistributedSampler(0, 2, 1).batches(4)) == []
 
 
-@pytest.mark.parametrize("dataset", [range(7), [5] * 7, np.zeros((7, 2)), torch.zeros(7, 2), "seven !", np.int32(7)])
+@in_a_loop("dataset", [range(7), [5] * 7, np.zeros((7, 2)), torch.zeros(7, 2), "seven !", np.int32(7)])
 def test_a_dataset_or_its_length(dataset):
     assert len(DistributedSampler(dataset, 2, 0)) == 4
 
@@ -123,7 +123,7 @@ def test_before_init_both_must_be_given(given):
         DistributedSampler(10, **given)
 
 
-@pytest.mark.parametrize(
+@in_a_loop(
     ("arguments", "message"),
     [
         ({"dataset": -1}, "count=-1; expected a whole number of 0 or more, or a dataset that has a length"),

@@ -5,12 +5,12 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
-import pytest
 import torch
 
 import ringreduce
 from ringreduce.arrays.view import as_buffer
 from ringreduce.execution import signature
+from tests.support.loops import in_a_loop
 
 
 def tensor(name="w", dtype="float32", shape=(3,), device="cpu"):
@@ -55,7 +55,7 @@ DIFFERENCES = {
 }
 
 
-@pytest.mark.parametrize("message", DIFFERENCES)
+@in_a_loop("message", DIFFERENCES)
 def test_the_first_difference_is_told(message):
     assert message in explained(reduction(), DIFFERENCES[message])
 
@@ -124,15 +124,13 @@ LIBRARIES = {
 }
 
 
-@pytest.mark.parametrize("path", LIBRARIES.values(), ids=LIBRARIES)
+@in_a_loop("path", LIBRARIES.values())
 def test_the_calling_line_is_outside_the_libraries(path):
     assert through(path)() == f"test_signature.py:{sys._getframe().f_lineno}"
     assert through(LIBRARIES["this one"], through(path, through(path)))().startswith("test_signature.py:")
 
 
-@pytest.mark.parametrize(
-    "path", ["<stdin>", "<ipython-input-3-1f>", "/tmp/ipykernel_7/12.py", "/home/me/torchvision/x.py"]
-)
+@in_a_loop("path", ["<stdin>", "<ipython-input-3-1f>", "/tmp/ipykernel_7/12.py", "/home/me/torchvision/x.py"])
 def test_what_a_user_types_is_no_library(path):
     assert through(LIBRARIES["an installed one"], through(path))() == f"{os.path.basename(path)}:2"
 
@@ -149,7 +147,7 @@ def test_where_no_line_is_the_users_it_is_the_outermost_packages_or_a_threads_na
         pool.submit(within.__exit__, None, None, None).result()
 
 
-@pytest.mark.parametrize(
+@in_a_loop(
     ("ranks", "text"),
     [([3], "rank 3"), ([0, 1], "ranks 0-1"), ([7, 0, 2, 3, 4], "ranks 0,2-4,7"), (range(512), "ranks 0-511")],
 )

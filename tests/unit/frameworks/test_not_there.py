@@ -14,12 +14,13 @@ import ringreduce.ray as rr_ray
 import ringreduce.spark as rr_spark
 from ringreduce.arrays import cuda
 from ringreduce.sweeps.study import Study
+from tests.support.loops import in_a_loop
 
 MODULES = ["ringreduce", "ringreduce.torch"]
 
 
-@pytest.mark.parametrize("module", MODULES)
-@pytest.mark.parametrize(
+@in_a_loop("module", MODULES)
+@in_a_loop(
     ("name", "says"),
     [
         ("run_elastic", "it is in ringreduce.spark; elsewhere start a script with `ringrun --elastic -np N"),

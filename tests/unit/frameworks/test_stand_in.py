@@ -14,6 +14,7 @@ import ringreduce.spark
 import ringreduce.torch
 from ringreduce.frameworks.horovod import INSTEAD, MODULES, instead
 from ringrun.environment import HOROVOD_DIRECTORY
+from tests.support.loops import in_a_loop
 from tests.support.names import standing_in, unexplained
 
 
@@ -30,9 +31,7 @@ def imported(line):
     return names[line.split()[-1]]
 
 
-@pytest.mark.parametrize(
-    "prefix", [f"horovod.{each}" for each in ("torch", "common", "data", "ray", "runner", "spark")]
-)
+@in_a_loop("prefix", [f"horovod.{each}" for each in ("torch", "common", "data", "ray", "runner", "spark")])
 def test_every_name_is_there_or_says_what_to_use(prefix):
     assert unexplained(prefix) == []
 
@@ -60,7 +59,7 @@ def test_a_function_that_is_to_be_used_instead_is_in_the_module_that_was_asked(m
     assert {name for name in named if not hasattr(module, name)} == set()
 
 
-@pytest.mark.parametrize(
+@in_a_loop(
     ("line", "ours"),
     [
         ("import horovod.torch as hvd", "torch"),
@@ -98,7 +97,7 @@ def test_libraries_that_look_for_it_find_it(horovod):
     assert importlib.util.find_spec("horovod.no_such_thing") is None
 
 
-@pytest.mark.parametrize(
+@in_a_loop(
     ("line", "says"),
     [
         ("from horovod.torch import check_extension", "from 'horovod.torch': `ringrun --check-build` prints"),

@@ -14,11 +14,12 @@ from ringreduce import runtime as runtime_of_ranks
 from ringreduce.engine.submitting import Submitting
 from ringreduce.frameworks import torch_backend
 from ringreduce.monitor import launcher_link
+from tests.support.loops import in_a_loop
 
 rendezvous = importlib.import_module("torch.distributed.rendezvous")  # torch.distributed has a function of this name
 
 
-@pytest.mark.parametrize(
+@in_a_loop(
     ("named", "meant"),
     [
         ("gloo", "ring"),

@@ -39,7 +39,7 @@ def random_elements(name, count, seed=0):
     return bits.view(STORAGE[name])
 
 
-@pytest.mark.parametrize("name", NAMES)
+@in_a_loop("name", NAMES)
 def test_every_bit_pattern_is_widened_exactly(name):
     stored = EVERY.view(STORAGE[name])
     wide = np.empty(2**16, np.float32)
@@ -47,7 +47,7 @@ def test_every_bit_pattern_is_widened_exactly(name):
     assert_same_bits(wide, value(name, stored))
 
 
-@pytest.mark.parametrize("name", NAMES)
+@in_a_loop("name", NAMES)
 def test_values_between_all_neighbours_are_rounded_to_nearest_even(name):
     """Each representable value, the midpoint above it, float32's neighbours of both; subnormals and NaN too."""
     step = 1 << (13 if name == "float16" else 16)
@@ -63,8 +63,8 @@ def test_values_between_all_neighbours_are_rounded_to_nearest_even(name):
     assert_same_bits(out, rounded(name, values), name)
 
 
-@pytest.mark.parametrize("wide", [np.float32, np.float64])
-@pytest.mark.parametrize(("name", "compression"), [("float16", Compression.fp16), ("bfloat16", Compression.bf16)])
+@in_a_loop("wide", [np.float32, np.float64])
+@in_a_loop(("name", "compression"), [("float16", Compression.fp16), ("bfloat16", Compression.bf16)])
 def test_arrays_of_any_layout_are_compressed_and_come_back(name, compression, wide):
     shape = 3, 5, half.BLOCK // 10
     array = np.random.default_rng(7).standard_normal(shape).astype(wide)
@@ -98,8 +98,8 @@ def test_no_nan_becomes_a_number(name, bits):
     assert np.isnan(value(name, out)).all()
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 5])
-@pytest.mark.parametrize("name", NAMES)
+@in_a_loop("size", [1, 2, 3, 5])
+@in_a_loop("name", NAMES)
 def test_parts_are_summed_in_order_in_float32_and_rounded_once(name, size):
     for count, divisor in itertools.product(COUNTS, [1, 2, 3]):
         print(f"{count} elements, divided by {divisor}")
@@ -116,8 +116,8 @@ def test_parts_are_summed_in_order_in_float32_and_rounded_once(name, size):
         assert_same_bits(out, expected, name)
 
 
-@pytest.mark.parametrize("position", [0, 1, 2])
-@pytest.mark.parametrize("name", NAMES)
+@in_a_loop("position", [0, 1, 2])
+@in_a_loop("name", NAMES)
 def test_the_sum_may_replace_a_part(name, position):
     parts = [random_elements(name, 2 * half.BLOCK + 7, seed) for seed in range(3)]
     with np.errstate(all="ignore"):

@@ -125,9 +125,9 @@ def test_parts_are_summed_in_order_in_float32_and_encoded_once(bits, data, ranks
     assert out.tobytes() == expected
 
 
-@pytest.mark.parametrize("bits", [8, 4])
-@pytest.mark.parametrize("key", [None, 2**32 - 1])
-@pytest.mark.parametrize("count", [LONG - 1, 2 * LONG + BLOCK + 3])
+@in_a_loop("bits", [8, 4])
+@in_a_loop("key", [None, 2**32 - 1])
+@in_a_loop("count", [LONG - 1, 2 * LONG + BLOCK + 3])
 def test_many_blocks_are_as_few(bits, key, count):
     """NumPy takes some at a time; a block depends on its elements and on key + its number."""
     source = np.random.default_rng(bits).standard_normal(count).astype(np.float32)

@@ -19,6 +19,7 @@ from ringreduce.transport.counters import (
     Schedule,
     group_bytes,
 )
+from tests.support.loops import in_a_loop
 from tests.support.opcodes import opcodes_of
 
 CAPACITY = 8
@@ -238,7 +239,7 @@ def test_a_batch_that_is_longer_than_the_schedule_is_cut():
     assert max(map(len, read[0])) == MOST_IDS
 
 
-@pytest.mark.parametrize("groups", [1, 2, 5, 6, 21, 64, 513])
+@in_a_loop("groups", [1, 2, 5, 6, 21, 64, 513])
 def test_the_tree_has_every_group_once(groups):
     below = [child for number in range(groups) for child in children_of(number, groups)]
     assert below == list(range(1, groups))
@@ -304,7 +305,7 @@ class Hosts:
             assert read == {tuple(batch.tolist())}
 
 
-@pytest.mark.parametrize("count", [1, 2, 7, 64])
+@in_a_loop("count", [1, 2, 7, 64])
 def test_a_batch_costs_a_host_one_message_up_and_one_to_each_below(count):
     hosts = Hosts(count)
     hosts.step()

@@ -12,6 +12,7 @@ from ringreduce.negotiation.protocol import Ready
 from ringreduce.negotiation.short import Short
 from ringreduce.runtime.arguments import details_of
 from ringreduce.transport.counters import HELD, Counters, GroupBlock, Held, group_bytes
+from tests.support.loops import in_a_loop
 
 X, Y = 3, 5
 
@@ -69,7 +70,7 @@ def test_a_child_that_has_reported_anything_since_has_no_sum(last):
     assert summed(short) == []
 
 
-@pytest.mark.parametrize(
+@in_a_loop(
     ("counted", "ids"),
     [
         ([submission(waits=False)], [X]),
@@ -78,7 +79,6 @@ def test_a_child_that_has_reported_anything_since_has_no_sum(last):
         ([submission(), submission()], [X, X]),
         ([submission()], [X, Y]),
     ],
-    ids=["nobody waits", "long", "submitted twice", "ready twice", "two ids"],
 )
 def test_there_is_no_sum(counted, ids):
     assert summed(leader(), counted, ids) == []
@@ -100,10 +100,9 @@ def test_the_sum_of_a_host_and_the_root_s_result():
     assert summed(leader(is_root=True), [submission(op=Average)], group=held) == [2.75, 5.5, 11]
 
 
-@pytest.mark.parametrize(
+@in_a_loop(
     ("last", "times"),
     [([X], 2), ([Y], 1), ([X, Y], 2), ([], 2)],
-    ids=["it does not wait", "another id", "two ids", "an earlier one"],
 )
 def test_a_rank_whose_elements_are_not_of_the_submission_that_is_ready_leaves_no_sum(last, times):
     member, held = group()

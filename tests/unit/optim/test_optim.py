@@ -14,6 +14,7 @@ from ringreduce.optim import reducer
 from ringreduce.optim.exchange import Exchange, check_passes
 from ringreduce.optim.parameters import group_parameters, name_parameters
 from ringreduce.optim.powersgd import PowerSGD
+from tests.support.loops import in_a_loop
 
 PARAMETERS = [np.full((number + 1, 2), number) for number in range(5)]
 NAMED = [(f"layer{number}.w", parameter) for number, parameter in enumerate(PARAMETERS)]
@@ -48,7 +49,7 @@ def test_parameters_are_named_or_numbered():
     assert same(others, [NAMED[0], NAMED[4]])
 
 
-@pytest.mark.parametrize(
+@in_a_loop(
     ("named", "message"),
     [
         (PARAMETERS, r"expected \(name, parameter\) pairs"),
@@ -67,7 +68,7 @@ def test_wrong_names_are_refused(named, message):
         name_parameters([PARAMETERS[:3], PARAMETERS[3:]], named)
 
 
-@pytest.mark.parametrize(
+@in_a_loop(
     ("groups", "sizes"),
     [
         (None, []),
@@ -86,7 +87,7 @@ def test_groups_are_a_number_or_lists(groups, sizes):
         assert [id(each) for group in grouped for each in group] == [id(each) for each in PARAMETERS]
 
 
-@pytest.mark.parametrize(
+@in_a_loop(
     ("groups", "message"),
     [
         (-1, "groups=-1; expected a number of 0 or more, or lists"),
@@ -101,7 +102,7 @@ def test_wrong_groups_are_refused(groups, message):
         group_parameters(NAMED, groups)
 
 
-@pytest.mark.parametrize(
+@in_a_loop(
     ("options", "message"),
     [
         ({"op": Max}, "op=Max; expected Average, Sum or Adasum"),
@@ -144,7 +145,7 @@ def test_floats_are_compressed_and_come_back(value):
         assert 0 < np.abs(back - 0.1).max() < 1e-3
 
 
-@pytest.mark.parametrize("value", [3, True, 1j, np.int16(3), np.arange(3), np.full(3, 1j)])
+@in_a_loop("value", [3, True, 1j, np.int16(3), np.arange(3), np.full(3, 1j)])
 def test_what_is_no_float_is_not_compressed(value):
     sent, context = Compression.fp16.compress(value)
     assert sent is value

@@ -12,6 +12,7 @@ from ringreduce.errors import InputError, PeerLostError
 from ringreduce.ps import messages
 from ringreduce.ps.consistency import Consistency, Sync
 from ringreduce.ps.layout import Key, joined, shards_of
+from tests.support.loops import in_a_loop
 from tests.support.patience import wait_until
 
 F4 = np.dtype(np.float32)
@@ -21,7 +22,7 @@ def keys_of(arrays):
     return [Key(name, array.shape, array.dtype) for name, array in arrays.items()]
 
 
-@pytest.mark.parametrize("servers", [1, 2, 3, 5])
+@in_a_loop("servers", [1, 2, 3, 5])
 def test_servers_hold_about_equally_many_bytes(servers):
     draw = random.Random(servers)
     keys = [Key(f"k{at}", (draw.randint(1, 40), 64), F4) for at in range(40)] + [Key("large", (1000, 64), F4)]
@@ -31,7 +32,7 @@ def test_servers_hold_about_equally_many_bytes(servers):
     assert max(held) - min(held) <= 40 * 64 * 4  # the largest that is not cut
 
 
-@pytest.mark.parametrize("servers", [1, 2, 3, 7])
+@in_a_loop("servers", [1, 2, 3, 7])
 def test_shards_make_the_arrays_again(servers):
     arrays = {"w": np.arange(50.0).reshape(10, 5), "scalar": np.float64(3.5), "b": np.arange(7), "none": np.empty(0)}
     arrays = {name: np.asarray(array) for name, array in arrays.items()}

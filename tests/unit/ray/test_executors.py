@@ -9,6 +9,7 @@ import ringreduce as rr
 import ringreduce.ray.elastic
 import ringreduce.ray.tasks
 from ringreduce.ray import ElasticRayExecutor, RayExecutor
+from tests.support.loops import in_a_loop
 
 
 @pytest.mark.parametrize(
@@ -67,9 +68,9 @@ LOST = ["WorkerCrashedError", "NodeDiedError", "LocalRayletDiedError", "OutOfMem
 OTHERS = ["RayTaskError", "RuntimeEnvSetupError", "TaskCancelledError", "TaskUnschedulableError"]
 
 
-@pytest.mark.parametrize("more", [[], ["c"]], ids=["all are over", "one runs"])
-@pytest.mark.parametrize("elastic", [False, True])
-@pytest.mark.parametrize("kind", LOST + OTHERS)
+@in_a_loop("more", [[], ["c"]])
+@in_a_loop("elastic", [False, True])
+@in_a_loop("kind", LOST + OTHERS)
 def test_a_task_that_is_lost_is_a_lost_host_and_any_other_says_why_it_cannot_lend(kind, elastic, more):
     of = types.SimpleNamespace(RayError=type("RayError", (Exception,), {}))
     vars(of).update({name: type(name, (of.RayError,), {}) for name in LOST + OTHERS})
@@ -115,7 +116,7 @@ def test_sys_exit_on_an_actor_s_rank_is_an_ordinary_exception():
             called()
 
 
-@pytest.mark.parametrize(
+@in_a_loop(
     ("options", "says"),
     [
         ({"num_workers": 0}, "num_workers: expected a number of ranks, 1 or more, got 0"),

@@ -7,6 +7,7 @@ import pytest
 from bench.simulated.cluster import Cluster, Costs
 from ringreduce.runtime.startup import measure
 from ringreduce.transport.base import complete
+from tests.support.loops import in_a_loop
 
 QUIET = [2e-4, 0.0, 0.0, 50.0, 3200.0]  # µs: a byte copied; between hosts a small message, and a large one
 WIRE_GBS = 1e-3 * measure.LARGE_BYTES / 3150
@@ -71,8 +72,8 @@ def test_what_a_shaped_link_lets_through_at_once_is_no_rate():
     assert measure.slowest([found]).wire_gbs == pytest.approx(0.125, rel=0.03)
 
 
-@pytest.mark.parametrize("seed", range(10))
-@pytest.mark.parametrize(("gbits", "late_us"), [(0.1, 100), (1, 50), (1, 100), (10, 10)])
+@in_a_loop("seed", range(10))
+@in_a_loop(("gbits", "late_us"), [(0.1, 100), (1, 50), (1, 100), (10, 10)])
 def test_simulated_the_wire_is_found_although_messages_are_late(gbits, late_us, seed):
     cluster = Cluster(range(4), Costs(gbits=gbits, jitter_us=late_us), seed=seed, carries=False)
 

@@ -1,13 +1,12 @@
 """When the ranks tell torch who they are."""
 
-import pytest
-
 from ringreduce.torch.rendezvous import ASKED, needs_variables
+from tests.support.loops import in_a_loop
 
 SET = dict.fromkeys(ASKED, "1")
 
 
-@pytest.mark.parametrize(
+@in_a_loop(
     ("environ", "needs"),
     [
         ({}, False),

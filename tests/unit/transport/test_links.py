@@ -15,6 +15,7 @@ from ringreduce.collectives.ops import Sum
 from ringreduce.transport.links import arrival_gbs, best_order, distances, judged, measured
 from ringreduce.transport.subset import SubsetTransport
 from ringreduce.transport.threads import ThreadNetwork
+from tests.support.loops import in_a_loop
 
 
 def found(count, rate, distance_of=distances):
@@ -36,7 +37,7 @@ def test_of_two_hosts_the_one_that_sends_slowly_is_named():
     assert judged({(0, 1): 1.25, (1, 0): 0.1}, *numbered(2)).slow == (("node1", 0.1),)
 
 
-@pytest.mark.parametrize("count", [2, 3, 4, 5, 8, 64])
+@in_a_loop("count", [2, 3, 4, 5, 8, 64])
 def test_equal_links_leave_all_as_it_is(count):
     links = judged(found(count, lambda source, to: 1.0 + 0.01 * (source + to)), *numbered(count))
     assert links.order == tuple(range(100, 100 + count))
@@ -44,8 +45,8 @@ def test_equal_links_leave_all_as_it_is(count):
     assert dict(links.gbs)[100, 101] == 1.01, "between the hosts of these numbers"
 
 
-@pytest.mark.parametrize("count", [3, 4, 5, 8, 64])
-@pytest.mark.parametrize("ways", ["out", "in", "both"])
+@in_a_loop("count", [3, 4, 5, 8, 64])
+@in_a_loop("ways", ["out", "in", "both"])
 def test_a_host_with_a_slow_link_is_named_alone_and_keeps_its_place(count, ways):
     def rate(source, to):
         slow = {"out": source == 2, "in": to == 2, "both": 2 in (source, to)}[ways]
@@ -60,8 +61,8 @@ def test_a_host_with_a_slow_link_is_named_alone_and_keeps_its_place(count, ways)
     )
 
 
-@pytest.mark.parametrize("count", [4, 5, 12])
-@pytest.mark.parametrize("at", [0, 1, 2, 3, -1])
+@in_a_loop("count", [4, 5, 12])
+@in_a_loop("at", [0, 1, 2, 3, -1])
 def test_a_slow_link_between_two_hosts_is_not_passed(count, at):
     def rate(source, to):
         return 0.1 if {source, to} == {at % count, (at + 1) % count} else 1.25
@@ -74,7 +75,7 @@ def test_a_slow_link_between_two_hosts_is_not_passed(count, at):
     assert str(links) == f"order of hosts: {', '.join(f'node{each}' for each in order)}"
 
 
-@pytest.mark.parametrize("racks", ["0101", "01010101", "00110011", "01101001", "01" * 32, "0011" * 16, "012" * 8])
+@in_a_loop("racks", ["0101", "01010101", "00110011", "01101001", "01" * 32, "0011" * 16, "012" * 8])
 def test_hosts_of_a_rack_become_neighbours(racks):
     def rate(source, to):
         return 1.25 if racks[source] == racks[to] else 0.2

@@ -71,7 +71,7 @@ def test_no_flag_is_seen_before_its_data(fence):
         assert list(pool.map(program, views_of(shared, 1, [0, 1]), timeout=60)) == [count] * 2
 
 
-@pytest.mark.parametrize("dtype", [np.uint8, np.float16, np.float32, np.complex128])
+@in_a_loop("dtype", [np.uint8, np.float16, np.float32, np.complex128])
 def test_every_slot_of_every_region_is_memory_of_its_own(dtype):
     shared = host_window(3)
     regions = [views_of(shared, number, [0, 1, 2]) for number in range(REGIONS)]

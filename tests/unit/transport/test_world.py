@@ -20,6 +20,7 @@ from ringreduce.transport.mpi import (
 )
 from ringreduce.transport.world import World, local_ranks
 from ringrun.pmi import client
+from tests.support.loops import in_a_loop
 
 
 def test_local_ranks_count_the_ranks_of_a_host():
@@ -71,7 +72,7 @@ def test_who_is_where_is_found_once_in_a_time_linear_in_the_number_of_ranks():
     assert many <= 20 * 256
 
 
-@pytest.mark.parametrize(
+@in_a_loop(
     ("vendor", "environment"),
     [
         ("Open MPI", {}),
@@ -191,7 +192,7 @@ def test_a_child_process_of_a_rank_is_refused():
 NEED_A_WORLD = ["rank", "size", "local_rank", "local_size", "cross_rank", "cross_size", "is_homogeneous", "barrier"]
 
 
-@pytest.mark.parametrize("function", NEED_A_WORLD)
+@in_a_loop("function", NEED_A_WORLD)
 def test_before_init_every_function_says_so(function):
     import ringreduce
 
