@@ -69,6 +69,7 @@ def test_programs_that_a_rank_starts_are_not_disturbed_and_a_shell_around_it_doe
         told = ask(job)
         assert told.count('script.py", line 31, in <module>') == 1, told
         assert f"ranks 0-1 of 2 on {HOST}: script.py:31, in <module>: worker.join()" in told
+    (tmp_path / "stop").touch()
     out, errors = job.communicate(timeout=patient(30))
     assert sorted(out.splitlines()) == ["[0] ([0, 0], 0)", "[1] ([0, 0], 0)"], errors
     assert job.returncode == 0
@@ -77,15 +78,13 @@ def test_programs_that_a_rank_starts_are_not_disturbed_and_a_shell_around_it_doe
 @pytest.mark.without_mpi
 def test_asking_does_no_harm_while_other_threads_run(start, program, tmp_path):
     job = start("-np", 1, *program("workers"), "threads")
-    asked = 0
-    while job.poll() is None:
-        if (tmp_path / "up0").exists():
-            job.send_signal(signal.SIGUSR1)
-            asked += 1
+    wait_until(all_up(tmp_path, 1))
+    for _ in range(11):
+        job.send_signal(signal.SIGUSR1)
         time.sleep(0.1)
-    out, errors = job.communicate()
+    (tmp_path / "stop").touch()
+    out, errors = job.communicate(timeout=patient(30))
     assert (job.returncode, out) == (0, "[0] done\n"), errors
-    assert asked > 10
     assert "script.py:31, in <module>: worker.join()" in errors
 
 

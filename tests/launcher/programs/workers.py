@@ -1,29 +1,29 @@
-"""Work in threads, or in processes that are forked, spawned and a program, as argv[1] says."""
+"""Work in threads, or in processes that are forked, spawned and a program, as argv[1] says, until there is a file."""
 
 import multiprocessing
 import os
 import subprocess
 import sys
 import threading
-import time
+
+IDLE = "import os, time\nwhile not os.path.exists('stop'): time.sleep(0.02)"
 
 
 def deep(n):
     return deep(n - 1) if n else [k * k for k in range(50)]
 
 
-def busy(end_s):
-    while time.monotonic() < end_s:
+def busy():
+    while not os.path.exists("stop"):
         deep(30)
 
 
 if __name__ == "__main__":
     if sys.argv[1] == "threads":
-        workers = [threading.Thread(target=busy, args=(time.monotonic() + 3,)) for _ in range(2)]
+        workers = [threading.Thread(target=busy) for _ in range(2)]
     else:
-        contexts = [multiprocessing.get_context(how) for how in ("fork", "spawn")]
-        workers = [context.Process(target=time.sleep, args=(4,)) for context in contexts]
-        child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(4)"])
+        workers = [multiprocessing.get_context(how).Process(target=exec, args=(IDLE, {})) for how in ("fork", "spawn")]
+        child = subprocess.Popen([sys.executable, "-c", IDLE])
     for worker in workers:
         worker.start()
     open(f"up{os.environ['RANK']}", "w").close()
