@@ -216,6 +216,6 @@ def bytes_text(count: int) -> str:
 
 def machines(folder: Path = RESULTS) -> list[Machine]:
     """The newest first; a quick run's after all others."""
-    kept = [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
+    kept = [json.loads(path.read_text()) for path in sorted(folder.glob("*-cores.json"))]
     kept.sort(key=lambda each: (not each["quick"], each["date"]), reverse=True)
     return [Machine(each) for each in kept]

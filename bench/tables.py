@@ -41,6 +41,15 @@ DOCS = ROOT / "docs"
 REGION = re.compile(r"(<!-- figures: ([a-z ]+) -->\n).*?(<!-- end of figures -->)", re.DOTALL)
 NAMES = {DDP: "DDP over gloo", DDP_RING: 'DDP over "ring"', MPI: "MPI", TUNED: "tuned MPI", HOROVOD: "Horovod's way"}
 GPU_BAR_FROM = 64 << 20
+MEMORY = {
+    "init()": "after `init()`",
+    "by name": "each array by name",
+    "grouped": "`grouped_allreduce_`",
+    "MPI_Allreduce, packed": "one `MPI_Allreduce`, packed",
+    "DistributedOptimizer": "`DistributedOptimizer`, torch",
+    "DDP ring": 'DDP, "ring"',
+    "DDP gloo": "DDP, gloo",
+}
 QUICK = """**This was a quick run on a busy machine, with tiny models and one job each. It shows that everything
 runs, and nothing about speed. `python bench/run.py` measures.**
 """
@@ -247,6 +256,25 @@ def on_gpu(folder: Path) -> str:
     )
 
 
+def memory(_: list[Machine]) -> str:
+    """What bench/memory.py has left in bench/results/memory.json; the scripts alone are what the rest stands beside."""
+    kept = json.loads((RESULTS / "memory.json").read_text(encoding="utf-8"))
+    counts = list(dict.fromkeys(row["ranks"] for row in kept["rows"]))
+    found: dict[str, list[str]] = {}
+    for row in kept["rows"]:
+        more, peak = (Figure.of(row[key], 1) for key in ("more_runs_mb", "peak_runs_mb"))
+        found.setdefault(row["who"], []).extend([with_lines(more), digits(row["shared_mb"]), with_lines(peak)])
+    heads = [f"{what}, {count} ranks" for count in counts for what in ("private", "shared", "peak")]
+    lines = ["| MB | " + " | ".join(heads) + " |", "|---|" + "---:|" * len(heads)]
+    lines += [f"| {MEMORY[who]} | {' | '.join(cells)} |" for who, cells in found.items() if who in MEMORY]
+    return "\n".join(lines)
+
+
+def with_lines(figure: Figure) -> str:
+    """The median, and below it the range."""
+    return "<br>".join(filter(None, [digits(figure.median), figure.range]))
+
+
 def by_model(rows: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
     """Each model's rows, by contender."""
     found: dict[str, dict[str, Any]] = {}
@@ -277,6 +305,7 @@ REGIONS: dict[str, Callable[[list[Machine]], str]] = {
     "tuning": lambda all_: tuning(all_[0]),
     "others": lambda all_: others(all_[1:]),
     "gpus": gpus,
+    "memory": memory,
     "readme": lambda all_: readme(all_[0]),
 }
 

@@ -8,6 +8,8 @@ import shutil
 
 import pytest
 
+from ringreduce.execution.host import window_bytes
+from ringreduce.settings import Settings
 from tests.end_to_end.conftest import ringrun, run
 from tests.support.benches import BENCH, PYTHON, files, kept_by, outcome, table
 
@@ -212,6 +214,45 @@ def test_what_negotiation_takes_with_many_ranks():
 def test_what_agreement_takes_without_data(tmp_path):
     finished = ringrun(PYTHON, 2, BENCH / "agreement.py", "--runs", 1, "--json", tmp_path / "rows.json")
     assert len(kept_by(finished, tmp_path)["rows"]) == 6
+
+
+def memory(folder, *arguments):
+    """The rows of bench/memory.py, one job each, by name."""
+    finished = run(
+        [PYTHON, BENCH / "memory.py", "--runs", 1, *arguments, "--json", folder / "rows.json"], timeout_s=300
+    )
+    rows = kept_by(finished, folder)["rows"]
+    headings = "model who ranks private more shared peak #wrong"
+    assert len(table(finished, *headings.split())) == len(rows)
+    return {row["who"]: row for row in rows}
+
+
+@pytest.mark.timeout(400)
+def test_memory_of_a_rank(tmp_path):
+    rows = memory(tmp_path, "--quick")
+    ours = ["init()", "by name", "grouped", "DistributedOptimizer"]
+    silent = {"alone", "torch alone", "init()"}
+    assert {*rows} == {*silent, *ours, "MPI_Allreduce, packed", "DDP ring", "DDP gloo"}
+    assert all(row["wrong"] == (None if who in silent else 0) for who, row in rows.items())
+    assert rows["alone"]["shared_mb"] == rows["torch alone"]["shared_mb"] == rows["DDP gloo"]["shared_mb"] == 0
+    for who in ours:
+        assert rows[who]["shared_mb"] == pytest.approx(window_bytes(Settings()) / 1e6, abs=0.2), (
+            "MPI has files there, too"
+        )
+    assert rows["DDP ring"]["shared_mb"] > rows["init()"]["shared_mb"]
+
+
+@pytest.mark.adapters
+@pytest.mark.timeout(400)
+def test_a_rank_s_memory_does_not_grow_with_its_gradients(tmp_path):
+    names = ["init()", "by name", "grouped", "MPI_Allreduce, packed"]
+    rows = memory(tmp_path, "--ranks", 2, "--only", *names)
+    started, *ours, packed = (rows[name] for name in names)
+    for each in ours:
+        assert each["more_mb"] - started["more_mb"] < 10
+        assert each["peak_mb"] - started["peak_mb"] < 25, "the other rank's part of shared memory, too"
+        assert each["shared_mb"] == started["shared_mb"]
+    assert packed["more_mb"] > 102
 
 
 @pytest.mark.adapters

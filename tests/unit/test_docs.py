@@ -3,6 +3,7 @@
 import ast
 import dataclasses
 import importlib
+import json
 import re
 from pathlib import Path
 
@@ -186,6 +187,25 @@ def test_a_figure_is_the_median_of_all_runs_and_a_faster_peer_is_told(tables):
     assert "1 of 1 rows; in 1 of these" in tables.summary(found)
     assert "quick" not in tables.summary(found)
     assert "quick run" in tables.summary(tables.Machine({**kept, "quick": True}))
+
+
+def test_the_table_of_memory_has_the_median_and_the_range_of_its_jobs(tables, tmp_path, monkeypatch):
+    rows = [
+        {"who": who, "ranks": ranks, "shared_mb": 8.57, "more_runs_mb": [ranks, 3, 1], "peak_runs_mb": [30, 29, 31.04]}
+        for ranks in (2, 4)
+        for who in ("alone", "by name")
+    ]
+    (tmp_path / "memory.json").write_text(json.dumps({"rows": rows}))
+    monkeypatch.setattr(tables, "RESULTS", tmp_path)
+    page = "<!-- figures: memory -->\nof before\n<!-- end of figures -->"
+    heads = " | ".join(f"{what}, {ranks} ranks" for ranks in (2, 4) for what in ("private", "shared", "peak"))
+    cells = ["2.00<br>1.00–3.00 | 8.57 | 30.0<br>29.0–31.0", "3.00<br>1.00–4.00 | 8.57 | 30.0<br>29.0–31.0"]
+    made = tables.rewritten(page, []).splitlines()
+    assert made[1:-1] == [
+        f"| MB | {heads} |",
+        "|---|" + 6 * "---:|",
+        f"| each array by name | {cells[0]} | {cells[1]} |",
+    ]
 
 
 def test_messages_that_have_an_answer_are_those_of_the_code():
