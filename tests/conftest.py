@@ -82,6 +82,12 @@ def pytest_itemcollected(item):
     tiers.mark(item)
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config, items):
+    if hasattr(config, "workerinput") and is_whole(config) and config.option.markexpr == tiers.QUICK:
+        items[:] = tiers.interleaved(items)
+
+
 def pytest_collection_finish(session):
     """Thousands of tests and the modules that they are in stay: no look through all objects need meet them.
 

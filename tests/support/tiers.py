@@ -8,6 +8,7 @@ test's name: `TEST_SEED=20260722 pytest -m "" -k 20260722004` repeats what has f
 """
 
 import os
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -47,6 +48,8 @@ JOBS = {"tests/cluster": "hosts", "tests/elastic": "hosts", "tests/end_to_end": 
 With the group of those that are in no other (xdist_group)."""
 HALVED = {"tests/launcher": "launcher", "tests/end_to_end": "jobs"}
 """Folders too long for one group: files before test_i are one half."""
+BY_FILE = ("tests/ranks", "tests/unit")
+"""Folders whose quick tests go to workers by the file: what a file makes once is not made by each worker."""
 
 
 def mark(item: pytest.Item) -> None:
@@ -75,9 +78,20 @@ def group(item: pytest.Item, folder: str, file: str) -> str | None:
         return "pool"
     if folder == "tests/launcher" and not item.get_closest_marker("adapters"):
         return None
+    if folder in BY_FILE and item.config.option.markexpr == QUICK:
+        return item.nodeid.partition("::")[0]
     if folder in HALVED:
         return f"{HALVED[folder]}-{1 if file < 'test_i' else 2}"
     return (JOBS | {"tests/gpu": "hosts"}).get(folder)
+
+
+def interleaved(items: list[pytest.Item]) -> list[pytest.Item]:
+    """The tests, each folder's in their order and spread over the whole: some wait while others compute."""
+    folders = defaultdict(list)
+    for item in items:
+        folders[item.nodeid.split("/")[1]].append(item)
+    places = {item: number / len(tests) for tests in folders.values() for number, item in enumerate(tests)}
+    return sorted(items, key=places.__getitem__)
 
 
 def without_group(nodeid: str) -> str:
