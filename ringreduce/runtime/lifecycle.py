@@ -30,7 +30,7 @@ from ringreduce.runtime.startup.shared_memory import prepare_host
 from ringreduce.settings import PER_RANK, Settings, horovod_notice, log
 from ringreduce.transport import joining
 from ringreduce.transport.message import MessageTransport
-from ringreduce.transport.mpi import finalize_mpi, mpi_library
+from ringreduce.transport.mpi import before_finalize, finalize_mpi, mpi_library
 from ringreduce.transport.world import World, form_world
 
 _process_id = 0
@@ -66,6 +66,7 @@ def start(comm: Any, process_sets: Sequence[Any], dynamic: bool) -> list[tuple[i
     if settings.elastic:
         world = dataclasses.replace(world, origins=tuple(range(world.size)))
     if _generations == 0:
+        before_finalize(_at_finalize)
         atexit.register(_at_exit)
         os.register_at_fork(before=_before_fork, after_in_child=_after_fork)
     _generations += 1
@@ -188,6 +189,11 @@ def leave(why: str, interrupted: Callable[[], bool]) -> bool:
     if has_left:
         excepthook.uninstall()
     return has_left
+
+
+def _at_finalize() -> None:
+    """Leave the world where the script itself ends MPI, as mpi4py's do: the engine's next call would end the job."""
+    leave(f"it called MPI.Finalize() ({calling_line()})", lambda: False)
 
 
 def _at_exit() -> None:

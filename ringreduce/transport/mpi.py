@@ -7,7 +7,7 @@ import ctypes
 import hashlib
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from ringreduce.errors import LauncherMismatchError, StartupError
@@ -27,6 +27,11 @@ def start_mpi() -> Any:
             check_world_size(1, os.environ)
     check_launcher(MPI.get_vendor()[0], os.environ)
     claim_rank(os.environ)
+    if MPI.Is_finalized():
+        raise StartupError(
+            "init(): MPI.Finalize() has been called, and MPI can be started only once per process; call it after the "
+            "last init(), or leave it to mpi4py, which does so when the script ends"
+        )
     if not MPI.Is_initialized():
         if not may_read_processes():  # MPICH does not check, and fails at the first long message
             os.environ.setdefault("MPIR_CVAR_CH4_CMA_ENABLE", "0")
@@ -181,6 +186,13 @@ def abort(code: int) -> None:
     from mpi4py import MPI
 
     MPI.COMM_WORLD.Abort(code)
+
+
+def before_finalize(call: Callable[[], None]) -> None:
+    """Have it called when MPI_Finalize begins, by whomever: until then communicators can be used."""
+    from mpi4py import MPI
+
+    MPI.COMM_SELF.Set_attr(MPI.Comm.Create_keyval(delete_fn=lambda *_: call()), None)
 
 
 def finalize_mpi() -> None:

@@ -165,6 +165,24 @@ def test_a_rank_that_does_not_come_to_init_is_named_with_its_line(python, script
     assert run(["pgrep", "-f", str(path)]).stdout == "", "nothing is left"
 
 
+ENDS_MPI = """\
+from mpi4py import MPI
+import ringreduce as rr
+rr.init()
+assert rr.allreduce(1.0, op=rr.Sum) == 2
+MPI.Finalize()
+print("ended", rr.is_initialized(), flush=True)
+rr.init()
+"""
+
+
+def test_a_script_that_ends_mpi_itself_has_left_and_cannot_begin_again(python, script):
+    """As mpi4py's scripts do. The engine went on, and MPI ended the job at its next call."""
+    told = ringrun(python, 2, script(ENDS_MPI), timeout_s=60, returncode=1).stdout
+    assert told.count("] ended False\n") == 2, told
+    assert "StartupError: init(): MPI.Finalize() has been called, and MPI can be started only once" in told, told
+
+
 def test_another_mpis_launcher_is_told(mpich_python, script):
     path = script("import ringreduce as rr\nrr.init()\n")
     finished = run([mpich_python.parent / "mpiexec.hydra", "-np", "2", sys.executable, path])
