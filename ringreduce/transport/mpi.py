@@ -35,6 +35,7 @@ def start_mpi() -> Any:
     if not MPI.Is_initialized():
         if not may_read_processes():  # MPICH does not check, and fails at the first long message
             os.environ.setdefault("MPIR_CVAR_CH4_CMA_ENABLE", "0")
+        os.environ.setdefault("HOME", os.path.expanduser("~"))  # which a service lacks, and Open MPI needs
         MPI.Init_thread(MPI.THREAD_MULTIPLE)
         _MPI_STARTED_HERE.append(True)
     if mpi_library()[1] != "multiple":

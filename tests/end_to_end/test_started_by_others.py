@@ -57,6 +57,12 @@ def start(python):
     return run_to_the_end
 
 
+def test_a_process_that_nothing_has_started_needs_no_home(start):
+    """A service has none, for which Open MPI ended the process."""
+    code = "import ringreduce as rr; rr.init(); print('one of', rr.size())"
+    assert "one of 1\n" in start("-c", code, HOME=None, returncode=0).stdout
+
+
 def ranks(finished):
     assert finished.returncode == 0, finished.stdout
     return sorted(re.findall(OF_RANKS, finished.stdout))
