@@ -22,7 +22,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from ringreduce.errors import InputError, JobFailedError, StartupError
+from ringreduce.errors import InputError, JobFailedError, StartupError, described
 from ringreduce.transport import pickling
 
 from .connection.link import Gone, Link, connect
@@ -97,13 +97,15 @@ def on_ranks(
     """
     from .job.plan import run_module  # no rank needs it
 
+    if not callable(call[0]):
+        raise InputError(f"run(): {call[0]!r} is no function; pass the function itself, as in run(train, args=(0.1,))")
     for name in ("stdout", "stderr"):
         if flags.get(name) is not None:
             raise InputError(f"run(): {name}=: ranks write to sys.{name} here; use contextlib.redirect_{name}(…)")
     flags = {name: _plain(name, value) for name, value in flags.items() if value is not None}
     variables, python = _texts(variables), str(_plain("executable", python))
     ringrun = [sys.executable, *run_module("ringrun"), *(head.flags if head else ()), *_arguments(flags, head)]
-    results = _Results(pickling.dumps(call))
+    results = _Results(_pickled(call, "the function, its arguments, or what it refers to,"))
     with contextlib.ExitStack() as opened:
         try:
             folder = opened.enter_context(private_folder("ringreduce-"))
@@ -332,8 +334,10 @@ class _Printer:
         self._show(self._decoder.decode(data, final=not data))
 
     def _show(self, text: str) -> None:
-        if stream := getattr(sys, self._name):  # none where it was closed from the start, as by `>&-`
-            stream.write(text)
+        stream = getattr(sys, self._name)  # none where it was closed from the start, as by `>&-`
+        if stream and not getattr(stream, "closed", False):
+            coding = getattr(stream, "encoding", None) or "utf-8"  # which a notebook's may lack
+            stream.write(text.encode(coding, "backslashreplace").decode(coding))
             stream.flush()
 
 
@@ -384,12 +388,16 @@ def serve() -> None:
     sys.path[:] = list(dict.fromkeys([*folders, *sys.path]))
     func, args, kwargs = pickling.loads(function, "run(): the function, or one of its arguments,")
     result = func(*args, **kwargs)
-    try:
-        pickled = pickling.dumps(result)
-    except Exception as exc:
-        raise InputError(f"run(): what the function returned, {type(result)}, cannot be pickled: {exc}") from exc
+    pickled = _pickled(result, f"what the function returned, {type(result)},")
     _send(link, lambda piece: Output("stdout", piece), pickled)
     _receive(link)  # it has arrived
+
+
+def _pickled(value: Any, what: str) -> bytes:
+    try:
+        return pickling.dumps(value)
+    except Exception as exc:
+        raise InputError(f"run(): {what} cannot be pickled: {described(exc)}") from exc
 
 
 def _send(link: Link, message: Callable[[bytes], Any], data: bytes) -> None:

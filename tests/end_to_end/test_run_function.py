@@ -1,5 +1,6 @@
 """ringreduce.run(): a function on ranks, from a script, IPython and a notebook. Over hosts: cluster/."""
 
+import io
 import json
 import linecache
 import os
@@ -9,6 +10,7 @@ import secrets
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -299,6 +301,34 @@ def test_without_room_for_its_socket_the_cure_is_told(monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", "/dev/null")
     with pytest.raises(rr.InputError, match=r"^run\(\): no folder .* can be made: .*; make room, or set TMPDIR$"):
         rr.run(print)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(("coding", "shown"), [("ascii", "[0] caf\\xe9\n"), ("latin-1", "[0] café\n"), (None, "")])
+def test_what_ranks_print_does_not_break_a_stdout_that_cannot_show_it(monkeypatch, coding, shown):
+    """Of another coding, or closed: the job's results were lost with it."""
+    own = io.TextIOWrapper(io.BytesIO(), coding or "utf-8", newline="\n")
+    with monkeypatch.context() as patched:
+        patched.setattr(sys, "stdout", own)
+        own = own if coding else own.close()
+        run_function._Printer("stdout").print("[0] café\n".encode())
+    assert (own.buffer.getvalue().decode(coding) if own else "") == shown
+
+
+@pytest.mark.quick
+def test_what_is_no_function_is_refused_before_ranks_start():
+    """As where a function has been called by mistake: run(train(), np=2)."""
+    with pytest.raises(rr.InputError, match=r"^run\(\): None is no function; pass the function itself"):
+        rr.run(None)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("where", ["refers", "argument"])
+def test_a_function_that_cannot_travel_is_refused_with_one_sentence(where):
+    lock = threading.Lock()
+    why = r"run\(\): the function, its arguments, or what it refers to, cannot be pickled: TypeError: .*lock"
+    with pytest.raises(rr.InputError, match=why):
+        rr.run(*{"refers": (lambda: lock,), "argument": (print, (lock,))}[where])
 
 
 @pytest.mark.quick
