@@ -58,15 +58,21 @@ def test_ranks_may_have_made_other_numbers_of_layers_before():
             hvd.broadcast_variables(different.weights, 0)
 
 
-def test_local_variables_stay():
+def test_local_variables_stay_with_what_the_optimizer_keeps_of_them():
     trained = model(seed=RANK)
     own = trained.weights[0]
     before = numbers([own])
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.0, momentum=0.9))
+    optimizer.build(trained.trainable_variables)
+    for velocity in optimizer.momentums:
+        velocity.assign(velocity + RANK)
     callback = callbacks.BroadcastGlobalVariablesCallback(0, local_variables=[own])
     recorded = Recorded()
-    fit(trained, hvd.DistributedOptimizer(keras.optimizers.SGD(0.0)), True, 1, [callback, recorded])
+    fit(trained, optimizer, True, 1, [callback, recorded])
+    place = len(trained.weights) + [each is optimizer.momentums[0] for each in optimizer.variables].index(True)
     np.testing.assert_array_equal(recorded.before[0], before[0])
-    equal_on_all_ranks(recorded.before[1:])
+    np.testing.assert_array_equal(recorded.before[place], np.full_like(before[0], RANK))
+    equal_on_all_ranks([each for at, each in enumerate(recorded.before) if at not in (0, place)])
 
 
 def test_weights_that_one_rank_does_not_have_yet_are_broadcast_after_the_first_step():

@@ -7,7 +7,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ringrun.errors import UsageError
-from ringrun.forward import forwarded, is_secret, leave_batch_system, parse_allowed, parse_env, withheld
+from ringrun.forward import (
+    forwarded,
+    is_secret,
+    leave_batch_system,
+    leave_outer_job,
+    parse_allowed,
+    parse_env,
+    withheld,
+)
 from tests.support.loops import in_a_loop
 
 SECRETS = """
@@ -119,6 +127,14 @@ def test_env_takes_names_and_values():
     for name in ("RINGRUN_SETTINGS", "RINGREDUCE_MIN_NP"):
         with pytest.raises(UsageError, match=f"^--env {name}: ringrun sets this variable itself$"):
             parse_env([f"{name}=1"], {})
+
+
+def test_a_ringrun_in_a_rank_keeps_nothing_of_that_one_s_job_and_says_nothing_of_it():
+    own = {"RINGREDUCE_MIN_NP": "2", "MASTER_ADDR": "h1", "MASTER_PORT": "20000", "RINGREDUCE_CHECK": "nan"}
+    in_rank = own | {"RINGREDUCE_ERROR_FILE": "rank0.json"}
+    assert (leave_outer_job(in_rank), in_rank) == ([], {"RINGREDUCE_CHECK": "nan"})
+    assert leave_outer_job(own) == ["RINGREDUCE_MIN_NP"], "no ringrun has set this one"
+    assert own == {"MASTER_ADDR": "h1", "MASTER_PORT": "20000", "RINGREDUCE_CHECK": "nan"}, "of the user's own job"
 
 
 @given(st.text())

@@ -21,6 +21,13 @@ def members(size=4, **options):
     return made
 
 
+def test_a_spare_that_is_lost_is_no_failure_of_the_job_s():
+    made = members(size=3, spares=1, max_failures=0)
+    assert made.lost({2: "a"}, 0.0) is None
+    assert (made.number, made.ranks) == (0, (0, 1))
+    assert made.lost({1: "b"}, 1.0) == CannotGoOn("--max-failures 0: 1 rank failed")
+
+
 @in_a_loop(
     ("options", "heard", "decision"),
     [

@@ -383,6 +383,12 @@ def test_a_host_that_hangs_is_given_up(server):
     assert problem_of(answer).startswith("no answer within 1 s; its last line: started")
 
 
+def test_so_is_this_host():
+    remote = Remote(Ssh(["/no/such/ssh"], 20), 1.0)
+    answer = remote.run([HERE], ["/bin/sh", "-c", "echo started >&2; exec sleep 100"])[HERE]
+    assert problem_of(answer).startswith("no answer within 1 s; its last line: started")
+
+
 def test_a_wrong_configuration_of_ssh(server):
     prefix = server.config("Nonsense yes", name="config_nonsense")
     answer = Remote(Ssh(prefix, 20), 20).run(["h1"], ["/bin/true"])["h1"]

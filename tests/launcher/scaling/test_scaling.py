@@ -70,6 +70,7 @@ def test_what_is_held_equal_is_not_guessed():
     other = answer(a_run(1), a_run(2, examples=25.0))
     assert other.held == OTHER
     assert "no batch was held equal; examples per rank and step: 32 with 1 rank, 25 with 2 ranks" in other.notes[0]
+    assert answer(a_run(1), a_run(2), a_run(4, examples=8.0)).held == OTHER, "with 2 ranks one, with 4 the other"
 
 
 @in_a_loop(

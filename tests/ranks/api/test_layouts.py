@@ -166,3 +166,14 @@ def test_masked_arrays_are_refused_by_every_function_and_nothing_follows():
         program(np.asarray)
 
     run_ranks(2, of_masked)
+
+
+@each_rank_of(2)
+def test_an_array_that_is_in_a_group_twice_is_refused_also_where_the_group_is_known():
+    """It would be reduced twice; what else shares memory is looked for the first time alone."""
+    one, other = np.ones(3), np.ones(3)
+    for step in range(1, 4):
+        rr.grouped_allreduce_([one, other], name="group", op=rr.Sum)
+        assert (one.tolist(), other.tolist()) == ([2**step] * 3, [2**step] * 3)
+        with pytest.raises(rr.InputError, match=r"^allreduce 'group', tensor 2 of 2: it shares memory with tensor 1"):
+            rr.grouped_allreduce_([one, one], name="group", op=rr.Sum)

@@ -1,5 +1,6 @@
 """Operations in program order: all of them, differences between ranks, other operations beside them, lost ranks."""
 
+import dataclasses
 import re
 import threading
 import time
@@ -249,6 +250,15 @@ def test_what_one_rank_refuses_keeps_its_place_whether_it_has_a_name_or_not():
         with pytest.raises(error, match=f"{what}.*a str is not an array"):
             rr.allreduce(np.ones(2) if rank == 0 else "no array", name=name, process_set=channel)
     assert channel.allreduce(np.ones(2) + rank, op=rr.Sum).tolist() == [3.0] * 2
+
+
+@each_rank_of(2)
+def test_a_channel_of_a_world_that_has_ended_says_so():
+    channel = rr.ordered()
+    channel.world = dataclasses.replace(channel.world, number=channel.world.number + 1)
+    why = r"ordered\(ranks=\[0, 1\]\) ended with the world of 2 ranks .* Call ordered\(\) again in the function"
+    with pytest.raises(rr.InputError, match=rf"^allreduce: {why}"):
+        rr.allreduce(np.ones(2), process_set=channel)
 
 
 @each_rank_of(2)

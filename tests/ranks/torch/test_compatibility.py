@@ -92,6 +92,8 @@ def test_in_no_sync_the_zeros_give_way_to_this_ranks_gradient():
         table = torch.nn.Embedding(6, 3, sparse=True).double()
         optimizer = hvd.DistributedOptimizer(torch.optim.SGD(table.parameters(), lr=0.1), table.named_parameters())
         with optimizer.no_sync():
+            with optimizer.no_sync():
+                pass  # its end is not that of the outer one
             table(torch.tensor([hvd.rank()])).sum().backward()
         return table.weight.grad.to_dense().sum(1).tolist()  # a look that waits for nobody
 

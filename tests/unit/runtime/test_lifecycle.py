@@ -35,3 +35,20 @@ def test_threads_that_all_call_init_start_mpi_one_after_the_other(monkeypatch):
         for each in [pool.submit(rr.init) for _ in range(4)]:
             each.result()
     assert most == [1, 1, 1, 1]
+
+
+@pytest.mark.parametrize(("size", "has_card", "warns"), [(2, True, True), (1, True, False), (2, False, False)])
+def test_a_rank_of_several_that_forks_beside_such_a_card_is_warned(size, has_card, warns, monkeypatch):
+    said = []
+    monkeypatch.setattr(lifecycle.process, "runtime", SimpleNamespace(world=SimpleNamespace(size=size)))
+    monkeypatch.setattr(lifecycle, "_has_entries", lambda folder: has_card and folder == "/sys/class/cxi")
+    monkeypatch.setattr(lifecycle.log.JOB, "warning", said.append)
+    lifecycle._before_fork.__wrapped__()
+    assert said == [lifecycle.FORK_WARNING] * warns
+
+
+def test_a_forked_child_knows_its_parent_s_world_and_has_no_engine(monkeypatch):
+    monkeypatch.setattr(lifecycle.process, "runtime", SimpleNamespace(world="the parent's"))
+    monkeypatch.setattr(lifecycle.process, "parents_world", None)
+    lifecycle._after_fork()
+    assert (lifecycle.process.runtime, lifecycle.process.parents_world) == (None, "the parent's")
