@@ -6,7 +6,8 @@ few messages. Results are JAX arrays where the arguments are.
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +17,7 @@ from ringreduce import runtime
 from ringreduce.api import broadcast as broadcasts
 from ringreduce.api import gather, reduce
 from ringreduce.api.process_sets import ProcessSet, global_process_set, number_of
+from ringreduce.api.process_sets import placed as in_place
 from ringreduce.arrays.dtypes import check_reducible, element_type
 from ringreduce.collectives.ops import Average
 from ringreduce.compression import Compression, check_compression, wire_of
@@ -23,6 +25,7 @@ from ringreduce.errors import InputError, UnsupportedArrayError
 from ringreduce.execution.signature import calling_line
 from ringreduce.frameworks.collective import Call, with_signature_of
 from ringreduce.jax.host import HostCollective
+from ringreduce.jax.parts import in_program
 from ringreduce.jax.primitive import bind, placed
 from ringreduce.runtime.submit import which_op
 
@@ -84,7 +87,8 @@ def alltoall(call: Call) -> Any:
             "advance; "
             "expected None: pad to equal parts, or call it outside"
         )
-    sent = np.asarray(_array("alltoall", "", call.tensor))
+    make = functools.partial(_array, "alltoall", "", call.tensor)
+    sent = np.asarray(in_place("alltoall", call.name, call.process_set, make))
     rows, received = gather.alltoall(sent, np.asarray(call.splits), call.name, call.process_set)
     return _like(call.tensor, placed(rows, call.tensor)), jax.device_put(received)
 
@@ -116,23 +120,45 @@ def _on_leaves(function: str, tree: Any, call: Call) -> Any:
     """The tree with what a collective makes of its arrays."""
     runtime.current(function)
     number_of(call.process_set, function)
-    paths, form = jax.tree_util.tree_flatten_with_path(tree)
-    names = tuple(jax.tree_util.keystr(path, simple=True, separator=".") for path, _ in paths)
-    if not names:
+    if not jax.tree.leaves(tree):
         return tree
+    make = functools.partial(_taken_apart, function, tree, call)
+    made = make() if in_program() else in_place(function, call.name, call.process_set, make)
+    results = bind(made.collective, [array for array, _ in made.pairs])
+    restored = [
+        _like(leaf, made.compression.decompress(result, context))
+        for leaf, result, (_, context) in zip(made.leaves, results, made.pairs, strict=True)
+    ]
+    return jax.tree.unflatten(made.form, restored)
+
+
+class _Made(NamedTuple):
+    """What a call of a collective is made of."""
+
+    collective: HostCollective
+    leaves: list[Any]
+    form: Any
+    compression: Any
+    pairs: list[tuple[Any, Any]]  # of an array that travels, and what `compression` undoes that by
+
+
+def _taken_apart(function: str, tree: Any, call: Call) -> _Made:
+    """Raises InputError where the tree cannot travel."""
+    paths, form = jax.tree_util.tree_flatten_with_path(tree)
+    leaves = [leaf for _, leaf in paths]
+    names = tuple(jax.tree_util.keystr(path, simple=True, separator=".") for path, _ in paths)
     compression = getattr(call, "compression", Compression.none)
     check_compression(compression)
     averages = hasattr(call, "op") and which_op(function, getattr(call, "average", None), call.op) is Average
-    said = [own or getattr(call, "name", None) or "" for own in names]  # in errors
+    said = [own or call.name or "" for own in names]  # in errors
     pairs = []
-    for own, (_, leaf) in zip(said, paths, strict=True):
+    for own, leaf in zip(said, leaves, strict=True):
         array = _array(function, own, float(leaf) if averages and type(leaf) is int else leaf)
         pairs.append(compression.compress(array))
-    arrays = [array for array, _ in pairs]
     own_ones = {"place": calling_line(), "names": None if names == ("",) else names}
     travelling = {"compression": wire_of(compression) or Compression.none}  # others compress here
     collective = HostCollective.of(function, vars(call) | own_ones | travelling)
-    for own, (_, leaf) in zip(said, paths, strict=True):
+    for own, leaf in zip(said, leaves, strict=True):
         if collective.by_rows and not jnp.ndim(leaf):
             raise InputError(f"{function}{_quoted(own)}: a 0-d array has no rows; pass one of at least 1 dimension")
         if function == "alltoall":
@@ -140,11 +166,7 @@ def _on_leaves(function: str, tree: Any, call: Call) -> Any:
                 gather.equal_splits(len(leaf), call.process_set.size() or 1)
             except InputError as error:
                 raise InputError(f"{function}{_quoted(own)}: {error}") from None
-    results = [
-        _like(leaf, compression.decompress(result, context))
-        for (_, leaf), result, (_, context) in zip(paths, bind(collective, arrays), pairs, strict=True)
-    ]
-    return jax.tree.unflatten(form, results)
+    return _Made(collective, leaves, form, compression, pairs)
 
 
 def _is_key(leaf: Any) -> bool:
@@ -173,6 +195,9 @@ def _array(function: str, name: str, leaf: Any) -> Any:
         longest = jax.dtypes.canonicalize_dtype(getattr(leaf, "dtype", np.int64))
         cure = "pass floats, or call jax.config.update('jax_enable_x64', True) first"
         raise InputError(f"{function}{_quoted(name)}: an integer does not fit {longest}, JAX's longest; {cure}")
+    if not isinstance(array, jax.core.Tracer) and array.is_deleted():
+        cure = "pass what the function that it was donated to has returned"
+        raise InputError(f"{function}{_quoted(name)}: the array has been deleted, as by donate_argnums; {cure}")
     if function not in MOVING:
         check_reducible(element, f"{function}{_quoted(name)}: ")
     return array

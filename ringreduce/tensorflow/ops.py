@@ -16,10 +16,12 @@ import tensorflow as tf
 from ringreduce import runtime
 from ringreduce.api import broadcast as broadcasts
 from ringreduce.api import control, gather, reduce
-from ringreduce.api.process_sets import ProcessSet, global_process_set
+from ringreduce.api.process_sets import ProcessSet, global_process_set, placed
+from ringreduce.arrays.dlpack import a_kind_of
 from ringreduce.collectives.ops import Average, ReduceOp, Sum
 from ringreduce.compression import wire_of
-from ringreduce.errors import InputError
+from ringreduce.errors import InputError, UnsupportedArrayError
+from ringreduce.execution.signature import named
 from ringreduce.frameworks.collective import (
     Call,
     Collective,
@@ -27,7 +29,7 @@ from ringreduce.frameworks.collective import (
     gradients_of,
     with_signature_of,
 )
-from ringreduce.runtime.submit import taken_apart
+from ringreduce.runtime.submit import Made, taken_apart
 from ringreduce.tensorflow.host import on_host, unconverted
 from ringreduce.tensorflow.world import when_it_runs
 
@@ -83,15 +85,23 @@ def grouped_allreduce(call: Call) -> list[Any]:
 def _reduced(tensors: Sequence[Any], names: Sequence[str] | None, call: Call) -> list[Any]:
     sparse = [number for number, each in enumerate(tensors) if isinstance(each, tf.IndexedSlices)]
     dense = [number for number in range(len(tensors)) if number not in set(sparse)]
-    collective = Collective.of("allreduce", vars(call) | {"names": names and [names[number] for number in dense]})
+
+    def checked() -> tuple[Collective, list[Any]]:
+        collective = Collective.of("allreduce", vars(call) | {"names": names and [names[number] for number in dense]})
+        if sparse and (wire := wire_of(call.compression)) is not None:
+            raise InputError(
+                f"allreduce: IndexedSlices with compression={wire}; expected dense tensors: pass sparse_as_dense=True "
+                "to the optimizer, tf.convert_to_tensor(…) here, or another compression"
+            )
+        if sparse and collective.op not in (Average, Sum):
+            expected = "expected Average or Sum, or tf.convert_to_tensor"
+            raise InputError(f"allreduce: op={collective.op!r} of IndexedSlices; {expected}")
+        return collective, _converted(collective, [tensors[number] for number in dense], call.name)
+
+    collective, inputs = _in_place("allreduce", call, checked)
     results = list(tensors)
-    for number, each in zip(dense, _applied(collective, [tensors[number] for number in dense]), strict=True):
+    for number, each in zip(dense, _applied(collective, inputs), strict=True):
         results[number] = each
-    if sparse and (wire := wire_of(call.compression)) is not None:
-        raise InputError(
-            f"allreduce: IndexedSlices with compression={wire}; expected dense tensors: pass sparse_as_dense=True to "
-            "the optimizer, tf.convert_to_tensor(…) here, or another compression"
-        )
     for number in sparse:
         own = None if call.name is None else f"{call.name}.{number}"
         scale = call.prescale_factor * call.postscale_factor
@@ -100,8 +110,6 @@ def _reduced(tensors: Sequence[Any], names: Sequence[str] | None, call: Call) ->
 
 
 def _gathered_slices(slices: Any, name: str | None, op: ReduceOp, scale: float, process_set: ProcessSet) -> Any:
-    if op not in (Average, Sum):
-        raise InputError(f"allreduce: op={op!r} of IndexedSlices; expected Average or Sum, or tf.convert_to_tensor")
     values, indices = grouped_allgather([slices.values, slices.indices], name, process_set=process_set)
     gathered = tf.IndexedSlices(values, indices, slices.dense_shape)
     gathered = scaled(gathered, scale)
@@ -132,13 +140,13 @@ def allgather(call: Call) -> Any:
     Gradient: this rank's rows of the result's gradient, averaged over the ranks.
     Otherwise as `ringreduce.allgather`.  Source: Horovod's allgather.
     """
-    return _applied(Collective.of("allgather", vars(call)), [call.tensor])[0]
+    return _called("allgather", call, [call.tensor])[0]
 
 
 @_collective(gather.grouped_allgather, "tensors name ignore_name_scope process_set")
 def grouped_allgather(call: Call) -> list[Any]:
     """Gather many tensors, all or none of them; otherwise as `allgather`."""
-    return _applied(Collective.of("allgather", vars(call)), call.tensors)
+    return _called("allgather", call, call.tensors)
 
 
 @_collective(broadcasts.broadcast, "tensor root_rank name ignore_name_scope process_set")
@@ -148,7 +156,7 @@ def broadcast(call: Call) -> Any:
     Gradient: on the root the result's, averaged over the ranks; elsewhere zeros.
     Source:   Horovod's broadcast.
     """
-    return _applied(Collective.of("broadcast", vars(call)), [call.tensor])[0]
+    return _called("broadcast", call, [call.tensor])[0]
 
 
 @_collective(gather.alltoall, "tensor splits name ignore_name_scope process_set")
@@ -159,12 +167,20 @@ def alltoall(call: Call) -> Any:
     Gradient: sent back to where the rows came from.
     Source:   Horovod's alltoall.
     """
-    given = None if call.splits is None else tf.convert_to_tensor(call.splits)
-    if given is not None and not given.dtype.is_integer:
-        raise InputError(f"alltoall: splits of type {given.dtype.name}; expected whole numbers, one for each rank")
-    parts = [] if given is None else [tf.saturate_cast(given, tf.int32)]  # what is too large stays wrong
-    rows, received = _applied(Collective.of("alltoall", vars(call)), [call.tensor, *parts])
+    rows, received = _called(
+        "alltoall", call, [call.tensor, *_in_place("alltoall", call, lambda: _splits(call.splits))]
+    )
     return rows if call.splits is None else (rows, received)
+
+
+def _splits(given: Any) -> list[Any]:
+    """As one tensor, if there are any."""
+    if given is None:
+        return []
+    splits = tf.convert_to_tensor(given)
+    if not splits.dtype.is_integer:
+        raise InputError(f"alltoall: splits of type {splits.dtype.name}; expected whole numbers, one for each rank")
+    return [tf.saturate_cast(splits, tf.int32)]  # what is too large stays wrong
 
 
 @_collective(reduce.reducescatter, f"tensor device_dense compression op name process_set ignore_name_scope {_SCALES}")
@@ -174,13 +190,13 @@ def reducescatter(call: Call) -> Any:
     Gradient: an allgather of the parts' gradients, times both factors, and for Sum times the number of ranks.
     Otherwise as `ringreduce.reducescatter`.  Source: Horovod's reducescatter.
     """
-    return _applied(Collective.of("reducescatter", vars(call)), [call.tensor])[0]
+    return _called("reducescatter", call, [call.tensor])[0]
 
 
 @_collective(reduce.grouped_reducescatter, f"tensors device_dense compression op process_set {_SCALES}")
 def grouped_reducescatter(call: Call) -> list[Any]:
     """Reduce and scatter many tensors, all or none of them; otherwise as `reducescatter`."""
-    return _applied(Collective.of("reducescatter", vars(call)), call.tensors)
+    return _called("reducescatter", call, call.tensors)
 
 
 @unconverted
@@ -194,11 +210,46 @@ def barrier(process_set: ProcessSet = global_process_set) -> None:
     on_host("barrier", forward, [], [])
 
 
-def _applied(collective: Collective, tensors: Sequence[Any]) -> list[Any]:
+def _called(kind: str, call: Call, tensors: Sequence[Any]) -> list[Any]:
+    """The results of such a collective with these arguments."""
+
+    def made() -> tuple[Collective, list[Any]]:
+        collective = Collective.of(kind, vars(call))
+        return collective, _converted(collective, tensors, call.name)
+
+    return _applied(*_in_place(kind, call, made))
+
+
+def _in_place(kind: str, call: Call, make: Callable[[], Made]) -> Made:
+    """See `placed`; in a graph, which others may trace at another time, nothing has a place."""
+    return placed(kind, call.name, call.process_set, make) if tf.executing_eagerly() else make()
+
+
+def _converted(it: Collective, tensors: Sequence[Any], name: str | None) -> list[Any]:
+    """As tensors; raises UnsupportedArrayError, which names what is none."""
+    inputs = []
+    for number, each in enumerate(tensors):
+        try:
+            inputs.append(tf.convert_to_tensor(each))
+        except (TypeError, ValueError) as error:
+            which = f"{it.kind}{named(name, it.names, number, len(tensors))}"
+            raise UnsupportedArrayError(f"{which}: {a_kind_of(each)} is no tensor; {_instead_of(each)}") from error
+    return inputs
+
+
+def _instead_of(value: Any) -> str:
+    """What to pass in place of something that is no tensor."""
+    if isinstance(value, tf.RaggedTensor):
+        return "pass its values and its row_splits, or value.to_tensor()"
+    if isinstance(value, tf.SparseTensor):
+        return "pass its values and its indices, or tf.sparse.to_dense(value)"
+    return "leave it out on all ranks, or pass what tf.convert_to_tensor takes"
+
+
+def _applied(collective: Collective, inputs: Sequence[Any]) -> list[Any]:
     """The results of a collective, with its gradient."""
-    if not tensors:
+    if not inputs:
         return []
-    inputs = [tf.convert_to_tensor(each) for each in tensors]
     kinds = [_of_other_rows(each) if collective.by_rows else each for each in inputs]
     specs = [tf.TensorSpec(each.shape, each.dtype) for each in kinds]
     if collective.kind == "alltoall":

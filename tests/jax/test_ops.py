@@ -327,6 +327,30 @@ def test_rows_that_differ_inside_jit_are_told():
     close(jax.jit(hvd.allreduce)(own(2)), own(2, rank=RANKS.mean()))
 
 
+def deleted():
+    array = own(2) * 1
+    array.delete()
+    return array
+
+
+@pytest.mark.skipif(SIZE == 1, reason="ranks must differ")
+@pytest.mark.parametrize(
+    ("call", "refuses", "why"),
+    [
+        (hvd.allgather, lambda: 1.0, "a 0-d array has no rows"),
+        (hvd.allreduce, lambda: jax.nn.relu, "pass only the arrays of a tree"),
+        (hvd.allreduce, deleted, "the array has been deleted, as by donate_argnums; pass what the function"),
+        (lambda x: hvd.allreduce(x, op=None if x.shape else "mean"), lambda: jnp.float32(1), "op='mean'; expected"),
+        (lambda x: hvd.alltoall(x, [2] + [0] * (SIZE - 1)), lambda: "x", "pass only the arrays of a tree"),
+    ],
+)
+def test_what_one_rank_refuses_fails_on_all_and_keeps_its_place(call, refuses, why):
+    told = re.escape(why) if RANK == 1 else rf"^rank 1 of {SIZE}, .* was refused: .*{re.escape(why)}"
+    with pytest.raises(rr.InputError if RANK == 1 else rr.MismatchError, match=told):
+        call(refuses() if RANK == 1 else own(2))
+    close(hvd.allreduce(own(2)), own(2, rank=RANKS.mean()))
+
+
 def test_what_cannot_be_reduced_is_told():
     with pytest.raises(rr.InputError, match=r"allreduce 'f': .*pass only the arrays of a tree, such as equinox.filter"):
         hvd.allreduce({"f": jax.nn.relu})

@@ -205,6 +205,43 @@ def test_xla_is_refused():
         tf.function(lambda x: hvd.allreduce(x), jit_compile=True)(own(2))
 
 
+SLICES = tf.IndexedSlices(tf.constant([[1.0]]), tf.constant([0]), tf.constant([2, 1]))
+RAGGED = tf.ragged.constant([[1.0], [2.0, 3.0]])
+NO_TENSORS = [
+    (hvd.allreduce, RAGGED, r"allreduce: a \S*RaggedTensor is no tensor; pass its values and its row_splits"),
+    (
+        lambda x: hvd.allgather(x, name="s"),
+        tf.sparse.eye(2),
+        r"allgather 's': a \S*SparseTensor is no tensor; pass its",
+    ),
+    (lambda x: hvd.allreduce({"a": own(1), "b": x}), RAGGED, r"allreduce 'b': a \S*RaggedTensor is no tensor"),
+    (lambda x: hvd.grouped_allreduce([own(1), x]), RAGGED, r"allreduce, tensor 2 of 2: a \S*RaggedTensor is no tensor"),
+    (lambda x: hvd.broadcast(x, 0), None, "broadcast: None is no tensor; leave it out on all ranks, or pass"),
+]
+
+
+@pytest.mark.parametrize(("call", "what", "why"), NO_TENSORS)
+def test_what_is_no_tensor_is_named(run, call, what, why):
+    with pytest.raises(Exception, match=why):  # in a graph AutoGraph quotes it
+        run(lambda: call(what))()
+
+
+@pytest.mark.skipif(SIZE == 1, reason="ranks must differ")
+@pytest.mark.parametrize(
+    ("call", "what", "why"),
+    [
+        (hvd.allreduce, RAGGED, "RaggedTensor is no tensor"),
+        (lambda x: hvd.allreduce(SLICES, op=hvd.Sum if x is not None else hvd.Min), None, "op=Min of IndexedSlices; "),
+        (lambda x: hvd.alltoall(own(SIZE), [1.0 if x is None else 1] * SIZE), None, "alltoall: splits of type float32"),
+    ],
+)
+def test_what_one_rank_refuses_fails_on_all_and_keeps_its_place(call, what, why):
+    told = why if RANK == 1 else rf"^rank 1 of {SIZE}, .* was refused: .*{why}"
+    with pytest.raises(rr.InputError if RANK == 1 else rr.MismatchError, match=told):
+        call(what if RANK == 1 else own(2))
+    close(hvd.allreduce(own(2)), own(2, rank=RANKS.mean()))
+
+
 @pytest.mark.skipif(SIZE == 1, reason="ranks must differ")
 def test_a_mismatch_says_where(run):
     with pytest.raises((rr.MismatchError, tf.errors.OpError)) as error:
