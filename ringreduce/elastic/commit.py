@@ -9,15 +9,16 @@ import io
 import itertools
 import pickle
 import socket
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from ringreduce.arrays.libraries import LIBRARIES, library_of
 from ringreduce.elastic.kept import Found, KeptFile
+from ringreduce.errors import InputError
 from ringreduce.settings.log import JOB
-from ringreduce.transport.pickling import Pickler
+from ringreduce.transport.pickling import Pickler, unpickling
 
 ALIGNMENT = 64
 PutBack = Callable[[Any, Any], Any]  # `Restoration.put_back`, of one restoration
@@ -53,10 +54,14 @@ class Commit:
     def take(self, tree: Any, number: int, refers: bool = False) -> None:
         """Copy `tree`.  Cost: copies its arrays once, and pickles what else there is.
 
+        Raises: InputError, which names what cannot be pickled; then the commit is as before.
         refers: keep JAX's arrays without copying them; such a commit cannot be sent.
         """
         pickler = _Pickler(refers)
-        pickler.dump(tree)
+        try:
+            pickler.dump(tree)
+        except Exception as exc:
+            raise _unpicklable(tree, exc) from exc
         self.begin(pickler.infos)
         for name, numbers in pickler.of_library.items():
             LIBRARIES[name].keep([self._rooms[each] for each in numbers], [pickler.arrays[each] for each in numbers])
@@ -111,8 +116,12 @@ class Commit:
         return LIBRARIES[info.library].room(memory, info.dtype, info.shape, info.kind)
 
     def tree(self) -> Any:
-        """The tree; its arrays may lie in this commit's memory: see `Restoration`."""
-        return _Unpickler(self.pickled, functools.cache(self._array)).load()
+        """The tree; its arrays may lie in this commit's memory: see `Restoration`.
+
+        Raises: InputError where it cannot be unpickled.
+        """
+        with unpickling(f"commit {self.number} of the state"):
+            return _Unpickler(self.pickled, functools.cache(self._array)).load()
 
     def _array(self, number: int) -> Any:
         info = self.infos[number]
@@ -129,6 +138,19 @@ class _Unpickler(pickle.Unpickler):
     def persistent_load(self, number: int) -> Any:
         """An array that was left out."""
         return self._array(number)
+
+
+def _unpicklable(tree: Any, error: Exception) -> InputError:
+    """The error for a tree, which names the first entry that fails alone."""
+    which = "the state"
+    for name, value in tree.items() if isinstance(tree, Mapping) else ():
+        try:
+            _Pickler(refers=False).dump(value)
+        except Exception as exc:
+            which, error = f"attribute {name!r} of the state", exc
+            break
+    why = f"{type(error).__name__}: {error}"
+    return InputError(f"commit: {which} cannot be pickled: {why}; leave it out, or give its class a __reduce__")
 
 
 class _Pickler(Pickler):

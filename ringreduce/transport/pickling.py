@@ -5,10 +5,11 @@ cloudpickle leaves those out since 3.1.3, and then neither a traceback nor a mes
 
 from __future__ import annotations
 
+import contextlib
 import io
 import pickle
 from collections import ChainMap
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import CodeType
 from typing import Any, ClassVar
 
@@ -43,15 +44,22 @@ def dumps(obj: Any) -> bytes:
     return file.getvalue()
 
 
-def loads(data: Any, what: str, kind: type[RingreduceError] = InputError) -> Any:
-    """What a rank of this job has pickled.
+@contextlib.contextmanager
+def unpickling(what: str, kind: type[RingreduceError] = InputError) -> Iterator[None]:
+    """Inside, what a rank of this job has pickled is read.
 
     Raises: a `kind`, which says that `what` cannot be unpickled, and why.
     """
     try:
-        return pickle.loads(data)  # noqa: S301 - a rank's
+        yield
     except Exception as exc:
         raise kind(
             f"{what} cannot be unpickled here: {described(exc)}; the modules of its classes must be "
             "importable here, and an exception whose __init__ takes other arguments than its `args` needs a __reduce__"
         ) from exc
+
+
+def loads(data: Any, what: str, kind: type[RingreduceError] = InputError) -> Any:
+    """What a rank of this job has pickled; raises as `unpickling`."""
+    with unpickling(what, kind):
+        return pickle.loads(data)  # noqa: S301 - a rank's

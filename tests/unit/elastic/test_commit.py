@@ -2,6 +2,7 @@
 
 import collections
 import itertools
+import threading
 
 import ml_dtypes
 import numpy as np
@@ -70,6 +71,28 @@ def test_an_array_comes_back_in_place_and_where_there_was_none_as_a_copy_that_la
     assert (type(restored), restored.dtype, restored.shape) == (type(array), array.dtype, array.shape)
     commit.memory[:] = 0xFF
     assert numbers(restored) == numbers(array) == before
+
+
+def test_what_cannot_be_pickled_is_named_and_the_commit_is_as_before():
+    commit = taken({"w": np.arange(3), "lock": None})
+    locked = {"w": np.zeros(5), "lock": threading.Lock()}
+    with pytest.raises(
+        InputError, match=r"^commit: attribute 'lock' of the state cannot be pickled: TypeError: .*lock"
+    ):
+        commit.take(locked, 2)
+    assert (commit.number, commit.tree()["w"].tolist()) == (1, [0, 1, 2])
+
+
+class Unreadable:
+    def __setstate__(self, state):
+        raise KeyError("gone")
+
+
+def test_what_cannot_be_unpickled_is_told():
+    spoilt = Unreadable()
+    spoilt.value = 1
+    with pytest.raises(InputError, match=r"^commit 3 of the state cannot be unpickled here: KeyError: 'gone'; the mod"):
+        taken({"a": spoilt}, 3).tree()
 
 
 @in_a_loop("shape", [(2,), (0, 2)])
