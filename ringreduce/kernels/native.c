@@ -29,6 +29,9 @@
 #endif
 #ifdef __x86_64__
 #include <emmintrin.h>
+#define relax _mm_pause
+#else
+#define relax() (void)0
 #endif
 #if defined(__x86_64__) && __GNUC__ >= 12 && !defined(__clang__)
 #include <immintrin.h>
@@ -238,7 +241,7 @@ INLINE void decode_block(const char *restrict block, Float *restrict out, int bi
         memcpy(last, source + whole * sizeof last, rest * sizeof *last);                                              \
         if (rest) to_block_##BITS(last, blocks + whole * BLOCK_BYTES(BITS), f, whole);                                \
     }                                                                                                                 \
-    CLONES static void decode_##BITS(const char *blocks, char *target, size_t count) {                                \
+    CLONES static void decode_##BITS(const char *blocks, char *target, size_t count, const Factors *Py_UNUSED(f)) {   \
         size_t whole = count / SHARE, rest = count % SHARE;                                                           \
         for (size_t k = 0; k < whole; k++)                                                                            \
             decode_block(blocks + k * BLOCK_BYTES(BITS), (Float *)target + k * SHARE, BITS, 0);                       \
@@ -266,7 +269,7 @@ static const struct { size_t itemsize; Kernel kernels[OPS]; } TYPES[] = { /* in 
     {BLOCK_BYTES(8), {q8_sum}}, {BLOCK_BYTES(4), {q4_sum}}}; /* of quantized.py */
 
 #define CONVERSION(NAME, FROM, TO, CONVERT)                                                                           \
-    CLONES static void NAME(const char *source, char *target, size_t n) {                                             \
+    CLONES static void NAME(const char *source, char *target, size_t n, const Factors *Py_UNUSED(f)) {                \
         EACH ((ANYWHERE(TO) *)target)[i] = CONVERT(((const ANYWHERE(FROM) *)source)[i]);                              \
     }
 CONVERSION(widen_f16, uint16_t, float, from_f16)
@@ -330,16 +333,49 @@ static void store(char *target, const char *source, size_t n, int streams) {
     copy(target, source, n);
 }
 
+/* ---- what Python's objects hold until they are freed ---- */
+
+/* How each of them begins; Region and Group have NULL for the regions. */
+#define HELD                                                                                                          \
+    PyObject_HEAD struct Region *region, *signatures;                                                                 \
+    Py_ssize_t nviews;                                                                                                \
+    Py_buffer *views
+typedef struct { HELD; } Held;
+
+static void *made(PyTypeObject *type, size_t bytes) { /* its fields are 0; bytes: of `views` */
+    Held *held = (Held *)PyType_GenericAlloc(type, 0);
+    if (held == NULL || (held->views = PyMem_Calloc(1, bytes))) return held;
+    return Py_DECREF(held), PyErr_NoMemory();
+}
+
+static Py_buffer *hold(Held *held, PyObject *array, int flags) { /* NULL: it has no such buffer, as Python knows */
+    Py_buffer *view = held->views + held->nviews;
+    if (array == NULL || PyObject_GetBuffer(array, view, flags)) return NULL;
+    held->nviews++;
+    return view;
+}
+
+static void release(Held *held) {
+    while (held->nviews > 0) PyBuffer_Release(held->views + --held->nviews);
+}
+
+static void dealloc(Held *held) {
+    PyTypeObject *type = Py_TYPE((PyObject *)held);
+    release(held);
+    PyMem_Free(held->views);
+    Py_XDECREF((PyObject *)held->region), Py_XDECREF((PyObject *)held->signatures);
+    PyObject_Free(held);
+    Py_DECREF(type);
+}
+
 /* ---- flags and slots of all members of a process set ---- */
 
-typedef struct {
-    PyObject_HEAD
+typedef struct Region {
+    HELD;
     int size, rank, slots, sleeps; /* how many of the next waits sleep */
     Py_ssize_t slot_bytes;
     int64_t *flags[MOST];
     char *memory[MOST];
-    int nviews;
-    Py_buffer views[2 * MOST];
 } Region;
 
 static double now_us(void) {
@@ -384,9 +420,7 @@ static int arrived(Region *r, int flag, int64_t sequence, double patience_us) {
     for (int i = 0; i < SPINS; i++) {
         if (late(r, flag, sequence) < 0) return 1;
         if (patience_us <= 0) return 0;
-#ifdef __x86_64__
-        __builtin_ia32_pause();
-#endif
+        relax();
     }
     int sleeps = r->sleeps > 0;
     r->sleeps -= sleeps;
@@ -404,9 +438,10 @@ static int arrived(Region *r, int flag, int64_t sequence, double patience_us) {
 
 /* ---- one all-reduce: the elements of all arrays, one after the other, go through the slots ---- */
 
+enum { PACK, COPY_OUT, SUM_UP, STEPS }; /* in this order: of the next slot, the last one, this one */
+
 typedef struct {
-    PyObject_HEAD
-    Region *region;
+    HELD;
     Kernel kernel;
     Factors factors;
     size_t itemsize;
@@ -415,11 +450,9 @@ typedef struct {
     double begun_us, us;                 /* when all had packed slot 0; until this was done */
     int64_t first;                       /* sequence number of slot 0 */
     Py_ssize_t total, capacity, slots, number; /* elements of all, of a slot; as in shared.pipelined */
-    Py_ssize_t packing, summing, copying; /* the arrays where each has got to */
+    Py_ssize_t arrays[STEPS];            /* where each has got to */
     Py_ssize_t *starts;                  /* of arrays, in elements of all; count + 1 */
     char **sources, **targets;
-    Py_buffer *views;
-    Py_ssize_t nviews;
 } Run;
 
 static Py_ssize_t bound(Py_ssize_t length, int size, int k) { /* partition.chunk_bounds */
@@ -438,11 +471,10 @@ static void sum_streaming(Run *run, const char **parts, char *target, char *slot
     }
 }
 
-enum { PACK, SUM_UP, COPY_OUT };
-
-/* Do `what` with the elements that `owner`'s chunk of a slot has, array by array. */
-static void work(Run *run, int what, Py_ssize_t slot, int owner, Py_ssize_t *array) {
+/* Do the step with the elements that `owner`'s chunk of a slot has, array by array. */
+static void work(Run *run, Py_ssize_t slot, int owner) {
     Region *r = run->region;
+    Py_ssize_t *array = run->arrays + run->step;
     Py_ssize_t base = slot * run->capacity, length = run->total - base < run->capacity ? run->total - base : run->capacity;
     Py_ssize_t low = run->alone ? 0 : bound(length, r->size, owner);
     Py_ssize_t high = run->alone ? length : bound(length, r->size, owner + 1);
@@ -453,9 +485,9 @@ static void work(Run *run, int what, Py_ssize_t slot, int owner, Py_ssize_t *arr
         Py_ssize_t end = run->starts[*array + 1] - base < high ? run->starts[*array + 1] - base : high;
         size_t within = (base + low - run->starts[*array]) * size, here = offset + low * size, n = end - low;
         char *source = run->sources[*array] + within, *target = run->targets[*array] + within;
-        if (what == PACK) {
+        if (run->step == PACK) {
             store(r->memory[r->rank] + here, source, n * size, run->streams & SLOTS);
-        } else if (what == COPY_OUT) {
+        } else if (run->step == COPY_OUT) {
             store(target, r->memory[owner] + here, n * size, run->streams & RESULTS);
         } else {
             for (int k = 0; k < r->size; k++) parts[k] = k == r->rank && !run->alone ? source : r->memory[k] + here;
@@ -468,42 +500,32 @@ static void work(Run *run, int what, Py_ssize_t slot, int owner, Py_ssize_t *arr
     if (run->streams) drain();
 }
 
-static void pack(Run *run, Py_ssize_t slot) {
+static Py_ssize_t slot_of(const Run *run) { /* the step's; below 0: it has none */
+    Py_ssize_t slot = run->number + (run->step == PACK) - (run->step == COPY_OUT);
+    return slot < run->slots && !(run->alone && run->step == COPY_OUT) ? slot : -1;
+}
+
+static void take_step(Run *run, Py_ssize_t slot) {
     Region *r = run->region;
     for (int k = 0; k < (run->alone ? 1 : r->size); k++)
-        if (run->alone || k != r->rank) work(run, PACK, slot, k, &run->packing);
-    publish(r, PACKED, run->first + slot);
+        if (run->alone || (k == r->rank) == (run->step == SUM_UP)) work(run, slot, k);
+    if (run->step == PACK) publish(r, PACKED, run->first + slot);
+    if (run->step == SUM_UP && !run->alone) publish(r, SUMMED, run->first + slot);
 }
 
-static void sum_up(Run *run, Py_ssize_t slot) {
-    work(run, SUM_UP, slot, run->region->rank, &run->summing);
-    if (!run->alone) publish(run->region, SUMMED, run->first + slot);
-}
-
-static void copy_out(Run *run, Py_ssize_t slot) {
-    for (int k = 0; k < run->region->size; k++)
-        if (k != run->region->rank) work(run, COPY_OUT, slot, k, &run->copying);
-}
-
-/* What the next step waits for; 0: nothing. */
-static int waits_for(const Run *run, int *flag, int64_t *sequence) {
-    *flag = run->step == 1 ? SUMMED : PACKED;
-    *sequence = run->first + run->number - (run->step == 1);
-    return run->step == 1 ? run->number > 0 && !run->alone : run->step == 2 && run->number >= 0 && run->number < run->slots;
+static int waits_for(const Run *run) { /* the step's flag; -1: it does not wait */
+    return run->step == PACK || slot_of(run) < 0 ? -1 : run->step == COPY_OUT ? SUMMED : PACKED;
 }
 
 /* Go on until it would wait longer, or has worked for `budget_us`. */
 static void go_on(Run *run, double patience_us, double budget_us) {
-    int flag;
-    int64_t sequence;
     for (double until = now_us() + budget_us; run->number <= run->slots; ) {
-        if (waits_for(run, &flag, &sequence) && !arrived(run->region, flag, sequence, patience_us)) return;
-        if (run->step == 0 && run->number + 1 < run->slots) pack(run, run->number + 1);
-        if (run->step == 1 && run->number > 0 && !run->alone) copy_out(run, run->number - 1);
-        if (run->step == 2 && run->number == 0) run->begun_us = now_us();
-        if (run->step == 2 && run->number >= 0 && run->number < run->slots) sum_up(run, run->number);
-        if (run->step++ < 2) continue;
-        run->step = 0, run->number++;
+        Py_ssize_t slot = slot_of(run), flag = waits_for(run);
+        if (flag >= 0 && !arrived(run->region, flag, run->first + slot, patience_us)) return;
+        if (run->step == SUM_UP && run->number == 0) run->begun_us = now_us();
+        if (slot >= 0) take_step(run, slot);
+        if (++run->step < STEPS) continue;
+        run->step = PACK, run->number++;
         double now = now_us();
         run->us = now - run->begun_us;
         if (now > until) return;
@@ -512,37 +534,21 @@ static void go_on(Run *run, double patience_us, double budget_us) {
 
 /* ---- Python ---- */
 
-static void release(Py_buffer *views, Py_ssize_t count) {
-    while (count > 0) PyBuffer_Release(views + --count);
-}
-
-static void freed(PyObject *self) {
-    PyTypeObject *type = Py_TYPE(self);
-    PyObject_Free(self);
-    Py_DECREF(type);
-}
-
-static void region_dealloc(Region *r) {
-    release(r->views, r->nviews);
-    freed((PyObject *)r);
-}
+static PyTypeObject *run_type, *exchange_type, *group_type;
 
 /* Region(flags, memory, rank, slots): lists of what each member has; its flags' lines, its slots one after the other */
-static PyObject *region_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
+static PyObject *region_new(PyTypeObject *type, PyObject *args, PyObject *Py_UNUSED(kwargs)) {
     PyObject *flags, *memory;
     int rank, slots;
-    (void)kwargs;
     if (!PyArg_ParseTuple(args, "O!O!ii", &PyList_Type, &flags, &PyList_Type, &memory, &rank, &slots)) return NULL;
     Py_ssize_t size = PyList_Size(flags);
     if (size < 1 || size > MOST || PyList_Size(memory) != size || rank < 0 || rank >= size || slots < 1)
         return PyErr_Format(PyExc_ValueError, "%zd members, rank %d, %d slots", size, rank, slots);
-    Region *r = PyObject_New(Region, type);
+    Region *r = made(type, 2 * size * sizeof(Py_buffer));
     if (r == NULL) return NULL;
-    r->size = (int)size, r->rank = rank, r->slots = slots, r->sleeps = 0;
-    for (r->nviews = 0; r->nviews < 2 * size; r->nviews++) {
-        PyObject *from = PyList_GetItem(r->nviews % 2 ? memory : flags, r->nviews / 2);
-        if (PyObject_GetBuffer(from, r->views + r->nviews, PyBUF_WRITABLE)) return Py_DECREF(r), NULL;
-    }
+    r->size = (int)size, r->rank = rank, r->slots = slots;
+    for (int k = 0; k < 2 * size; k++)
+        if (!hold((Held *)r, PyList_GetItem(k % 2 ? memory : flags, k / 2), PyBUF_WRITABLE)) return Py_DECREF(r), NULL;
     for (int k = 0; k < size; k++) r->flags[k] = r->views[2 * k].buf, r->memory[k] = r->views[2 * k + 1].buf;
     r->slot_bytes = r->views[1].len / slots;
     return (PyObject *)r;
@@ -553,15 +559,6 @@ static int kernel_of(int type, int op) { /* whether there is one */
     if (known && TYPES[type].kernels[op]) return 1;
     PyErr_Format(PyExc_ValueError, "type %d, op %d", type, op);
     return 0;
-}
-
-static PyTypeObject *run_type, *exchange_type;
-
-static void run_dealloc(Run *run) {
-    release(run->views, run->nviews);
-    PyMem_Free(run->views), PyMem_Free(run->sources), PyMem_Free(run->starts);
-    Py_XDECREF((PyObject *)run->region);
-    freed((PyObject *)run);
 }
 
 /* Region.allreduce(sources, targets, type, op, prescale, divisor, postscale, sequence, alone, capacity, streams=0) -> Run
@@ -577,40 +574,27 @@ static PyObject *region_allreduce(Region *r, PyObject *args) {
         return NULL;
     if (capacity < 1 || capacity > r->slot_bytes / (Py_ssize_t)TYPES[type].itemsize)
         return PyErr_Format(PyExc_ValueError, "%zd elements in %zd B", capacity, r->slot_bytes);
-    Run *run = PyObject_New(Run, run_type);
-    if (run == NULL) return NULL;
-    memset((char *)run + sizeof(PyObject), 0, sizeof(Run) - sizeof(PyObject));
     Py_ssize_t count = PyList_Size(sources), itemsize = TYPES[type].itemsize;
+    Run *run = made(run_type, (count + 1) * (2 * sizeof(Py_buffer) + 2 * sizeof(char *) + sizeof(Py_ssize_t)));
+    if (run == NULL) return NULL;
     Py_INCREF((PyObject *)r);
     run->region = r, run->kernel = TYPES[type].kernels[op], run->factors = f, run->itemsize = itemsize;
     run->first = first, run->alone = alone, run->streams = alone ? 0 : streams, run->capacity = capacity;
-    run->views = PyMem_Malloc(2 * (count + 1) * sizeof(Py_buffer));
-    run->sources = PyMem_Malloc(2 * (count + 1) * sizeof(char *));
-    run->starts = PyMem_Malloc((count + 2) * sizeof(Py_ssize_t));
-    if (run->views == NULL || run->sources == NULL || run->starts == NULL) return Py_DECREF(run), PyErr_NoMemory();
-    run->targets = run->sources + count + 1, run->starts[0] = 0;
+    run->sources = (char **)(run->views + 2 * (count + 1)), run->targets = run->sources + count + 1;
+    run->starts = (Py_ssize_t *)(run->targets + count + 1);
     for (Py_ssize_t k = 0; k < count; k++) {
         PyObject *source = PyList_GetItem(sources, k), *target = PyList_GetItem(targets, k);
-        Py_buffer *view = run->views + run->nviews;
-        if (target == NULL || PyObject_GetBuffer(target, view, PyBUF_WRITABLE)) goto failed;
-        run->nviews++;
-        run->targets[k] = run->sources[k] = view->buf;
-        run->starts[k + 1] = run->starts[k] + view->len / itemsize;
-        if (source == target) continue;
-        if (PyObject_GetBuffer(source, view + 1, PyBUF_SIMPLE)) goto failed;
-        run->nviews++;
-        run->sources[k] = view[1].buf;
-        if (view[1].len != view->len) {
-            PyErr_Format(PyExc_ValueError, "array %zd: %zd B into %zd", k, view[1].len, view->len);
-            goto failed;
-        }
+        Py_buffer *into = hold((Held *)run, target, PyBUF_WRITABLE);
+        Py_buffer *from = into && source != target ? hold((Held *)run, source, PyBUF_SIMPLE) : into;
+        if (from && from->len != into->len)
+            PyErr_Format(PyExc_ValueError, "array %zd: %zd B into %zd", k, from->len, into->len);
+        if (PyErr_Occurred()) return Py_DECREF(run), NULL;
+        run->sources[k] = from->buf, run->targets[k] = into->buf;
+        run->starts[k + 1] = run->starts[k] + into->len / itemsize;
     }
     run->total = run->starts[count], run->slots = (run->total + run->capacity - 1) / run->capacity;
     run->number = run->slots ? -1 : 1; /* or nothing to do */
     return (PyObject *)run;
-failed:
-    Py_DECREF(run);
-    return NULL;
 }
 
 /* Run.advance(patience_us, budget_us) -> how many elements are finished */
@@ -620,20 +604,18 @@ static PyObject *run_advance(Run *run, PyObject *args) {
     Py_BEGIN_ALLOW_THREADS
     go_on(run, patience_us, budget_us);
     Py_END_ALLOW_THREADS
-    Py_ssize_t slots = run->number - (run->step < 2); /* copied out */
+    Py_ssize_t slots = run->number - (run->step <= COPY_OUT); /* copied out */
     Py_ssize_t finished = run->number > run->slots ? run->total : slots > 0 && !run->alone ? slots * run->capacity : 0;
     return PyLong_FromSsize_t(finished < run->total ? finished : run->total);
 }
 
 /* Run.took() -> the microseconds of the finished operation from when all had packed slot 0 */
-static PyObject *run_took(Run *run, PyObject *unused) { return (void)unused, PyFloat_FromDouble(run->us); }
+static PyObject *run_took(Run *run, PyObject *Py_UNUSED(none)) { return PyFloat_FromDouble(run->us); }
 
 /* Run.waits_for() -> the flag and the sequence number that `advance` has waited for in vain, or None */
-static PyObject *run_waits_for(Run *run, PyObject *unused) {
-    int flag;
-    int64_t sequence;
-    if (!waits_for(run, &flag, &sequence)) Py_RETURN_NONE;
-    return (void)unused, Py_BuildValue("iL", flag, (long long)sequence);
+static PyObject *run_waits_for(Run *run, PyObject *Py_UNUSED(none)) {
+    if (waits_for(run) < 0) Py_RETURN_NONE;
+    return Py_BuildValue("iL", waits_for(run), (long long)(run->first + slot_of(run)));
 }
 
 /* ---- a short operation whose flag is a signature: all ranks have called the same, and packed ---- */
@@ -643,19 +625,13 @@ enum { REDUCED, IN_CHUNKS, OWN_PART, GATHERED, OF_ROOT, NOTHING, OF_FIRST, BY_RO
 enum { DONE, DIFFERENT, LATE, SUMS_LATE };
 
 typedef struct {
-    PyObject_HEAD
-    Region *region, *signatures; /* of the latter the flags' lines: two hashes and two words behind each flag */
+    HELD; /* of `signatures` the flags' lines: two hashes and two words behind each flag */
     long long hash, word; /* which is published beside it */
     int what, root;
     Py_ssize_t low, itemsize; /* low: the own part's first element, or the number of rows */
     Kernel kernel;
     Factors factors;
 } Exchange;
-
-static void exchange_dealloc(Exchange *e) {
-    Py_XDECREF((PyObject *)e->region), Py_XDECREF((PyObject *)e->signatures);
-    freed((PyObject *)e);
-}
 
 /* Region.exchange(signatures, hash, word, what, type, op, prescale, divisor, postscale, where) -> Exchange;
  * where: the root, the own part's first element, or the number of rows */
@@ -669,7 +645,7 @@ static PyObject *region_exchange(Region *r, PyObject *args) {
                           &f.prescale, &f.divisor, &f.postscale, &where) || !kernel_of(type, op))
         return NULL;
     if (what == OF_ROOT && (where < 0 || where >= r->size)) return PyErr_Format(PyExc_ValueError, "root %zd", where);
-    Exchange *e = PyObject_New(Exchange, exchange_type);
+    Exchange *e = made(exchange_type, 0);
     if (e == NULL) return NULL;
     Py_INCREF((PyObject *)r), Py_INCREF(signatures);
     e->region = r, e->signatures = (Region *)signatures, e->hash = hash, e->word = word, e->what = what, e->root = e->low = where;
@@ -684,53 +660,53 @@ static void combine(Exchange *e, size_t offset, Py_ssize_t low, Py_ssize_t high,
     e->kernel(parts, r->size, target, also, high - low, &e->factors);
 }
 
-static void pack_slot(Exchange *e, const char *source, Py_ssize_t n, int64_t sequence) {
+static void pack_slot(Exchange *e, const Py_buffer *source, int64_t sequence) {
     Region *r = e->region;
     char *slot = r->memory[r->rank] + sequence % r->slots * r->slot_bytes;
     if (e->what == BY_ROWS) *(int64_t *)slot = e->low, slot += LINE;
-    if (n && (e->what != OF_ROOT || r->rank == e->root)) copy(slot, source, n);
+    if (source->len && (e->what != OF_ROOT || r->rank == e->root)) copy(slot, source->buf, source->len);
 }
 
 /* All have packed. */
-static int finished(Exchange *e, const char *source, Py_ssize_t packed, char *target, Py_ssize_t length, int64_t sequence,
-                    double patience_us) {
+static int finished(Exchange *e, const Py_buffer *source, const Py_buffer *target, int64_t sequence, double patience_us) {
     Region *r = e->region;
-    size_t offset = sequence % r->slots * r->slot_bytes, size = e->itemsize;
+    char *out = target->buf;
+    size_t offset = sequence % r->slots * r->slot_bytes, size = e->itemsize, packed = source->len, n = target->len / size;
     if (e->what == REDUCED || e->what == OWN_PART) {
         Py_ssize_t low = e->what == REDUCED ? 0 : e->low;
-        combine(e, offset, low, low + length / size, target, NULL);
+        combine(e, offset, low, low + n, out, NULL);
     } else if (e->what == GATHERED || e->what == BY_ROWS) {
         for (int k = 0; k < r->size && e->what == BY_ROWS; k++)
             if (*(int64_t *)(r->memory[k] + offset) != e->low) return SUMS_LATE; /* it has other rows: the caller's affair */
         if (e->what == BY_ROWS) offset += LINE;
-        for (int k = 0; k < r->size; k++) copy(target + k * packed, r->memory[k] + offset, packed);
-    } else if (e->what == OF_FIRST || (e->what == OF_ROOT && (r->rank != e->root || target != source))) {
-        copy(target, r->memory[e->root] + offset, length);
+        for (int k = 0; k < r->size; k++) copy(out + k * packed, r->memory[k] + offset, packed);
+    } else if (e->what == OF_FIRST || (e->what == OF_ROOT && (r->rank != e->root || out != source->buf))) {
+        copy(out, r->memory[e->root] + offset, target->len);
     } else if (e->what == IN_CHUNKS) {
-        Py_ssize_t n = length / size, low = bound(n, r->size, r->rank), high = bound(n, r->size, r->rank + 1);
-        combine(e, offset, low, high, target + low * size, r->memory[r->rank] + offset + low * size);
+        Py_ssize_t low = bound(n, r->size, r->rank), high = bound(n, r->size, r->rank + 1);
+        combine(e, offset, low, high, out + low * size, r->memory[r->rank] + offset + low * size);
         publish(r, SUMMED, sequence);
         if (!arrived(r, SUMMED, sequence, patience_us)) return SUMS_LATE;
         for (int k = 0; k < r->size; k++) {
             low = bound(n, r->size, k), high = bound(n, r->size, k + 1);
-            if (k != r->rank) copy(target + low * size, r->memory[k] + offset + low * size, (high - low) * size);
+            if (k != r->rank) copy(out + low * size, r->memory[k] + offset + low * size, (high - low) * size);
         }
     }
     return DONE;
 }
 
-static int signed_one(Exchange *e, char *source, Py_ssize_t packed, char *target, Py_ssize_t length, int64_t number,
-                      int64_t sequence, double patience_us) {
+static int signed_one(Exchange *e, const Py_buffer *source, const Py_buffer *target, int64_t number, int64_t sequence,
+                      double patience_us) {
     Region *s = e->signatures;
     int64_t *line = s->flags[s->rank];
-    pack_slot(e, source, packed, sequence);
+    pack_slot(e, source, sequence);
     line[1 + number % 2] = e->hash, line[3 + number % 2] = e->word;
     publish(s, PACKED, number);
     if (e->what == OF_FIRST) publish(s, SUMMED, number);
     if (!arrived(s, e->what == OF_FIRST ? SUMMED : PACKED, number, patience_us)) return LATE;
     for (int k = 0; k < s->size; k++)
         if (s->flags[k][1 + number % 2] != e->hash || s->flags[k][3 + number % 2] != e->word) return DIFFERENT;
-    return finished(e, source, packed, target, length, sequence, patience_us);
+    return finished(e, source, target, sequence, patience_us);
 }
 
 /* ---- the same for a named operation, in the order of its process set's schedule: transport/counters.py ---- */
@@ -739,43 +715,30 @@ enum { TOTAL = 0, READ = 1, END = 8, GROUP_WORDS = 16, LOG = 16, RING = 4096 };
 #define NUMBERS INT64_C(0x7FFFFFFF) /* in the log they are modulo this + 1 */
 
 typedef struct {
-    PyObject_HEAD
+    HELD;
     int size, member; /* member 0 leads */
     Py_ssize_t capacity;
     int64_t *words[MOST];
     uint32_t *counters[MOST], *passed; /* of the leader only: how often each id was ready */
     int32_t *ring;
-    int nviews;
-    Py_buffer views[MOST + 1];
 } Group;
 
-static PyTypeObject *group_type;
-
-static void group_dealloc(Group *g) {
-    release(g->views, g->nviews);
-    freed((PyObject *)g);
-}
-
 /* Group(blocks, member, passed or None): of each member, the leader's first; for the leader how often each id was ready */
-static PyObject *group_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
+static PyObject *group_new(PyTypeObject *type, PyObject *args, PyObject *Py_UNUSED(kwargs)) {
     PyObject *blocks, *passed;
     int member;
     Py_ssize_t head = 8 * (GROUP_WORDS + LOG) + 4 * RING;
-    (void)kwargs;
     if (!PyArg_ParseTuple(args, "O!iO", &PyList_Type, &blocks, &member, &passed)) return NULL;
     Py_ssize_t size = PyList_Size(blocks), all = size + (passed != Py_None);
     if (size < 1 || size > MOST || member < 0 || member >= size || (member == 0) != (passed != Py_None))
         return PyErr_Format(PyExc_ValueError, "%zd members, member %d", size, member);
-    Group *g = PyObject_New(Group, type);
+    Group *g = made(type, all * sizeof(Py_buffer));
     if (g == NULL) return NULL;
-    g->size = (int)size, g->member = member;
-    for (g->nviews = 0; g->nviews < all; g->nviews++) {
-        PyObject *from = g->nviews < size ? PyList_GetItem(blocks, g->nviews) : passed;
-        if (PyObject_GetBuffer(from, g->views + g->nviews, PyBUF_WRITABLE)) return Py_DECREF(g), NULL;
-    }
-    g->capacity = PY_SSIZE_T_MAX;
+    g->size = (int)size, g->member = member, g->capacity = PY_SSIZE_T_MAX;
     for (int k = 0; k < all; k++) {
-        Py_ssize_t n = (g->views[k].len - (k < size ? head : 0)) / 4;
+        Py_buffer *view = hold((Held *)g, k < size ? PyList_GetItem(blocks, k) : passed, PyBUF_WRITABLE);
+        if (view == NULL) return Py_DECREF(g), NULL;
+        Py_ssize_t n = (view->len - (k < size ? head : 0)) / 4;
         g->capacity = n < g->capacity ? n : g->capacity;
     }
     for (int k = 0; k < size; k++) g->words[k] = g->views[k].buf, g->counters[k] = (uint32_t *)((char *)g->views[k].buf + head);
@@ -814,23 +777,21 @@ static int follow(Group *g, uint32_t id) { /* another's: reads the next entry, i
     return DONE;
 }
 
-static int scheduled_one(Exchange *e, Group *g, uint32_t id, char *source, Py_ssize_t packed, char *target, Py_ssize_t length,
+static int scheduled_one(Exchange *e, Group *g, uint32_t id, const Py_buffer *source, const Py_buffer *target,
                          int64_t sequence, double patience_us) {
     int found = LATE;
-    pack_slot(e, source, packed, sequence); /* what nobody reads before PACKED */
+    pack_slot(e, source, sequence); /* what nobody reads before PACKED */
     count(g, id);
     double until = now_us() + patience_us;
     for (int i = 0; found == LATE && (i < SPINS || now_us() < until); i++) {
         found = g->member ? follow(g, id) : schedule(g, id);
-        if (i >= SPINS) sched_yield();
-#ifdef __x86_64__
-        else __builtin_ia32_pause();
-#endif
+        if (i < SPINS) relax();
+        else sched_yield();
     }
     if (found != DONE || e->what == NOTHING) return found;
     publish(e->region, PACKED, sequence);
     if (!arrived(e->region, PACKED, sequence, patience_us)) return SUMS_LATE;
-    return finished(e, source, packed, target, length, sequence, patience_us);
+    return finished(e, source, target, sequence, patience_us);
 }
 
 /* Exchange.run(source or None, target, number, sequence, patience_us, group=None); number: the signature's
@@ -859,8 +820,8 @@ static PyObject *exchange_run(Exchange *e, PyObject *const *args, Py_ssize_t cou
         PyErr_Format(PyExc_ValueError, "id %lld of %zd", (long long)number, g->capacity);
     } else {
         Py_BEGIN_ALLOW_THREADS
-        if (g) found = scheduled_one(e, g, number, source.buf, source.len, target.buf, target.len, sequence, patience_us);
-        else found = signed_one(e, source.buf, source.len, target.buf, target.len, number, sequence, patience_us);
+        if (g) found = scheduled_one(e, g, number, &source, &target, sequence, patience_us);
+        else found = signed_one(e, &source, &target, number, sequence, patience_us);
         Py_END_ALLOW_THREADS
     }
     PyBuffer_Release(&source), PyBuffer_Release(&target);
@@ -868,84 +829,77 @@ static PyObject *exchange_run(Exchange *e, PyObject *const *args, Py_ssize_t cou
 }
 
 /* reduce(parts, out, also or None, type, op, prescale, divisor, postscale, stochastic=False, key=0) */
-static PyObject *reduce(PyObject *module, PyObject *args) {
+static PyObject *reduce(PyObject *Py_UNUSED(module), PyObject *args) {
     PyObject *parts, *out, *also;
     int type, op;
     Factors f = {0};
-    (void)module;
     if (!PyArg_ParseTuple(args, "O!OOiiddd|pI", &PyList_Type, &parts, &out, &also, &type, &op, &f.prescale, &f.divisor,
                           &f.postscale, &f.stochastic, &f.key) || !kernel_of(type, op))
         return NULL;
-    Py_ssize_t count = PyList_Size(parts), n = 0, all = count + 1 + (also != Py_None);
+    Py_ssize_t count = PyList_Size(parts), all = count + 1 + (also != Py_None);
     if (count < 1 || count > MOST) return PyErr_Format(PyExc_ValueError, "%zd parts", count);
     Py_buffer views[MOST + 2];
+    Held held = {.views = views};
     const char *pointers[MOST];
-    for (; n < all; n++) {
-        PyObject *array = n < count ? PyList_GetItem(parts, n) : n == count ? out : also;
-        if (PyObject_GetBuffer(array, views + n, n < count ? PyBUF_SIMPLE : PyBUF_WRITABLE)) break;
-        if (n < count) pointers[n] = views[n].buf;
-        if (views[n].len == views[0].len) continue;
-        PyErr_Format(PyExc_ValueError, "array %zd: %zd B, not %zd", n, views[n].len, views[0].len);
-        n++;
-        break;
+    for (Py_ssize_t k = 0; k < all && !PyErr_Occurred(); k++) {
+        PyObject *array = k < count ? PyList_GetItem(parts, k) : k == count ? out : also;
+        if (!hold(&held, array, k < count ? PyBUF_SIMPLE : PyBUF_WRITABLE)) break;
+        if (k < count) pointers[k] = views[k].buf;
+        if (views[k].len != views->len)
+            PyErr_Format(PyExc_ValueError, "array %zd: %zd B, not %zd", k, views[k].len, views->len);
     }
     if (!PyErr_Occurred()) {
         Py_BEGIN_ALLOW_THREADS
         TYPES[type].kernels[op](pointers, (int)count, views[count].buf, all > count + 1 ? views[count + 1].buf : NULL,
-                                views[0].len / TYPES[type].itemsize, &f);
+                                views->len / TYPES[type].itemsize, &f);
         Py_END_ALLOW_THREADS
     }
-    release(views, n);
+    release(&held);
     if (PyErr_Occurred()) return NULL;
     Py_RETURN_NONE;
+}
+
+typedef void (*Conversion)(const char *source, char *target, size_t count, const Factors *);
+
+/* by: NULL where they do not fit, as Python knows */
+static PyObject *converted(Py_buffer *source, Py_buffer *target, size_t count, Conversion by, const Factors *f) {
+    if (by) {
+        Py_BEGIN_ALLOW_THREADS
+        by(source->buf, target->buf, count, f);
+        Py_END_ALLOW_THREADS
+    }
+    PyBuffer_Release(source), PyBuffer_Release(target);
+    return by ? Py_NewRef(Py_None) : NULL;
 }
 
 /* convert(source, target, is_bf16): 16-bit floats to float32, or back */
-static PyObject *convert(PyObject *module, PyObject *args) {
-    static void (*const by[2][2])(const char *, char *, size_t) = {{narrow_f16, narrow_bf16}, {widen_f16, widen_bf16}};
+static PyObject *convert(PyObject *Py_UNUSED(module), PyObject *args) {
+    static const Conversion by[2][2] = {{narrow_f16, narrow_bf16}, {widen_f16, widen_bf16}};
     Py_buffer source, target;
     int is_bf16;
-    (void)module;
     if (!PyArg_ParseTuple(args, "y*w*p", &source, &target, &is_bf16)) return NULL;
-    int wider = source.len < target.len;
-    if (wider ? target.len == 2 * source.len : source.len == 2 * target.len) {
-        Py_BEGIN_ALLOW_THREADS
-        by[wider][is_bf16](source.buf, target.buf, (wider ? source.len : target.len) / 2);
-        Py_END_ALLOW_THREADS
-    } else {
-        PyErr_Format(PyExc_ValueError, "%zd B into %zd", source.len, target.len);
-    }
-    PyBuffer_Release(&source), PyBuffer_Release(&target);
-    if (PyErr_Occurred()) return NULL;
-    Py_RETURN_NONE;
+    int wider = source.len < target.len, fits = wider ? target.len == 2 * source.len : source.len == 2 * target.len;
+    if (!fits) PyErr_Format(PyExc_ValueError, "%zd B into %zd", source.len, target.len);
+    return converted(&source, &target, (wider ? source : target).len / 2, fits ? by[wider][is_bf16] : NULL, NULL);
 }
 
 /* recode(source, target, bits, stochastic, key): float32 to blocks; recode(source, target, bits): back */
-static PyObject *recode(PyObject *module, PyObject *args) {
+static PyObject *recode(PyObject *Py_UNUSED(module), PyObject *args) {
+    static const Conversion by[2][2] = {{encode_4, encode_8}, {decode_4, decode_8}};
     Py_buffer source, target;
     Factors f = {.stochastic = -1};
     int bits;
-    (void)module;
     if (!PyArg_ParseTuple(args, "y*w*i|pI", &source, &target, &bits, &f.stochastic, &f.key)) return NULL;
     int decodes = f.stochastic < 0;
     Py_ssize_t bytes = decodes ? target.len : source.len, count = bytes / (Py_ssize_t)sizeof(float);
     Py_ssize_t blocks = (count + SHARE - 1) / SHARE, size = bits == 8 ? BLOCK_BYTES(8) : BLOCK_BYTES(4);
-    if ((bits == 8 || bits == 4) && bytes % sizeof(float) == 0 && (decodes ? source : target).len == blocks * size) {
-        Py_BEGIN_ALLOW_THREADS
-        if (decodes) (bits == 8 ? decode_8 : decode_4)(source.buf, target.buf, count);
-        else (bits == 8 ? encode_8 : encode_4)(source.buf, target.buf, count, &f);
-        Py_END_ALLOW_THREADS
-    } else {
-        PyErr_Format(PyExc_ValueError, "%zd B into %zd, in %d bits", source.len, target.len, bits);
-    }
-    PyBuffer_Release(&source), PyBuffer_Release(&target);
-    if (PyErr_Occurred()) return NULL;
-    Py_RETURN_NONE;
+    int fits = (bits == 8 || bits == 4) && bytes % sizeof(float) == 0 && (decodes ? source : target).len == blocks * size;
+    if (!fits) PyErr_Format(PyExc_ValueError, "%zd B into %zd, in %d bits", source.len, target.len, bits);
+    return converted(&source, &target, count, fits ? by[decodes][bits == 8] : NULL, &f);
 }
 
 /* fence(): see transport/window.py */
-static PyObject *fence(PyObject *module, PyObject *none) {
-    (void)module, (void)none;
+static PyObject *fence(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(none)) {
     __atomic_thread_fence(__ATOMIC_SEQ_CST);
     Py_RETURN_NONE;
 }
@@ -953,25 +907,18 @@ static PyObject *fence(PyObject *module, PyObject *none) {
 static PyMethodDef region_methods[] = {{"allreduce", (PyCFunction)region_allreduce, METH_VARARGS, NULL},
                                        {"exchange", (PyCFunction)region_exchange, METH_VARARGS, NULL},
                                        {0}};
-static PyType_Slot region_slots[] = {
-    {Py_tp_new, region_new}, {Py_tp_dealloc, region_dealloc}, {Py_tp_methods, region_methods}, {0, NULL}};
-static PyType_Spec region_spec = {"ringreduce.kernels._native.Region", sizeof(Region), 0, Py_TPFLAGS_DEFAULT,
-                                  region_slots};
 static PyMethodDef run_methods[] = {{"advance", (PyCFunction)run_advance, METH_VARARGS, NULL},
                                     {"took", (PyCFunction)run_took, METH_NOARGS, NULL},
                                     {"waits_for", (PyCFunction)run_waits_for, METH_NOARGS, NULL},
                                     {0}};
-static PyType_Slot run_slots[] = {{Py_tp_dealloc, run_dealloc}, {Py_tp_methods, run_methods}, {0, NULL}};
-static PyMethodDef exchange_methods[] = {{"run", (PyCFunction)(void (*)(void))exchange_run, METH_FASTCALL, NULL},
-                                         {0}};
-static PyType_Slot exchange_slots[] = {{Py_tp_dealloc, exchange_dealloc}, {Py_tp_methods, exchange_methods}, {0, NULL}};
-static PyType_Spec exchange_spec = {"ringreduce.kernels._native.Exchange", sizeof(Exchange), 0,
-                                    Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION, exchange_slots};
-static PyType_Spec run_spec = {"ringreduce.kernels._native.Run", sizeof(Run), 0,
-                               Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION, run_slots};
+static PyMethodDef exchange_methods[] = {{"run", (PyCFunction)(void (*)(void))exchange_run, METH_FASTCALL, NULL}, {0}};
 
-static PyType_Slot group_slots[] = {{Py_tp_new, group_new}, {Py_tp_dealloc, group_dealloc}, {0, NULL}};
-static PyType_Spec group_spec = {"ringreduce.kernels._native.Group", sizeof(Group), 0, Py_TPFLAGS_DEFAULT, group_slots};
+/* new: NULL where Python makes none. */
+static PyTypeObject *type_of(const char *name, size_t size, PyMethodDef *methods, newfunc new) {
+    unsigned flags = Py_TPFLAGS_DEFAULT | (new ? 0 : Py_TPFLAGS_DISALLOW_INSTANTIATION);
+    PyType_Slot slots[] = {{Py_tp_dealloc, dealloc}, {Py_tp_methods, methods}, {new ? Py_tp_new : 0, new}, {0, NULL}};
+    return (PyTypeObject *)PyType_FromSpec(&(PyType_Spec){name, (int)size, 0, flags, slots});
+}
 
 static PyMethodDef functions[] = {{"reduce", reduce, METH_VARARGS, NULL},
                                   {"convert", convert, METH_VARARGS, NULL},
@@ -980,13 +927,13 @@ static PyMethodDef functions[] = {{"reduce", reduce, METH_VARARGS, NULL},
                                   {0}};
 
 static int fill(PyObject *module) {
-    PyObject *region = PyType_FromSpec(&region_spec);
-    run_type = (PyTypeObject *)PyType_FromSpec(&run_spec);
-    exchange_type = (PyTypeObject *)PyType_FromSpec(&exchange_spec);
-    group_type = (PyTypeObject *)PyType_FromSpec(&group_spec);
-    if (region == NULL || run_type == NULL || exchange_type == NULL || group_type == NULL) return -1;
-    Py_INCREF((PyObject *)group_type);
-    return PyModule_AddObject(module, "Region", region) || PyModule_AddObject(module, "Group", (PyObject *)group_type) ? -1 : 0;
+    static PyMethodDef none[] = {{0}};
+    PyTypeObject *region_type = type_of("ringreduce.kernels._native.Region", sizeof(Region), region_methods, region_new);
+    group_type = type_of("ringreduce.kernels._native.Group", sizeof(Group), none, group_new);
+    run_type = type_of("ringreduce.kernels._native.Run", sizeof(Run), run_methods, NULL);
+    exchange_type = type_of("ringreduce.kernels._native.Exchange", sizeof(Exchange), exchange_methods, NULL);
+    if (region_type == NULL || group_type == NULL || run_type == NULL || exchange_type == NULL) return -1;
+    return PyModule_AddType(module, region_type) || PyModule_AddType(module, group_type) ? -1 : 0;
 }
 
 static PyModuleDef_Slot module_slots[] = {
