@@ -75,6 +75,11 @@ class Members:
         """The ranks without which the job has gone on."""
         return self._dead.keys() - {rank for rank, first in self._unsettled.items() if first > self._works}
 
+    @property
+    def _waiting(self) -> set[int]:
+        """Those that have left, and wait for the others to do so."""
+        return self._left - self._ended - self._dead.keys()
+
     def initialized(self) -> None:
         """init() has returned on a rank: all have come so far that they share a world."""
         self._is_formed = True
@@ -106,7 +111,8 @@ class Members:
         if rank in self.spares:
             self.spares.remove(rank)
         self._settle(rank)
-        if not self._present or rank not in self.ranks or rank in self._dead:
+        waits = rank not in self._left and self._waiting  # those who have left wait for it to leave, too
+        if not (self._present or waits) or rank not in self.ranks or rank in self._dead:
             return None
         only_spares = self._fresh.issuperset(self._present)
         if not self._is_formed or not (only_spares or self._are_enough(self._present)):
@@ -234,11 +240,10 @@ class Members:
         self._unsettled.clear()
         self._awaited.clear()
         self._late_s = math.inf
-        waiting = self._left - self._ended - self._dead.keys()
-        if not waiting:
+        if not self._waiting:
             return None
         self.number += 1
-        self.ranks = tuple(sorted(waiting))
+        self.ranks = tuple(sorted(self._waiting))
         return self._list(())
 
     def _list(self, ranks: tuple[int, ...]) -> wire.Membership:

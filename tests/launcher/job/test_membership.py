@@ -67,6 +67,14 @@ def test_a_spare_that_is_lost_is_no_failure_of_the_job_s():
             [*LOST[:1], ("reformed", 0, 1), ("reformed", 2, 1), ("lost", {0: "b"}, 0.0), ("blamed", 0)],
             None,
         ),
+        # all others leave, and wait for one that ends with 0 without leaving
+        (
+            {},
+            [*[("left", rank, 1.0) for rank in (0, 2, 3)], ("ended", 1, 2.0)],
+            Membership(1, (), {"1": "ended with exit code 0"}),
+        ),
+        ({}, [*[("left", rank, 1.0) for rank in range(4)], ("ended", 1, 2.0)], None),
+        ({}, [("ended", rank, 1.0) for rank in range(4)], None),
         # who keeps others waiting
         ({}, [("lost", {3: "a"}, 0.0), ("suspected", 0, [2, 3])], Kill(frozenset({2}))),
         ({}, [("suspected", 0, [2]), ("suspected", 1, [2])], None),
