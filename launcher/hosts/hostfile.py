@@ -12,6 +12,7 @@ it is refused with the place where it belongs, and never passed over.
 import re
 import signal
 import subprocess
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,7 @@ _REFUSED = {
 _LINE_END = re.compile(r"\r\n?|\n")
 _AROUND_EQUALS = re.compile(" ?= ?")  # Open MPI allows `slots = 4`
 _TIMEOUT_S = 30.0  # of a program that prints hosts
+_LOOK_S = 0.1
 _running: set[int] = set()  # such programs, which lead their process groups
 _LAST_WORDS = 200
 _EXAMPLE = "a line for each host, as in 'h1 slots=4' or 'h1:4'"
@@ -94,13 +96,27 @@ def _run(script: Sequence[str]) -> "subprocess.CompletedProcess[str]":
     with start_with_parent(script, signal.SIGKILL, **streams, start_new_session=True) as process:
         _running.add(process.pid)
         try:
-            out, err = (data.decode(errors="replace") for data in process.communicate(timeout=_TIMEOUT_S))
+            out, err = (data.decode(errors="replace") for data in _said_by(process))
         except BaseException:
             signal_group(process.pid, signal.SIGKILL)
             raise
         finally:
             _running.discard(process.pid)
     return subprocess.CompletedProcess(list(script), process.returncode, out, err)
+
+
+def _said_by(process: "subprocess.Popen[bytes]") -> tuple[bytes, bytes]:
+    """What it writes until it ends: a program that it leaves behind, as ssh's ControlPersist does, keeps its pipes."""
+    until_s = time.monotonic() + _TIMEOUT_S
+    while True:
+        has_ended = process.poll() is not None
+        try:
+            return process.communicate(timeout=_LOOK_S)
+        except subprocess.TimeoutExpired as so_far:
+            if has_ended:
+                return so_far.output or b"", so_far.stderr or b""
+            if time.monotonic() > until_s:
+                raise
 
 
 def parse_hostfile(text: str, source: str) -> list[Host]:

@@ -1,5 +1,6 @@
 """Hosts that are named, of which only this one gets ranks."""
 
+import os
 import queue
 import signal
 import socket
@@ -238,6 +239,15 @@ def test_a_program_that_takes_too_long_is_ended_with_what_it_has_started(tmp_pat
     with pytest.raises(UsageError, match=r"it did not end within 0\.5 s"):
         cli.parse(["--host-discovery-script", str(script), "true"])
     wait_until(lambda: is_gone(tmp_path / "pid"))
+
+
+def test_a_program_is_not_waited_for_by_what_it_leaves_behind(tmp_path):
+    """Which holds its stdout and stderr, as the master of an ssh with ControlPersist."""
+    script = executable(tmp_path / "discover", "#!/bin/sh\nsleep 1000 &\necho $! > $1\necho h1:2\necho said >&2\n")
+    try:
+        assert hostfile.discover([str(script), str(tmp_path / "pid")]) == [Host("h1", 2)]
+    finally:
+        os.kill(int((tmp_path / "pid").read_text()), signal.SIGKILL)
 
 
 def test_a_program_does_not_outlive_who_looks_for_hosts(tmp_path):
