@@ -82,7 +82,14 @@ class OutputFiles:
             for stream in _STREAMS:
                 if (rank, stream) not in self._files:
                     folder.mkdir(parents=True, exist_ok=True)
-                    self._files[rank, stream] = FileIO(folder / stream, self._mode)
+                    self._files[rank, stream] = FileIO(folder / stream, self._mode, opener=_open_at_once)
+
+
+def _open_at_once(path: str, flags: int) -> int:
+    """Open a file. A pipe that nobody reads is an error, and not waited for."""
+    descriptor = os.open(path, flags | os.O_NONBLOCK, 0o666)
+    os.set_blocking(descriptor, True)
+    return descriptor
 
 
 def refusal(flag: str, path: str, error: OSError, what: str = "folder") -> LauncherError:

@@ -1,5 +1,6 @@
 """Files that keep the ranks' output: their names, their bytes, and what is said when they cannot be written."""
 
+import os
 import resource
 
 import pytest
@@ -78,6 +79,13 @@ def test_a_disk_that_is_full_is_told_before_the_job_starts(tmp_path):
 def test_a_file_that_cannot_be_written(tmp_path):
     (tmp_path / "rank.1" / "stdout").mkdir(parents=True)
     with pytest.raises(UsageError, match=r"rank\.1/stdout cannot be made or written: Is a directory"):
+        OutputFiles(str(tmp_path), 2)
+
+
+def test_a_pipe_that_nobody_reads_is_refused_and_not_waited_for(tmp_path):
+    (tmp_path / "rank.1").mkdir()
+    os.mkfifo(tmp_path / "rank.1" / "stdout")
+    with pytest.raises(UsageError, match=r"rank\.1/stdout cannot be made or written: No such device or address"):
         OutputFiles(str(tmp_path), 2)
 
 
