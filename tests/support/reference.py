@@ -8,7 +8,7 @@ import numpy as np
 from ringreduce import runtime
 from ringreduce.arrays.dtypes import TABLE
 from ringreduce.collectives.ops import Average, Max, Min, Product, Sum
-from tests.support.tiers import parted
+from tests.support.tiers import adapters, parted
 
 REDUCES = {Average: np.mean, Sum: np.sum, Min: np.min, Max: np.max, Product: np.prod}
 """What NumPy makes of the stacked arrays of all ranks."""
@@ -66,6 +66,7 @@ FEW = [(name, op) for name, op in MATRIX if name in ONE_OF_EACH_CLASS and op in 
 """What shows that an algorithm moves each kind of element right: the arithmetic is tested by unit/test_ops.py."""
 ONE_OF_EACH = [("bool", Min), ("int8", Sum), ("float16", Average), ("bfloat16", Sum), ("float32", Average)]
 """What shows the same once more: on other ways, or between real processes."""
+ONE_OF_EACH_SIZE = [*ONE_OF_EACH, ("int64", Average), ("complex128", Sum)]
 FEW_TYPES = parted(TABLE, lambda dtype: dtype in ONE_OF_EACH_CLASS)
 """For parametrize: what shows that elements of every size are moved right; the other types are extended."""
 SIZES = parted(range(1, 10), lambda size: size in (1, 2, 3, 4, 7))
@@ -75,8 +76,9 @@ readable = {"ids": lambda value: str(getattr(value, "value", value))}
 
 
 def all_but_few_extended(pairs):
-    """For parametrize: of these pairs of a type and an op only FEW run always."""
-    return parted(pairs, lambda *pair: pair in FEW)
+    """For parametrize: of these pairs of a type and an op only FEW run always, and ONE_OF_EACH_SIZE in quick tests."""
+    few, others = ([pair for pair in pairs if (pair in FEW) is one] for one in (True, False))
+    return parted(few, lambda *pair: pair in ONE_OF_EACH_SIZE, adapters) + parted(others, lambda *_: False)
 
 
 def all_but_one_of_each_extended(pairs):

@@ -1,5 +1,7 @@
 """Arrays of any memory layout and of any subclass: their elements are those of the plain array, and written back."""
 
+import itertools
+
 import numpy as np
 import pytest
 
@@ -8,6 +10,7 @@ from ringreduce.settings import Settings
 from ringreduce.testing import run_ranks
 from tests.support.loops import in_a_loop
 from tests.support.on_threads import each_rank_of
+from tests.support.tiers import adapters, parted
 
 torch = pytest.importorskip("torch", reason="torch is not installed: its adapter is not tested here")
 hvd = pytest.importorskip("ringreduce.torch")
@@ -104,8 +107,15 @@ def program(make):
     assert rr.allreduce(np.ones(2), op=rr.Sum).tolist() == [rr.size()] * 2
 
 
-@pytest.mark.parametrize("settings", [{}, {"algorithm": "ring"}], ids=str)
-@pytest.mark.parametrize("hosts", [(0, 0, 0), (0, 1, 2)], ids=["one host", "three hosts"])
+@pytest.mark.parametrize(
+    ("hosts", "settings"),
+    parted(
+        itertools.product([(0, 0, 0), (0, 1, 2)], [{}, {"algorithm": "ring"}]),
+        lambda hosts, settings: len(set(hosts)) == 1 + 2 * bool(settings),
+        adapters,
+    ),
+    ids=str,
+)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.filterwarnings("ignore:the matrix subclass:PendingDeprecationWarning")
 def test_every_function_takes_them(kind, hosts, settings):

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ringreduce.torch.distributed.uncompiled import uncompiled
 from tests.ranks.torch import test_distributed_training as training
 from tests.ranks.torch.test_distributed_training import STEPS, as_over_gloo, batches, new_model, train
-from tests.support.tiers import extended, parted
+from tests.support.tiers import adapters, extended, parted
 
 COMPILERS = ("eager", "inductor")
 FRAMES = {}  # that Dynamo has compiled, by backend
@@ -198,7 +198,7 @@ def by_each(form):
     return program
 
 
-@pytest.mark.parametrize("name", parted(["counted", *FORMS], lambda name: name == "counted"))
+@pytest.mark.parametrize("name", [pytest.param("counted", marks=adapters), *parted(FORMS, lambda _: False)])
 @pytest.mark.parametrize(("world", "size"), [("mpi", 2), pytest.param("mpi", 3, marks=extended)], indirect=["world"])
 def test_a_compiled_form_as_over_gloo(world, size, name, tmp_path):
     as_over_gloo(world, size, counted if name == "counted" else by_each(FORMS[name]), tmp_path)

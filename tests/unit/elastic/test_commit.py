@@ -15,7 +15,7 @@ from ringreduce.elastic.commit import Commit, Restoration
 from ringreduce.errors import InputError
 from ringreduce.testing import run_ranks
 from tests.support.loops import in_a_loop
-from tests.support.tiers import parted
+from tests.support.tiers import adapters, parted
 
 Pair = collections.namedtuple("Pair", "left right")
 
@@ -251,7 +251,10 @@ def step(samplers, batch, length):
 
 @pytest.mark.parametrize("shuffle", [False, True])
 @pytest.mark.parametrize("count", parted([0, 1, 7, 24, 101], lambda count: count in (0, 7, 24)))
-@pytest.mark.parametrize(("before", "after"), [*itertools.product(range(1, 5), repeat=2)])
+@pytest.mark.parametrize(
+    ("before", "after"),
+    parted(itertools.product(range(1, 5), repeat=2), lambda *both: both in ((1, 3), (2, 2), (3, 2), (4, 1)), adapters),
+)
 def test_what_is_left_is_divided_among_the_ranks_that_are_left(before, after, count, shuffle):
     ranks = sampler(before, count, shuffle=shuffle, seed=3)
     whole = [list(each) for each in sampler(before, count, shuffle=shuffle, seed=3)]
