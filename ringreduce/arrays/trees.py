@@ -10,22 +10,24 @@ from typing import Any
 from ringreduce.errors import InputError
 
 
-def leaves(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+def leaves(tree: Any, path: str = "", within: tuple[int, ...] = ()) -> Iterator[tuple[str, Any]]:
     """The leaves with their names, such as ("layers.0.w", array); None is not a leaf.
+
+    What is inside itself, as an object's __dict__ may be, is left out there.  within: the ids of what this is in.
 
     A dict's keys are sorted as strings, so that ranks that filled it in another order agree.
 
     >>> list(leaves({"b": [1, 2], "a": None}))
     [('b.0', 1), ('b.1', 2)]
     """
-    if tree is None:
+    if tree is None or id(tree) in within:
         return
     if isinstance(tree, Mapping):
         for key in sorted(tree, key=str):
-            yield from leaves(tree[key], _join(path, key))
+            yield from leaves(tree[key], _join(path, key), (*within, id(tree)))
     elif isinstance(tree, list | tuple):
         for index, child in enumerate(tree):
-            yield from leaves(child, _join(path, index))
+            yield from leaves(child, _join(path, index), (*within, id(tree)))
     else:
         yield path, tree
 
@@ -40,20 +42,23 @@ def named_leaves(tree: Any) -> list[tuple[str, Any]]:
     return named
 
 
-def map_leaves(tree: Any, function: Callable[[str, Any], Any], path: str = "") -> Any:
+def map_leaves(tree: Any, function: Callable[[str, Any], Any], path: str = "", within: tuple[int, ...] = ()) -> Any:
     """A tree of the same form, its leaves replaced by `function(name, leaf)`; None stays None.
 
-    Raises: InputError for a mapping that does not hold the dict that it is made from.
+    Raises: InputError for a mapping that does not hold the dict that it is made from, and for what is inside itself.
 
     >>> map_leaves({"a": [1, None]}, lambda name, leaf: f"{name}={leaf}")
     {'a': ['a.0=1', None]}
     """
     if tree is None:
         return None
+    if id(tree) in within:
+        raise InputError(f"{path!r} is the {type(tree).__name__} that it is in; pass a tree of arrays")
+    inside = (*within, id(tree))
     if isinstance(tree, Mapping):
-        return _filled(tree, {key: map_leaves(tree[key], function, _join(path, key)) for key in tree})
+        return _filled(tree, {key: map_leaves(tree[key], function, _join(path, key), inside) for key in tree})
     if isinstance(tree, list | tuple):
-        children = [map_leaves(child, function, _join(path, index)) for index, child in enumerate(tree)]
+        children = [map_leaves(child, function, _join(path, index), inside) for index, child in enumerate(tree)]
         return type(tree)(*children) if hasattr(tree, "_fields") else type(tree)(children)
     return function(path, tree)
 

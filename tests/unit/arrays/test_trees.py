@@ -18,6 +18,24 @@ def test_leaves_are_named_by_their_place_and_ordered_by_name():
     assert list(leaves(7)) == [("", 7)]
 
 
+class Optimizer:
+    """Some keep their own attributes, to log them."""
+
+    def __init__(self):
+        self.rate, self.also, self.options = 5, [6], self.__dict__
+
+
+def test_what_is_inside_itself_has_its_leaves_once_and_cannot_be_made_anew():
+    own = [1, {"b": 2}]
+    own[1]["again"], shared = own, [3]
+    assert list(leaves(own)) == [("0", 1), ("1.b", 2)]
+    assert list(leaves(vars(Optimizer()))) == [("also.0", 6), ("rate", 5)]
+    assert list(leaves([shared, shared])) == [("0.0", 3), ("1.0", 3)]
+    assert map_leaves([shared, shared], lambda _, leaf: -leaf) == [[-3], [-3]]
+    with pytest.raises(InputError, match=r"'1\.again' is the list that it is in; pass a tree of arrays"):
+        map_leaves(own, lambda _, leaf: leaf)
+
+
 @pytest.mark.parametrize("tree", [{"a.b": 1, "a": {"b": 2}}, {1: 3, "1": 4}])
 def test_two_leaves_of_one_name_are_refused(tree):
     with pytest.raises(InputError, match=r"more than one array is called '(a.b|1)'; rename the keys"):
