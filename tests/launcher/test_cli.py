@@ -283,3 +283,13 @@ def test_in_a_folder_that_was_deleted_nothing_runs(ringrun_command, arguments, t
     there = f"mkdir '{tmp_path}/gone'; cd '{tmp_path}/gone'; rmdir '{tmp_path}/gone'; exec \"$@\""
     done = jobs.run(["sh", "-c", there, "-", *ringrun_command, *arguments], returncode=3)
     assert "ringrun: error: the current folder has been deleted; go to one that exists (cd), and" in done.stderr
+
+
+@pytest.mark.parametrize(("flags", "expected"), [([], 0), (["--stdin=1"], 1), (["--stdin=0-1"], None)])
+def test_one_rank_reads_stdin(flags, expected):
+    request = cli.parse([*flags, "true"])
+    if expected is not None:
+        assert cli._stdin_rank(request, 2) == expected
+        return
+    with pytest.raises(UsageError, match=r"^--stdin 0-1: expected one rank, since only one can read it$"):
+        cli._stdin_rank(request, 2)

@@ -3,7 +3,7 @@ import numpy as np
 import pytest
 import torch
 
-from ringreduce.arrays.dtypes import TABLE, check_reducible, element_type
+from ringreduce.arrays.dtypes import TABLE, _bfloat16_bits, check_reducible, element_type
 from ringreduce.errors import UnsupportedArrayError
 from tests.support.loops import in_a_loop
 
@@ -37,3 +37,14 @@ def test_elements_of_other_types_are_bytes(dtype, name, storage):
 def test_what_is_of_no_fixed_size_is_refused_by_name(dtype):
     with pytest.raises(UnsupportedArrayError, match=r"elements of type .* have no fixed size; pass numbers, "):
         element_type(dtype)
+
+
+def test_a_gpu_rounds_to_bfloat16_as_a_processor_does_and_nan_stays_nan():
+    bits = np.random.default_rng(1).integers(0, 1 << 32, 10_000, np.uint32)
+    nans = np.array([0x7F800001, 0x7FC00000, 0x7FFFFFFF, 0xFF800001, 0xFFFFFFFF], np.uint32)
+    ties = np.array([0x3F808000, 0x3F818000, 0x7F7FFFFF, 0x7F800000, 0x80000000], np.uint32)
+    values = np.concatenate([bits, nans, ties]).view(np.float32)
+    found = _bfloat16_bits(values)
+    expected, is_nan = TABLE["bfloat16"].narrow(values), np.isnan(values)
+    assert np.isnan(found[is_nan].view(ml_dtypes.bfloat16)).all()
+    np.testing.assert_array_equal(found[~is_nan], expected[~is_nan])
