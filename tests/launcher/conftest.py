@@ -79,6 +79,12 @@ def start(tmp_path, ringrun_command):
 
 
 @pytest.fixture
+def grace():
+    """Flags by which ranks that are to end have one second: for tests whose ranks use up the time that they have."""
+    return ["--grace", 1]
+
+
+@pytest.fixture
 def script(tmp_path, python):
     """Write a Python script and return the command that runs it."""
 

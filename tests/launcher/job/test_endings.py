@@ -136,8 +136,8 @@ def test_an_agent_that_is_stopped_holds_nobody_up_and_does_not_stay(end, start, 
 
 
 @pytest.mark.parametrize("what", ["die", "ignore"])
-def test_ringrun_killed_leaves_nothing(what, started, wait_until_gone):
-    process = started(what)
+def test_ringrun_killed_leaves_nothing(what, started, grace, wait_until_gone):
+    process = started(what, *grace)
     process.kill()
     process.wait()
     wait_until_gone()
@@ -145,9 +145,9 @@ def test_ringrun_killed_leaves_nothing(what, started, wait_until_gone):
 
 @both_mpis
 @pytest.mark.parametrize(("ends", "code"), [("interrupted", 130), ("a rank fails", 3)])
-def test_nothing_waits_for_whoever_reads_the_output(ends, code, start, program, tmp_path, processes_of):
+def test_nothing_waits_for_whoever_reads_the_output(ends, code, start, grace, program, tmp_path, processes_of):
     read, write = os.pipe()
-    process = start("-np", 2, *program("fills_pipe"), ends, stdout=write, stderr=write)
+    process = start("-np", 2, *grace, *program("fills_pipe"), ends, stdout=write, stderr=write)
     os.close(write)
     wait_until((tmp_path / "paused").exists)
     if ends == "a rank fails":
@@ -256,23 +256,21 @@ WAYS_OUT = {
 
 @pytest.mark.without_mpi
 @pytest.mark.parametrize(
-    ("stays", "end", "grace_s"),
+    ("stays", "end"),
     [
-        ("threading.Thread(target=time.sleep, args=[60]).start()", "leave(7)", 1),
-        ("threading.Thread(target=time.sleep, args=[60]).start()", "raise ValueError('x')", None),
-        ("multiprocessing.get_context('fork').Process(target=time.sleep, args=[60]).start()", "raise SystemExit(7)", 1),
+        ("threading.Thread(target=time.sleep, args=[60]).start()", "leave(7)"),
+        ("threading.Thread(target=time.sleep, args=[60]).start()", "raise ValueError('x')"),
+        ("multiprocessing.get_context('fork').Process(target=time.sleep, args=[60]).start()", "raise SystemExit(7)"),
     ],
 )
-def test_a_script_that_has_failed_does_not_keep_its_rank_alive(ringrun, script, wait_until_gone, stays, end, grace_s):
+def test_a_script_that_has_failed_does_not_keep_its_rank_alive(ringrun, grace, script, wait_until_gone, stays, end):
     """Other ranks hear of it when the process has ended, which waits for threads and children."""
-    code, fails = 7 if "7" in end else 1, f"if os.environ['RANK'] == '1':\n    {stays}\n    {end}\n"
+    code, flags, wait_s = (7, grace, 1) if "7" in end else (1, [], 3)  # without a flag as long as the manual says
+    fails = f"if os.environ['RANK'] == '1':\n    {stays}\n    {end}\n"
     begin_s = time.monotonic()
-    flags = ["--grace", grace_s] if grace_s else []
     done = ringrun("-np", 2, *flags, *script(f"{HEAD}import multiprocessing\n{fails}time.sleep(60)"), returncode=code)
     assert time.monotonic() - begin_s < patient(30)
-    late = (
-        f" {grace_s or 3} s after its script ended with exit code {code}, and is killed; it may be waiting for a thread"
-    )
+    late = f" {wait_s} s after its script ended with exit code {code}, and is killed; it may be waiting for a thread"
     assert done.stderr.count(f" still runs{late}") == 1, done.stderr
     assert "rank 1 of 2 failed first" in done.stderr
     wait_until_gone()

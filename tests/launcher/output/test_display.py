@@ -142,7 +142,7 @@ def test_a_disk_that_is_full_does_not_end_the_job(ringrun, tmp_path, script):
     assert (tmp_path / "rank.0" / "stdout").read_text() == "0\n1\n2\n3\n4\n"
 
 
-def test_a_job_that_takes_too_long_is_ended_and_a_rank_may_save_its_state(ringrun, wait_until_gone, script):
+def test_a_job_that_takes_too_long_is_ended_and_a_rank_may_save_its_state(ringrun, grace, wait_until_gone, script):
     source = """
         import os, signal, sys, time
         rank = int(os.environ["RANK"])
@@ -155,7 +155,7 @@ def test_a_job_that_takes_too_long_is_ended_and_a_rank_may_save_its_state(ringru
     """
     begin_s = time.monotonic()
     limit_s = round(patient(2))
-    done = ringrun("-np", 4, "--timeout", limit_s, "--grace", 1, *script(source), returncode=124)
+    done = ringrun("-np", 4, "--timeout", limit_s, *grace, *script(source), returncode=124)
     assert limit_s <= time.monotonic() - begin_s < limit_s + patient(6.0)
     assert by_rank(done.stdout) == {0: ["up"], 1: ["up"], 2: ["up", "saved"], 3: ["up"]}
     here = f"on {os.uname().nodename}: script.py:9, in <module>: time.sleep(0 if rank == 1 else 60)"
