@@ -11,6 +11,7 @@ import pytest
 
 import ringreduce as rr
 from ringreduce import runtime
+from ringreduce.arrays.view import as_buffers
 from ringreduce.checks import nan
 from ringreduce.execution.program import Program
 from ringreduce.execution.signature import Signature
@@ -480,3 +481,14 @@ def test_a_sum_on_a_gpu_that_overflows(gpu, monkeypatch, library, hosts):
                 rr.grouped_allreduce(made, op=rr.Sum)
 
     run_ranks(2, program, hosts=hosts, settings=Settings(cuda_slot_bytes=4096, cuda_nccl=False))
+
+
+@pytest.mark.parametrize(
+    ("prescale", "postscale", "is_large"),
+    [(1.0, 1.0, False), (0.01, 1.0, False), (100.0, 1.0, True), (1.0, -100.0, True)],
+)
+def test_what_the_scales_make_of_a_sum_may_overflow_too(prescale, postscale, is_large):
+    """Only then the result is looked at."""
+    checks = nan.Nan(types.SimpleNamespace(world=types.SimpleNamespace(size=2)), "report")
+    details = (("op", rr.Sum.value), ("prescale_factor", prescale), ("postscale_factor", postscale))
+    assert checks.look(0, None, None, details, as_buffers([np.array([1e37], np.float32)])).is_large is is_large

@@ -378,6 +378,13 @@ def test_a_commit_that_is_interrupted_leaves_the_one_before_whole():
     assert (state.a.tolist(), state.b, state.commits) == ([1, 2, 3], 1, 1)
 
 
+def test_arrays_that_have_become_one_since_the_commit_are_two_again():
+    state = ObjectState(a=np.zeros(2), b=np.ones(2))
+    state.b = state.a
+    state.restore()
+    assert (state.a.tolist(), state.b.tolist()) == ([0, 0], [1, 1])
+
+
 def test_a_state_can_be_restored_before_it_is_synchronized():
     state = ObjectState(rr.broadcast_object, rr.rank, a=np.arange(3), b=[1])
     state.a += 1

@@ -52,8 +52,11 @@ def test_every_rank_of_a_team_gets_the_same_and_all_get_the_best(size, ranks):
     assert len({row[1] for row in seen}) == size // ranks or size > 1
 
 
-def test_a_value_that_is_nan_fails_its_trial_alone(caplog):
-    found = run_ranks(2, seeded(lambda trial: [1.0, float("nan"), 3.0][trial.number], 3, 2))[1]
+@pytest.mark.parametrize(("direction", "best"), [("minimize", 1.0), ("maximize", 3.0)])
+def test_a_value_that_is_nan_fails_its_trial_alone(direction, best):
+    objective = lambda trial: [1.0, float("nan"), 3.0][trial.number]  # noqa: E731
+    found = run_ranks(2, seeded(objective, 3, 2, direction=direction))[1]
+    assert found.best.value == best
     assert [(each.state, each.value) for each in found.trials] == [("complete", 1), ("failed", None), ("complete", 3)]
     assert found.trials[1].error == "rank 0: the objective returned nan"
 
