@@ -27,6 +27,7 @@ from ringreduce.runtime.submit import like, refused, submit_and_wait, whole
 from ringreduce.transport.world import World
 
 __all__ = ["Ordered", "ordered"]
+MISSING: Any = object()
 MAKE_NEW = "allreduce", "reducescatter", "allgather"  # of what is done at once; others write into the array given
 
 
@@ -43,46 +44,42 @@ def _of(function: Callable[..., Any]) -> Callable[..., Any]:
 def _at_once(function: Callable[..., Any], begin: Callable[..., Handle]) -> Callable[..., Any]:
     """The function, of this channel: by the lane, if a call like this one went the usual way before."""
     makes_new, begin = function.__name__ in MAKE_NEW, functools.partial(begin, waits=True)
-    alone: tuple[Any, ...] = (begin,)
-    takes_none = function is control.barrier
+    alone = (begin,) if function is control.barrier else None
 
     @functools.wraps(function)
-    def method(self: Ordered, *args: Any, **kwargs: Any) -> Any:  # each line counts: MPI's call takes 1 µs
+    def method(self: Ordered, tensor: Any = MISSING, *args: Any, **kwargs: Any) -> Any:  # each line counts
         lane, out = self._lane, kwargs.pop("out", None) if makes_new else None
-        tensor: Any = args[0] if args else None
-        array: Any = tensor if tensor is None or type(tensor) is np.ndarray else host_array(tensor)
-        if array is None:
-            call = (begin, *args, *kwargs.items()) if args or kwargs else alone
-        else:
-            call = begin, array.dtype, array.shape, *args[1:], *kwargs.items()
-        program = None
-        if lane is not None and runtime.current("ordered").world is self.world:
-            try:
-                program = lane.programs.find(call)
-            except TypeError:  # an argument that cannot be hashed, nor be right
-                lane = None
-        else:
+        array: Any = None
+        call = None
+        if tensor is MISSING:  # then there are no others
+            call = None if kwargs else alone
+        elif (array := tensor if type(tensor) is np.ndarray else host_array(tensor)) is not None:
+            call = begin, array.dtype, array.shape, *args, *kwargs.items()
+        if lane is not None and runtime.current("ordered").world is not self.world:
             lane = None
-        if program is not None:
+        try:
+            program = None if lane is None else lane.programs.find(call)
+        except TypeError:  # an argument that cannot be hashed, nor be right
+            lane = program = None
+        if program is not None and lane is not None:
             result, target = tensor, array
             if out is not None:
                 result = target = out if takes(out, array, program.shape) else None
             elif makes_new:
                 result = np.empty(program.shape, array.dtype) if array is tensor else tensor.new_empty(program.shape)
                 target = host_array(result)
-            if lane is not None and (target is not None or array is None) and lane.run(program, array, target):
+            if (target is not None or array is None) and lane.run(program, array, target):
+                if call is alone:
+                    return None
                 if target is array is not tensor:
                     see_changed(tensor)
                 return result
+        given = () if tensor is MISSING else (tensor, *args)
         if out is not None:
             kwargs["out"] = out
-        if array is None:
-            is_usual = takes_none and not args and not kwargs
-        else:
-            is_usual = not makes_new or (array.ndim > 0 and len(args) == 1 and "compression" not in kwargs)
-        if lane is None or not is_usual:
-            return function(*args, **kwargs, process_set=self)
-        handle = begin(*args, **kwargs, process_set=self)
+        if lane is None or call is None or (makes_new and (array.ndim == 0 or args or "compression" in kwargs)):
+            return function(*given, **kwargs, process_set=self)
+        handle = begin(*given, **kwargs, process_set=self)
         result = handle.wait()
         if program is None:
             lane.programs.learn(call, handle)

@@ -131,8 +131,9 @@ def takes(target: Any, source: np.ndarray[Any, Any], shape: tuple[int, ...]) -> 
     """Whether it is a NumPy array of this shape and the source's type, apart from the source."""
     if type(target) is not np.ndarray or target.shape != shape or target.dtype != source.dtype:
         return False
-    # arrays that own their memory are apart; to ask NumPy takes longer than the rest
-    return (target.base is source.base is None and target is not source) or not np.may_share_memory(target, source)
+    own, other = target if target.base is None else target.base, source if source.base is None else source.base
+    apart = own is not other and type(own) is type(other) is np.ndarray and own.base is other.base is None
+    return apart or not np.may_share_memory(target, source)  # which takes longer than all else
 
 
 def wrong_out(function: str, out: Any, made: Any) -> InputError:

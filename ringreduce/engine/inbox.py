@@ -44,7 +44,8 @@ without this."""
 POLLS_FRAMES = 250  # more than a poll, with what it calls of the user's or of torch's, ever has on the stack
 HAS_ENDED = operator.attrgetter("ended")
 MOST_REFUSALS = 64  # that are remembered
-SIGNALS = tuple(range(1, signal.SIGRTMIN))  # plain integers: an enum's member takes three times as long to convert
+UNHANDLED = signal.SIGKILL, signal.SIGSTOP, *range(signal.SIGRTMIN, signal.SIGRTMAX + 1)  # of the last, see below
+SIGNALS = tuple(map(int, signal.valid_signals().difference(UNHANDLED)))  # an enum's member takes longer to convert
 NOT_A_SCRIPTS = frozenset((int(signal.SIG_DFL), int(signal.SIG_IGN), None, signal.default_int_handler))
 
 

@@ -4,7 +4,7 @@ import torch
 
 from ringreduce.arrays.buffer import message_bytes
 from ringreduce.arrays.dtypes import TABLE
-from ringreduce.arrays.view import as_buffer, to_write
+from ringreduce.arrays.view import as_buffer, takes, to_write
 from ringreduce.errors import MissingExtraError, UnsupportedArrayError
 from tests.support.loops import in_a_loop
 from tests.support.reference import Exporter, data
@@ -207,3 +207,27 @@ def test_gpu_memory_is_never_read_but_by_ordered_copies(cupy):
     assert (buffer.device, buffer.shape) == ("cuda:0", (2, 3))
     memory = message_bytes(buffer.flat)
     assert (memory.data.ptr, memory.nbytes, memory.dtype) == (buffer.pointer, 24, np.uint8)
+
+
+def of_its_memory(array):
+    return np.frombuffer(memoryview(array))
+
+
+@pytest.mark.parametrize(
+    ("own", "other", "expected"),
+    [
+        (lambda whole: whole[:4], lambda whole: whole[4:], True),
+        (lambda whole: whole[:4], lambda whole: whole[3:7], False),
+        (lambda whole: whole, lambda whole: whole[4:], False),
+        (lambda whole: whole[4:], lambda whole: whole, False),
+        (lambda whole: whole, lambda whole: whole, False),
+        (lambda whole: whole, of_its_memory, False),
+        (lambda whole: of_its_memory(whole)[:4], lambda whole: whole[2:], False),
+        (lambda whole: whole[::2], lambda _: np.ones((2, 4))[1], True),
+        (lambda whole: whole, lambda _: np.ones(4), True),
+    ],
+)
+def test_a_target_is_apart_from_the_source(own, other, expected):
+    whole = np.ones(8)
+    target, source = own(whole), other(whole)
+    assert takes(target, source, target.shape) is expected
