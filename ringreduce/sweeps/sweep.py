@@ -122,7 +122,7 @@ def _outcome(objective: Callable[[Trial], float], trial: Trial) -> tuple[TrialSt
 def _tried(objective: Callable[[Trial], float], trial: Trial) -> _Outcome:
     rank = runtime.current("sweep").world.rank
     try:
-        value = float(objective(trial))
+        returned = objective(trial)
     except PeerLostError:
         raise
     except Exception as exc:
@@ -130,6 +130,10 @@ def _tried(objective: Callable[[Trial], float], trial: Trial) -> _Outcome:
         if isinstance(exc, Pruned) or (optuna is not None and isinstance(exc, optuna.TrialPruned)):
             return _Outcome(rank, "pruned")
         return _Outcome(rank, "failed", None, traceback.format_exc(), isinstance(exc, CollectiveError))
+    try:
+        value = float(returned)
+    except Exception:  # of torch a RuntimeError
+        return _Outcome(rank, "failed", None, f"the objective returned {returned!r}; expected a number")
     if math.isnan(value):
         return _Outcome(rank, "failed", None, "the objective returned nan")
     return _Outcome(rank, "complete", value)

@@ -111,6 +111,11 @@ def test_a_trial_that_raises_has_failed_and_its_team_goes_on(raises_on, caplog):
             assert failed.value is None
 
 
+def test_an_objective_that_returns_no_number_has_failed_and_that_is_told():
+    for result in run_ranks(2, seeded(lambda trial: None, 1, 2, direction="maximize")):
+        assert result.trials[0].error == "rank 0: the objective returned None; expected a number"
+
+
 def test_a_trial_that_is_pruned_has_no_value_and_the_pruner_sees_what_was_reported():
     class Bad(optuna.pruners.BasePruner):
         def prune(self, study, trial):
