@@ -10,11 +10,13 @@ import tensorflow as tf
 
 from ringreduce.api import objects
 from ringreduce.api.broadcast import submit_broadcast
-from ringreduce.api.process_sets import ProcessSet, global_process_set
-from ringreduce.arrays.view import as_buffer
+from ringreduce.api.process_sets import ProcessSet, global_process_set, placed
+from ringreduce.arrays.view import as_buffer, as_buffers
 from ringreduce.collectives.ops import Average, ReduceOp
 from ringreduce.compression import AnyCompressor, Compression
+from ringreduce.errors import InputError
 from ringreduce.keras import optimizer as of_keras
+from ringreduce.runtime.submit import refused
 from ringreduce.tensorflow.host import on_host, unconverted
 
 __all__ = ["DistributedOptimizer", "allgather_object", "broadcast_", "broadcast_object", "broadcast_variables"]
@@ -79,12 +81,19 @@ def broadcast_(
     Source: Horovod's broadcast_.
     """
     variables = [getattr(each, "value", each) if not isinstance(each, tf.Variable) else each for each in variables]
+    names = [f"{number}" for number in range(len(variables))]
+
+    def made(arrays: list[Any]) -> tuple[list[Any], list[Any], list[Any]]:
+        outputs = [np.empty_like(each) for each in arrays]
+        try:
+            return outputs, as_buffers(arrays), [as_buffer(each, writable=True) for each in outputs]
+        except InputError as exc:
+            said = [getattr(each, "name", own) for each, own in zip(variables, names, strict=True)]
+            raise refused("broadcast_variables", exc, None, None, said, len(said)) from exc.__cause__
 
     def receive(arrays: list[Any]) -> list[Any]:
-        outputs = [np.empty_like(each) for each in arrays]
-        names = [f"{number}" for number in range(len(arrays))]
-        buffers = [as_buffer(each) for each in arrays], [as_buffer(each, writable=True) for each in outputs]
-        submit_broadcast(*buffers, root_rank, name, names, process_set, waits=True).wait()
+        outputs, sources, targets = placed("broadcast_variables", name, process_set, made, arrays)
+        submit_broadcast(sources, targets, root_rank, name, names, process_set, waits=True).wait()
         return outputs
 
     inputs = [tf.convert_to_tensor(each) for each in variables]

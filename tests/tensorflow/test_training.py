@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+import ringreduce as rr
 import ringreduce.tensorflow as hvd
 import ringreduce.tensorflow.keras
 from ringreduce import runtime
@@ -127,6 +128,15 @@ def test_steps_are_recorded_also_in_a_graph(run):
         step()
     recorder.recording = False
     assert [each.number for each in recorder.steps][-4:] == [1, 2, 3, 4]
+
+
+def test_a_variable_that_cannot_be_sent_is_named():
+    variables = [tf.Variable(1.0, name="w"), tf.Variable("text", name="label")]
+    with pytest.raises(
+        rr.InputError, match=r"broadcast_variables 'label:0': elements of type object have no fixed size"
+    ):
+        hvd.broadcast_variables(variables, 0)
+    assert hvd.allreduce(1.0) == 1
 
 
 def test_broadcast_returns_the_values(run):
