@@ -10,7 +10,8 @@ So each rank keeps the way that was fastest, and tries the others in turn, now a
     way                  in use A  in use A  in use A   in use     in use B
 
 All ranks try the same way in the same operation, for its time says how their ways go together: what one streams, the
-others read from memory. Each decides by its own clock, without a message; results have the same bits either way.
+others read from memory. Each decides by its own clock, without a message; results have the same bits either way. Cores
+that move make operations slower, which all ranks see: then each tries at once, as good as together.
 """
 
 from __future__ import annotations
@@ -23,10 +24,14 @@ NAMES = ("plain", "slots streaming", "results streaming", "streaming")
 LARGE_BYTES = 4 << 20
 """From so many bytes of an operation on; what is shorter stays in a cache, where who waits for it reads it soon."""
 CLASSES = 3  # of sizes, each from four times as many bytes on
+ORDER = SLOTS | RESULTS, PLAIN, SLOTS, SLOTS | RESULTS, PLAIN, RESULTS
+"""In which they are tried: the two that are best where cores are near or far first, and more often."""
 FIRST = 8  # every so many operations another way is tried, until all have been once
 EVERY = 64  # then every so many
 TRIALS = 3  # operations of a way that is tried, turn about with the way in use: the fastest of each count
 FASTER, SLOWER = 0.95, 1.3  # how its time compares: it is taken, or not tried again this time
+JUMP, IN_A_ROW = 1.4, 3  # so many times as slow as usual, so many operations in a row: cores may have moved
+FORGETS = 1.1  # what is usual grows by this with each operation, unless that is faster
 
 
 class Stores:
@@ -35,32 +40,45 @@ class Stores:
     def __init__(self) -> None:
         self.way = PLAIN
         self.count = 0  # of operations
-        self._tried = PLAIN
+        self._tried, self._since, self._in_turn = PLAIN, 0, True
         self._best = [math.inf, math.inf]  # µs a byte: of the way in use, and of the one that is tried
+        self._usual, self._slow = math.inf, 0
+        self._queue: list[int] = []  # to be tried as soon as no trial runs
 
     def begin(self) -> int:
         """The way of the next operation."""
         number = self.count
+        every = FIRST if number < len(ORDER) * FIRST else EVERY
+        if number % every == 0 and (self._in_turn or not self._tries(number)):
+            self._try(ORDER[number // every % len(ORDER)], number, in_turn=True)
         self.count += 1
-        every = FIRST if number < WAYS * FIRST else EVERY
-        at = number % every
-        if at == 0:
-            self._tried, self._best = number // every % WAYS, [math.inf, math.inf]
-        return self._tried if at % 2 and at < 2 * TRIALS else self.way
+        return self._tried if self._tries(number) and (number - self._since) % 2 else self.way
+
+    def _tries(self, number: int) -> bool:
+        """Whether this operation is one of a trial: turn about in the way in use, and in the other."""
+        return self._tried != self.way and number - self._since < 2 * TRIALS
+
+    def _try(self, way: int, since: int, in_turn: bool) -> None:
+        self._tried, self._since, self._in_turn, self._best = way, since, in_turn, [math.inf, math.inf]
 
     def end(self, us_per_byte: float) -> None:
         """What the operation took that has begun last."""
-        if self._tried == self.way:
-            return
         number = self.count - 1
-        at = number % (FIRST if number < WAYS * FIRST else EVERY)
-        if at >= 2 * TRIALS:
-            return
-        self._best[at % 2] = min(us_per_byte, self._best[at % 2])
-        if at % 2 and self._best[1] > SLOWER * self._best[0]:
-            self._tried = self.way
-        elif at == 2 * TRIALS - 1 and self._best[1] < FASTER * self._best[0]:
-            self.way = self._tried
+        at = number - self._since
+        tries = self._tries(number)
+        if not (tries and at % 2):
+            self._slow = self._slow + 1 if us_per_byte > JUMP * self._usual else 0
+            self._usual = min(us_per_byte, FORGETS * self._usual)
+            if self._slow == IN_A_ROW:
+                self._queue = [PLAIN, SLOTS | RESULTS]
+        if tries:
+            self._best[at % 2] = min(us_per_byte, self._best[at % 2])
+            if at % 2 and self._best[1] > SLOWER * self._best[0]:
+                self._tried = self.way
+            elif at == 2 * TRIALS - 1 and self._best[1] < FASTER * self._best[0]:
+                self.way, self._usual = self._tried, self._best[1]
+        while self._queue and not self._tries(self.count):
+            self._try(self._queue.pop(), self.count, in_turn=False)
 
 
 class StoresBySize:

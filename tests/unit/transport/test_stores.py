@@ -9,7 +9,9 @@ from ringreduce.transport.stores import (
     CLASSES,
     EVERY,
     FIRST,
+    JUMP,
     LARGE_BYTES,
+    ORDER,
     PLAIN,
     RESULTS,
     SLOTS,
@@ -20,6 +22,7 @@ from ringreduce.transport.stores import (
 
 NEAR = {PLAIN: 1.0, SLOTS: 1.6, RESULTS: 1.1, SLOTS | RESULTS: 1.7}  # µs of an operation, by what is streamed
 FAR = {PLAIN: 2.0, SLOTS: 1.2, RESULTS: 2.1, SLOTS | RESULTS: 1.1}
+VERY_FAR = {PLAIN: 6.7, SLOTS: 2.2, RESULTS: 6.0, SLOTS | RESULTS: 1.2}
 
 
 def run(stores, took_us, operations):
@@ -34,7 +37,7 @@ def run(stores, took_us, operations):
 @pytest.mark.parametrize(("took_us", "best"), [(NEAR, PLAIN), (FAR, SLOTS | RESULTS)])
 def test_the_fastest_way_is_in_use_when_each_has_been_tried(took_us, best):
     stores = Stores()
-    first = run(stores, took_us, WAYS * FIRST)
+    first = run(stores, took_us, len(ORDER) * FIRST)
     assert set(first) == set(range(WAYS))
     assert stores.way == best
 
@@ -51,15 +54,40 @@ def test_cores_that_move_are_noticed(before, after):
     stores = Stores()
     run(stores, before, 20 * EVERY)
     assert stores.way == min(before, key=before.get)
-    run(stores, after, (WAYS + 1) * EVERY)
+    run(stores, after, (len(ORDER) + 1) * EVERY)
     assert stores.way == min(after, key=after.get)
+
+
+@pytest.mark.parametrize("operations", range(20, 400, 13))
+def test_cores_that_move_far_away_or_back_are_noticed_soon(operations):
+    stores = Stores()
+    assert run(stores, VERY_FAR, 8)[-1] == SLOTS | RESULTS, "from the start"
+    stores = Stores()
+    run(stores, NEAR, operations)
+    run(stores, VERY_FAR, 16)
+    assert stores.way == SLOTS | RESULTS
+    run(stores, {way: 1.5 * took for way, took in NEAR.items()}, 24)
+    assert stores.way == PLAIN, "and back"
+    run(stores, VERY_FAR, 16)
+    run(stores, {way: 20 * took for way, took in VERY_FAR.items()}, 10)
+    run(stores, VERY_FAR, 10)
+    assert stores.way == SLOTS | RESULTS, "what makes all ways as slow changes nothing"
+
+
+def test_operations_that_are_slow_now_and_then_try_nothing():
+    stores = Stores()
+    run(stores, NEAR, 10 * EVERY)
+    for number in range(10 * EVERY, 11 * EVERY):
+        way = stores.begin()
+        assert way == PLAIN or number % EVERY < 6
+        stores.end(NEAR[way] * (2 * JUMP if number % 2 else 1))
 
 
 @pytest.mark.parametrize("took_us", [NEAR, FAR])
 def test_a_way_that_is_worse_by_far_is_tried_once_in_64_operations(took_us):
     stores = Stores()
-    run(stores, took_us, WAYS * EVERY)
-    ways = run(stores, took_us, 4 * WAYS * EVERY)
+    run(stores, took_us, len(ORDER) * EVERY)
+    ways = run(stores, took_us, 4 * len(ORDER) * EVERY)
     best = min(took_us.values())
     slow = [way for way in ways if took_us[way] > 1.3 * best]
     assert 0 < len(slow) <= len(ways) // EVERY
@@ -68,13 +96,13 @@ def test_a_way_that_is_worse_by_far_is_tried_once_in_64_operations(took_us):
 
 def test_one_slow_operation_decides_nothing():
     """Other programs have interrupted it."""
-    for interrupted in itertools.product(range(6), repeat=2):
+    for before, *interrupted in itertools.product((0, 2 * FIRST, 5 * FIRST), range(6), range(6)):
         stores = Stores()
-        run(stores, NEAR, FIRST)
+        run(stores, NEAR, before)
         for number in range(FIRST):
             way = stores.begin()
             stores.end(NEAR[way] * (50 if number in interrupted else 1))
-        assert stores.way == PLAIN, interrupted
+        assert stores.way == PLAIN, (before, interrupted)
 
 
 def test_ranks_try_the_same_way_at_the_same_time():
@@ -85,9 +113,9 @@ def test_ranks_try_the_same_way_at_the_same_time():
         ways = [each.begin() for each in ranks]
         for rank, (each, way) in enumerate(zip(ranks, ways, strict=True)):
             if way != each.way:
-                tried = number // (FIRST if number < WAYS * FIRST else EVERY) % WAYS
-                assert way == tried
-            each.end(draw.uniform(1, 2) + rank)
+                turn = number // (FIRST if number < len(ORDER) * FIRST else EVERY)
+                assert way == ORDER[turn % len(ORDER)]
+            each.end(draw.uniform(1, 1.4) * (1 + rank))
 
 
 def test_sizes_learn_apart():
@@ -96,9 +124,9 @@ def test_sizes_learn_apart():
     assert [by_size.classes.index(by_size.of(each)) for each in sizes] == [0, 0, 1, 1, 2, 2]
     assert len(by_size.classes) == CLASSES
     assert str(by_size) == "plain"
-    run(by_size.of(LARGE_BYTES), NEAR, WAYS * FIRST)
+    run(by_size.of(LARGE_BYTES), NEAR, len(ORDER) * FIRST)
     assert str(by_size) == "plain"
-    run(by_size.of(16 * LARGE_BYTES), FAR, WAYS * FIRST)
+    run(by_size.of(16 * LARGE_BYTES), FAR, len(ORDER) * FIRST)
     assert str(by_size) == "plain; from 64 MiB on streaming"
-    run(by_size.of(LARGE_BYTES), FAR | {SLOTS: 0.1}, WAYS * EVERY)
+    run(by_size.of(LARGE_BYTES), FAR | {SLOTS: 0.1}, len(ORDER) * EVERY)
     assert str(by_size) == "plain; from 4 MiB on slots streaming; from 64 MiB on streaming"
