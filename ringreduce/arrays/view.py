@@ -132,7 +132,7 @@ def takes(target: Any, source: np.ndarray[Any, Any], shape: tuple[int, ...]) -> 
     if type(target) is not np.ndarray or target.shape != shape or target.dtype != source.dtype:
         return False
     own, other = target if target.base is None else target.base, source if source.base is None else source.base
-    apart = own is not other and type(own) is type(other) is np.ndarray and own.base is other.base is None
+    apart = own is not other and type(own) is type(other) is np.ndarray and own.flags.owndata and other.flags.owndata
     return apart or not np.may_share_memory(target, source)  # which takes longer than all else
 
 

@@ -1,10 +1,9 @@
 """Short known operations in the caller's thread: each is one call of the compiled module, on one host.
 
-The protocol is the usual one: the rank
-counts the operation, the leader schedules what all have counted, each follows the schedule. So a rank that goes this
-way works with ranks that do not, and the order stays the leader's alone. Nothing is taken back: what others are late
-for is from then on a submission that was counted, or one that runs; so errors, stalls and losses are those of
-submissions.
+The protocol is the usual one: the rank counts the operation, the leader schedules what all have counted, each follows
+the schedule. So a rank that goes this way works with ranks that do not, and the order stays the leader's alone. Nothing
+is taken back: what others are late for is from then on a submission that was counted, or one that runs; so errors,
+stalls and losses are those of submissions.
 
 Only while nothing else of this rank is under way: then the next entry of the schedule is this operation, or a response.
 """
