@@ -239,7 +239,7 @@ def test_what_a_reader_sees_of_a_late_rank(tmp_path, how, hosts):
 
     def program():
         rank, channel = rr.rank(), rr.ordered()
-        for late in range(-1, 6):  # it takes the lane, the others submit
+        for late in range(-1, 5):  # it takes the lane, the others submit: not all equally often
             time.sleep(0.01 * (rank == late % 3))
             channel.allreduce_(np.ones(3), op=rr.Sum)
         rr.start_timeline(str(path))
