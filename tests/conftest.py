@@ -129,7 +129,7 @@ def set_up_hypothesis(config):
 
     # a first call may compile kernels, and the machine may be busy: how long a call takes is no matter for tests
     explores = tiers.SEED != tiers.SAME_SEED
-    examples = 25 if config.option.markexpr == tiers.QUICK else 50 if "not extended" in config.option.markexpr else 500
+    examples = 50 if "not extended" in config.option.markexpr else 500
     settings.register_profile(
         "tiers", deadline=None, derandomize=not explores, print_blob=explores, max_examples=examples
     )
