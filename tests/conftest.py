@@ -237,5 +237,13 @@ def fresh_log():
 
 
 @pytest.fixture
+def heard(fresh_log, caplog):
+    """`caplog`, of a logger that the program itself has set up: init() leaves that as it is, whatever ran before."""
+    fresh_log.addHandler(caplog.handler)
+    fresh_log.propagate = False
+    return caplog
+
+
+@pytest.fixture
 def log_as_after_init(fresh_log):
     log.configure("warning", False)

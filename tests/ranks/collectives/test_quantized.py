@@ -266,13 +266,13 @@ def test_channels_of_one_host_encode_where_they_shall(count):
     assert results[0][1]
 
 
-def test_the_log_says_which_format_moved_what(caplog):
+def test_the_log_says_which_format_moved_what(heard):
     def program():
         for wire in (INT4, INT4.everywhere):
             rr.allreduce(np.ones(1000, np.float32), compression=wire)
 
-    with caplog.at_level(logging.DEBUG, "ringreduce"):
+    with heard.at_level(logging.DEBUG, "ringreduce"):
         run_ranks(3, program, hosts=[0, 0, 1], settings=Settings(log_level="debug"))
     for how in ("hierarchical, Compression.int4", "direct, Compression.int4.everywhere"):
         what = f"allreduce of 1 tensors, 4000 B of float32: {how}, in 1 buckets"
-        assert any(what in each.getMessage() for each in caplog.records)
+        assert any(what in each.getMessage() for each in heard.records)

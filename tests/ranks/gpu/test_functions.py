@@ -360,7 +360,7 @@ def test_one_rank_without_nccl_rules_it_out_on_all(nccl_ranks, monkeypatch):
         assert text.endswith("; no nccl: rank 1: no NCCL")
 
 
-def test_a_rank_that_nccl_does_not_connect_rules_it_out_on_all(nccl_ranks, monkeypatch, caplog):
+def test_a_rank_that_nccl_does_not_connect_rules_it_out_on_all(nccl_ranks, monkeypatch, heard):
     connect = nccl.connect
 
     def failing(device, size, uid, rank):
@@ -371,10 +371,10 @@ def test_a_rank_that_nccl_does_not_connect_rules_it_out_on_all(nccl_ranks, monke
         return made
 
     monkeypatch.setattr(nccl, "connect", failing)
-    with caplog.at_level(logging.WARNING, "ringreduce"):
+    with heard.at_level(logging.WARNING, "ringreduce"):
         for text in nccl_ranks(2, gpu_algorithm, device_count=2):
             assert text.endswith("; no nccl: rank 1: NCCL: no route")
-    (line,) = [each.getMessage() for each in caplog.records if "NCCL" in each.getMessage()]
+    (line,) = [each.getMessage() for each in heard.records if "NCCL" in each.getMessage()]
     assert line == "GPU arrays are not reduced by NCCL: rank 1: NCCL: no route"
 
 

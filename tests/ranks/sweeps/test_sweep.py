@@ -212,8 +212,8 @@ def test_a_wrong_argument_is_said_on_all_ranks(arguments, message):
         rr.sweep(lambda trial: 0, 1, **arguments)
 
 
-def test_ranks_of_a_team_that_return_different_values_are_told(caplog):
+def test_ranks_of_a_team_that_return_different_values_are_told(heard):
     found = run_ranks(2, seeded(lambda trial: 1.0 + rr.rank() * (trial.number == 1), 3, 2))[0]
     assert [each.value for each in found.trials] == [1, 1, 1]
-    [said] = [each.getMessage() for each in caplog.records if "different values" in each.getMessage()]
+    [said] = [each.getMessage() for each in heard.records if "different values" in each.getMessage()]
     assert "trial 1: the team's ranks returned different values: rank 0 complete 1.0, rank 1 complete 2.0; the" in said
