@@ -16,7 +16,7 @@ import numpy as np
 
 from ringreduce.arrays.libraries import LIBRARIES, library_of
 from ringreduce.elastic.kept import Found, KeptFile
-from ringreduce.errors import InputError
+from ringreduce.errors import InputError, described
 from ringreduce.settings.log import JOB
 from ringreduce.transport.pickling import Pickler, unpickling
 
@@ -149,8 +149,8 @@ def _unpicklable(tree: Any, error: Exception) -> InputError:
         except Exception as exc:
             which, error = f"attribute {name!r} of the state", exc
             break
-    why = f"{type(error).__name__}: {error}"
-    return InputError(f"commit: {which} cannot be pickled: {why}; leave it out, or give its class a __reduce__")
+    why = f"{which} cannot be pickled: {described(error)}"
+    return InputError(f"commit: {why}; leave it out, or give its class a __reduce__")
 
 
 class _Pickler(Pickler):

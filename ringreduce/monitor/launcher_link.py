@@ -21,6 +21,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from ringreduce.errors import described
 from ringreduce.settings.log import LOGGER
 
 PACKAGE = str(Path(__file__).parents[1])
@@ -73,7 +74,7 @@ class StatusServer:
                 try:
                     self._answer(own, request, sender)
                 except Exception as error:  # as without memory: the next request is heard again
-                    LOGGER.error(f"a request of the launcher was not answered: {type(error).__name__}: {error}")
+                    LOGGER.error(f"a request of the launcher was not answered: {described(error)}")
 
     def _answer(self, own: socket.socket, request: bytes, sender: str) -> None:
         said = json.loads(request) if request.startswith(b"{") else {}
