@@ -20,7 +20,9 @@ from ringreduce.execution.executor import Executor
 from ringreduce.execution.host import HostResources
 from ringreduce.execution.signature import Signature
 from ringreduce.execution.timeline import BYTES_A_MINUTE, Event, Timeline, TimelineFile
+from ringreduce.monitor.recording import Recording
 from ringreduce.negotiation.neutral import neutral_submission
+from ringreduce.negotiation.protocol import TimelineEvents, TimelineStart, TimelineStop
 from ringreduce.settings import Settings, log
 from ringreduce.testing import run_ranks
 from ringreduce.transport.threads import ThreadNetwork
@@ -31,6 +33,19 @@ from tests.support.patience import wait_until
 
 OPERATION = (0, 1, "allreduce.w", 1)
 SMALL = Settings(fusion_slot_bytes=1024, shared_slot_bytes=1024, fusion_buffer_bytes=8192)
+
+
+class FakeMailbox:
+    """Of rank 1 of two: what it sends to rank 0 is in `sent`."""
+
+    rank, size = 1, 2
+
+    def __init__(self):
+        self.handlers, self.sent = {}, []
+
+    def send(self, message, rank):
+        assert rank == 0
+        self.sent.append(message)
 
 
 def steps(count):
@@ -123,6 +138,28 @@ def test_what_rank_0_did_between_start_and_stop_is_there_of_every_rank(tmp_path,
         for rank in range(3):
             assert [phases(events, rank, f"allreduce.g{k}").count("ALLREDUCE") for k in range(3)] == [1, 1, 1]
             assert phases(events, rank, "allgather.metric").count("ALLGATHER") == 1
+
+
+def test_a_rank_sends_its_last_events_once_it_has_run_what_rank_0_has():
+    """Rank 0 may have a sum from shared memory before another rank has looked, and request the last events then."""
+    mailbox, timeline, ran = FakeMailbox(), Timeline(), []
+    nothing = dict.fromkeys(("call_soon", "ending", "ended"))
+    recording = Recording(
+        mailbox, timeline, followed=dict, has_run=lambda until: until in ran, clock_offsets_us=(0, 0), **nothing
+    )
+    mailbox.handlers[TimelineStart](0, TimelineStart(mark_cycles=False))
+    [started] = mailbox.sent
+    assert started.answers
+    mailbox.handlers[TimelineStop](0, TimelineStop({0: 3}))
+    recording.poll()
+    assert timeline.recording
+    last = Event("ALLREDUCE", "allreduce.g2", 0)
+    timeline.events.append(last)
+    assert not any(each.answers for each in mailbox.sent[1:])
+    ran.append({0: 3})
+    recording.poll()
+    assert not timeline.recording
+    assert mailbox.sent[-1] == TimelineEvents((last,), answers=True)
 
 
 @each_rank_of(1)
