@@ -1,4 +1,4 @@
-"""Short known operations in the caller's thread: each is one call of the compiled module, on one host.
+"""Short known operations in the caller's thread: each is one call of the compiled module, where a set is on one host.
 
 The protocol is the usual one: the rank counts the operation, the leader schedules what all have counted, each follows
 the schedule. So a rank that goes this way works with ranks that do not, and the order stays the leader's alone. Nothing
@@ -10,7 +10,6 @@ Only while nothing else of this rank is under way: then the next entry of the sc
 
 from __future__ import annotations
 
-import functools
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -34,14 +33,14 @@ from ringreduce.execution.steps import StepRecorder
 from ringreduce.execution.submission import Submission
 from ringreduce.execution.timeline import Timeline
 from ringreduce.negotiation.ending import Ending
-from ringreduce.negotiation.protocol import GLOBAL
+from ringreduce.negotiation.process_set import ProcessSetState
 from ringreduce.transport.base import Steps
 
 DONE, OTHER, LATE, SUMS_LATE = range(4)  # as in kernels/native.c
 
 
 class Express:
-    """One engine's fast path, for the process set of all ranks.
+    """One engine's fast path.
 
     polling: the lock of the thread that polls;  on_error: called with what has interrupted an operation.
     busy:    executors that have anything to do.
@@ -62,10 +61,16 @@ class Express:
         self._polling, self._on_error, self._busy = polling, on_error, busy
         self._inbox, self._ending, self._negotiation, self._submitting = inbox, ending, negotiation, submitting
         self._recorder, self._timeline = recorder, timeline
-        self._state = negotiation.states[GLOBAL]
-        self._group = self._state.negotiator.compiled
-        made = functools.partial(program_of, context=self._state.executor.context)
-        self.programs = Programs((lambda _: None) if self._group is None else made)
+        self.programs = Programs(self._program_of)
+
+    def _program_of(self, submission: Submission) -> Program | None:
+        state = self._negotiation.states.get(submission.process_set)  # None: removed meanwhile
+        if state is None or state.negotiator.compiled is None:
+            return None
+        program = program_of(submission, state.executor.context)
+        if program is not None:
+            program.state = state
+        return program
 
     def run(self, program: Program, source: Any, target: Any) -> Any:
         """Run an operation and wait for it; returns the target, or None when it must be submitted.
@@ -74,12 +79,12 @@ class Express:
         """
         if may_be_interrupted() or not self._polling.acquire(False):
             return None
-        state, plan = self._state, program.plan
+        state, plan = program.state, program.plan
         since_s = time.monotonic() if self._recorder.recording else None
         try:
             number = plan.id
             with self._inbox.lock:  # what another thread submits from now on comes after this
-                if number is None or state.pending or not self._is_idle():
+                if number is None or state.pending or not self._is_idle(state):
                     return None
                 state.express = plan.key
             is_given, region = target is not None, program.region
@@ -88,7 +93,7 @@ class Express:
             elif target is not source and not takes(target, source, program.shape):
                 return None
             try:
-                found = program.run(source, target, number, region.sequence, PATIENCE_US, self._group)
+                found = program.run(source, target, number, region.sequence, PATIENCE_US, state.negotiator.compiled)
             except (BufferError, ValueError):  # not contiguous, or read-only: nothing was counted
                 return None
             self._negotiation.known_submissions += 1  # as each that is counted
@@ -119,9 +124,9 @@ class Express:
             return made.outputs[0].array()
         return target
 
-    def _is_idle(self) -> bool:
+    def _is_idle(self, state: ProcessSetState) -> bool:
         """True while nothing else is under way, and nobody looks at what is submitted; with the inbox's lock held."""
-        state, ending, submitting = self._state, self._ending, self._submitting
+        ending, submitting = self._ending, self._submitting
         if state.joined or state.closed or ending.error is not None or ending.leaving:
             return False
         if self._busy or self._inbox.holds_any() or self._inbox.refusals:
@@ -139,12 +144,13 @@ class Express:
 
         since_s: when the caller began to wait, where steps are recorded.
         """
-        plan, state, inbox = program.plan, self._state, self._inbox
+        plan, state, inbox = program.plan, program.state, self._inbox
         inputs, outputs = ([] if source is None else [numpy_buffer(each, False)] for each in (source, target))
-        own = plan, inbox.wait, inbox.on_poll
+        own = state.number, inputs, outputs
         with inbox.lock:
             signature = state.numbered(plan.signature) if program.told[0].numbered else plan.signature
-            made = Submission(signature, GLOBAL, inputs, outputs, lambda _: None, None, calling_line(3), True, *own)
+            ends = plan, inbox.wait, inbox.on_poll
+            made = Submission(signature, *own, lambda _: None, None, calling_line(3), True, *ends)
             made.rank, made.step = self._submitting.rank, self._submitting.step_of(plan)
             if since_s is not None:
                 made.recorder, made.submitted_s = self._recorder, since_s

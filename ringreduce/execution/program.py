@@ -17,13 +17,13 @@ from ringreduce.execution.in_slot import Gets, in_slot, in_slot_of_set
 from ringreduce.execution.steps import label
 from ringreduce.execution.submission import Handle, Submission
 
-MOST_KNOWN = 1024  # programs of a process set or channel
+MOST_KNOWN = 1024  # programs of an engine's process sets, or of a channel
 
 
 class Program:
     """A known operation."""
 
-    __slots__ = "algorithm", "fits", "in_python", "plan", "recorded", "region", "run", "shape", "slots", "told"
+    __slots__ = "algorithm", "fits", "in_python", "plan", "recorded", "region", "run", "shape", "slots", "state", "told"
 
     def __init__(
         self, submission: Submission, run: Callable[..., int], region: Any, fits: Any = None, in_python: bool = False
@@ -33,6 +33,7 @@ class Program:
         in_python: it waits in Python: where the user's own code may run meanwhile, for a signal, it must not.
         """
         signature = submission.signature
+        self.state: Any = None  # of its process set, which engine/express.py looks at
         self.plan, self.run, self.region, self.fits, self.in_python = submission.plan, run, region, fits, in_python
         self.slots = int(not in_python if fits is None else fits.gets is not Gets.NOTHING)  # how many it uses
         self.shape = submission.outputs[0].shape if submission.outputs else ()  # of the result
@@ -44,7 +45,7 @@ class Program:
 
 
 class Programs:
-    """Those of one process set or channel, by what a call passes."""
+    """Those of all process sets, or of one channel, by what a call passes."""
 
     def __init__(self, made: Callable[[Submission], Program | None]) -> None:
         self._made, self._by_call = made, dict[Hashable, Program]()

@@ -28,7 +28,6 @@ from ringreduce.execution.host import HostResources
 from ringreduce.execution.submission import Handle
 from ringreduce.monitor import launcher_link, stall_report
 from ringreduce.monitor.launcher_link import StatusServer
-from ringreduce.negotiation.protocol import GLOBAL
 from ringreduce.settings import Checks, Settings
 from ringreduce.transport.message import MessageTransport
 from ringreduce.transport.threads import ThreadTransport
@@ -218,7 +217,7 @@ def at_once(
 ) -> Any:
     """The result of an operation that the caller waits for: by the express, if one like it went the usual way before.
 
-    array:  None where there is none; the express takes those of NumPy, and torch's on the CPU, of the set of all ranks.
+    array:  None where there is none; the express takes those of NumPy, and torch's on the CPU.
     target: the array itself where it works in place; None: a new one.
     begin:  the usual way, called with all of them, and the options.
     """
@@ -226,10 +225,11 @@ def at_once(
     source = array if is_numpy else host_array(array)
     into = source if target is array else target if is_numpy or target is None else host_array(target)
     is_usual, call = (source is None) != (array is None) or (into is None) != (target is None), None
-    if not is_usual and getattr(process_set, "process_set_id", None) == GLOBAL:  # from here on each line counts
+    number = getattr(process_set, "process_set_id", None)
+    if not is_usual and number is not None:  # from here on each line counts
         express = (_bound_runtime.get() or process.runtime or current(kind)).engine.express
         given = arguments.values()
-        what = (kind, name) if source is None else (kind, name, source.dtype, source.shape)
+        what = (kind, name, number) if source is None else (kind, name, number, source.dtype, source.shape)
         call = *what, *given, *map(type, given)  # 1 and 1.0 are equal, but not both a rank
         try:
             program = express.programs.find(call)

@@ -8,6 +8,7 @@ import numpy as np
 
 import ringreduce as rr
 from ringreduce import runtime
+from ringreduce.negotiation.protocol import GLOBAL
 from tests.support.patience import wait_until
 
 WARM = 8  # calls until each rank has learned a name
@@ -15,6 +16,11 @@ WARM = 8  # calls until each rank has learned a name
 
 def own():
     return runtime.current("a test").engine.express
+
+
+def state():
+    """Of the set of all ranks, on this one."""
+    return runtime.current("a test").engine.states[GLOBAL]
 
 
 def known():

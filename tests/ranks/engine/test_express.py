@@ -13,6 +13,7 @@ import pytest
 import ringreduce as rr
 from ringreduce import runtime
 from ringreduce.api.control import barrier_async
+from ringreduce.api.process_sets import set_of
 from ringreduce.engine.express import DONE, LATE, SUMS_LATE
 from ringreduce.kernels import native
 from ringreduce.settings import Settings
@@ -318,6 +319,68 @@ def test_a_name_that_another_thread_calls_meanwhile_is_pending():
         return len(refused)
 
     assert run_ranks(2, program) == [1, 1]
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("hosts", [(0, 0, 0, 0), (0, 0, 1, 1)])
+def test_each_process_set_on_one_host_goes_this_way(hosts, late):
+    """Sets overlap, each rank calls them in an order of its own; some wait for nobody, and submit what is late."""
+
+    def program():
+        mine, counts, rank = random.Random(rr.rank()), {}, rr.rank()
+        ours = [set_of(members) for members in chain if rank in members]
+        for number in range(WARM + 40):
+            for process_set in (*mine.sample(ours, len(ours)), rr.global_process_set):
+                name, members = f"of {process_set.process_set_id}", process_set.ranks
+                kinds = {"sum": sum, "gathered": np.concatenate, "root": lambda parts: parts[-1]}
+                with_name = {kind: f"{name} {kind}" for kind in kinds}
+                for key in with_name.values():
+                    watched(key, counts.setdefault(key, [0] * 4))
+                    if late and rank % 2 and number == WARM and key in known():
+                        hurried(known()[key])
+                own = values(rank, number, 64)
+                results = {
+                    "sum": rr.allreduce_(own.copy(), name=with_name["sum"], op=rr.Sum, process_set=process_set),
+                    "gathered": rr.allgather(own, with_name["gathered"], process_set=process_set),
+                    "root": rr.broadcast(own, members[-1], with_name["root"], process_set=process_set),
+                }
+                parts = [values(each, number, 64) for each in members]
+                for kind, expected in kinds.items():
+                    np.testing.assert_array_equal(results[kind], expected(parts), strict=True)
+                rr.barrier(process_set)
+        return set(known()) - {"barrier"}, counts
+
+    chain = [0, 1], [1, 2], [2, 3]
+    sets = range(4), *chain
+    regions = Settings(fusion_buffer_bytes=1 << 20, fusion_slot_bytes=1024, shared_slot_bytes=4096)  # one for each set
+    found = run_ranks(4, program, hosts=hosts, process_sets=chain, timeout_s=40, settings=regions)
+    for rank, (names, _) in enumerate(found):
+        on_a_host = [k for k, each in enumerate(sets) if rank in each and len({hosts[member] for member in each}) == 1]
+        assert names == {f"of {number} {kind}" for number in on_a_host for kind in ("sum", "gathered", "root")}
+    ends = np.sum([each for _, counts in found for each in counts.values()], axis=0)
+    assert ends[DONE] > 0, ends
+    assert ends[LATE] + ends[SUMS_LATE] > 0 or not late, ends
+
+
+def test_a_set_that_was_removed_is_unknown_and_its_memory_serves_another():
+    def program():
+        mine = np.arange(64.0) + rr.rank()
+        for _ in range(3):
+            added = rr.add_process_set([0, 1])
+            if added.included():
+                for _ in range(WARM):
+                    array = mine.copy()
+                    rr.allreduce_(array, name="a", op=rr.Sum, process_set=added)
+                    np.testing.assert_array_equal(array, 2 * np.arange(64.0) + 1)
+                assert known()["a"].state.number == added.process_set_id
+            number = added.process_set_id
+            assert rr.remove_process_set(added)
+            added.process_set_id = number  # as in a copy that somebody has kept
+            with pytest.raises(rr.InputError, match=f"process set {number}"):
+                rr.allreduce_(mine.copy(), name="a", op=rr.Sum, process_set=added)
+        return True
+
+    assert run_ranks(3, program, settings=Settings(dynamic_process_sets=True)) == [True] * 3
 
 
 @pytest.mark.parametrize("hosts", [(0, 0, 1), (0, 1)])

@@ -14,7 +14,7 @@ from ringreduce.kernels import native
 from ringreduce.settings import Settings
 from ringreduce.testing import run_ranks
 from ringreduce.transport.counters import END, READ
-from tests.support.express import WARM, Counting, element, fast, known, own, run, values, warm, watched, within
+from tests.support.express import WARM, Counting, element, fast, known, own, run, state, values, warm, watched, within
 from tests.support.patience import wait_until
 
 pytestmark = [
@@ -56,7 +56,7 @@ def test_a_response_forgets_the_id_by_which_it_was_counted(found):
             begun.set()
             return ends
         begun.set()
-        views = own()._state.negotiator._views
+        views = state().negotiator._views
         wait_until(lambda: views[0].words[END] != views[1].words[READ])
         return run(*arguments)
 
@@ -86,7 +86,7 @@ def test_others_have_counted_but_not_packed(late):
     packed, counts = threading.Event(), [0] * 4
 
     def until_counted(run, *arguments):
-        negotiator = own()._state.negotiator
+        negotiator = state().negotiator
         if late == 1:
             wait_until(lambda: negotiator._views[1].counters[arguments[2]] != negotiator._leader.passed[arguments[2]])
         found = within(run, 1e5, *arguments)
@@ -98,7 +98,7 @@ def test_others_have_counted_but_not_packed(late):
         warm()
         rr.barrier()
         if rr.rank() == late:
-            executor = own()._state.executor
+            executor = state().executor
             run = executor.run
             executor.run = lambda *given: (packed.wait(20), run(*given))
             rr.allreduce_async_(array, name="a", op=rr.Sum).wait()
@@ -137,7 +137,7 @@ def test_what_was_handed_over_is_counted_once():
             assert counts == [0, 0, 1, 0]
             for name, each in zip(names, (first, second), strict=True):
                 np.testing.assert_array_equal(each, sum(element(rank, name, number) for rank in (0, 1)))
-        return own()._state.negotiator._views[rr.rank()].counters[:2].tolist()
+        return state().negotiator._views[rr.rank()].counters[:2].tolist()
 
     counted, others = run_ranks(2, program)
     assert counted == others
@@ -250,7 +250,7 @@ def test_an_interruption_ends_the_engine_and_the_others_hear_of_it(found):
     class Interrupted(Counting):
         def __call__(self, *arguments):
             if found == SUMS_LATE:  # it is then scheduled at once, but the other has not packed yet
-                negotiator, until_s = own()._state.negotiator, time.monotonic() + 0.01
+                negotiator, until_s = state().negotiator, time.monotonic() + 0.01
                 while negotiator._views[1].counters[arguments[2]] == negotiator._leader.passed[arguments[2]]:
                     if time.monotonic() > until_s:
                         break
