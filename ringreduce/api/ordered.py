@@ -44,7 +44,7 @@ def _of(function: Callable[..., Any]) -> Callable[..., Any]:
 def _at_once(function: Callable[..., Any], begin: Callable[..., Handle]) -> Callable[..., Any]:
     """The function, of this channel: by the lane, if a call like this one went the usual way before."""
     makes_new, begin = function.__name__ in MAKE_NEW, functools.partial(begin, waits=True)
-    alone = (begin,) if function is control.barrier else None
+    alone, has_root = (begin,) if function is control.barrier else None, function is broadcasts.broadcast_
 
     @functools.wraps(function)
     def method(self: Ordered, tensor: Any = MISSING, *args: Any, **kwargs: Any) -> Any:  # each line counts
@@ -55,6 +55,8 @@ def _at_once(function: Callable[..., Any], begin: Callable[..., Handle]) -> Call
             call = None if kwargs else alone
         elif (array := tensor if type(tensor) is np.ndarray else host_array(tensor)) is not None:
             call = begin, array.dtype, array.shape, *args, *kwargs.items()
+            if has_root:  # 1 and 1.0 are equal, but not both a rank
+                call = *call, *map(type, args), *map(type, kwargs.values())
         if lane is not None and runtime.current("ordered").world is not self.world:
             lane = None
         try:

@@ -54,6 +54,24 @@ def element(rank, number, count):
     return np.arange(count, dtype=np.float32) % 7 + 100 * rank + number
 
 
+@pytest.mark.parametrize("root", [1.0, "keyword"])
+def test_a_root_that_only_equals_a_rank_is_refused_whether_the_lane_knows_the_rank_or_not(root):
+    args, kwargs = ((), {"root_rank": 1.0}) if root == "keyword" else ((root,), {})
+
+    def program():
+        channel = rr.ordered()
+        for known in range(5):
+            with pytest.raises(rr.InputError, match="root"):
+                channel.broadcast_(np.ones(4), *args, **kwargs)
+            for _ in range(4):
+                good = ((), {"root_rank": 1}) if kwargs else ((1,), {})
+                array = np.full(4, rr.rank() + 10.0 * known)
+                assert channel.broadcast_(array, *good[0], **good[1]).tolist() == [1 + 10.0 * known] * 4
+        return True
+
+    assert run_ranks(2, program) == [True] * 2
+
+
 def plan(seed, size):
     """Operations of all kinds: what, how many elements, op or root; "under way" is one while others come."""
     draw = random.Random(seed)
