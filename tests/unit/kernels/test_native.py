@@ -33,14 +33,18 @@ def test_ci_has_the_compiled_module():
 
 
 LITMUS = "no_flag_is_seen"
-TESTS = [
+TESTS = [  # which sanitizers watch
     "ranks/collectives/test_compiled",
     "ranks/engine/test_express",
     "ranks/execution/test_lane",
-    "unit/test_ops",
+    "unit/collectives/test_ops",
     "unit/kernels/test_half",
     "unit/kernels/test_quantized",
 ]
+
+
+def test_what_sanitizers_watch_is_there():
+    assert [each for each in TESTS if not (ROOT / "tests" / f"{each}.py").exists()] == []
 
 
 @extended
