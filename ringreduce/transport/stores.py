@@ -24,8 +24,10 @@ NAMES = ("plain", "slots streaming", "results streaming", "streaming")
 LARGE_BYTES = 4 << 20
 """From so many bytes of an operation on; what is shorter stays in a cache, where who waits for it reads it soon."""
 CLASSES = 3  # of sizes, each from four times as many bytes on
+FIRST_ORDER = SLOTS | RESULTS, SLOTS, RESULTS
+"""In which they are tried at first, beside plain ones: one that is worse by far costs as much as several operations."""
 ORDER = SLOTS | RESULTS, PLAIN, SLOTS, SLOTS | RESULTS, PLAIN, RESULTS
-"""In which they are tried: the two that are best where cores are near or far first, and more often."""
+"""In which they are tried from then on: more often the two that are best where cores are near or far."""
 FIRST = 8  # every so many operations another way is tried, until all have been once
 EVERY = 64  # then every so many
 TRIALS = 3  # operations of a way that is tried, turn about with the way in use: the fastest of each count
@@ -48,9 +50,9 @@ class Stores:
     def begin(self) -> int:
         """The way of the next operation."""
         number = self.count
-        every = FIRST if number < len(ORDER) * FIRST else EVERY
+        every, order = (FIRST, FIRST_ORDER) if number < len(FIRST_ORDER) * FIRST else (EVERY, ORDER)
         if number % every == 0 and (self._in_turn or not self._tries(number)):
-            self._try(ORDER[number // every % len(ORDER)], number, in_turn=True)
+            self._try(order[number // every % len(order)], number, in_turn=True)
         self.count += 1
         return self._tried if self._tries(number) and (number - self._since) % 2 else self.way
 

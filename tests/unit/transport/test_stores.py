@@ -9,6 +9,7 @@ from ringreduce.transport.stores import (
     CLASSES,
     EVERY,
     FIRST,
+    FIRST_ORDER,
     JUMP,
     LARGE_BYTES,
     ORDER,
@@ -37,7 +38,7 @@ def run(stores, took_us, operations):
 @pytest.mark.parametrize(("took_us", "best"), [(NEAR, PLAIN), (FAR, SLOTS | RESULTS)])
 def test_the_fastest_way_is_in_use_when_each_has_been_tried(took_us, best):
     stores = Stores()
-    first = run(stores, took_us, len(ORDER) * FIRST)
+    first = run(stores, took_us, len(FIRST_ORDER) * FIRST)
     assert set(first) == set(range(WAYS))
     assert stores.way == best
 
@@ -83,6 +84,11 @@ def test_operations_that_are_slow_now_and_then_try_nothing():
         stores.end(NEAR[way] * (2 * JUMP if number % 2 else 1))
 
 
+def test_from_far_cores_it_costs_few_slow_operations_to_know_that():
+    ways = run(Stores(), VERY_FAR, EVERY)
+    assert sum(VERY_FAR[way] > 2 * VERY_FAR[SLOTS | RESULTS] for way in ways[6:]) <= 1
+
+
 @pytest.mark.parametrize("took_us", [NEAR, FAR])
 def test_a_way_that_is_worse_by_far_is_tried_once_in_64_operations(took_us):
     stores = Stores()
@@ -113,8 +119,8 @@ def test_ranks_try_the_same_way_at_the_same_time():
         ways = [each.begin() for each in ranks]
         for rank, (each, way) in enumerate(zip(ranks, ways, strict=True)):
             if way != each.way:
-                turn = number // (FIRST if number < len(ORDER) * FIRST else EVERY)
-                assert way == ORDER[turn % len(ORDER)]
+                every, order = (FIRST, FIRST_ORDER) if number < len(FIRST_ORDER) * FIRST else (EVERY, ORDER)
+                assert way == order[number // every % len(order)]
             each.end(draw.uniform(1, 1.4) * (1 + rank))
 
 
@@ -124,9 +130,9 @@ def test_sizes_learn_apart():
     assert [by_size.classes.index(by_size.of(each)) for each in sizes] == [0, 0, 1, 1, 2, 2]
     assert len(by_size.classes) == CLASSES
     assert str(by_size) == "plain"
-    run(by_size.of(LARGE_BYTES), NEAR, len(ORDER) * FIRST)
+    run(by_size.of(LARGE_BYTES), NEAR, len(FIRST_ORDER) * FIRST)
     assert str(by_size) == "plain"
-    run(by_size.of(16 * LARGE_BYTES), FAR, len(ORDER) * FIRST)
+    run(by_size.of(16 * LARGE_BYTES), FAR, len(FIRST_ORDER) * FIRST)
     assert str(by_size) == "plain; from 64 MiB on streaming"
     run(by_size.of(LARGE_BYTES), FAR | {SLOTS: 0.1}, len(ORDER) * EVERY)
     assert str(by_size) == "plain; from 4 MiB on slots streaming; from 64 MiB on streaming"
