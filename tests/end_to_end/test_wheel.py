@@ -28,10 +28,10 @@ from tests.support.jobs import ROOT
 
 pytestmark = pytest.mark.timeout(900)
 
-FOLDERS = {"tests/unit": 1400, "tests/ranks": 2500, "tests/launcher": 1400, "tests/mpi": 80}
+FOLDERS = {"tests/unit": 1000, "tests/ranks": 2500, "tests/launcher": 1200, "tests/mpi": 80}
 """How many of their tests pass at least. With "mpi" alone as an id, pytest-mpi would skip that case."""
 CORE = [
-    "unit/test_ops",
+    "unit/collectives/test_ops",
     "unit/kernels/test_half",
     "ranks/collectives/test_shared",
     "ranks/execution/test_ordered",

@@ -63,7 +63,7 @@ MATRIX = [(name, op) for name, op in itertools.product(TABLE, OPS) if legal(op, 
 """Every type with every op that it knows."""
 ONE_OF_EACH_CLASS = ("bool", "int8", "int64", "float16", "bfloat16", "float32", "complex128")
 FEW = [(name, op) for name, op in MATRIX if name in ONE_OF_EACH_CLASS and op in (Average, Sum, Min)]
-"""What shows that an algorithm moves each kind of element right: the arithmetic is tested by unit/collectives/test_ops.py."""
+"""What shows that an algorithm moves each kind of element right: the arithmetic is tested by its test_ops.py."""
 ONE_OF_EACH = [("bool", Min), ("int8", Sum), ("float16", Average), ("bfloat16", Sum), ("float32", Average)]
 """What shows the same once more: on other ways, or between real processes."""
 ONE_OF_EACH_SIZE = [*ONE_OF_EACH, ("int64", Average), ("complex128", Sum)]

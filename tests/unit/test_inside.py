@@ -65,3 +65,12 @@ def test_the_drawing_has_the_files_and_steps_of_its_page():
     assert len(drawn) > 10
     assert [file for file in drawn if f"/{file}" not in page] == []
     assert re.findall(r">(\d+) · ", drawing) == re.findall(r"^(\d+)\. ", page, re.MULTILINE)
+
+
+def test_files_of_tests_that_tests_name_are_there():
+    """As "unit/transport/test_window" in a list of what one test runs."""
+    folders = "|".join(each.name for each in (ROOT / "tests").iterdir() if each.is_dir())
+    pattern = re.compile(rf'"(?:tests/)?((?:{folders})/[\w/]*test_\w+)(?:\.py)?[":]')
+    named = {(file, name) for file in (ROOT / "tests").rglob("*.py") for name in pattern.findall(file.read_text())}
+    assert len(named) > 10
+    assert [(str(file), name) for file, name in named if not (ROOT / "tests" / f"{name}.py").exists()] == []

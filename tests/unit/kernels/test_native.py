@@ -43,10 +43,6 @@ TESTS = [  # which sanitizers watch
 ]
 
 
-def test_what_sanitizers_watch_is_there():
-    assert [each for each in TESTS if not (ROOT / "tests" / f"{each}.py").exists()] == []
-
-
 @extended
 @pytest.mark.skipif(native.module is None, reason=f"the compiled module: {native.MISSING}")
 @pytest.mark.parametrize(
