@@ -50,7 +50,7 @@ def _at_once(function: Callable[..., Any], begin: Callable[..., Handle]) -> Call
     def method(self: Ordered, tensor: Any = MISSING, *args: Any, **kwargs: Any) -> Any:  # each line counts
         lane, out = self._lane, kwargs.pop("out", None) if makes_new else None
         array: Any = None
-        call = None
+        call: tuple[Any, ...] | None = None
         if tensor is MISSING:  # then there are no others
             call = None if kwargs else alone
         elif (array := tensor if type(tensor) is np.ndarray else host_array(tensor)) is not None:
