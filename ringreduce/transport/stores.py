@@ -21,9 +21,9 @@ import math
 PLAIN, SLOTS, RESULTS = 0, 1, 2  # bits, as in kernels/native.c: what is streamed
 WAYS = 4
 NAMES = ("plain", "slots streaming", "results streaming", "streaming")
-LARGE_BYTES = 4 << 20
-"""From so many bytes of an operation on; what is shorter stays in a cache, where who waits for it reads it soon."""
-CLASSES = 3  # of sizes, each from four times as many bytes on
+LARGE_BYTES = 256 << 10
+"""From so many bytes of an operation on; what is shorter mostly goes through one slot (execution/in_slot.py)."""
+CLASSES = 5  # of sizes, each from four times as many bytes on
 FIRST_ORDER = SLOTS | RESULTS, SLOTS, RESULTS
 """In which they are tried at first, beside plain ones: one that is worse by far costs as much as several operations."""
 ORDER = SLOTS | RESULTS, PLAIN, SLOTS, SLOTS | RESULTS, PLAIN, RESULTS
@@ -96,7 +96,8 @@ class StoresBySize:
     def __str__(self) -> str:
         """Such as `plain; from 16 MiB on streaming`, of the classes that there were."""
         ways = [
-            (LARGE_BYTES << 2 * number >> 20, NAMES[each.way]) for number, each in enumerate(self.classes) if each.count
+            (LARGE_BYTES << 2 * number >> 10, NAMES[each.way]) for number, each in enumerate(self.classes) if each.count
         ]
-        changes = [(size, way) for k, (size, way) in enumerate(ways) if way != (ways[k - 1][1] if k else NAMES[PLAIN])]
-        return "; ".join([NAMES[PLAIN], *(f"from {size} MiB on {way}" for size, way in changes)])
+        changes = [(kib, way) for k, (kib, way) in enumerate(ways) if way != (ways[k - 1][1] if k else NAMES[PLAIN])]
+        sizes = [(f"{kib >> 10} MiB" if kib >= 1 << 10 else f"{kib} KiB", way) for kib, way in changes]
+        return "; ".join([NAMES[PLAIN], *(f"from {size} on {way}" for size, way in sizes)])

@@ -126,13 +126,16 @@ def test_ranks_try_the_same_way_at_the_same_time():
 
 def test_sizes_learn_apart():
     by_size = StoresBySize()
-    sizes = [LARGE_BYTES, 4 * LARGE_BYTES - 1, 4 * LARGE_BYTES, 16 * LARGE_BYTES - 1, 16 * LARGE_BYTES, 1 << 40]
-    assert [by_size.classes.index(by_size.of(each)) for each in sizes] == [0, 0, 1, 1, 2, 2]
+    sizes = [
+        each for number in range(CLASSES) for each in (LARGE_BYTES << 2 * number, (LARGE_BYTES << 2 * number + 2) - 1)
+    ]
+    assert [by_size.classes.index(by_size.of(each)) for each in sizes] == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4]
+    assert by_size.of(1 << 40) is by_size.classes[-1]
     assert len(by_size.classes) == CLASSES
     assert str(by_size) == "plain"
     run(by_size.of(LARGE_BYTES), NEAR, len(FIRST_ORDER) * FIRST)
     assert str(by_size) == "plain"
-    run(by_size.of(16 * LARGE_BYTES), FAR, len(FIRST_ORDER) * FIRST)
+    run(by_size.of(256 * LARGE_BYTES), FAR, len(FIRST_ORDER) * FIRST)
     assert str(by_size) == "plain; from 64 MiB on streaming"
     run(by_size.of(LARGE_BYTES), FAR | {SLOTS: 0.1}, len(ORDER) * EVERY)
-    assert str(by_size) == "plain; from 4 MiB on slots streaming; from 64 MiB on streaming"
+    assert str(by_size) == "plain; from 256 KiB on slots streaming; from 64 MiB on streaming"
