@@ -457,8 +457,8 @@ static Py_ssize_t bound(Py_ssize_t length, int size, int k) { /* partition.chunk
 }
 
 static void sum_streaming(Run *run, const char **parts, char *target, char *slot, size_t n) { /* parts: they move on */
-    _Alignas(LINE) char sums[LINE + SUMS]; /* before them those of the line before */
-    char *places[] = {target, slot}; /* what is left of a line waits for the next sums */
+    _Alignas(LINE) char sums[LINE + SUMS]; /* at the end of the first LINE bytes: what is left of a line */
+    char *places[] = {target, slot}; /* both get whole lines, but at the ends */
     size_t size = run->itemsize, most = SUMS / size, left[2] = {0};
     for (size_t m; n; n -= m) {
         m = n < most ? n : most;

@@ -95,9 +95,10 @@ class StoresBySize:
 
     def __str__(self) -> str:
         """Such as `plain; from 16 MiB on streaming`, of the classes that there were."""
-        ways = [
-            (LARGE_BYTES << 2 * number >> 10, NAMES[each.way]) for number, each in enumerate(self.classes) if each.count
-        ]
-        changes = [(kib, way) for k, (kib, way) in enumerate(ways) if way != (ways[k - 1][1] if k else NAMES[PLAIN])]
-        sizes = [(f"{kib >> 10} MiB" if kib >= 1 << 10 else f"{kib} KiB", way) for kib, way in changes]
-        return "; ".join([NAMES[PLAIN], *(f"from {size} on {way}" for size, way in sizes)])
+        said, last = [NAMES[PLAIN]], PLAIN
+        for number, each in enumerate(self.classes):
+            if each.count and each.way != last:
+                last, kib = each.way, LARGE_BYTES << 2 * number >> 10
+                size = f"{kib >> 10} MiB" if kib >> 10 else f"{kib} KiB"
+                said.append(f"from {size} on {NAMES[last]}")
+        return "; ".join(said)
