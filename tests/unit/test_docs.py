@@ -20,6 +20,7 @@ from ringrun.run_report.causes import KINDS
 from tests.support.jobs import ROOT
 from tests.support.loops import in_a_loop
 from tests.support.pages import BLOCKS, ELSEWHERE, NOT_RUN, PAGES, TUTORIALS, blocks, sides, tutorial
+from tests.support.sources import parsed
 
 PACKAGE, LAUNCHER = (Path(package.__file__).parent for package in (ringreduce, ringrun))
 DOCS = "\n".join(PAGES.values())
@@ -211,7 +212,7 @@ def test_the_table_of_memory_has_the_median_and_the_range_of_its_jobs(tables, tm
 def test_messages_that_have_an_answer_are_those_of_the_code():
     texts = []
     for path in (*PACKAGE.rglob("*.py"), *LAUNCHER.rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(parsed(path)):
             texts += [node.value] if isinstance(node, ast.Constant) and isinstance(node.value, str) else []
     messages = re.findall(r"^### `(.*)`$", PAGES["failures.md"], re.MULTILINE)
     assert len(messages) > 8

@@ -9,6 +9,7 @@ import yaml
 from tests.support.documents import having
 from tests.support.jobs import ROOT
 from tests.support.loops import in_a_loop
+from tests.support.sources import parsed
 
 KINDS = (".py", ".ipynb", ".sbatch", ".yaml")
 EXAMPLES = sorted(path for path in (ROOT / "examples").rglob("*.*") if path.suffix in KINDS)
@@ -33,7 +34,7 @@ def test_each_is_short_and_told_in_the_readme_and_run_by_a_test(path):
 
 def test_each_script_says_how_to_run_it():
     for path in SCRIPTS:
-        doc = ast.get_docstring(ast.parse(path.read_text()))
+        doc = ast.get_docstring(parsed(path))
         assert re.search(rf"^ *(\w+=\w+ )?ringrun .*python {name_of(path)}\b", doc, re.MULTILINE), path.name
 
 

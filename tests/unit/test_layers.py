@@ -13,6 +13,7 @@ import pytest
 import ringreduce
 import ringrun
 from tests.support.loops import in_a_loop
+from tests.support.sources import parsed
 
 pytestmark = pytest.mark.xdist_group("layers")  # one worker reads the files
 
@@ -54,7 +55,7 @@ def modules(folder=PACKAGE):
 @functools.cache
 def import_nodes(path):
     """The import statements of a file, wherever they stand."""
-    return [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Import | ast.ImportFrom)]
+    return [node for node in ast.walk(parsed(path)) if isinstance(node, ast.Import | ast.ImportFrom)]
 
 
 @functools.cache
@@ -141,7 +142,7 @@ def test_inside_of_the_rooms_no_modules_import_each_other():
 
 def constants(path):
     """The names that a module sets at its top, once for each time."""
-    statements = [node for node in ast.parse(path.read_text()).body if isinstance(node, ast.Assign | ast.AnnAssign)]
+    statements = [node for node in parsed(path).body if isinstance(node, ast.Assign | ast.AnnAssign)]
     targets = [each for node in statements for each in getattr(node, "targets", None) or [node.target]]
     names = [each for target in targets for each in ast.walk(target) if isinstance(each, ast.Name)]
     return [each.id for each in names if isinstance(each.ctx, ast.Store)]  # others are those of sys.path and the like
@@ -218,7 +219,7 @@ def test_the_run_report_is_entered_by_one_door_and_knows_little_of_the_launcher(
 
 
 def test_one_picture_shows_every_part_of_the_launcher():
-    picture = ast.get_docstring(ast.parse((LAUNCHER / "__init__.py").read_text())).partition("a rank:\n\n")[2]
+    picture = ast.get_docstring(parsed(LAUNCHER / "__init__.py")).partition("a rank:\n\n")[2]
     parts = {path.name if path.is_dir() else path.stem for path in LAUNCHER.iterdir() if path.suffix in ("", ".py")}
     shown = set(re.findall(r"\w+", picture))
     assert parts - {"__init__", "__main__", "__pycache__"} <= shown
@@ -226,7 +227,7 @@ def test_one_picture_shows_every_part_of_the_launcher():
 
 def test_the_picture_of_what_happens_after_a_death_names_files_that_exist():
     recovery = PACKAGE / "runtime" / "recovery"
-    picture = ast.get_docstring(ast.parse((recovery / "__init__.py").read_text())).partition("A spare")[0]
+    picture = ast.get_docstring(parsed(recovery / "__init__.py")).partition("A spare")[0]
     files = re.findall(r"[\w/]+\.py", picture)
     assert len(files) > 5
     assert [
@@ -265,7 +266,7 @@ def test_what_benches_and_examples_import_from_ringreduce_is_there():
 def defined(path):
     """The names that a file defines or assigns at its top, or imports."""
     names = set()
-    for node in ast.parse(path.read_text()).body:
+    for node in parsed(path).body:
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
             names.add(node.name)
         else:

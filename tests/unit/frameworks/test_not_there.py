@@ -15,6 +15,7 @@ import ringreduce.spark as rr_spark
 from ringreduce.arrays import cuda
 from ringreduce.sweeps.study import Study
 from tests.support.loops import in_a_loop
+from tests.support.sources import parsed
 
 MODULES = ["ringreduce", "ringreduce.torch"]
 
@@ -140,7 +141,7 @@ def test_the_public_names_are_those_of_their_modules():
         assert all(getattr(rr, each) is getattr(module, each) for each in names)
         if hasattr(module, "__all__") and module.__name__ != "ringreduce.sweeps":
             assert names == set(module.__all__)
-    stub = ast.parse(Path(rr.__file__).with_suffix(".pyi").read_text())
+    stub = parsed(Path(rr.__file__).with_suffix(".pyi"))
     told = {each.asname: node.module for node in stub.body if isinstance(node, ast.ImportFrom) for each in node.names}
     assert told == rr._module_of, "as a type checker reads it"
     assert set(rr.__all__) < set(dir(rr))

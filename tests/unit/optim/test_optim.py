@@ -15,6 +15,7 @@ from ringreduce.optim.exchange import Exchange, check_passes
 from ringreduce.optim.parameters import group_parameters, name_parameters
 from ringreduce.optim.powersgd import PowerSGD
 from tests.support.loops import in_a_loop
+from tests.support.sources import parsed
 
 PARAMETERS = [np.full((number + 1, 2), number) for number in range(5)]
 NAMED = [(f"layer{number}.w", parameter) for number, parameter in enumerate(PARAMETERS)]
@@ -27,7 +28,7 @@ def test_no_framework_is_named():
     told = {folder / "powersgd.py", *(folder / "local").glob("*.py")}
     for path in folder.rglob("*.py"):
         assert path in told or not frameworks.search(path.read_text()), path
-        tree = ast.parse(path.read_text())
+        tree = parsed(path)
         fields = [
             value for node in ast.walk(tree) if not isinstance(node, ast.Constant) for value in vars(node).values()
         ]
