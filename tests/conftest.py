@@ -155,7 +155,10 @@ def pytest_ignore_collect(collection_path, config):
     """tests/mpi is for ranks under a launcher, and ranks run nothing else but tests/gpu.
 
     tests/end_to_end starts it there, with 1, 2, 3 and 4 of them; and so the folders of frameworks, where these are.
+    Of what the quick tier would not run, nothing is imported.
     """
+    if is_whole(config) and config.option.markexpr == tiers.QUICK and tiers.has_no_quick_test(collection_path):
+        return True
     with_mpi = config.getoption("--with-mpi", default=False)
     if collection_path == ROOT / "tests" / "mpi":
         return None if with_mpi else True

@@ -10,6 +10,7 @@ test's name: `TEST_SEED=20260722 pytest -m "" -k 20260722004` repeats what has f
 import os
 from collections import defaultdict
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -67,6 +68,12 @@ def mark(item: pytest.Item) -> None:
     found = None if item.get_closest_marker("xdist_group") else group(item, folder, file)
     if found:
         item.add_marker(pytest.mark.xdist_group(found))
+
+
+def has_no_quick_test(path: Path) -> bool:
+    """A file of a folder of jobs in which no test is marked `quick`."""
+    in_jobs = f"tests/{path.parent.name}" in JOBS and path.parent.parent.name == "tests"
+    return in_jobs and path.name.startswith("test_") and "mark.quick" not in path.read_text()
 
 
 def group(item: pytest.Item, folder: str, file: str) -> str | None:
