@@ -12,6 +12,7 @@ waiting    how a thread waits for other ranks
 futex      how it sleeps meanwhile
 window     memory and flags that the ranks of one host share
 stores     plain or streaming stores there, whichever are faster now
+peer_memory  what is in another process's memory, copied from there
 blocks     makes that memory: a block of each rank
 threads    ranks as threads of one process, for tests
 pickling   any Python object as bytes

@@ -246,6 +246,7 @@ class Region(Flags):
         super().__init__(window, number, PACKED, members, ranks, rank)
         self.slot_bytes, self.piece_bytes = slot_bytes, min(slot_bytes, PIECE_BYTES)
         self.stores = StoresBySize()
+        self.reads_peers = True  # until one of its ranks could not (collectives/shared_halves.py)
         first = FLAGS_BYTES + number * SLOTS * slot_bytes
         self._slots = [window.blocks[k][first : first + SLOTS * slot_bytes].reshape(SLOTS, -1) for k in members]
         self._views: dict[Any, list[list[Any]]] = {}

@@ -2,6 +2,7 @@
 
 import itertools
 import random
+import threading
 import time
 
 import numpy as np
@@ -13,6 +14,7 @@ from ringreduce.collectives import shared, shared_halves
 from ringreduce.collectives.ops import Average, Reduction, Sum
 from ringreduce.collectives.partition import bounds_of, by_chunk
 from ringreduce.collectives.shared import COPY, DONE, PACK, REDUCE, BufferPair
+from ringreduce.transport import peer_memory
 from ringreduce.transport.base import complete
 from ringreduce.transport.window import SLOTS
 from tests.support.on_threads import each_rank_of
@@ -21,6 +23,15 @@ from tests.support.slots import SLOT_BYTES, on_a_host
 from tests.support.tiers import parted
 
 KINDS = ("reduce_scatter", "allgather", "broadcast", "allreduce")
+
+
+@pytest.fixture(params=[False, True], ids=["slots", "peers"])
+def reads_peers(request, monkeypatch):
+    """Whether ranks read each other's memory where one slot is too short; ranks are threads here."""
+    read, calls = peer_memory.read, []
+    monkeypatch.setattr(peer_memory, "read", lambda *args: (calls.append(args), read(*args))[1])
+    yield request.param
+    assert bool(calls) == request.param
 
 
 def counts_of(draw, size, mean):
@@ -91,7 +102,7 @@ def assert_sent(results, name, counts, root, seed):
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_every_count_also_uneven_and_none(size):
+def test_every_count_also_uneven_and_none(size, reads_peers):
     """One slot, several, and some that not all owners reach."""
     draw = random.Random(size)
     plan = [[[count] * size] for count in (0, 1, 700)]
@@ -99,7 +110,7 @@ def test_every_count_also_uneven_and_none(size):
     plan += [[[30_000] + [0] * (size - 1)], [[0] * (size - 1) + [30_000], [1] * size]]
 
     def program(region):
-        region.slot_bytes = 16 << 10
+        region.slot_bytes, region.reads_peers = 16 << 10, reads_peers
         found = []
         for seed, counts in enumerate(plan):
             root = seed % size
@@ -121,11 +132,13 @@ def test_every_count_also_uneven_and_none(size):
 
 
 def mixed_plan(seed, size, length):
+    """Operations of all kinds; one at least is an allgather that needs several slots."""
     draw = random.Random(seed)
-    return [
+    plan = [
         (draw.choice(KINDS), counts_of(draw, size, draw.choice([3, 300, 3000])), draw.randrange(size))
         for _ in range(length)
     ]
+    return [*plan[: length // 2], ("allgather", [3000] * size, 0), *plan[length // 2 :]]
 
 
 def run_one(region, kind, counts, root, seed, *watch):
@@ -158,12 +171,12 @@ def assert_right(results, kind, counts, root, seed):
 
 @pytest.mark.parametrize("seed", parted(range(4), lambda seed: seed < 1))
 @pytest.mark.parametrize("size", [2, 3, 5])
-def test_late_ranks_in_operations_of_all_kinds_that_follow_each_other(size, seed):
+def test_late_ranks_in_operations_of_all_kinds_that_follow_each_other(size, seed, reads_peers):
     """Every operation has data of its own, so memory that was overwritten too early gives another result."""
     plan = mixed_plan(seed, size, 50)
 
     def program(region):
-        region.slot_bytes = 2048
+        region.slot_bytes, region.reads_peers = 2048, reads_peers
         return [run_one(region, *each, 7 * k) for k, each in enumerate(plan)]
 
     results = on_a_host(size, program, slow=seed)
@@ -173,13 +186,13 @@ def test_late_ranks_in_operations_of_all_kinds_that_follow_each_other(size, seed
 
 @pytest.mark.parametrize("seed", parted(range(3), lambda seed: seed < 1))
 @pytest.mark.parametrize("size", [2, 3, 4])
-def test_nobody_packs_a_slot_that_another_still_reads(size, seed):
+def test_nobody_packs_a_slot_that_another_still_reads(size, seed, reads_peers):
     """Sequence number s has the memory of s - SLOTS, with which all must be done; `watch` tells, and sleeps."""
     plan = [each for each in mixed_plan(seed, size, 40) if each[0] != "broadcast"]
     done, packed_over = [-1] * size, []
 
     def program(region):
-        region.slot_bytes = 2048
+        region.slot_bytes, region.reads_peers = 2048, reads_peers
         draw = random.Random(f"{seed} {region.rank}")
         for number, each in enumerate(plan):
             first = region.sequence
@@ -215,6 +228,7 @@ def test_a_rank_fills_all_slots_and_then_waits_for_one_that_still_reads_the_firs
             if region.rank == 0 and phase == REDUCE:
                 packed.append(number)
 
+        region.reads_peers = False
         allgather(region, "uint8", [[10 * SLOT_BYTES, 0]], 0, watch)
 
     ahead = []
@@ -239,6 +253,33 @@ def test_what_a_rank_owns_is_not_packed():
         return scattered, gathered, sum(written)
 
     assert on_a_host(3, program) == [(1200, 300, 0), (1000, 500, 900), (800, 700, 0)]
+
+
+@pytest.mark.parametrize("cannot", ["read", "say where"])
+def test_what_one_rank_cannot_read_all_get_through_slots_from_then_on(cannot, monkeypatch):
+    """A kernel that lets only some read, a device's memory; or more arrays than a slot has room to say where."""
+    counts = [[5, 8]] * 40 if cannot == "say where" else [[300, 500]]
+    read, ranks, calls = peer_memory.read, {}, []
+
+    def read_or_not(*args):
+        calls.append(args)
+        return (cannot != "read" or ranks[threading.get_ident()] != 1) and read(*args)
+
+    monkeypatch.setattr(peer_memory, "read", read_or_not)
+
+    def program(region):
+        ranks[threading.get_ident()] = region.rank
+        region.slot_bytes = 256
+        found = [allgather(region, "float32", counts, 0)]
+        assert not region.reads_peers
+        before = len(calls)
+        found += [allgather(region, "float32", counts, seed) for seed in (1, 2)]
+        assert len(calls) == before
+        return found
+
+    results = on_a_host(2, program)
+    for seed in range(3):
+        assert_gathered([each[seed] for each in results], "float32", counts, seed)
 
 
 @each_rank_of(2)
