@@ -171,12 +171,15 @@ def assert_right(results, kind, counts, root, seed):
 
 @pytest.mark.parametrize("seed", parted(range(4), lambda seed: seed < 1))
 @pytest.mark.parametrize("size", [2, 3, 5])
-def test_late_ranks_in_operations_of_all_kinds_that_follow_each_other(size, seed, reads_peers):
-    """Every operation has data of its own, so memory that was overwritten too early gives another result."""
+def test_late_ranks_in_operations_of_all_kinds_that_follow_each_other(size, seed):
+    """Every operation has data of its own, so memory that was overwritten too early gives another result.
+
+    Three read each other's memory where one slot is too short, as do those of the next test.
+    """
     plan = mixed_plan(seed, size, 50)
 
     def program(region):
-        region.slot_bytes, region.reads_peers = 2048, reads_peers
+        region.slot_bytes, region.reads_peers = 2048, size == 3
         return [run_one(region, *each, 7 * k) for k, each in enumerate(plan)]
 
     results = on_a_host(size, program, slow=seed)
@@ -186,13 +189,13 @@ def test_late_ranks_in_operations_of_all_kinds_that_follow_each_other(size, seed
 
 @pytest.mark.parametrize("seed", parted(range(3), lambda seed: seed < 1))
 @pytest.mark.parametrize("size", [2, 3, 4])
-def test_nobody_packs_a_slot_that_another_still_reads(size, seed, reads_peers):
+def test_nobody_packs_a_slot_that_another_still_reads(size, seed):
     """Sequence number s has the memory of s - SLOTS, with which all must be done; `watch` tells, and sleeps."""
     plan = [each for each in mixed_plan(seed, size, 40) if each[0] != "broadcast"]
     done, packed_over = [-1] * size, []
 
     def program(region):
-        region.slot_bytes, region.reads_peers = 2048, reads_peers
+        region.slot_bytes, region.reads_peers = 2048, size == 3
         draw = random.Random(f"{seed} {region.rank}")
         for number, each in enumerate(plan):
             first = region.sequence
