@@ -55,7 +55,7 @@ def _at_once(function: Callable[..., Any], begin: Callable[..., Handle]) -> Call
             call = None if kwargs else alone
         elif (array := tensor if type(tensor) is np.ndarray else host_array(tensor)) is not None:
             call = begin, array.dtype, array.shape, *args, *kwargs.items()
-            if has_root:  # 1 and 1.0 are equal, but not both a rank
+            if has_root and (len(args) != 1 or type(args[0]) is not int):  # 1 and 1.0 are equal, but not both a rank
                 call = *call, *map(type, args), *map(type, kwargs.values())
         if lane is not None and runtime.current("ordered").world is not self.world:
             lane = None
