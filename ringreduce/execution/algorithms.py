@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Sequence
 
@@ -100,8 +101,7 @@ class Algorithms:
         self.shared_region = region if through_window else None
         """The region, where all data goes through it: all-reduces, reduce-scatters, allgathers and broadcasts."""
         self._why = _why(settings, self.usable)
-        self._narrow = _table(hosts, chosen_from, constants, 1)
-        self._wide = _table(hosts, chosen_from, constants, 2)
+        self._narrow, self._wide = (_table(tuple(hosts), tuple(chosen_from), constants, wider) for wider in (1, 2))
 
     def wire(self, signature: Signature) -> Quantized | None:
         """The format in which an all-reduce of this signature sends its elements; None: as they are."""
@@ -162,12 +162,13 @@ def _why(settings: Settings, usable: Sequence[str]) -> str:
     return "all ranks share memory" if "shared" in usable else "the cost model's choice"
 
 
-def _table(hosts: Sequence[int], candidates: Sequence[str], constants: Constants, wider: int) -> list[str]:
+@functools.lru_cache(maxsize=64)  # of the 500 predictions of one, some milliseconds, each process set needs the same
+def _table(hosts: tuple[int, ...], candidates: tuple[str, ...], constants: Constants, wider: int) -> tuple[str, ...]:
     """The algorithm by the bit length of the size in bytes; `wider`: factor from element size to sum size."""
     if len(candidates) == 1:
-        return [candidates[0]] * (LONGEST + 1)
+        return candidates * (LONGEST + 1)
     sizes = [(1 << power) * 3 // 4 for power in range(LONGEST + 1)]
-    return [choose(nbytes, wider * nbytes, hosts, candidates, constants) for nbytes in sizes]
+    return tuple([choose(nbytes, wider * nbytes, hosts, candidates, constants) for nbytes in sizes])
 
 
 def tuned(settings: Settings, hosts: Sequence[int], usable: list[str], constants: Constants) -> Settings:
