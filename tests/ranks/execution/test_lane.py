@@ -209,7 +209,9 @@ def test_a_rank_that_is_late_with_its_chunk(world, size):
 
 
 @on_every_world_and_hosts
-def test_late_ranks_and_operations_that_differ(world, size):
+def test_late_ranks_and_operations_that_differ(world, size, monkeypatch):
+    monkeypatch.setattr(of_lane, "TAKE_OVER_S", 10)  # of threads: the engine's may be looking, and lose the core
+
     def program():
         channel, rank = rr.ordered(), rr.rank()
         ones, two = np.ones(3), np.ones((2, 2))
@@ -222,6 +224,7 @@ def test_late_ranks_and_operations_that_differ(world, size):
         signatures = channel._lane._channel.signatures
         if rank == 0 and signatures is not None:
             wait_until(lambda: all(each[PACKED] > signatures.sequence for each in signatures._flags[1:]))
+        wait_until(lambda: not channel._lane._queue)  # nor has the engine's thread anything left to do
         time.sleep(0.05 * (rank == 0))
         channel.allreduce_(ones, op=rr.Sum)  # known, and rank 0 is late
         late, total = list(counts), ones.tolist()
