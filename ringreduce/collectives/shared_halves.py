@@ -107,8 +107,9 @@ def _read_from_all(sources: Arrays, targets: Sequence[Arrays], region: Region, w
     slots, places = region.slots(sequence, np.dtype(np.int64)), peer_memory.places(sources)
     mine = slots[region.rank]
     has_room = _HEAD + places.size <= len(mine)
-    mine[:_HEAD] = has_room, os.getpid(), len(places) * has_room
-    mine[_HEAD : _HEAD + places.size * has_room] = places.reshape(-1)[: places.size * has_room]
+    told = places.reshape(-1) if has_room else ()
+    mine[:_HEAD] = has_room, os.getpid(), len(told) // 2
+    mine[_HEAD : _HEAD + len(told)] = told
     region.publish(PACKED, sequence)
     watch(0, REDUCE)
     if not region.arrived(PACKED, sequence):

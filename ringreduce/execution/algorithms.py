@@ -162,7 +162,7 @@ def _why(settings: Settings, usable: Sequence[str]) -> str:
     return "all ranks share memory" if "shared" in usable else "the cost model's choice"
 
 
-@functools.lru_cache(maxsize=64)  # of the 500 predictions of one, some milliseconds, each process set needs the same
+@functools.lru_cache(maxsize=64)  # 500 predictions, some milliseconds: the same for every process set of this layout
 def _table(hosts: tuple[int, ...], candidates: tuple[str, ...], constants: Constants, wider: int) -> tuple[str, ...]:
     """The algorithm by the bit length of the size in bytes; `wider`: factor from element size to sum size."""
     if len(candidates) == 1:
