@@ -33,7 +33,7 @@ def allreduce(
     Cost:     as `shared.allreduce`.
     """
     count, itemsize = sum([each.size for each in targets]), reduction.element.itemsize
-    nbytes, capacity = count * itemsize, region.piece_bytes // itemsize
+    nbytes, capacity = count * itemsize, region.piece_bytes(count * itemsize) // itemsize
     alone = count <= capacity and is_one_shot(nbytes, region.size)
     stores = region.stores.of(nbytes) if nbytes >= LARGE_BYTES else None
     way = PLAIN if stores is None else stores.begin()

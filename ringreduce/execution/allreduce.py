@@ -142,7 +142,7 @@ def _buckets(batch: Batch, reduction: Reduction, algorithm: str, context: Contex
     if algorithm == "hierarchical":
         return fusion.plan(batch.counts, context.algorithms.unit_bytes // itemsize)
     if algorithm == "shared" and region is not None:
-        return fusion.plan(batch.counts, region.piece_bytes // itemsize)
+        return fusion.plan(batch.counts, region.piece_bytes(batch.nbytes) // itemsize)
     if point_to_point.is_wide(algorithm, reduction):
         itemsize += reduction.sum_type.itemsize  # the finished elements follow the sums
     return buckets_of(batch, context, itemsize, 1 if reduction.wire is None else quantized.BLOCK)

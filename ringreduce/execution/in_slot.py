@@ -164,7 +164,7 @@ def in_slot_of_set(submission: Submission, context: Context) -> InSlot | None:
     if fits is None or (fits.reduction is not None and fits.reduction.size != fits.region.size):
         return None
     nbytes = submission.inputs[0].nbytes if submission.inputs else 0
-    if fits.gets is Gets.IN_CHUNKS and nbytes > fits.region.piece_bytes:
+    if fits.gets is Gets.IN_CHUNKS and nbytes > fits.region.piece_bytes(nbytes):
         return None
     if fits.gets is not Gets.GATHERED:
         return fits

@@ -43,8 +43,8 @@ FLAGS_BYTES = MOST_REGIONS * FLAGS_PER_REGION * CACHE_LINE_BYTES
 SLOTS = SHARED_SLOTS  # slots of a region
 PIECE_BYTES = 256 << 10
 """What an all-reduce works on at a time, and the most of a slot that a pipelined one uses: its four slots then stay in
-a core's second-level cache. A slot has more, for operations that fit in one. Two ranks, 161 gradients of 102 MB, Intel
-Xeon: 22.7 ms, by 1 MiB 26.2.
+a core's second-level cache. A slot has more, for operations that fit in one. Two ranks, Intel Xeon: 161 gradients of
+102 MB 22.7 ms, by 1 MiB 26.2; 512 KiB 109 to 133 µs, in one piece 86.
 """
 LARGEST_ITEMSIZE = 16  # of an element
 ZERO = np.uint8(0)
@@ -244,7 +244,7 @@ class Region(Flags):
         self, window: Window, number: int, slot_bytes: int, members: Sequence[int], ranks: Sequence[int], rank: int
     ) -> None:
         super().__init__(window, number, PACKED, members, ranks, rank)
-        self.slot_bytes, self.piece_bytes = slot_bytes, min(slot_bytes, PIECE_BYTES)
+        self.slot_bytes = slot_bytes
         self.stores = StoresBySize()
         self.reads_peers = True  # until one of its ranks could not (collectives/shared_halves.py)
         first = FLAGS_BYTES + number * SLOTS * slot_bytes
@@ -260,6 +260,10 @@ class Region(Flags):
     def holds_a_piece_of_each(self) -> bool:
         """True when a slot has room for an element of each member, of any type."""
         return self.slot_bytes >= self.size * LARGEST_ITEMSIZE
+
+    def piece_bytes(self, nbytes: int) -> int:
+        """What an all-reduce of so many bytes works on at a time; two pieces are not worth the second's waits."""
+        return self.slot_bytes if nbytes <= 2 * PIECE_BYTES else min(self.slot_bytes, PIECE_BYTES)
 
     def write(self, source: Any, target: Any) -> None:
         """Copy into a slot."""

@@ -49,7 +49,7 @@ def allreduce(arrays, region, reduction, by_numpy, progress=lambda count: None):
     """Arrays in one go, in place, or into others where `by_numpy` is None; returns the results."""
     targets = [np.zeros_like(each) for each in arrays] if by_numpy is None else arrays
     if by_numpy:
-        capacity = region.piece_bytes // reduction.element.itemsize
+        capacity = region.piece_bytes(sum(each.nbytes for each in arrays)) // reduction.element.itemsize
         bounds = list(itertools.accumulate([each.size for each in arrays], initial=0))
         slots = [[] for _ in range(-(-bounds[-1] // capacity))]
         for array, start in zip(arrays, bounds, strict=False):
@@ -86,7 +86,8 @@ def test_as_numpy_does_on_any_of_the_ranks(all_are_large, operations, size, draw
     def program(region):
         results = []
         for number, ((name, op), _) in enumerate(operations):
-            region.stores, region.piece_bytes = Always(ways[region.rank][number]), pieces[number]
+            region.stores = Always(ways[region.rank][number])
+            region.piece_bytes = lambda _, piece=pieces[number]: piece
             arrays = [each.copy().view(TABLE[name].storage) for each in draws[number][region.rank]]
             reduction = Reduction(op, TABLE[name], size)
             results.append(
