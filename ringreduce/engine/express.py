@@ -20,6 +20,7 @@ import numpy as np
 from ringreduce.arrays.buffer import numpy_buffer
 from ringreduce.arrays.view import takes, wrong_out
 from ringreduce.collectives.compiled import PATIENCE_US
+from ringreduce.collectives.overlap import until_ended
 from ringreduce.engine.inbox import Inbox, may_be_interrupted
 from ringreduce.engine.negotiation import Negotiation
 from ringreduce.engine.submitting import Submitting
@@ -27,14 +28,14 @@ from ringreduce.execution import operations
 from ringreduce.execution.context import Context
 from ringreduce.execution.executor import Executor
 from ringreduce.execution.in_slot import Gets, InSlot
-from ringreduce.execution.program import Program, Programs, program_of
+from ringreduce.execution.program import CANNOT_BE_USED, Program, Programs, program_of
 from ringreduce.execution.signature import calling_line
 from ringreduce.execution.steps import StepRecorder
 from ringreduce.execution.submission import Submission
 from ringreduce.execution.timeline import Timeline
 from ringreduce.negotiation.ending import Ending
 from ringreduce.negotiation.process_set import ProcessSetState
-from ringreduce.transport.base import Steps
+from ringreduce.transport.base import Steps, Task
 
 DONE, OTHER, LATE, SUMS_LATE = range(4)  # as in kernels/native.c
 
@@ -93,8 +94,9 @@ class Express:
             elif target is not source and not takes(target, source, program.shape):
                 return None
             try:
+                begin = program.pieces(source, target) if program.in_pieces else None
                 found = program.run(source, target, number, region.sequence, PATIENCE_US, state.negotiator.compiled)
-            except (BufferError, ValueError):  # not contiguous, or read-only: nothing was counted
+            except CANNOT_BE_USED:  # nothing was counted
                 return None
             self._negotiation.known_submissions += 1  # as each that is counted
             self._submitting.count += 1
@@ -102,6 +104,9 @@ class Express:
                 state.followed += 1
                 if (coordinator := state.negotiator.coordinator) is not None:
                     coordinator.ids.use([number])
+            rest = begin() if begin is not None and found == DONE else None
+            if rest is not None and not rest.ended_soon():
+                found = SUMS_LATE
             if found == DONE:
                 region.sequence += program.slots
                 plan.submitted += 1
@@ -110,7 +115,7 @@ class Express:
                 if since_s is not None:
                     self._recorder.passed(*program.recorded, since_s, program.algorithm)
                 return target
-            made = self._hand_over(program, number, found, source, target, since_s)
+            made = self._hand_over(program, number, found, source, target, since_s, rest)
         except BaseException as exc:
             self._on_error(exc)
             raise
@@ -138,11 +143,19 @@ class Express:
         return state.negotiator.is_idle
 
     def _hand_over(
-        self, program: Program, number: int, found: int, source: Any, target: Any, since_s: float | None
+        self,
+        program: Program,
+        number: int,
+        found: int,
+        source: Any,
+        target: Any,
+        since_s: float | None,
+        rest: Task[None] | None,
     ) -> Submission:
         """What others are late for, as the submission that it would be without this path.
 
         since_s: when the caller began to wait, where steps are recorded.
+        rest:    of pieces that have begun.
         """
         plan, state, inbox = program.plan, program.state, self._inbox
         inputs, outputs = ([] if source is None else [numpy_buffer(each, False)] for each in (source, target))
@@ -166,11 +179,14 @@ class Express:
                 state.negotiator.counted(number, made)
             inbox.took(made)
         if found == SUMS_LATE:
-            state.executor.enqueue(_rest(made, program.fits, state.executor.context))
+            state.executor.enqueue(_rest(made, program.fits, state.executor.context, rest))
         return made
 
 
-def _rest(submission: Submission, fits: InSlot, context: Context) -> Steps[None]:
-    """The rest of an operation that this rank has packed."""
-    if not (yield from operations.through_slot(submission, fits, context, is_packed=True)):
+def _rest(submission: Submission, fits: InSlot, context: Context, pieces: Task[None] | None) -> Steps[None]:
+    """The rest of an operation that this rank has packed, or of one whose pieces have begun."""
+    if pieces is not None:
+        yield from until_ended(pieces, ())
+        submission.complete()
+    elif not (yield from operations.through_slot(submission, fits, context, is_packed=True)):
         yield from operations.gather_rows(submission, context)

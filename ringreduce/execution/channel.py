@@ -60,6 +60,8 @@ class Channel(Running):
         self.crossing: Task[Any] | None = None  # what the lane has begun of an operation that is submitted next
         self.signed: int | None = None
         """The number of an operation that the lane (lane.py) has signed, and which is submitted next."""
+        self.rest: tuple[Task[None], Any] | None = None
+        """What the lane has begun of the operation that is submitted next, in pieces, and where the result will be."""
         self._senders: dict[int, Executor] = {}  # by peer
         self._receivers: dict[int, tuple[Executor, Receiver]] = {}  # by rank of the world
         self._count = 0
@@ -166,6 +168,13 @@ class Channel(Running):
                 if fits.rows is not None:
                     operations.make_outputs(submission, [fits.rows], self._context)
                 yield from fits.finish([each.flat for each in submission.outputs])
+            submission.complete()
+            return
+        if self.rest is not None:
+            (pieces, reduced), self.rest = self.rest, None
+            with timeline.phase([submission], "ALLREDUCE"):
+                yield from until_ended(pieces, ())
+                submission.outputs[0].flat[...] = reduced
             submission.complete()
             return
         if submission.signature.kind == "allgather":  # whose words are no arrays' numbers

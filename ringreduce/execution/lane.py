@@ -13,9 +13,10 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from ringreduce.arrays.buffer import numpy_buffer
 from ringreduce.collectives.compiled import PATIENCE_US
 from ringreduce.execution.channel import Channel
-from ringreduce.execution.program import Program, Programs, program_of
+from ringreduce.execution.program import CANNOT_BE_USED, Program, Programs, program_of
 from ringreduce.execution.steps import StepRecorder
 
 TAKE_OVER_S = 1e-3  # how long it waits for a look of the engine's thread to end; that may be moving much data
@@ -56,6 +57,7 @@ class Lane:
                 return False
             if program.in_python and self._is_unsafe():
                 return False
+            begin = program.pieces(source, target) if program.in_pieces else None
             region, signatures = program.region, channel.signatures
             if region is None or signatures is None:
                 done = program.run(source, target, 0, 0, PATIENCE_US) == 0
@@ -63,6 +65,8 @@ class Lane:
                 number = signatures.sequence
                 done = program.run(source, target, number, region.sequence, PATIENCE_US) == 0
                 signatures.sequence = number + 1
+                if done and begin is not None and not (rest := begin()).ended_soon():
+                    channel.rest, done = (rest, numpy_buffer(target, True).flat), False
                 if done:
                     region.sequence += program.slots
                 else:
@@ -71,7 +75,7 @@ class Lane:
                 self._recorder.passed(*program.recorded, since_s, program.algorithm if done else None)
             channel.begun += done
             return done
-        except (BufferError, ValueError):  # not contiguous, or read-only; nothing was signed
+        except CANNOT_BE_USED:  # nothing was signed
             return False
         except BaseException as exc:
             self._on_error(exc)

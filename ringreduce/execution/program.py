@@ -1,4 +1,7 @@
-"""Short operations that are known, each as one call of the compiled module, which lane.py and engine/express.py make.
+"""Operations that are known, which lane.py and engine/express.py run in the caller's thread.
+
+What fits in a slot is one call of the compiled module. Of a longer all-reduce that call only agrees on it with the
+other ranks, and its pieces follow.
 
 A program is made when an operation has gone the usual way. It is found by what a call passes, so a plan may have
 several, of an allgather's different rows; like a plan it holds no array, and ends with its engine.
@@ -10,28 +13,48 @@ import functools
 from collections.abc import Callable, Hashable
 from typing import Any
 
-from ringreduce.execution.allreduce import travelling
+from ringreduce.arrays.buffer import numpy_buffer
+from ringreduce.collectives import compiled
+from ringreduce.errors import UnsupportedArrayError
+from ringreduce.execution.allreduce import is_by_elements, travelling
 from ringreduce.execution.channel import Channel, hash_of
 from ringreduce.execution.context import Context
-from ringreduce.execution.in_slot import Gets, in_slot, in_slot_of_set
+from ringreduce.execution.in_slot import Gets, InSlot, in_slot, in_slot_of_set
 from ringreduce.execution.steps import label
 from ringreduce.execution.submission import Handle, Submission
+from ringreduce.transport.base import Task
 
+CANNOT_BE_USED = BufferError, ValueError, UnsupportedArrayError
+"""What a program raises of an array that is not contiguous, or read-only, before other ranks know of the call."""
 MOST_KNOWN = 1024  # programs of an engine's process sets, or of a channel
+MOST_BYTES = 8 << 20
+"""Of one in pieces: in the two milliseconds that it takes nothing else of the engine moves; what is longer gains little
+by the tenth of one that is saved."""
 
 
 class Program:
     """A known operation."""
 
-    __slots__ = "algorithm", "fits", "in_python", "plan", "recorded", "region", "run", "shape", "slots", "state", "told"
+    __slots__ = (
+        *("algorithm", "fits", "in_pieces", "in_python", "plan", "recorded", "region", "run", "shape", "slots"),
+        *("state", "told"),
+    )
 
     def __init__(
-        self, submission: Submission, run: Callable[..., int], region: Any, fits: Any = None, in_python: bool = False
+        self,
+        submission: Submission,
+        run: Callable[..., int],
+        region: Any,
+        fits: Any = None,
+        in_python: bool = False,
+        in_pieces: bool = False,
     ) -> None:
         """run:       of the compiled module's Exchange, or of several hosts' `Across.lane`.
         region:    the `Region` whose slots it uses, if any;  fits: as an `InSlot`, where it is one.
         in_python: it waits in Python: where the user's own code may run meanwhile, for a signal, it must not.
+        in_pieces: `run` only agrees on it with the others, and `pieces` follow.
         """
+        self.in_pieces = in_pieces
         signature = submission.signature
         self.state: Any = None  # of its process set, which engine/express.py looks at
         self.plan, self.run, self.region, self.fits, self.in_python = submission.plan, run, region, fits, in_python
@@ -42,6 +65,11 @@ class Program:
         self.told = signature, submission.line  # what a stall report says of it: also the caller's line
         nbytes = sum(each.nbytes for each in submission.inputs or submission.outputs)
         self.recorded = label(signature, submission.process_set), signature.kind, nbytes  # by steps
+
+    def pieces(self, source: Any, target: Any) -> Callable[[], Task[None]]:
+        """What begins the pieces, once all have agreed."""
+        flat = numpy_buffer(source, False).flat, numpy_buffer(target, True).flat
+        return lambda: Task(compiled.allreduce(flat[:1], flat[1:], self.region, self.fits.reduction, nothing))
 
 
 class Programs:
@@ -72,8 +100,27 @@ def program_of(submission: Submission, context: Context, channel: Channel | None
         run = across.lane(hash_of(submission.signature), reduction, functools.partial(setattr, channel, "crossing"))
         return run and Program(submission, run, across.region, in_python=across.transport is not None)
     fits = in_slot_of_set(submission, context) if channel is None else in_slot(submission, context)
+    in_pieces = fits is None and (fits := _in_pieces(submission, context)) is not None
     signatures = None if fits is None else fits.region if channel is None else channel.signatures
     if fits is None or signatures is None:
         return None
     exchange = fits.compiled(signatures, 0 if channel is None else hash_of(submission.signature))
-    return exchange and Program(submission, exchange.run, fits.region, fits)
+    return exchange and Program(submission, exchange.run, fits.region, fits, in_pieces, in_pieces)
+
+
+def _in_pieces(submission: Submission, context: Context) -> InSlot | None:
+    """How ranks agree on an all-reduce of one array that takes several slots: as on a barrier. None for all else."""
+    algorithms, inputs, region = context.algorithms, submission.inputs, context.algorithms.shared_region
+    if region is None or len(inputs) != 1 or not is_by_elements(submission) or algorithms.wire(submission.signature):
+        return None
+    if inputs[0].on_gpu or not 0 < inputs[0].nbytes <= MOST_BYTES or getattr(submission.payload, "number", None):
+        return None
+    reduction = submission.reduction(inputs[0].element)
+    if reduction.size != region.size or not compiled.can(region, reduction):
+        return None
+    shares = algorithms.choose(inputs[0].nbytes, reduction) == "shared"
+    return InSlot(Gets.NOTHING, region, reduction=reduction) if shares else None
+
+
+def nothing(_: int) -> None:
+    """Do nothing."""

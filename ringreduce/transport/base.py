@@ -71,6 +71,12 @@ class Task(Generic[Result]):
             moved = True
         return moved
 
+    def ended_soon(self) -> bool:
+        """Run it until it waits for more than some microseconds, or has ended; True when it has."""
+        while self.ready(soon=True):
+            self.step()
+        return self.ended
+
 
 def complete(steps: Steps[Result]) -> Result:
     """Run a collective to its end, waiting for each work in order; returns its result."""

@@ -14,6 +14,7 @@ import ringreduce as rr
 from ringreduce import runtime
 from ringreduce.api.control import barrier_async
 from ringreduce.api.process_sets import set_of
+from ringreduce.collectives import compiled
 from ringreduce.engine.express import DONE, LATE, SUMS_LATE
 from ringreduce.kernels import native
 from ringreduce.settings import Settings
@@ -134,6 +135,71 @@ def test_all_kinds_whichever_way_each_rank_takes(size, seed):
     for kind in kinds:
         assert sum(counts.get(kind, [0])[DONE] for counts in found) > 0, (kind, found)
     assert kinds
+
+
+@pytest.fixture
+def late_pieces(monkeypatch):
+    """Ranks are late with the pieces on which all have agreed: for each, by a function that its test sets."""
+    begin, is_late = compiled.allreduce, {}
+
+    def sometimes_late(sources, targets, region, *others):
+        time.sleep(0.005 * is_late.get(region.rank, bool)())
+        return begin(sources, targets, region, *others)
+
+    monkeypatch.setattr(compiled, "allreduce", sometimes_late)
+    return is_late
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("seed", SEEDS)
+def test_sums_in_pieces_whichever_way_each_rank_takes(late_pieces, size, seed):
+    """All have agreed on each of them first; who is late afterwards, as much as before, gets and gives the same."""
+    shared = random.Random(seed)
+    order = [(shared.choice([1500, 3001, 20_000]), shared.choice([rr.Sum, rr.Max])) for _ in range(100)]
+
+    def program():
+        rank, mine, counts, rest = rr.rank(), random.Random(f"{seed} {rr.rank()}"), [0] * 4, []
+        hand_over = own()._hand_over
+        own()._hand_over = lambda *given: (rest.append(given[2]), hand_over(*given))[1]
+        late_pieces[rank] = lambda: mine.random() < 0.05
+        for number, (count, op) in enumerate(order):
+            for each in own().programs._by_call.values():
+                if not isinstance(each.run, Counting):
+                    assert each.in_pieces
+                    each.run = Counting(each.run, counts)
+            time.sleep(0.003 * (mine.random() < 0.05))
+            parts = [values(each, number, count) for each in range(size)]
+            name, total = f"{op.name}{count}", sum(parts) if op is rr.Sum else max_of(parts)
+            array = np.repeat(parts[rank], 2)[::2] if number % 7 == 0 else parts[rank].copy()
+            how = mine.randrange(4)
+            if how == 0:
+                result = rr.allreduce_async(array, name=name, op=op).wait()
+            elif how == 1:
+                result = rr.allreduce_(array, name=name, op=op)
+                assert result is array
+            else:
+                result = rr.allreduce(array, name=name, op=op)
+                np.testing.assert_array_equal(array, parts[rank])
+            np.testing.assert_array_equal(result, total, strict=True)
+        return counts, rest
+
+    found = run_ranks(size, program, timeout_s=40, settings=Settings(shared_slot_bytes=1 << 13))
+    assert sum(counts[DONE] for counts, _ in found) > 10, found
+    assert sum(SUMS_LATE in rest for _, rest in found) > 0, found
+
+
+def test_pieces_into_what_cannot_be_written_are_refused_before_anybody_agrees():
+    def program():
+        ones, fixed = np.ones(3000), np.ones(3000)
+        fixed.flags.writeable = False
+        for number in range(4 * WARM):
+            rr.allreduce_(ones, name="x", op=rr.Max)
+            if number > 2 * WARM and rr.rank() == 1:
+                with pytest.raises(rr.UnsupportedArrayError, match="a read-only array cannot be changed in place"):
+                    rr.allreduce_(fixed, name="x", op=rr.Max)
+        return [each.in_pieces for each in own().programs._by_call.values()]
+
+    assert run_ranks(2, program, settings=Settings(shared_slot_bytes=1 << 13)) == [[True]] * 2
 
 
 @pytest.mark.parametrize("size", [2, 3])

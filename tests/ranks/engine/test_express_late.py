@@ -24,9 +24,9 @@ pytestmark = [
 
 
 @pytest.mark.parametrize("late", [0, 1])
-@pytest.mark.parametrize("count", [64, 20_000])
-def test_a_broadcast_and_a_large_sum_whose_others_are_late_go_on(late, count, monkeypatch):
-    """Scheduled and packed, with no patience left: the rest is an operation under way."""
+@pytest.mark.parametrize(("count", "slot_bytes"), [(64, 1 << 20), (20_000, 1 << 20), (20_000, 1 << 13)])
+def test_a_broadcast_and_a_large_sum_whose_others_are_late_go_on(late, count, slot_bytes, monkeypatch):
+    """Scheduled and packed, with no patience left: the rest is an operation under way. In pieces: all of it is."""
 
     def program():
         counts = [0] * 4
@@ -42,7 +42,7 @@ def test_a_broadcast_and_a_large_sum_whose_others_are_late_go_on(late, count, mo
             time.sleep(0.001 * (rr.rank() == late))
         return counts[LATE] + counts[SUMS_LATE]
 
-    assert run_ranks(2, program)[1 - late] > 0
+    assert run_ranks(2, program, settings=Settings(shared_slot_bytes=slot_bytes))[1 - late] > 0
 
 
 @pytest.mark.parametrize("found", [OTHER, LATE])

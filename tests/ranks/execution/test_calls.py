@@ -20,7 +20,7 @@ from ringreduce.kernels import native
 from ringreduce.testing import run_ranks
 from ringreduce.transport.window import Flags
 
-EXPRESS, NAMED, ORDERED = 10, 100, 5  # of a rank that comes last, its engine's among them
+EXPRESS, IN_PIECES, NAMED, ORDERED = 10, 40, 100, 5  # of a rank that comes last, its engine's among them
 POLL, POLL_ALL, LOOK = 12, 24, 8  # of what a thread that waits polls; of all services; before a sleep
 ROUNDS = 4000  # at most
 WARM = 16
@@ -126,6 +126,15 @@ KNOWN = {
 def test_a_known_call(counts, name):
     found = fewest(counts, KNOWN[name], EXPRESS)
     assert max(found) <= EXPRESS, found
+
+
+@pytest.mark.parametrize("is_named", [True, False])
+def test_a_known_call_in_pieces(counts, is_named):
+    """Of 2 MiB."""
+    ones, zeros = np.ones(1 << 19, np.float32), {"op": rr.Max}
+    find = {True: lambda: functools.partial(rr.allreduce_, name="w"), False: lambda: rr.ordered().allreduce_}[is_named]
+    found = fewest(counts, lambda: functools.partial(find(), ones, **zeros), IN_PIECES)
+    assert max(found) <= IN_PIECES, found
 
 
 def test_a_known_named_call_that_is_submitted(counts, monkeypatch):

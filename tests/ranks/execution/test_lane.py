@@ -10,10 +10,12 @@ import pytest
 
 import ringreduce as rr
 from ringreduce.arrays.view import to_write
+from ringreduce.collectives import compiled
 from ringreduce.collectives.compiled import PATIENCE_US
 from ringreduce.execution import lane as of_lane
 from ringreduce.kernels import native
 from ringreduce.runtime.own_channel import OwnChannel
+from ringreduce.settings import Settings
 from ringreduce.testing import run_ranks
 from ringreduce.transport.window import PACKED
 from tests.support.patience import wait_until
@@ -180,6 +182,50 @@ def test_parts_of_all_ranks(world, size, seed):
             assert gathered == np.concatenate([element(each, number, count) for each in range(size)]).tobytes()
             halves = [np.float32(0.5) * element(each, number, size * count) for each in range(size)]
             assert own == sum(halves[1:], halves[0])[rank * count : (rank + 1) * count].tobytes()
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("seed", SEEDS)
+def test_sums_in_pieces_are_the_same_whichever_way_each_rank_takes(size, seed, monkeypatch):
+    """Of arrays longer than a slot; ranks are late before they sign and afterwards; in place and into new memory."""
+    begin, draws = compiled.allreduce, [random.Random(f"{seed} {rank}") for rank in range(size)]
+
+    def sometimes_late(sources, targets, region, *others):
+        time.sleep(0.005 * (draws[region.rank].random() < 0.1))
+        return begin(sources, targets, region, *others)
+
+    monkeypatch.setattr(compiled, "allreduce", sometimes_late)
+
+    def program():
+        channel, rank, handed_over = rr.ordered(), rr.rank(), []
+        counts, lane, mine = counted(channel), channel._lane, draws[rr.rank()]
+        run = lane.run
+
+        def watching(*arguments):
+            taken = run(*arguments)
+            if lane._channel.rest is not None:
+                handed_over.append(arguments[0])
+            return taken
+
+        lane.run = watching
+        for number in range(120):
+            channel._lane = lane if mine.random() < 0.8 else None
+            time.sleep(0.002 * (mine.random() < 0.03))
+            count = (3000, 20_001)[number % 2]
+            array, expected = element(rank, number, count), sum(element(each, number, count) for each in range(size))
+            if number % 3:
+                result = channel.allreduce_(array, op=rr.Sum)
+                assert result is array
+            else:
+                result = channel.allreduce(array, op=rr.Sum)
+                np.testing.assert_array_equal(array, element(rank, number, count))
+            np.testing.assert_array_equal(result, expected, strict=True)
+        return counts[0], len(handed_over)
+
+    found = run_ranks(size, program, settings=Settings(shared_slot_bytes=1 << 12), timeout_s=40)
+    if size > 1:
+        assert sum(taken for taken, _ in found) > 10, found
+        assert sum(handed_over for _, handed_over in found) > 0, found
 
 
 @on_every_world
