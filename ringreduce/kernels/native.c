@@ -93,6 +93,9 @@ typedef void (*Kernel)(const char *const *parts, int count, char *out, char *als
 #define MORE(a, b) ((a) > (b) || (a) != (a) ? (a) : (b))
 #define ANYWHERE(T) T __attribute__((aligned(1), may_alias)) /* arrays may begin at any byte */
 #define EACH for (size_t i = 0; i < n; i++)
+#define FINISH(result)                                                                                                \
+    if (also_ == NULL) _Pragma("GCC ivdep") EACH out[i] = result;                                                     \
+    else _Pragma("GCC ivdep") EACH also[i] = out[i] = result
 #define SCALE(acc, factor)                                                                                            \
     if ((factor) != 1) EACH acc[i] *= (factor)
 
@@ -108,7 +111,11 @@ typedef void (*Kernel)(const char *const *parts, int count, char *out, char *als
             n = length - low < BLOCK / sizeof(S) ? length - low : BLOCK / sizeof(S);                                  \
             T *out = (T *)out_ + low, *also = (T *)also_ + low;                                                       \
             const T *part = (const T *)parts[0] + low, *next = (const T *)parts[count > 1] + low;                     \
-            int plain = prescale == 1 && count > 1; /* the usual case: two parts in one pass */                       \
+            int plain = prescale == 1 && count > 1;                                                                   \
+            if (plain && count == 2 && exact && postscale == 1) { /* the usual case: all in one pass */               \
+                FINISH(STORE(COMBINE((S)LOAD(part[i]), LOAD(next[i])) * last));                                       \
+                continue;                                                                                             \
+            }                                                                                                         \
             if (plain)                                                                                                \
                 EACH acc[i] = COMBINE((S)LOAD(part[i]), LOAD(next[i]));                                               \
             else                                                                                                      \
@@ -124,10 +131,7 @@ typedef void (*Kernel)(const char *const *parts, int count, char *out, char *als
             if (last != reciprocal) SCALE(acc, reciprocal);                                                           \
             if (!exact) EACH acc[i] /= divisor;                                                                       \
             SCALE(acc, postscale);                                                                                    \
-            if (also_ == NULL)                                                                                        \
-                EACH out[i] = STORE(acc[i] * last);                                                                   \
-            else                                                                                                      \
-                _Pragma("GCC ivdep") EACH also[i] = out[i] = STORE(acc[i] * last);                                    \
+            FINISH(STORE(acc[i] * last));                                                                             \
         }                                                                                                             \
     }
 #define FLOATS(NAME, T, S, LOAD, STORE)                                                                               \
@@ -908,12 +912,10 @@ static PyObject *fence(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(none)) {
 }
 
 static PyMethodDef region_methods[] = {{"allreduce", (PyCFunction)region_allreduce, METH_VARARGS, NULL},
-                                       {"exchange", (PyCFunction)region_exchange, METH_VARARGS, NULL},
-                                       {0}};
+                                       {"exchange", (PyCFunction)region_exchange, METH_VARARGS, NULL}, {0}};
 static PyMethodDef run_methods[] = {{"advance", (PyCFunction)run_advance, METH_VARARGS, NULL},
                                     {"took", (PyCFunction)run_took, METH_NOARGS, NULL},
-                                    {"waits_for", (PyCFunction)run_waits_for, METH_NOARGS, NULL},
-                                    {0}};
+                                    {"waits_for", (PyCFunction)run_waits_for, METH_NOARGS, NULL}, {0}};
 static PyMethodDef exchange_methods[] = {{"run", (PyCFunction)(void (*)(void))exchange_run, METH_FASTCALL, NULL}, {0}};
 
 /* new: NULL where Python makes none. */
@@ -926,8 +928,7 @@ static PyTypeObject *type_of(const char *name, size_t size, PyMethodDef *methods
 static PyMethodDef functions[] = {{"reduce", reduce, METH_VARARGS, NULL},
                                   {"convert", convert, METH_VARARGS, NULL},
                                   {"recode", recode, METH_VARARGS, NULL},
-                                  {"fence", fence, METH_NOARGS, NULL},
-                                  {0}};
+                                  {"fence", fence, METH_NOARGS, NULL}, {0}};
 
 static int fill(PyObject *module) {
     static PyMethodDef none[] = {{0}};
@@ -939,12 +940,11 @@ static int fill(PyObject *module) {
     return PyModule_AddType(module, region_type) || PyModule_AddType(module, group_type) ? -1 : 0;
 }
 
-static PyModuleDef_Slot module_slots[] = {
-    {Py_mod_exec, fill},
+static PyModuleDef_Slot module_slots[] = {{Py_mod_exec, fill},
 #ifdef Py_mod_gil
-    {Py_mod_gil, Py_MOD_GIL_NOT_USED},
+                                         {Py_mod_gil, Py_MOD_GIL_NOT_USED},
 #endif
-    {0, NULL}};
+                                         {0, NULL}};
 static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "_native", NULL, 0, functions, module_slots, NULL, NULL, NULL};
 
 PyMODINIT_FUNC PyInit__native(void) { return PyModuleDef_Init(&module); }
