@@ -52,7 +52,7 @@ class InSlot(NamedTuple):
             (source,) = sources
             region.slots(region.sequence, np.dtype(np.int64))[region.rank][0] = self.where
             low = CACHE_LINE_BYTES // source.itemsize
-            sources = sources if source.nbytes <= self.room_behind_rows else ()
+            sources = sources if source.nbytes <= region.slot_bytes else ()
         if self.gets is not Gets.OF_ROOT or region.rank == self.where:
             for each in sources:
                 self._slots(each.dtype, low, low + each.size)[self.region.rank][...] = each
@@ -83,11 +83,6 @@ class InSlot(NamedTuple):
             else:
                 self.reduction.reduce_parts(slots, target)
         region.sequence += 1
-
-    @property
-    def room_behind_rows(self) -> int:
-        """Bytes of a slot that starts with a number of rows, on a cache line of its own."""
-        return self.region.slot_bytes - CACHE_LINE_BYTES
 
     def rows_of_all(self) -> list[int]:
         """The number of rows of each rank, when all have packed."""
@@ -169,4 +164,4 @@ def in_slot_of_set(submission: Submission, context: Context) -> InSlot | None:
     if fits.gets is not Gets.GATHERED:
         return fits
     fits = fits._replace(gets=Gets.BY_ROWS, where=submission.inputs[0].shape[0])
-    return fits if nbytes <= fits.room_behind_rows and submission.outputs[0].shape[0] == fits.rows else None
+    return fits if submission.outputs[0].shape[0] == fits.rows else None

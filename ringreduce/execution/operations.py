@@ -150,7 +150,7 @@ def through_slot(submission: Submission, fits: InSlot, context: Context, is_pack
     if fits.gets is Gets.BY_ROWS:
         all_rows, nbytes = fits.rows_of_all(), submission.inputs[0].element.itemsize
         submission.payload, rows = np.array(all_rows, np.int64)[:, np.newaxis], sum(all_rows)
-        if max(all_rows) * math.prod(submission.inputs[0].shape[1:]) * nbytes > fits.room_behind_rows:
+        if max(all_rows) * math.prod(submission.inputs[0].shape[1:]) * nbytes > region.slot_bytes:
             region.sequence += 1
             return False
     if rows is not None:

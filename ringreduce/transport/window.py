@@ -87,8 +87,11 @@ class Window:
 
 
 def block_bytes(slot_bytes: int, regions: int, group_bytes: int = 0) -> int:
-    """The length of a block.  group_bytes: of the part in which a process set negotiates, after all regions."""
-    return FLAGS_BYTES + regions * (SLOTS * slot_bytes + group_bytes)
+    """The length of a block.  group_bytes: of the part in which a process set negotiates, after all regions.
+
+    A slot has one line more than that, for the number of rows before so many bytes of elements (execution/in_slot.py).
+    """
+    return FLAGS_BYTES + regions * (SLOTS * (slot_bytes + CACHE_LINE_BYTES) + group_bytes)
 
 
 def flags_at(number: int, first: int, end: int) -> slice:
@@ -247,8 +250,8 @@ class Region(Flags):
         self.slot_bytes = slot_bytes
         self.stores = StoresBySize()
         self.reads_peers = True  # until one of its ranks could not (collectives/shared_halves.py)
-        first = FLAGS_BYTES + number * SLOTS * slot_bytes
-        self._slots = [window.blocks[k][first : first + SLOTS * slot_bytes].reshape(SLOTS, -1) for k in members]
+        first, end = block_bytes(slot_bytes, number), block_bytes(slot_bytes, number + 1)
+        self._slots = [window.blocks[k][first:end].reshape(SLOTS, -1) for k in members]
         self._views: dict[Any, list[list[Any]]] = {}
 
     @functools.cached_property
@@ -286,7 +289,8 @@ class Region(Flags):
         """The slot of a sequence number in every member's block: 1-D arrays of `dtype`."""
         views = self._views.get(dtype)
         if views is None:
-            whole = [each[:, : self.slot_bytes // dtype.itemsize * dtype.itemsize].view(dtype) for each in self._slots]
+            nbytes = (self.slot_bytes + CACHE_LINE_BYTES) // dtype.itemsize * dtype.itemsize
+            whole = [each[:, :nbytes].view(dtype) for each in self._slots]
             views = self._views[dtype] = [[each[slot] for each in whole] for slot in range(SLOTS)]
         return views[sequence % SLOTS]
 

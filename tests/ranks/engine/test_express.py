@@ -224,6 +224,20 @@ def test_rows_that_differ_now_and_then_are_gathered_all_the_same(size, most):
     assert sum(counts[SUMS_LATE] for counts in found) > 0, found
 
 
+@pytest.mark.parametrize("past", [0, 1])
+def test_an_allgather_that_fills_a_slot_goes_this_way(past):
+    """The number of its rows takes none of the slot; with an element more it takes several."""
+    slot_bytes = 1 << 12
+
+    def program():
+        for number in range(2 * WARM):
+            parts = [values(rank, number, slot_bytes // 8 + past) for rank in range(3)]
+            np.testing.assert_array_equal(rr.allgather(parts[rr.rank()], "a"), np.concatenate(parts))
+        return list(known())
+
+    assert run_ranks(3, program, settings=Settings(shared_slot_bytes=slot_bytes)) == [[] if past else ["a"]] * 3
+
+
 def test_numbers_are_summed_this_way_too():
     def program():
         counts, results = [0] * 4, []

@@ -16,7 +16,7 @@ from ringreduce.settings import MOST_REGIONS, Settings
 from ringreduce.transport import blocks, futex, window
 from ringreduce.transport.base import complete
 from ringreduce.transport.threads import ThreadNetwork
-from ringreduce.transport.window import PACKED, SLOTS, SUMMED, Region, Signatures, Window, block_bytes
+from ringreduce.transport.window import CACHE_LINE_BYTES, PACKED, SLOTS, SUMMED, Region, Signatures, Window, block_bytes
 from ringreduce.transport.world import World
 from tests.support.loops import in_a_loop
 
@@ -80,7 +80,7 @@ def test_every_slot_of_every_region_is_memory_of_its_own(dtype):
     for value, (number, sequence, rank) in enumerate(itertools.product(range(REGIONS), range(SLOTS), range(3))):
         for seen_by in range(3):
             slot = regions[number][seen_by].slots(sequence + 5 * SLOTS, np.dtype(dtype))[rank]
-            assert (slot.dtype, slot.nbytes) == (dtype, SLOT_BYTES)
+            assert (slot.dtype, slot.nbytes) == (dtype, SLOT_BYTES + CACHE_LINE_BYTES)
             assert (slot == value).all()
     flags = np.concatenate([block[: window.FLAGS_BYTES] for block in shared.blocks])
     assert not flags.any(), "data is nowhere among the flags"
