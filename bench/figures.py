@@ -187,9 +187,11 @@ class Machine:
         found = []
         for operation in dict.fromkeys(str(each["operation"]) for each in self.rows("halves")):
             of = [each for each in self.rows("halves") if each["operation"] == operation]
-            who = {OURS: "ringreduce", MPI: "MPI"}
+            kept = "ringreduce, out="  # MPI's result goes into memory that is there, too
+            ours, into = (kept, "(out=)") if kept in {each["who"] for each in of} else ("ringreduce", "")
+            who = {OURS: ours, MPI: "MPI"}
             figures = {name: self.figure("halves", operation=operation, who=each) for name, each in who.items()}
-            found.append(row(f"`{operation}` of {bytes_text(of[0]['size'])}, 2 ranks", "ms", figures))
+            found.append(row(f"`{operation}{into}` of {bytes_text(of[0]['size'])}, 2 ranks", "ms", figures))
         start = {OURS: self.figure("start", who="ringrun"), MPI: self.figure("start", who="mpirun")}
         return [*found, row("Starting and ending a job of 8 ranks", "ms", start)]
 
