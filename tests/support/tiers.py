@@ -49,6 +49,8 @@ JOBS = {"tests/cluster": "hosts", "tests/elastic": "hosts", "tests/end_to_end": 
 With the group of those that are in no other (xdist_group)."""
 HALVED = {"tests/launcher": "launcher", "tests/end_to_end": "jobs"}
 """Folders too long for one group: files before test_i are one half."""
+FRAMEWORK = "tests/ranks/torch"
+"""A framework's suite, whose tests are adapters: a sixth of the time that the quick ones would take with it."""
 BY_FILE = ("tests/ranks", "tests/unit")
 """Folders whose quick tests go to workers by the file: what a file makes once is not made by each worker."""
 
@@ -61,7 +63,7 @@ def mark(item: pytest.Item) -> None:
     starts = folder == "tests/launcher" and {"ringrun", "start"} & set(getattr(item, "fixturenames", ()))
     if folder in JOBS and not has("quick") and not has("adapters"):
         item.add_marker(extended)
-    if starts and not has("quick") and not has("without_mpi"):
+    if (starts and not has("quick") and not has("without_mpi")) or "/".join(path[:3]) == FRAMEWORK:
         item.add_marker("adapters")
     if starts or folder in JOBS:
         item.add_marker("jobs")
