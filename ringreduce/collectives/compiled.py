@@ -24,7 +24,11 @@ def can(region: Region | None, reduction: Reduction) -> bool:
 
 
 def allreduce(
-    sources: Sequence[Any], targets: Sequence[Any], region: Region, reduction: Reduction, progress: Callable[[int], Any]
+    sources: Sequence[Any],
+    targets: Sequence[Any],
+    region: Region,
+    reduction: Reduction,
+    progress: Callable[[int], Any] = lambda finished: None,
 ) -> Steps[None]:
     """Reduce arrays, one after the other in the slots, over all ranks of the host.
 

@@ -82,7 +82,7 @@ def allreduce(
 ) -> Steps[None]:
     """Reduce the parts of all slots over all ranks of the host; every rank gets the same bits.
 
-    slots:  each at most `region.piece_bytes` of them all long, the same on all ranks.
+    slots:  each at most `region.piece_bytes(all bytes)` long, the same on all ranks.
     watch:  called with a slot's number and phase when that begins; DONE: its targets hold the results.
     Cost:   2 waits a slot; see above. Memory: the region's.
     Source: Open MPI's coll/sm and MPICH's release-gather, which do this for one slot.

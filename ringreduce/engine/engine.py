@@ -115,7 +115,8 @@ class Engine:
         channel = self.channels.by_number.get(number)
         if channel is None:
             return None
-        return Lane(channel, self._polling.lock, self._break, may_be_interrupted, self.recorder, self.submitting)
+        state = self.recorder, self.submitting, self.ending
+        return Lane(channel, self._polling.lock, self._break, may_be_interrupted, *state)
 
     def record(self, always: bool = True) -> None:
         """Record what each step waits for, from now on.

@@ -28,7 +28,7 @@ from ringreduce.execution import operations
 from ringreduce.execution.context import Context
 from ringreduce.execution.executor import Executor
 from ringreduce.execution.in_slot import Gets, InSlot
-from ringreduce.execution.program import CANNOT_BE_USED, Program, Programs, program_of
+from ringreduce.execution.program import Program, Programs, program_of
 from ringreduce.execution.signature import calling_line
 from ringreduce.execution.steps import StepRecorder
 from ringreduce.execution.submission import Submission
@@ -96,7 +96,7 @@ class Express:
             try:
                 begin = program.pieces(source, target) if program.in_pieces else None
                 found = program.run(source, target, number, region.sequence, PATIENCE_US, state.negotiator.compiled)
-            except CANNOT_BE_USED:  # nothing was counted
+            except (BufferError, ValueError):  # not contiguous, or read-only: nothing was counted
                 return None
             self._negotiation.known_submissions += 1  # as each that is counted
             self._submitting.count += 1

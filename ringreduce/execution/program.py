@@ -15,7 +15,6 @@ from typing import Any
 
 from ringreduce.arrays.buffer import numpy_buffer
 from ringreduce.collectives import compiled
-from ringreduce.errors import UnsupportedArrayError
 from ringreduce.execution.allreduce import is_by_elements, travelling
 from ringreduce.execution.channel import Channel, hash_of
 from ringreduce.execution.context import Context
@@ -24,8 +23,6 @@ from ringreduce.execution.steps import label
 from ringreduce.execution.submission import Handle, Submission
 from ringreduce.transport.base import Task
 
-CANNOT_BE_USED = BufferError, ValueError, UnsupportedArrayError
-"""What a program raises of an array that is not contiguous, or read-only, before other ranks know of the call."""
 MOST_KNOWN = 1024  # programs of an engine's process sets, or of a channel
 MOST_BYTES = 8 << 20
 """Of one in pieces: in the two milliseconds that it takes nothing else of the engine moves; what is longer gains little
@@ -67,9 +64,12 @@ class Program:
         self.recorded = label(signature, submission.process_set), signature.kind, nbytes  # by steps
 
     def pieces(self, source: Any, target: Any) -> Callable[[], Task[None]]:
-        """What begins the pieces, once all have agreed."""
+        """What begins the pieces, once all have agreed.
+
+        Raises: ValueError now where an array cannot be read or written as it lies.
+        """
         flat = numpy_buffer(source, False).flat, numpy_buffer(target, True).flat
-        return lambda: Task(compiled.allreduce(flat[:1], flat[1:], self.region, self.fits.reduction, nothing))
+        return lambda: Task(compiled.allreduce(flat[:1], flat[1:], self.region, self.fits.reduction))
 
 
 class Programs:
@@ -120,7 +120,3 @@ def _in_pieces(submission: Submission, context: Context) -> InSlot | None:
         return None
     shares = algorithms.choose(inputs[0].nbytes, reduction) == "shared"
     return InSlot(Gets.NOTHING, region, reduction=reduction) if shares else None
-
-
-def nothing(_: int) -> None:
-    """Do nothing."""

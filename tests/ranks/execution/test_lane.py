@@ -228,6 +228,54 @@ def test_sums_in_pieces_are_the_same_whichever_way_each_rank_takes(size, seed, m
         assert sum(handed_over for _, handed_over in found) > 0, found
 
 
+class Interrupted(BaseException):
+    """As KeyboardInterrupt, which would end pytest where the test fails."""
+
+
+@pytest.mark.parametrize("count", [3, 3000])
+def test_a_failure_in_the_lane_ends_the_engine_and_nothing_is_signed_again(count, monkeypatch):
+    """Nor does the lane go on. What cannot be used is submitted, which is known before it is signed."""
+    begin, broken = compiled.allreduce, []
+
+    def allreduce(sources, targets, region, *others):
+        if broken and region.rank == 0:
+            raise ValueError("of a test")
+        return begin(sources, targets, region, *others)
+
+    monkeypatch.setattr(compiled, "allreduce", allreduce)
+
+    def interrupted(run):
+        def runs(*arguments):
+            found = run(*arguments)
+            if broken:
+                raise Interrupted("of a test")
+            return found
+
+        return runs
+
+    def until_it_fails(channel, array):  # when rank 0 takes the lane
+        while True:
+            channel.allreduce_(array, op=rr.Max)
+
+    def program():
+        channel, ones = rr.ordered(), np.ones(count)
+        for _ in range(5):
+            channel.allreduce_(ones, op=rr.Max)
+        (known,) = channel._lane.programs._by_call.values()
+        if rr.rank() == 0 and not known.in_pieces:
+            known.run = interrupted(known.run)
+        rr.barrier()
+        broken.append(rr.rank())
+        failure = (Interrupted, ValueError, rr.CollectiveError) if rr.rank() == 0 else rr.CollectiveError
+        with pytest.raises(failure, match="of a test"):
+            until_it_fails(channel, ones)
+        for _ in range(3):
+            with pytest.raises(rr.CollectiveError, match="rank 0 of 2 failed inside an operation"):
+                channel.allreduce_(ones, op=rr.Max)
+
+    run_ranks(2, program, settings=Settings(shared_slot_bytes=1 << 12))
+
+
 @on_every_world
 def test_a_rank_that_is_late_with_its_chunk(world, size):
     """All have signed; the others' calls leave the lane when they wait for its sums."""
