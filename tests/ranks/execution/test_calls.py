@@ -131,9 +131,9 @@ def test_a_known_call(counts, name):
 @pytest.mark.parametrize("is_named", [True, False])
 def test_a_known_call_in_pieces(counts, is_named):
     """Of 2 MiB."""
-    ones, zeros = np.ones(1 << 19, np.float32), {"op": rr.Max}
+    ones = np.ones(1 << 19, np.float32)
     find = {True: lambda: functools.partial(rr.allreduce_, name="w"), False: lambda: rr.ordered().allreduce_}[is_named]
-    found = fewest(counts, lambda: functools.partial(find(), ones, **zeros), IN_PIECES)
+    found = fewest(counts, lambda: functools.partial(find(), ones, op=rr.Max), IN_PIECES)
     assert max(found) <= IN_PIECES, found
 
 
