@@ -359,7 +359,9 @@ def end_daemon(pid: int, names: Collection[str]) -> None:
             os.kill(pid, number)
         except OSError:
             return  # it is gone, or was never ours
-        time.sleep(_PATIENCE_S)
+        until_s = time.monotonic() + _PATIENCE_S
+        while state_of(pid) != "X" and time.monotonic() < until_s:
+            time.sleep(_LOOK_S)
 
 
 def boot() -> str:

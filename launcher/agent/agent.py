@@ -43,7 +43,7 @@ from .join_watch import JoinWatch
 from .master_port import MasterPort
 from .oom import OomWatch
 from .rank_socket import RankSocket
-from .shm_cleanup import ShmCleanup, remove_daemons_files
+from .shm_cleanup import ShmCleanup, remove_daemons_files, remove_session_directory
 from .stack_dumper import StackDumper
 
 _CHUNK_BYTES = 1 << 16
@@ -351,6 +351,7 @@ class Agent:
             remove_daemons_files(self._daemon, self._since_s)
         if isinstance(self._lost, HostSilentError):  # the MPI's daemon here may wait for it for many minutes
             processes.end_daemon(self._daemon, DAEMONS)
+        remove_session_directory(self._daemon, os.environ)
         os._exit(0)
 
     def _log_loss(self, error: Exception) -> None:

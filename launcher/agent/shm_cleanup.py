@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 from ..engines import Engine
-from ..processes import all_processes, in_session
+from ..processes import all_processes, in_session, state_of
 
 SHARED_MEMORY = "/dev/shm"  # noqa: S108 - where Linux has it; folders there have random names
 _NAMES = re.compile(r"(mpich_shm_|sm_segment\.|vader_segment\.|osc_sm|osc_rdma)[\w.-]*")
@@ -113,6 +113,13 @@ def remove_daemons_files(daemon: int, since_s: float) -> None:
     for path in mine:
         with contextlib.suppress(OSError):
             os.unlink(path)
+
+
+def remove_session_directory(daemon: int, environ: Mapping[str, str]) -> None:
+    """Remove the session directory of Open MPI's daemon, process `daemon`, which was killed and could not do it."""
+    path = environ.get("PMIX_SERVER_TMPDIR", "")
+    if os.path.basename(path) == f"prted.{daemon}" and state_of(daemon) == "X":
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def _open_files(pids: Iterable[int]) -> set[tuple[int, int]]:

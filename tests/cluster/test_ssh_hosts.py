@@ -1,6 +1,7 @@
 """ringrun across four hosts with a real sshd each, on both MPIs."""
 
 import contextlib
+import os
 import re
 import signal
 import subprocess
@@ -223,6 +224,22 @@ def test_a_host_whose_link_goes_down(own_hosts, python):
     own_hosts.wait_until_gone(0, 1, 3)
     wait_until(lambda: own_hosts.only_ssh_sessions(2))
     assert [own_hosts.left_behind(k) for k in range(4)] == [[], [], [], []]
+
+
+@pytest.mark.adapters
+def test_a_daemon_of_mpi_s_that_is_killed(hosts, python):
+    """It leaves files that only ringrun's agents there can remove. Open MPI ends the job, with MPICH it goes on."""
+    job = hosts.start_ringrun(python, *ALL, python, STEPS, 0, "pass")
+    wait_for_training(hosts, job)
+    for pid, line in hosts.processes(2).items():
+        if re.search(r"/(prted|hydra_pmi_proxy) ", line):
+            os.kill(pid, signal.SIGKILL)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        job.wait(5)
+    job.send_signal(signal.SIGTERM)
+    _, err = job.communicate(timeout=60)
+    assert job.returncode not in (0, 2), err
+    hosts.assert_nothing_is_left()
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)])

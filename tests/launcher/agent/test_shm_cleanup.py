@@ -220,3 +220,23 @@ def test_of_the_files_of_daemons_only_those_of_this_job_go(tmp_path, monkeypatch
             daemon.communicate()
     shm_cleanup.remove_daemons_files(daemons[0].pid, since_s=2000)
     assert set(tmp_path.iterdir()) == {paths["before"], log}
+
+
+def test_the_session_directory_of_a_killed_daemon_goes_and_no_other(tmp_path):
+    daemon = subprocess.Popen([sys.executable, "-c", "input()"], stdin=PIPE, stderr=PIPE)
+    own, other, linked = (tmp_path / f"prted.{name}" for name in (daemon.pid, f"{daemon.pid}0", "elsewhere"))
+    for folder in (own, other, linked):
+        (folder / "1").mkdir(parents=True)
+    remove = shm_cleanup.remove_session_directory
+    remove(daemon.pid, {"PMIX_SERVER_TMPDIR": str(own)})
+    assert own.exists()
+    daemon.kill()
+    daemon.communicate()
+    for environ in ({}, {"PMIX_SERVER_TMPDIR": str(other)}, {"PMIX_SERVER_TMPDIR": str(tmp_path)}):
+        remove(daemon.pid, environ)
+    assert own.exists()
+    remove(daemon.pid, {"PMIX_SERVER_TMPDIR": str(own)})
+    assert set(tmp_path.iterdir()) == {other, linked}
+    own.symlink_to(linked)
+    remove(daemon.pid, {"PMIX_SERVER_TMPDIR": str(own)})
+    assert (linked / "1").exists()
