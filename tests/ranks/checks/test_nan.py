@@ -219,7 +219,7 @@ def test_a_report_does_not_wait_for_a_rank_that_skips_a_step(capfd, monkeypatch)
     def program():
         rr.check("nan")
         take = Torch()
-        for step in [0, 1, STEP, 3, 4]:
+        for step in [0, 1, STEP, *range(20, 40)]:  # the last ones: a late report comes with a later step
             take.backward(step)
             take.optimizer.synchronize()
             if step != 1 or rr.rank() == BAD:
