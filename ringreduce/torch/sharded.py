@@ -6,7 +6,7 @@ import contextlib
 import itertools
 import operator
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from typing import Any, NoReturn
 
 import torch
@@ -152,19 +152,8 @@ class ShardedMixin(WrappedMixin):
 
     def _change_shards(self, change: Change) -> None:
         """Divide parameters that have come; where some are gone, all others anew, which keep their state."""
-        gone = {id(piece) for _, piece in change.gone}
-        if gone:
-            shards = [shard for bucket in self._reducer.buckets for shard in bucket.members]
-            own = {each: {**self.state.get(each.piece, {}), _REDUCED: each.reduced} for each in shards}
-            whole = self._gathered(own)
-            self._reducer.drop([each for each in shards if id(each.piece) in gone])
-            for each, values in whole.items():
-                if id(each.piece) not in gone:
-                    mine = self._cut(each, values)
-                    each.reduced = mine.pop(_REDUCED)
-                    self.state[each.piece] = mine
-                elif self.state.pop(each.piece, None):
-                    self._away[id(each.parameter)] = weakref.ref(each.parameter), values
+        if change.gone:
+            self._divide_anew({id(piece) for _, piece in change.gone})
         if change.new:
             self._reducer.add(sorted(change.new, key=operator.itemgetter(0)))
             self._put_pieces()
@@ -177,6 +166,21 @@ class ShardedMixin(WrappedMixin):
                 self.state[shard.piece].pop(_REDUCED, None)
         self._whole = None
         self._note_early()
+
+    def _divide_anew(self, gone: Container[int] = ()) -> None:
+        """All but these, as the parameters lie in memory now, with their state and gradients."""
+        shards = [shard for bucket in self._reducer.buckets for shard in bucket.members]
+        own = {each: {**self.state.get(each.piece, {}), _REDUCED: each.reduced} for each in shards}
+        whole = self._gathered(own)
+        self._reducer.drop([each for each in shards if id(each.piece) in gone])
+        for each, values in whole.items():
+            if id(each.piece) not in gone:
+                each.note_layout()
+                mine = self._cut(each, values)
+                each.reduced = mine.pop(_REDUCED)
+                self.state[each.piece] = mine
+            elif self.state.pop(each.piece, None):
+                self._away[id(each.parameter)] = weakref.ref(each.parameter), values
 
     def outline(self) -> Outline:
         """Its whole state by name; all ranks call it."""
@@ -260,6 +264,8 @@ class ShardedMixin(WrappedMixin):
 
     def _before_step(self) -> None:
         self._reducer.synchronize()
+        if any(each.divided is not each.parameter for each in self._shards()):
+            self._divide_anew()
         self._reducer.hand_over()
         self._whole = None
 
@@ -349,7 +355,10 @@ class ShardedMixin(WrappedMixin):
                 key: value.dtype for each, values in members for key, value in values.items() if _is_cut(key, value)
             }
             for key, dtype in keys.items():
-                full = [torch.empty_like(each.parameter, dtype=dtype, requires_grad=False) for each, _ in members]
+                full = [
+                    torch.empty_like(each.divided, dtype=dtype, device=each.parameter.device, requires_grad=False)
+                    for each, _ in members
+                ]
                 pieces = bucket.shards.own([flat(each) for each in full])
                 for (each, values), array, piece in zip(members, full, pieces, strict=True):
                     if _is_cut(key, values.get(key)):
@@ -422,7 +431,7 @@ class ShardedMixin(WrappedMixin):
                         f"load_state_dict: {key} of {shard.name!r} has shape {tuple(value.shape)}; expected "
                         f"{tuple(shard.parameter.shape)}: is it of another model?"
                     )
-                value = flat(laid_out_as(value, shard.parameter))[slice(*shard.bounds)]
+                value = flat(laid_out_as(value, shard.divided))[slice(*shard.bounds)]
             found[key] = value.clone()
         return found
 

@@ -43,7 +43,7 @@ def flat(tensor: torch.Tensor) -> torch.Tensor:
 def laid_out_as(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """The tensor with its elements in the order in which those of `like` lie in memory; a copy only if need be."""
     same = tensor.stride() == like.stride() or (tensor.is_contiguous() and like.is_contiguous())
-    return tensor if same else torch.empty_like(like, dtype=tensor.dtype).copy_(tensor)
+    return tensor if same else torch.empty_like(like, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
 
 
 class ShardGradient(PendingGradient):
@@ -84,11 +84,7 @@ class Shard(Gradient):
 
     def __init__(self, name: str, parameter: torch.nn.Parameter, reducer: ShardReducer) -> None:
         super().__init__(name, parameter, reducer)
-        if torch.empty_like(parameter).stride() != parameter.stride():
-            raise InputError(
-                f"ShardedOptimizer: parameter {name!r} of shape {tuple(parameter.shape)} and strides "
-                f"{parameter.stride()} has gaps in its memory; make it from a contiguous() tensor"
-            )
+        self.note_layout()
         self.reducer = weakref.proxy(reducer)
         self.may_be_sparse, self.layout = False, DENSE
         self.piece = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
@@ -97,6 +93,23 @@ class Shard(Gradient):
         self.bounds = -1, -1  # of the piece, among the parameter's elements
         self._address = -1  # of the parameter, when its piece was taken
         self._of_piece: _Piece | None = None
+
+    def note_layout(self) -> None:
+        """The elements of the piece are in the order in which those of the parameter lie in memory now."""
+        parameter = self.parameter
+        self._divided = torch.empty_like(parameter, device="meta")
+        if self._divided.stride() != parameter.stride():
+            raise InputError(
+                f"ShardedOptimizer: parameter {self.name!r} of shape {tuple(parameter.shape)} and strides "
+                f"{parameter.stride()} has gaps in its memory; make it from a contiguous() tensor"
+            )
+
+    @property
+    def divided(self) -> torch.Tensor:
+        """The parameter; if its elements lie in another order now, as after model.to(memory_format=…), a stand-in."""
+        now, then = self.parameter, self._divided
+        same = now.stride() == then.stride() or (now.is_contiguous() and then.is_contiguous())
+        return now if same else then
 
     def take_piece(self, low: int, high: int) -> bool:
         """Have the piece in the parameter's memory, which may be another one now; True when it is."""
@@ -138,13 +151,13 @@ class Shard(Gradient):
             )
         local = self.local
         if local is None:
-            return DENSE, torch.zeros_like(self.parameter.detach())
+            return DENSE, torch.zeros_like(self.divided, device=self.parameter.device)
         if local.layout is not torch.strided:
             raise InputError(
                 f"ShardedOptimizer: the gradient of {self.name!r} is sparse; expected a dense one: pass "
                 "sparse=False to its Embedding, or use a DistributedOptimizer"
             )
-        return DENSE, laid_out_as(local.detach(), self.parameter)
+        return DENSE, laid_out_as(local.detach(), self.divided)
 
     def begin(self) -> None:
         """It is read: raises InputError."""

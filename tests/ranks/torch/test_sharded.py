@@ -9,6 +9,7 @@ import torch
 import ringreduce.torch as hvd
 from ringreduce.settings import Settings
 from ringreduce.testing import run_ranks
+from tests.support.on_threads import each_rank_of
 from tests.support.sharded import DETERMINISTIC, OPTIMIZERS, assert_equal, bits, loss_of, model_of, plain, sharded
 from tests.support.tiers import adapters, parted
 
@@ -198,6 +199,46 @@ def test_channels_last_two_types_and_modules_that_wait(options):
         assert model[0].weight.stride() != model[0].weight.contiguous().stride()
 
     run_ranks(3, program, settings=DETERMINISTIC)
+
+
+TURNS = {"in its memory": lambda data: data.t(), "elsewhere": lambda data: data.t().contiguous().t()}
+
+
+@pytest.mark.parametrize("after_backward", [False, True])
+@pytest.mark.parametrize(("where", "options"), [("in its memory", {}), ("in its memory", SHARED), ("elsewhere", {})])
+def test_a_parameter_whose_elements_lie_in_another_order_later_keeps_its_momentum(where, options, after_backward):
+    """As after model.to(memory_format=torch.channels_last): this rank's piece has other elements then."""
+
+    def program():
+        made = []
+        for wrap, given in ((hvd.DistributedOptimizer, {}), (hvd.ShardedOptimizer, options)):
+            weight, other = torch.nn.Parameter(torch.arange(36.0).view(6, 6).cos()), torch.nn.Parameter(torch.ones(5))
+            sgd = torch.optim.SGD([weight, other], lr=0.1, momentum=0.9)
+            optimizer = wrap(sgd, [("weight", weight), ("other", other)], **given)
+            for step in range(13):
+                optimizer.zero_grad()
+                for moment in (False, True):
+                    if moment is after_backward and step in (2, 10):  # when step() begins to reduce, and when backward
+                        weight.data = TURNS[where](weight.data)
+                    if not moment:
+                        x = (torch.arange(6.0) + hvd.rank() + step).sin()
+                        ((x @ weight).square().sum() + (other * x[1:]).cos().sum()).backward()
+                optimizer.step()
+            momenta = optimizer.state_dict()["state"]
+            made.append([weight, other, *(momenta[number]["momentum_buffer"] for number in (0, 1))])
+        assert_equal(*made)
+
+    run_ranks(3, program, settings=DETERMINISTIC)
+
+
+@each_rank_of(2)
+def test_a_parameter_that_gets_gaps_later_is_refused():
+    parameter = torch.nn.Parameter(torch.ones(2, 3))
+    optimizer = hvd.ShardedOptimizer(torch.optim.SGD([parameter], lr=0.1), [("table", parameter)])
+    parameter.data = torch.ones(2, 6)[:, ::2]
+    parameter.sum().backward()
+    with pytest.raises(ValueError, match=r"'table' of shape \(2, 3\) and strides \(6, 2\) has gaps"):
+        optimizer.step()
 
 
 class Slow(torch.optim.SGD):
