@@ -9,6 +9,7 @@ from typing import Any
 
 from ringreduce import runtime
 from ringreduce.errors import InputError
+from ringreduce.execution.errors_for import unknown_set
 from ringreduce.negotiation.protocol import GLOBAL
 from ringreduce.runtime import lifecycle
 from ringreduce.runtime.submit import Made, refused, submit_and_wait
@@ -166,6 +167,15 @@ def number_of(process_set: ProcessSet, function: str) -> int:
         )
     process_set._check_world(function)
     return number
+
+
+def takes_part(process_set: ProcessSet, function: str) -> bool:
+    """Whether this rank is in a set; raises InputError where it was not added, was removed, or ended with a world."""
+    number, current = number_of(process_set, function), runtime.current(function)
+    sets, rank = current.engine.process_sets, current.world.rank
+    if (members := sets.sets.get(number)) is None:
+        raise unknown_set(function, number, sets.sets, rank, sets.gone)
+    return rank in members
 
 
 def placed(function: str, name: str | None, process_set: ProcessSet, make: Callable[..., Made], *given: Any) -> Made:

@@ -179,7 +179,7 @@ def _reduction(exchange: Exchange, name: str | None) -> Callable[[Any], Any]:
     """What reduces a tree of gradients."""
 
     def reduce(gradients: Any) -> Any:
-        if not exchange.process_set.included():
+        if not exchange.takes_part:
             return gradients
         some = jax.tree.map(lambda each: None if _is_nothing(each) else each, gradients)
         with ending_step():

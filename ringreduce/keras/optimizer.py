@@ -17,7 +17,7 @@ from typing import Any
 
 import keras
 
-from ringreduce.api.process_sets import ProcessSet, global_process_set
+from ringreduce.api.process_sets import ProcessSet, global_process_set, takes_part
 from ringreduce.collectives.ops import Average, Min, ReduceOp
 from ringreduce.compression import AnyCompressor, Compression
 from ringreduce.errors import InputError, MissingExtraError
@@ -251,7 +251,7 @@ class _Reduction:
     def __call__(self, gradients: Sequence[Any]) -> Any:
         """The gradients, reduced and clipped."""
         optimizer, self._called = self._optimizer, True
-        if self.process_set.included():
+        if takes_part(self.process_set, "DistributedOptimizer"):
             steps = optimizer.gradient_accumulation_steps
             if steps and keras.backend.backend() == "jax":  # there Keras computes every pass as if it were a step
                 is_step = (optimizer._iterations + 1) % steps == 0

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from ringreduce import runtime
-from ringreduce.api.process_sets import ProcessSet, global_process_set, number_of
+from ringreduce.api.process_sets import ProcessSet, global_process_set, number_of, takes_part
 from ringreduce.api.reduce import allreduce_async, grouped_allreduce, submit
 from ringreduce.arrays.buffer import Buffer
 from ringreduce.arrays.view import as_buffers, to_write
@@ -92,9 +92,14 @@ class Exchange:
         world, number = runtime.current("DistributedOptimizer").world, self.process_set.process_set_id
         of_world, of_number, size = self._sized
         if of_world is not world or of_number != number or number is None:
-            size = (self.process_set.size() or 1) if self.process_set.included() else 1
+            size = self.process_set.size() or 1 if self.takes_part else 1
             self._sized = world, number, size
         return size
+
+    @property
+    def takes_part(self) -> bool:
+        """Whether this rank is in the process set; raises InputError where there is no such set any more."""
+        return takes_part(self.process_set, "DistributedOptimizer")
 
     def elastic_parts(self, own: bool) -> dict[str, Any]:
         """See `PowerSGD.elastic_parts`; others keep nothing."""
@@ -111,7 +116,7 @@ class Exchange:
 
         name, names: of the group, by which ranks match it, and of its members, for error messages.
         """
-        if not self.process_set.included():
+        if not self.takes_part:
             return list(arrays)
         if not isinstance(self.compression, PowerSGD):
             return grouped_allreduce(arrays, name=name, names=names, **self.arguments)

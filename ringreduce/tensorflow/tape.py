@@ -7,7 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from ringreduce.api.process_sets import ProcessSet, global_process_set
+from ringreduce.api.process_sets import ProcessSet, global_process_set, takes_part
 from ringreduce.collectives.ops import Average, ReduceOp
 from ringreduce.compression import AnyCompressor, Compression
 from ringreduce.frameworks.collective import ending_step
@@ -112,7 +112,7 @@ class Reduction:
 
         name: of the operation.
         """
-        if not self.process_set.included():
+        if not takes_part(self.process_set, "DistributedOptimizer"):
             return list(gradients)
         shared = [number for number, each in enumerate(variables) if each not in self.own]
         compare_sources(self.process_set, [variables[number] for number in shared])

@@ -455,6 +455,15 @@ def test_a_rank_that_is_not_in_the_process_set_steps_alone():
     hvd.remove_process_set(some)
 
 
+def test_a_process_set_that_is_gone_is_told():
+    """Every rank would be outside of it."""
+    gone = hvd.ProcessSet([SIZE - 1])
+    gone.process_set_id = 99  # as one that was passed to an earlier init()
+    optimizer = hvd.DistributedOptimizer(optax.sgd(1.0), process_set=gone)
+    with pytest.raises(ValueError, match="there is no process set 99"):
+        jax.jit(optimizer.update)(jnp.float32([RANK]), optimizer.init(jnp.zeros(1)))
+
+
 @pytest.mark.parametrize(
     ("arguments", "error", "says"),
     [

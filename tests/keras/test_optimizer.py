@@ -288,6 +288,14 @@ def test_ranks_outside_the_process_set_train_alone():
     hvd.remove_process_set(last)
 
 
+def test_a_process_set_that_is_gone_is_told():
+    """Every rank would be outside of it."""
+    gone = hvd.ProcessSet([models.SIZE - 1])
+    gone.process_set_id = 99  # as one that was passed to an earlier init()
+    with pytest.raises(ValueError, match="there is no process set 99"):
+        models.fit(models.model(), hvd.DistributedOptimizer(sgd(), process_set=gone), together=True, epochs=1)
+
+
 @pytest.mark.skipif(models.BACKEND != "tensorflow", reason="only TensorFlow has IndexedSlices")
 @pytest.mark.parametrize("sparse_as_dense", [False, True])
 def test_embeddings(sparse_as_dense):

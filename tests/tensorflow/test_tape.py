@@ -71,6 +71,17 @@ def test_all_layers_may_be_local_or_none(run):
     np.testing.assert_allclose(found, [(SIZE + 1) / 2] * 2)
 
 
+def test_a_process_set_that_is_gone_is_told(run):
+    """Every rank would be outside of it."""
+    gone = hvd.ProcessSet([SIZE - 1])
+    gone.process_set_id = 99  # as one that was passed to an earlier init()
+    table = tf.Variable([1.0, 2.0])
+    with tf.GradientTape() as tape:
+        loss = tf.reduce_sum(table * (RANK + 1.0))
+    with pytest.raises(ValueError, match="there is no process set 99"):
+        hvd.DistributedGradientTape(tape, process_set=gone).gradient(loss, [table])
+
+
 @pytest.mark.quick
 def test_an_embedding_of_one_rank_s_own(run):
     """Its gradient stays IndexedSlices, of the table's shape; a tf.Variable is the same as Keras' variable of it."""

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import ringreduce as rr
-from tests.support.on_threads import each_rank_of
+from tests.support.on_threads import each_rank_of, known
 from tests.support.reference import data
 
 SIZE = 3
@@ -50,6 +50,15 @@ class Updating:
 class Applying:
     def apply_gradients(self, pairs):
         self.seen = list(pairs)
+
+
+@each_rank_of(SIZE)
+def test_a_process_set_of_an_earlier_init_is_told():
+    """No rank is in it, but ranks outside of a set train alone."""
+    gone, inner = known([0, 1], 5), Stepping()
+    with pytest.raises(ValueError, match="there is no process set 5"):
+        rr.DistributedOptimizer(inner, process_set=gone).step(gradients(rr.rank()))
+    assert not hasattr(inner, "seen")
 
 
 @each_rank_of(SIZE)

@@ -13,6 +13,7 @@ import torch.utils.checkpoint
 
 import ringreduce
 import ringreduce.torch as hvd
+from ringreduce.settings import Settings
 from ringreduce.testing import run_ranks
 from ringreduce.torch import gradient
 from tests.support import training
@@ -263,6 +264,21 @@ def test_a_process_set():
     assert torch.equal(results[0], results[2])
     training.close(results[0], training.alone([0, 2], 3, before_step=training.clip))
     training.close(results[1], training.alone([1], 3, before_step=training.clip))
+
+
+@pytest.mark.parametrize("wrapper", [hvd.DistributedOptimizer, hvd.ShardedOptimizer])
+def test_a_process_set_that_is_gone_is_told_where_ranks_would_train_alone(wrapper):
+    def program():
+        some, model = hvd.add_process_set([0, 2]), training.make_model()
+        optimizer = wrapper(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters(), process_set=some)
+        training.trained(model, optimizer, 1)
+        hvd.remove_process_set(some)
+        with pytest.raises(ValueError, match=r"ranks=\[0, 2\]\) was not added, or was removed"):
+            training.trained(model, optimizer, 1)
+        with pytest.raises(ValueError, match="there is no process set 5"):  # as after another init()
+            wrapper(torch.optim.SGD(model.parameters(), lr=0.1), process_set=known([0, 2], 5))
+
+    run_ranks(3, program, settings=Settings(dynamic_process_sets=True))
 
 
 @pytest.mark.parametrize("steps", [[3, 1], [0, 3], [2, 3]])
