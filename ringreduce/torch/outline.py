@@ -109,7 +109,8 @@ def adopt(
     if getattr(optimizer, "is_sharded", False):
         of_parameters = {name: put(None, value) for name, value in outline.of_parameters.items()}
         of_groups = [{key: put(None, value) for key, value in each.items()} for each in outline.options]
-        outline = outline._replace(of_parameters=of_parameters, options=of_groups)
+        others = {key: put(None, value) for key, value in outline.others.items()}
+        outline = outline._replace(of_parameters=of_parameters, options=of_groups, others=others)
         optimizer.adopt(outline, found)  # type: ignore[attr-defined]
         return
     groups = optimizer.param_groups

@@ -186,12 +186,13 @@ class ShardedMixin(WrappedMixin):
         """Its whole state by name; all ranks call it."""
         whole = self.state_dict()
         shards, groups, parameters = self._shards(), whole["param_groups"], self.wholes()
+        of_parameters, others = _parted(whole["state"])
         return Outline(
             [[shards[number].name for number in group["params"]] for group in groups],
             {name: tuple(parameter.shape) for name, parameter in parameters.items()},
             [{key: value for key, value in group.items() if key != "params"} for group in groups],
-            {shards[number].name: values for number, values in whole["state"].items()},
-            {},
+            {shards[number].name: values for number, values in of_parameters.items()},
+            others,
             parameters,
         )
 
@@ -213,9 +214,10 @@ class ShardedMixin(WrappedMixin):
         self._reducer.follow_told()
         numbers = {name: number for number, name in enumerate(itertools.chain.from_iterable(outline.names))}
         both = zip(outline.names, outline.options, strict=True)
+        of_parameters = {numbers[name]: values for name, values in outline.of_parameters.items()}
         self.load_state_dict(
             {
-                "state": {numbers[name]: values for name, values in outline.of_parameters.items()},
+                "state": {**outline.others, **of_parameters},
                 "param_groups": [{**options, "params": [numbers[name] for name in names]} for names, options in both],
             }
         )
@@ -335,9 +337,10 @@ class ShardedMixin(WrappedMixin):
         if self._whole is not None:
             return {**own, "state": dict(self._whole)}
         shards = self._shards()
-        whole = self._gathered({shards[number]: values for number, values in own["state"].items()})
+        of_parameters, others = _parted(own["state"])
+        whole = self._gathered({shards[number]: values for number, values in of_parameters.items()})
         numbers = {shard: number for number, shard in enumerate(shards)}
-        return {**own, "state": {numbers[shard]: values for shard, values in whole.items()}}
+        return {**own, "state": {**others, **{numbers[shard]: values for shard, values in whole.items()}}}
 
     def _division(self) -> dict[str, Any]:
         first = self._reducer.buckets[0].shards
@@ -409,8 +412,9 @@ class ShardedMixin(WrappedMixin):
             self._whole = None
             return
         shards = self._shards()
-        cut = {number: self._cut(shards[number], values) for number, values in given["state"].items()}
-        super().load_state_dict({**given, "state": cut})
+        of_parameters, others = _parted(given["state"])
+        cut = {number: self._cut(shards[number], values) for number, values in of_parameters.items()}
+        super().load_state_dict({**given, "state": {**others, **cut}})
         self._whole = given["state"]
 
     def _give_up_gradients(self) -> None:
@@ -443,13 +447,20 @@ class ShardedMixin(WrappedMixin):
                 "load_state_dict() of what state_dict() returned"
             )
         shards = self._shards()
-        cut = {shards[number].piece: self._cut(shards[number], values) for number, values in self._whole.items()}
+        of_parameters, others = _parted(self._whole)
+        cut = {shards[number].piece: self._cut(shards[number], values) for number, values in of_parameters.items()}
         self.state.clear()
-        self.state.update(cut)
+        self.state.update(others | cut)
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         """Raises InputError."""
         raise InputError("a ShardedOptimizer cannot be copied or pickled: save its state_dict(), on all ranks")
+
+
+def _parted(state: Mapping[Any, Any]) -> tuple[dict[int, dict[str, Any]], dict[Any, Any]]:
+    """The state of parameters, by number, and what the user's class keeps beside it, which each rank has whole."""
+    numbered = {key: values for key, values in state.items() if isinstance(key, int)}
+    return numbered, {key: values for key, values in state.items() if key not in numbered}
 
 
 def _is_elements(key: str, value: Any, parameter: torch.Tensor) -> bool:

@@ -59,6 +59,53 @@ def test_a_state_dict_is_the_plain_optimizers_and_can_be_loaded_at_another_numbe
     assert_equal(bits(other), bits(model))
 
 
+class Counting(torch.optim.SGD):
+    """Keeps something in its state that belongs to no parameter."""
+
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        self.state["all"] = {"calls": 0, "length": torch.zeros(3)}
+
+    def step(self, closure=None):
+        self.state["all"]["calls"] += 1
+        self.state["all"]["length"] += 1
+        return super().step(closure)
+
+
+@each_rank_of(2)
+def test_state_that_belongs_to_no_parameter_stays_whole():
+    def made():
+        model = model_of()
+        inner = Counting(model.parameters(), lr=0.1, momentum=0.9)
+        return model, hvd.ShardedOptimizer(inner, model.named_parameters())
+
+    def has(optimizer, calls):
+        assert optimizer.state["all"]["calls"] == calls
+        assert optimizer.state["all"]["length"].tolist() == [calls] * 3
+
+    model, optimizer = made()
+    after(2, optimizer, model)
+    has(optimizer, 2)
+    saved = copy.deepcopy(optimizer.state_dict())
+    assert saved["state"]["all"]["calls"] == 2
+
+    other, loaded = made()
+    other.load_state_dict(model.state_dict())
+    loaded.load_state_dict(copy.deepcopy(saved))
+    has(loaded, 2)
+    state = hvd.elastic.TorchState(model, optimizer)
+    after(3, optimizer, model, first=2)
+    after(3, loaded, other, first=2)
+    assert_equal(bits(other), bits(model))
+    state.restore()
+    has(optimizer, 2)
+
+    if hvd.rank() == 1:
+        optimizer.state["all"]["calls"] = 7
+    hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+    has(optimizer, 2)
+
+
 def test_after_the_ranks_have_changed_the_state_must_be_given_again():
     def made():
         model, optimizer = sharded()
