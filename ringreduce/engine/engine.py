@@ -163,6 +163,10 @@ class Engine:
 
         self._inbox.call_soon(end)
 
+    def is_not_here(self, why: str) -> None:
+        """This process is a forked child, without the engine's thread: its waits raise, and poll nothing of MPI's."""
+        self._inbox.not_here = why
+
     def join(self) -> None:
         """Wait for the end of the engine's thread, after `give_up`."""
         self._thread.join()

@@ -16,6 +16,7 @@ from _signal import getsignal  # type: ignore[import-not-found] # signal's own t
 from collections import deque
 from collections.abc import Callable
 
+from ringreduce.errors import NotInitializedError
 from ringreduce.execution.signature import Signature
 from ringreduce.execution.steps import label
 from ringreduce.execution.submission import Handle, Submission
@@ -78,6 +79,7 @@ class Inbox:
         self.drive: Callable[[Handle], bool] = lambda _: False
         """Polls in the calling thread until the handle is done, or for a moment; True when nothing is left to do."""
         self._batching = False  # true: the engine sleeps to batch more, so another submission need not wake it
+        self.not_here = ""  # why nothing ends in this process: it is a forked child, which has the handles alone
 
     # Called by the user's threads
 
@@ -118,12 +120,14 @@ class Inbox:
 
     def on_poll(self) -> None:
         """A thread polls a handle: stop batching, as if it waited."""
+        self._check_process()
         with self.lock:
             self._urgent |= bool(self._submissions)
         self.wake()
 
     def wait(self, handle: Handle, timeout_s: float = -1) -> None:
         """Block until the handle is done; the engine does not batch meanwhile. One of the threads that wait polls."""
+        self._check_process()  # before the lock, which a thread of the parent's may have held
         with self.lock:
             self._waiting.append(handle)
         since_s = time.monotonic() if handle.recorder is not None else 0.0
@@ -137,6 +141,10 @@ class Inbox:
                 self._waiting.remove(handle)
             if handle.recorder is not None:
                 handle.recorder.waited(label(handle.signature, handle.process_set), since_s)
+
+    def _check_process(self) -> None:
+        if self.not_here:
+            raise NotInitializedError(f"a handle that was pending in its parent ends there only; {self.not_here}")
 
     def waited_for(self) -> list[Handle]:
         """The handles that threads wait for, the longest first; with `lock` held."""

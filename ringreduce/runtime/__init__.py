@@ -197,12 +197,16 @@ def current(function: str) -> Runtime:
     """The runtime of the calling thread's rank; raises NotInitializedError, which names `function`."""
     runtime = _bound_runtime.get() or process.runtime
     if runtime is None:
-        forked = process.parents_world
-        parent = forked and f"this process was forked from rank {forked.rank}, and is not a rank itself"
+        parent = process.parents_world and forked_from(process.parents_world)
         raise NotInitializedError(
             f"{function}(): ringreduce has not been initialized; {parent or 'use ringreduce.init()'}"
         )
     return runtime
+
+
+def forked_from(world: World) -> str:
+    """Why a forked child of a rank of this world can do nothing."""
+    return f"this process was forked from rank {world.rank}, and is not a rank itself"
 
 
 def at_once(

@@ -23,7 +23,7 @@ from ringreduce.execution.signature import Signature, SubmissionRecord, calling_
 from ringreduce.kernels import native
 from ringreduce.monitor import excepthook, launcher_link
 from ringreduce.negotiation.protocol import GLOBAL
-from ringreduce.runtime import Runtime, Setup, process
+from ringreduce.runtime import Runtime, Setup, forked_from, process
 from ringreduce.runtime.recovery.elastic_runtime import ElasticRuntime, check_start
 from ringreduce.runtime.startup import clock
 from ringreduce.runtime.startup.shared_memory import prepare_host
@@ -244,7 +244,9 @@ def _has_entries(folder: str) -> bool:
 def _after_fork() -> None:
     """A forked child, such as a data loader's worker, is no rank: it has neither the engine's thread nor MPI."""
     if process.runtime is not None:
-        process.parents_world, process.runtime = process.runtime.world, None
+        parents, process.runtime = process.runtime, None
+        process.parents_world = parents.world
+        parents.engine.is_not_here(forked_from(parents.world))
         excepthook.uninstall()
 
 

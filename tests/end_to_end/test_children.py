@@ -33,6 +33,7 @@ def test_no_child_of_a_rank_joins_in_its_place(tmp_path, python, launcher):
         )
         items = list(range(rank, 6, SIZE))
         assert f"forked samplers {rank} {items} {items}" in told, told
+    assert told.count("forked handle a handle that was pending in its parent ends there only; this process") == 2, told
     assert told.count("total 2.0") == SIZE, told
     assert told.count("inside 0 ['2.0', '2.0', '[0]', '[1]', 'sum', 'sum']") == 1, told
     assert "OSC UCX" not in told, "two lines of Open MPI's that say nothing to anybody"

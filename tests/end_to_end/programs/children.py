@@ -29,8 +29,14 @@ if __name__ == "__main__":
         ringrun = os.path.join(os.path.dirname(sys.executable), "ringrun")
         inside = subprocess.run([ringrun, "-np", "2", sys.executable, "-c", own], capture_output=True, text=True)
         print("inside", inside.returncode, sorted(inside.stdout.split()))
+    pending = rr.allreduce_async(1.0, op=rr.Sum) if rr.rank() else None  # rank 0 calls it later
     pid = os.fork()
     if pid == 0:
+        for ask in (rr.poll, rr.synchronize) if pending else ():
+            try:
+                ask(pending)
+            except rr.NotInitializedError as error:
+                print("forked handle", error)
         try:
             rr.allreduce(1.0)
         except rr.NotInitializedError as error:
@@ -46,4 +52,4 @@ if __name__ == "__main__":
         sys.stdout.flush()
         os._exit(0)
     os.waitpid(pid, 0)
-    print("total", rr.allreduce(1.0, op=rr.Sum))
+    print("total", rr.synchronize(pending) if pending else rr.allreduce(1.0, op=rr.Sum))

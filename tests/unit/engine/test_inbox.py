@@ -9,6 +9,7 @@ import pytest
 
 from ringreduce.engine import inbox
 from ringreduce.engine.inbox import ONE_HOST_BATCH_SLOTS, OVERSUBSCRIBED_CYCLES, Inbox, WaitsFor
+from ringreduce.errors import NotInitializedError
 from ringreduce.settings import Settings
 from ringreduce.transport.message import MessageTransport
 from ringreduce.transport.world import World
@@ -69,6 +70,16 @@ def test_a_wire_and_a_gpu_work_beside_the_cores(clock, one_host, device):
     put(box, 1, clock.s, device)
     clock.s += 0.0101
     assert not box.batches_more()
+
+
+def test_a_forked_child_waits_for_no_handle_of_its_parent_s_and_polls_nothing():
+    box = Inbox(None, SETTINGS, one_host=True)
+    box.drive = lambda handle: pytest.fail("this process is no rank: what it polls is the parent's")
+    box.not_here = "this process was forked from rank 3"
+    box.lock.acquire()  # by a thread of the parent's, which the child does not have
+    for ask in box.wait, lambda _: box.on_poll():
+        with pytest.raises(NotInitializedError, match=r"ends there only; this process was forked from rank 3"):
+            ask(SimpleNamespace(ended=False))
 
 
 def test_an_idle_engine_looks_for_control_messages_now_and_then(clock):

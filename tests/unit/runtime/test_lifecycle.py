@@ -48,7 +48,10 @@ def test_a_rank_of_several_that_forks_beside_such_a_card_is_warned(size, has_car
 
 
 def test_a_forked_child_knows_its_parent_s_world_and_has_no_engine(monkeypatch):
-    monkeypatch.setattr(lifecycle.process, "runtime", SimpleNamespace(world="the parent's"))
+    world, told = SimpleNamespace(rank=3), []
+    parents = SimpleNamespace(world=world, engine=SimpleNamespace(is_not_here=told.append))
+    monkeypatch.setattr(lifecycle.process, "runtime", parents)
     monkeypatch.setattr(lifecycle.process, "parents_world", None)
     lifecycle._after_fork()
-    assert (lifecycle.process.runtime, lifecycle.process.parents_world) == (None, "the parent's")
+    assert (lifecycle.process.runtime, lifecycle.process.parents_world) == (None, world)
+    assert told == ["this process was forked from rank 3, and is not a rank itself"]
