@@ -204,6 +204,11 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
     Source:  Horovod's add_process_set.
     """
     current = runtime.current("add_process_set")
+    return _added(*placed("add_process_set", None, global_process_set, _new, current, process_set))
+
+
+def _new(current: runtime.Runtime, process_set: ProcessSet | Sequence[int]) -> tuple[ProcessSet, tuple[int, ...]]:
+    """A set that may be added, and its members."""
     if not isinstance(process_set, ProcessSet):
         process_set = ProcessSet(process_set)
     if process_set.comm is not None:
@@ -212,7 +217,7 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
     _check_dynamic(current, "add_process_set")
     if (number := _number(members)) is not None:
         raise InputError(f"add_process_set: process set {number} already has the ranks {list(members)}; use that one")
-    return _added(process_set, members)
+    return process_set, members
 
 
 def set_of(ranks: Sequence[int]) -> ProcessSet:

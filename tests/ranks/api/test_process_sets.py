@@ -151,6 +151,16 @@ def test_different_sets_on_different_ranks_are_told():
     assert rr.get_process_set_ids_and_ranks() == {0: [0, 1, 2]}
 
 
+@each_rank_of(3, settings=DYNAMIC)
+def test_a_set_that_one_rank_adds_wrongly_keeps_its_place():
+    own = rr.add_process_set([0, 2])
+    wrong = r"process set 1 already has the ranks \[0, 2\]; use that one"
+    with pytest.raises(rr.InputError if rr.rank() == 1 else rr.MismatchError, match=wrong):
+        rr.add_process_set([2, 0] if rr.rank() == 1 else [1, 2])
+    assert rr.allreduce(np.float64(rr.rank()), op=rr.Sum) == 3
+    assert rr.add_process_set([0, 1]).process_set_id > own.process_set_id
+
+
 def test_a_set_that_all_add_wrongly_at_the_start_is_told():
     for sets, message in [
         ([[0, 2]], r"process set \[0, 2\]: expected different ranks from 0 to 1"),
