@@ -7,6 +7,7 @@ few messages. Results are JAX arrays where the arguments are.
 from __future__ import annotations
 
 import functools
+import sys
 from typing import Any, NamedTuple
 
 import jax
@@ -144,7 +145,7 @@ class _Made(NamedTuple):
 
 def _taken_apart(function: str, tree: Any, call: Call) -> _Made:
     """Raises InputError where the tree cannot travel."""
-    paths, form = jax.tree_util.tree_flatten_with_path(tree)
+    paths, form = jax.tree_util.tree_flatten_with_path(tree, None if function == "broadcast" else _is_sparse)
     leaves = [leaf for _, leaf in paths]
     names = tuple(jax.tree_util.keystr(path, simple=True, separator=".") for path, _ in paths)
     compression = getattr(call, "compression", Compression.none)
@@ -169,6 +170,12 @@ def _taken_apart(function: str, tree: Any, call: Call) -> _Made:
     return _Made(collective, leaves, form, compression, pairs)
 
 
+def _is_sparse(node: Any) -> bool:
+    """A sparse matrix, whose indices are leaves beside its elements: only as a whole they mean something."""
+    sparse = sys.modules.get("jax.experimental.sparse")
+    return sparse is not None and isinstance(node, sparse.JAXSparse)
+
+
 def _is_key(leaf: Any) -> bool:
     return isinstance(leaf, jax.Array) and jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
@@ -182,6 +189,10 @@ def _array(function: str, name: str, leaf: Any) -> Any:
     """The leaf as JAX's array, or what stands for one; of random keys their data, where it is moved only."""
     if _is_key(leaf) and function in MOVING:
         return jax.random.key_data(leaf)
+    if _is_sparse(leaf):
+        why = f"a {type(leaf).__name__}'s indices would change"
+        cure = "pass matrix.todense(), or matrix.data where all ranks have the same indices"
+        raise UnsupportedArrayError(f"{function}{_quoted(name)}: {why}; {cure}")
     try:
         array = jnp.asarray(leaf)
         element = element_type(array.dtype)
