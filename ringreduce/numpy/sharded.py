@@ -20,7 +20,7 @@ from ringreduce.errors import InputError
 from ringreduce.frameworks.registry import adapter, adapter_of
 from ringreduce.numpy.optimizer import Accumulation, InPlace, has_state_dict
 from ringreduce.optim.exchange import Exchange
-from ringreduce.optim.shards import Shards, check_apart, exchange_of
+from ringreduce.optim.shards import Shards, check_apart, exchange_of, flat
 from ringreduce.optim.shared_parameters import SharedParameters
 
 
@@ -92,7 +92,7 @@ class ShardedArrays:
         self._shared = SharedParameters(exchange) if shares and exchange.size > 1 else None
         self._params = dict(trees.named_leaves(params))
         for name, each in self._params.items():
-            flags = getattr(each, "flags", None)
+            flags = None if isinstance(each, np.ma.MaskedArray) else getattr(each, "flags", None)
             if flags is None or not (flags.c_contiguous and getattr(flags, "writeable", True)):
                 raise InputError(
                     f"ShardedOptimizer: parameter {name!r} is a {type(each).__qualname__} that cannot be cut in place; "
@@ -119,7 +119,7 @@ class ShardedArrays:
             arrays = [self._params[name] for name in names]
             shards = Shards(f"params of {dtype}", names, [each.size for each in arrays], self._exchange)
             self._shards.append((names, shards))
-            self._pieces |= zip(names, shards.own([each.reshape(-1) for each in arrays]), strict=True)
+            self._pieces |= zip(names, shards.own(flat(arrays)), strict=True)
         self._given = trees.map_leaves(self.params, lambda name, _: self._pieces[name])
         self.optimizer = self._make(self._given)
         self._in_place = InPlace("ShardedOptimizer", self.optimizer, self._pieces)
@@ -227,7 +227,7 @@ class ShardedArrays:
             for names, shards in self._shards:
                 kinds = [arrays[name].dtype for name in names if name in arrays]
                 full = [self._params[name].astype(kind) for kind in kinds[:1] for name in names]
-                for name, piece in zip(names, shards.own([each.reshape(-1) for each in full]), strict=False):
+                for name, piece in zip(names, shards.own(flat(full)), strict=False):
                     piece[...] = arrays.get(name, 0)
                 if full:
                     shards.gather(full, f".{what}").wait()
@@ -248,7 +248,7 @@ class ShardedArrays:
                 self._params[name][...] = value
                 return own[leaf]
             low, high = bounds[name]
-            return value.reshape(-1)[low:high].copy()
+            return flat([value])[0][low:high].copy()
 
         pieces = trees.map_leaves(state_dict, cut)
         if has_state_dict(self.optimizer):

@@ -10,9 +10,11 @@ import itertools
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import numpy as np
+
 from ringreduce import runtime
 from ringreduce.api.process_sets import ProcessSet, number_of
-from ringreduce.arrays.buffer import Buffer
+from ringreduce.arrays.buffer import Buffer, plain
 from ringreduce.arrays.memory import Memory, in_common
 from ringreduce.arrays.view import as_buffers
 from ringreduce.collectives.ops import Adasum, ReduceOp
@@ -48,6 +50,11 @@ def check_apart(memory: Iterable[Memory]) -> None:
         )
 
 
+def flat(arrays: Iterable[Any]) -> list[Any]:
+    """Each in one dimension, in its memory where it is contiguous; as plain arrays: a matrix would keep two."""
+    return [(plain(each) if isinstance(each, np.ndarray) else each).reshape(-1) for each in arrays]
+
+
 class Shards:
     """How some arrays, of so many elements each, are divided among the ranks of an exchange.
 
@@ -74,7 +81,7 @@ class Shards:
         frozen: those that no rank may train.  options: line and of_step, as of the engine's submit().
         """
         if self.size == 1:
-            return Ended([each.reshape(-1) for each in arrays])
+            return Ended(flat(arrays))
         pairs = [self.exchange.compression.compress(each) for each in arrays]
         try:
             inputs = as_buffers([array for array, _ in pairs])

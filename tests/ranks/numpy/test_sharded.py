@@ -103,8 +103,9 @@ def test_the_bits_are_those_of_a_distributed_optimizer_and_so_is_the_state(hosts
         ((Momentum(new_params()),), "got a Momentum; expected a torch optimizer, or a function that makes"),
         ((Momentum, np.ones((3, 3)).T[:2]), "'' is a ndarray that cannot be cut in place"),
         ((Momentum, {"a": 1.0}), "'a' is a float that cannot be cut in place"),
+        ((Momentum, {"a": np.ma.array([1.0])}), "'a' is a MaskedArray that cannot be cut in place"),
     ],
-    ids=["an object", "transposed", "a number"],
+    ids=["an object", "transposed", "a number", "masked"],
 )
 def test_what_cannot_be_cut_is_refused(arguments, message):
     class OnGpu:
@@ -174,6 +175,7 @@ ODD = {
     "empty ones only": {"a": np.zeros((0, 3)), "b": np.zeros(0)},
     "one element each": {"a": np.ones((1, 1)), "b": np.full(1, 2, np.float32)},
     "a tree of one": np.array(2.5),
+    "a matrix": {"a": np.arange(6.0).reshape(2, 3).view(np.matrix), "b": np.ones(2)},
     "types": {"a": np.ones(3, np.float16), "b": np.arange(4.0), "c": np.arange(2, dtype=np.complex64)},
 }
 
