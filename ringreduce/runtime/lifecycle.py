@@ -30,7 +30,7 @@ from ringreduce.runtime.startup.shared_memory import prepare_host
 from ringreduce.settings import PER_RANK, Settings, horovod_notice, log
 from ringreduce.transport import joining
 from ringreduce.transport.message import MessageTransport
-from ringreduce.transport.mpi import before_finalize, finalize_mpi, mpi_library
+from ringreduce.transport.mpi import before_finalize, finalize_mpi, mpi_library, rank_that_started
 from ringreduce.transport.world import World, form_world
 
 _process_id = 0
@@ -59,7 +59,7 @@ def start(comm: Any, process_sets: Sequence[Any], dynamic: bool) -> list[tuple[i
     else:  # a later init() keeps the current GPU
         if settings.error_file:
             excepthook.import_launchers_hook()
-        if settings.stall_check_s:
+        if settings.stall_check_s and rank_that_started(os.environ) is None:  # else `form_world` refuses it
             launcher_link.report(settings.error_file, init=settings.stall_check_s, package=launcher_link.PACKAGE)
         _gpu = device_selection.select(settings, os.environ)
     world = form_world(comm, _generations)

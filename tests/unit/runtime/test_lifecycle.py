@@ -37,6 +37,22 @@ def test_threads_that_all_call_init_start_mpi_one_after_the_other(monkeypatch):
     assert most == [1, 1, 1, 1]
 
 
+@pytest.mark.parametrize("parent", [None, "3"])
+def test_only_a_rank_says_that_it_waits_in_init(parent, monkeypatch):
+    """Not a child of one, which is refused: the rank itself would be said to wait for others."""
+    said = []
+    for name, value in [("_generations", 0), ("form_world", lambda *_: 1 / 0), ("rank_that_started", lambda _: parent)]:
+        monkeypatch.setattr(lifecycle, name, value)
+    monkeypatch.setattr(lifecycle.process, "runtime", None)
+    monkeypatch.setattr(lifecycle.launcher_link, "report", lambda *_, **message: said.extend(message))
+    monkeypatch.setattr(lifecycle.device_selection, "select", lambda *_: None)
+    monkeypatch.setattr(lifecycle.log, "configure", lambda *_: None)
+    monkeypatch.setenv("RINGREDUCE_STALL_CHECK_S", "7")
+    with pytest.raises(ZeroDivisionError):
+        lifecycle.start(None, [], dynamic=False)
+    assert said == ([] if parent else ["init", "package"])
+
+
 @pytest.mark.parametrize(("size", "has_card", "warns"), [(2, True, True), (1, True, False), (2, False, False)])
 def test_a_rank_of_several_that_forks_beside_such_a_card_is_warned(size, has_card, warns, monkeypatch):
     said = []
