@@ -133,11 +133,17 @@ def form_world(comm: Any = None, generation: int = 0) -> World:
     """The World of an mpi4py communicator (duplicated), of a list of ranks of COMM_WORLD, or of COMM_WORLD.
 
     Starts MPI if necessary. Cost: a few MPI collectives; every member must call it.
-    Raises: MpiMissingError, LauncherMismatchError; InputError for a list without this rank.
+    Raises: MpiMissingError, LauncherMismatchError; InputError for a list or a communicator without this rank.
     """
     mpi = start_mpi()
     check_world_size(mpi.COMM_WORLD.size, os.environ)
-    parent = _group_comm(mpi, comm) if isinstance(comm, list | tuple) else (comm or mpi.COMM_WORLD)
+    if isinstance(comm, list | tuple):
+        parent = _group_comm(mpi, comm)
+    elif comm is None or (isinstance(comm, mpi.Intracomm) and comm):
+        parent = comm or mpi.COMM_WORLD
+    else:
+        got = repr(comm) if comm or not isinstance(comm, mpi.Comm) else "MPI.COMM_NULL"
+        raise InputError(f"init(comm={got}): expected a list of ranks, or an mpi4py communicator that has this rank")
     own = parent.Dup()
     if isinstance(comm, list | tuple):
         parent.Free()

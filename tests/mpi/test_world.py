@@ -78,6 +78,14 @@ def test_a_list_of_ranks(fresh):
     world.Barrier()
 
 
+def test_a_rank_that_is_not_in_its_communicator_does_not_take_that_of_all(fresh):
+    nobodys = MPI.COMM_WORLD.Split(MPI.UNDEFINED)
+    for comm, got in (nobodys, "MPI.COMM_NULL"), ("0-1", "'0-1'"):
+        with pytest.raises(ValueError, match=rf"init\(comm={got}\): expected a list of ranks, or an mpi4py comm"):
+            rr.init(comm)
+    assert not rr.is_initialized()
+
+
 def test_process_sets_of_communicators_of_which_each_rank_passes_its_own(fresh):
     world = MPI.COMM_WORLD
     comm = world.Split(world.rank % 2, -world.rank)
