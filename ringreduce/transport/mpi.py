@@ -26,7 +26,7 @@ def start_mpi() -> Any:
         else:
             check_world_size(1, os.environ)
     check_launcher(MPI.get_vendor()[0], os.environ)
-    claim_rank(os.environ)
+    claim_rank(os.environ, MPI.get_vendor()[0])
     if MPI.Is_finalized():
         raise StartupError(
             "init(): MPI.Finalize() has been called, and MPI can be started only once per process; call it after the "
@@ -85,13 +85,15 @@ def started_by_torch(environ: Mapping[str, str]) -> str:
     return "mp.spawn" if getattr(target, "__module__", "") == "torch.multiprocessing.spawn" else ""
 
 
-def claim_rank(environ: Mapping[str, str]) -> None:
-    """Make this process the rank that ringrun has started. Raises StartupError where another one is it already.
+def claim_rank(environ: Mapping[str, str], vendor: str) -> None:
+    """Make this process, whose MPI is `vendor`'s, the rank that ringrun has started.
+
+    Raises StartupError where another one is it already, or MPICH cannot reach its launcher.
 
     MPI would wait for ever for the second one, or fail without a reason; without ringrun there is no place to note it.
     """
     descriptor, pid = environ.get("PMI_FD", ""), str(os.getpid())
-    if descriptor.isdecimal() and not os.path.exists(f"/proc/self/fd/{descriptor}"):
+    if vendor != "Open MPI" and descriptor.isdecimal() and not os.path.exists(f"/proc/self/fd/{descriptor}"):
         raise StartupError(
             f"init(): descriptor {descriptor}, over which MPICH reaches its launcher, is not open in this process, "
             f"{pid}: a Python that started it has closed it, as subprocess and the start methods spawn and forkserver "

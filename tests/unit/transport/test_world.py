@@ -248,7 +248,7 @@ def test_of_a_rank_s_processes_one_can_be_the_rank(launcher, monkeypatch, tmp_pa
 
     def claim(pid, environ=environ):
         monkeypatch.setattr(mpi.os, "getpid", lambda: pid)
-        claim_rank(environ)
+        claim_rank(environ, launcher)
 
     claim(pid := os.getpid())
     claim(pid)  # init() again
@@ -267,17 +267,18 @@ def test_a_rank_that_has_ended_is_named_too(monkeypatch, tmp_path):
     environ = {**STARTS["srun"], "RINGREDUCE_ERROR_FILE": str(tmp_path / "rank3.json"), "RANK": "3"}
     own = os.getpid()
     monkeypatch.setattr(mpi.os, "getpid", lambda: 1 << 30)  # larger than any
-    claim_rank(environ)
+    claim_rank(environ, "MPICH")
     monkeypatch.setattr(mpi.os, "getpid", lambda: own)
     with pytest.raises(
         StartupError, match=r"process \d+ cannot be rank 3: process 1073741824 was, and has ended, .*own"
     ):
-        claim_rank(environ)
+        claim_rank(environ, "MPICH")
 
 
 def test_a_descriptor_of_mpich_that_a_python_has_closed_is_named():
     with pytest.raises(StartupError, match=r"descriptor 999, over which MPICH .* pass close_fds=False, or let ringrun"):
-        claim_rank({"PMI_FD": "999"})
+        claim_rank({"PMI_FD": "999"}, "MPICH")
+    claim_rank({"PMI_FD": "999"}, "Open MPI")  # of an MPICH outside of this job
 
 
 def test_the_place_that_a_launcher_says():
