@@ -118,8 +118,11 @@ class Engine(ABC):
         """
         return {}
 
-    def scratch(self, launcher: Launcher, directory: str) -> dict[str, str]:
-        """Return variables that put the launcher's own files on this host into `directory`; none by default."""
+    def scratch(self, launcher: Launcher, directory: str, environ: Mapping[str, str]) -> dict[str, str]:
+        """Return variables that put the launcher's own files on this host into `directory`; none by default.
+
+        environ: what the user has set.
+        """
         return {}
 
     def shared_memory(self, directory: str) -> dict[str, str]:

@@ -96,9 +96,13 @@ class OpenMPI(Engine):
             )
         return {"OMPI_MCA_mpi_ft_enable": "1", "OMPI_MCA_smsc": "^cma"}
 
-    def scratch(self, launcher: Launcher, directory: str) -> dict[str, str]:
-        """Return where its session directory goes: in /tmp one would stay behind when mpirun is killed."""
-        # 4's ranks refuse a base for this host next to mpirun's for all hosts
+    def scratch(self, launcher: Launcher, directory: str, environ: Mapping[str, str]) -> dict[str, str]:
+        """Return where its session directory goes: in /tmp one would stay behind when mpirun is killed.
+
+        5 refuses a base for this host next to the user's for all hosts; 4's ranks refuse it next to mpirun's.
+        """
+        if "PRTE_MCA_prte_tmpdir_base" in environ:
+            return {}
         name = "PRTE_MCA_prte_local_tmpdir_base" if launcher.version >= (5,) else "OMPI_MCA_orte_tmpdir_base"
         return {name: directory}
 

@@ -255,7 +255,7 @@ def job_environment(
     """Return the environment of mpirun, and through it of the agents; beyond this host no secrets leave with it."""
     wanted, key = engine_variables(detected, inherited), {AUTHKEY_VARIABLE: authkey.hex()}
     ours = {**job.variables, **job.asked, **wanted, **settings.to_environment(), **key}
-    scratch = detected.engine.scratch(detected.launcher, settings.directory)
+    scratch = detected.engine.scratch(detected.launcher, settings.directory, inherited)
     if not job.hosts:
         return {**scratch, **inherited, **ours}
     stay = withheld(inherited, job.asked, job.allowed)

@@ -275,7 +275,7 @@ def test_which_launcher_is_found(engine, text, installed, found, version, instal
     ("version", "name"), [((5, 0, 11), "PRTE_MCA_prte_local_tmpdir_base"), ((4, 1, 4), "OMPI_MCA_orte_tmpdir_base")]
 )
 def test_open_mpi_s_own_files_go_where_they_are_told(version, name):
-    assert OpenMPI().scratch(Launcher("/v/bin/mpirun", version), "/p") == {name: "/p"}
+    assert OpenMPI().scratch(Launcher("/v/bin/mpirun", version), "/p", {}) == {name: "/p"}
 
 
 def test_a_missing_launcher_is_told_with_its_cure(install, tmp_path):

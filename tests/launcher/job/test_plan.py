@@ -170,6 +170,8 @@ def test_the_user_s_mca_settings_win():
     assert plan.engine_variables(OPEN_MPI, users) == ours
     assert plan.job_environment(OPEN_MPI, ONE_HOST, users, SETTINGS, b"key").items() >= (users | ours).items()
     assert plan.job_environment(OPEN_MPI, ONE_HOST, {}, SETTINGS, b"key")[scratch] == SETTINGS.directory
+    for_all_hosts = {"PRTE_MCA_prte_tmpdir_base": "/mine"}  # beside ours prterun refuses it
+    assert scratch not in plan.job_environment(OPEN_MPI, ONE_HOST, for_all_hosts, SETTINGS, b"key")
 
 
 def test_what_is_printed_can_be_pasted_into_a_shell():
