@@ -125,6 +125,10 @@ class Engine(ABC):
         """
         return {}
 
+    def without_allocation(self) -> dict[str, str]:
+        """Return variables by which the launcher asks no batch system for hosts, as ringrun did; none by default."""
+        return {}
+
     def shared_memory(self, directory: str) -> dict[str, str]:
         """Return variables that put a rank's files in shared memory into `directory`, its own; none by default."""
         return {}

@@ -106,6 +106,10 @@ class OpenMPI(Engine):
         name = "PRTE_MCA_prte_local_tmpdir_base" if launcher.version >= (5,) else "OMPI_MCA_orte_tmpdir_base"
         return {name: directory}
 
+    def without_allocation(self) -> dict[str, str]:
+        """Return those of 5, which fails where only a part of a batch system's variables is set, as in a container."""
+        return {"PRTE_MCA_ras": "^flux,gridengine,lsf,pbs,slurm,tm"}
+
     def shared_memory(self, directory: str) -> dict[str, str]:
         """Return where a rank's segments and windows go; it tells the other ranks. Open MPI 4 knows only the last."""
         return {f"OMPI_MCA_{component}_backing_directory": directory for component in ("btl_sm", "osc_sm", "osc_rdma")}

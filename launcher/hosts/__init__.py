@@ -10,6 +10,7 @@ Nothing here starts anything or asks another host. What cannot be understood is 
 and what was expected there.
 """
 
+from .allocation import HOSTFILE_VARIABLES
 from .assign import Found, assign, may_get_ranks, named_hosts, place_ranks, without
 from .host import MAX_SLOTS, Host, is_here, is_loopback, parse_host_list
 from .hostfile import stop_discovery
@@ -17,6 +18,7 @@ from .machines import Interface, Machine, Machines
 from .nodelist import fold_names
 
 __all__ = [
+    "HOSTFILE_VARIABLES",
     "MAX_SLOTS",
     "Found",
     "Host",

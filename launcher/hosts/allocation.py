@@ -9,7 +9,8 @@ from .hostfile import parse_hostfile
 from .slurm import slurm_allocation
 
 _KUBERNETES_FOLDER = "/etc/mpi/"  # where the MPI Operator mounts its hostfile
-_HOSTFILE_VARIABLES = ("OMPI_MCA_orte_default_hostfile", "HYDRA_HOST_FILE")  # Open MPI's and MPICH's default hostfile
+HOSTFILE_VARIABLES = ("OMPI_MCA_orte_default_hostfile", "PRTE_MCA_prte_default_hostfile", "HYDRA_HOST_FILE")
+"""The default hostfiles of Open MPI 4, of 5, and of MPICH."""
 
 Reader = Callable[[str], str]
 """Returns the text of a file; UsageError if there is none."""
@@ -63,7 +64,7 @@ def _pbs_allocation(environ: Mapping[str, str], read: Reader) -> Allocation | No
 
 def _hostfile_allocation(environ: Mapping[str, str], read: Reader) -> Allocation | None:
     """The default hostfile of an MPI; Kubernetes' MPI Operator lists the workers there."""
-    for variable in _HOSTFILE_VARIABLES:
+    for variable in HOSTFILE_VARIABLES:
         path = environ.get(variable)
         if path and path != "none":  # Open MPI's word for: there is none
             kind = "kubernetes" if path.startswith(_KUBERNETES_FOLDER) else "hostfile"

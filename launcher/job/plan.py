@@ -18,7 +18,7 @@ from ..engines.detect import Detected
 from ..environment import AGENT_VARIABLES, Settings
 from ..errors import UsageError
 from ..forward import forwarded, settings_of_job, withheld
-from ..hosts import Host, Machines, is_here, is_loopback
+from ..hosts import HOSTFILE_VARIABLES, Host, Machines, is_here, is_loopback
 from ..network import LOST_AFTER_S
 from ..remote import OverSsh, Reach
 from ..text import EMPTY
@@ -256,6 +256,9 @@ def job_environment(
     wanted, key = engine_variables(detected, inherited), {AUTHKEY_VARIABLE: authkey.hex()}
     ours = {**job.variables, **job.asked, **wanted, **settings.to_environment(), **key}
     scratch = detected.engine.scratch(detected.launcher, settings.directory, inherited)
+    if not job.hosts or job.reach.rsh(settings.directory):  # else the launcher starts its daemons by Slurm
+        scratch |= detected.engine.without_allocation()
+    inherited = {name: value for name, value in inherited.items() if name not in HOSTFILE_VARIABLES}
     if not job.hosts:
         return {**scratch, **inherited, **ours}
     stay = withheld(inherited, job.asked, job.allowed)
@@ -278,7 +281,8 @@ def elastic_variables(detected: Detected, job: Job, inherited: Mapping[str, str]
 
 def local_variables(job: Job, inherited: Mapping[str, str]) -> dict[str, str]:
     """Return the variables that agents on this host are sent: those that mpirun does not get."""
-    return {name: inherited[name] for name in withheld(inherited, job.asked, job.allowed)} if job.hosts else {}
+    stay = withheld(inherited, job.asked, job.allowed) if job.hosts else []
+    return {name: inherited[name] for name in (*stay, *HOSTFILE_VARIABLES) if name in inherited}
 
 
 def remote_variables(job: Job, environment: Mapping[str, str]) -> dict[str, str]:

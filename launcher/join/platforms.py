@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from ..arguments import parse_port, whole
 from ..errors import UsageError
+from ..hosts import HOSTFILE_VARIABLES
 from ..hosts.nodelist import NODELIST, expand_nodelist
 from ..text import quoted
 
@@ -135,6 +136,6 @@ PLATFORMS: tuple[tuple[str, str, Callable[[Environ, str], NodeRank]], ...] = (
 
 OF_PLATFORM = (
     *("NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
-    *("PET_*", "OMPI_MCA_orte_default_hostfile", "HYDRA_HOST_FILE"),
+    *("PET_*", *HOSTFILE_VARIABLES),
 )
 """Variables that are about this node, beside those of batch systems; what the node starts gets none of them."""

@@ -19,6 +19,7 @@ VARIABLES = [
     "LSB_DJOB_HOSTFILE",
     "PBS_NODEFILE",
     "OMPI_MCA_orte_default_hostfile",
+    "PRTE_MCA_prte_default_hostfile",
     "HYDRA_HOST_FILE",
 ]
 
@@ -124,6 +125,7 @@ MINE = (Host("h1"), Host("h2", 2))
         ("lsf", {"LSB_DJOB_HOSTFILE": "/files/x"}, "h1\nh1\nh2\n", (Host("h1", 2), Host("h2", 1))),
         ("pbs", {"PBS_NODEFILE": "/files/x"}, "n1\nn2\nn1\n", (Host("n1", 2), Host("n2", 1))),
         ("kubernetes", {"OMPI_MCA_orte_default_hostfile": "/etc/mpi/hostfile"}, WORKERS_FILE, WORKERS),
+        ("hostfile", {"PRTE_MCA_prte_default_hostfile": "/files/x"}, "h1\nh2:2", MINE),
         ("kubernetes", {"HYDRA_HOST_FILE": "/etc/mpi/hostfile"}, WORKERS_FILE, WORKERS),
         ("hostfile", {"HYDRA_HOST_FILE": "/files/x"}, "h1\nh2:2", MINE),
     ],

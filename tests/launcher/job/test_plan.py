@@ -174,6 +174,18 @@ def test_the_user_s_mca_settings_win():
     assert scratch not in plan.job_environment(OPEN_MPI, ONE_HOST, for_all_hosts, SETTINGS, b"key")
 
 
+@pytest.mark.parametrize("job", [ONE_HOST, ABROAD, replace(ABROAD, reach=OverSlurm(1.0))], ids=["here", "ssh", "slurm"])
+def test_no_launcher_looks_for_hosts_by_itself(job):
+    """Where it starts nothing by Slurm it needs none of its variables, of which a container may have a part."""
+    users = {"PRTE_MCA_prte_default_hostfile": "/h", "HYDRA_HOST_FILE": "/h", "A": "b"}
+    environment = plan.job_environment(OPEN_MPI, job, users, SETTINGS, b"key")
+    assert environment.get("PRTE_MCA_ras", "").startswith("^") == (not isinstance(job.reach, OverSlurm))
+    assert environment.keys() & users == {"A"}
+    assert plan.local_variables(job, users).keys() == users.keys() - {"A"}, "a rank may start a ringrun"
+    mine = {"PRTE_MCA_ras": "slurm"}
+    assert plan.job_environment(OPEN_MPI, job, mine, SETTINGS, b"key").items() >= mine.items()
+
+
 def test_what_is_printed_can_be_pasted_into_a_shell():
     text = plan.printable(["mpirun", "echo", "a b", "$x"], {"OMPI_MCA_osc": "^ucx"})
     assert shlex.split(text) == ["env", "OMPI_MCA_osc=^ucx", "mpirun", "echo", "a b", "$x"]
