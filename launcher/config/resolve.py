@@ -177,15 +177,17 @@ def _file(parser: Parser, entries: Sequence[Entry]) -> _Level:
 
 
 def _value(entry: Entry, action: argparse.Action) -> Any:
-    """Return what argparse would: a list of a flag that may be given several times."""
+    """Return what argparse would: a list of a flag that may be given several times, or takes several words."""
     if entry.kind == "bool" and action.nargs != 0:
         raise UsageError(
             f"{entry.place}: {entry.key}: expected a value, got {entry.text}; remove the line, or quote it"
         )
     if entry.kind != "list" and not entry.text and action.nargs != 0 and not may_be_empty(action):
         raise UsageError(f"{entry.place}: {entry.key}: expected a value, but it is empty; remove the line")
-    if isinstance(action, argparse._AppendAction):
+    if isinstance(action, argparse._AppendAction) or (entry.kind == "list" and action.nargs):
         return list(entry.texts)
+    if entry.kind == "list" and action.dest == "hosts" and entry.texts:
+        return ",".join(entry.texts)
     if entry.kind == "list":
         raise UsageError(f"{entry.place}: {entry.key}: expected one value, but it is a list")
     return _switched(entry, action) if action.nargs == 0 else entry.text

@@ -151,6 +151,12 @@ def test_a_flag_that_may_be_repeated_takes_one_value_or_a_list_in_the_file(text,
     assert cli.parse(["--config-file", file(text), "--env", "BAR=1", "true"]).job.asked == {"BAR": "1"}
 
 
+@needs_yaml
+def test_hosts_may_be_a_list_in_the_file(file):
+    for text in ("hosts: [h1:2, h2]", "hosts:\n- h1:2\n- h2\n", "hosts: h1:2,h2"):
+        assert [*map(str, cli.parse(["--config-file", file(text), "true"]).found.hosts)] == ["h1:2", "h2"]
+
+
 def test_without_settings_ringreduce_is_not_asked():
     assert parsed().settings == {}
     assert parsed("--verbose", "--mpi-args=-v").settings == {}
@@ -384,6 +390,8 @@ def test_a_wrong_variable_beside_a_flag_is_told_too(monkeypatch):
             (f"np: {each}", "job.yaml:1: np: expected one value, but it is a list")
             for each in ("[2]", "[]", "!!str []")
         ),
+        ("hosts: []", "job.yaml:1: hosts: expected one value, but it is a list"),
+        ("elastic: [true]", "job.yaml:1: elastic: expected one value, but it is a list"),
         ("env: [[A]]", "job.yaml:1: env: expected one value, but it is a list"),
         ("env: [A=1, ~]", "job.yaml:1: env has no value; give one, or remove the line"),
         ("np:\n", "job.yaml:1: np has no value; give one, or remove the line"),

@@ -212,12 +212,14 @@ def test_hosts_stay_known_while_their_list_cannot_be_read(tmp_path):
     assert len(said) == 1
 
 
-def test_a_range_in_a_file_is_one_text(tmp_path):
+def test_a_range_in_a_file_is_one_text_or_a_list(tmp_path):
     file = tmp_path / "ringrun.yaml"
-    file.write_text("elastic: true\nblacklist_cooldown_range: 10 100\n")
-    request = cli.parse(["--config-file", str(file), "true"])
-    assert request.job.elastic.cooldown_s == (10.0, 100.0)
-    for wrong, why in (("10", "expected two numbers of seconds, as in 10 100"), ("10 7200", "expected at most 3000 s")):
+    for right in "10 100", "[10, 100]", "[10, '100']":
+        file.write_text(f"elastic: true\nblacklist_cooldown_range: {right}\n")
+        request = cli.parse(["--config-file", str(file), "true"])
+        assert request.job.elastic.cooldown_s == (10.0, 100.0)
+    two = "expected two numbers of seconds, as in 10 100"
+    for wrong, why in (("10", two), ("10 7200", "expected at most 3000 s"), ("[]", two), ("[1, 2, 3]", two)):
         file.write_text(f"elastic: true\nblacklist_cooldown_range: {wrong}\n")
         with pytest.raises(UsageError, match=f"ringrun.yaml:2: --blacklist.*{why}"):
             cli.parse(["--config-file", str(file), "true"])
