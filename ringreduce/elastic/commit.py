@@ -189,10 +189,10 @@ class _Pickler(Pickler):
 
 
 class Restoration:
-    """Puts back what a commit has; of an array that stands in several places all of them get the same one."""
+    """Puts back what a commit has; an object that stands in several places of it is again one, in all of them."""
 
     def __init__(self) -> None:
-        self._arrays: dict[int, tuple[Any, Any]] = {}  # by identity of the saved one: it, and what is restored
+        self._done: dict[int, tuple[Any, Any]] = {}  # by identity of the saved one: it, and what is restored
         self._restored: set[int] = set()
 
     def put_back(self, live: Any, saved: Any) -> Any:
@@ -200,34 +200,39 @@ class Restoration:
 
         Arrays, dicts and lists stay the same objects where they can, with the saved contents: others may refer to them.
         """
-        if library_of(type(saved)):
-            return self._array(live, saved)
         if isinstance(saved, _IMMUTABLE):
             return saved
+        if id(saved) not in self._done:
+            is_free = id(live) not in self._restored  # else it has become another one's since the commit
+            self._done[id(saved)] = saved, self._put(live if is_free else None, saved)
+        return self._done[id(saved)][1]
+
+    def _put(self, live: Any, saved: Any) -> Any:
+        if library_of(type(saved)):
+            return self._kept(LIBRARIES[library_of(type(saved))].put(live, saved), saved)
         is_same = type(live) is type(saved)
         if type(saved) in (dict, collections.OrderedDict, collections.defaultdict):
+            kept = self._kept(live if is_same else saved, saved)
             values = {key: self.put_back(live.get(key) if is_same else None, value) for key, value in saved.items()}
-            kept = live if is_same else saved
             kept.clear()
             kept.update(values)
             return kept
         is_named = isinstance(saved, tuple) and hasattr(saved, "_fields")
         if type(saved) in (list, tuple) or is_named:  # another subclass may have more than its items
+            kept = self._kept(live if is_same else saved, saved) if type(saved) is list else None
             lives = list(live)[: len(saved)] if is_same else []
             items = [self.put_back(one, other) for one, other in itertools.zip_longest(lives, saved)]
-            if type(saved) is list and type(live) is list:
-                live[:] = items
-                return live
+            if kept is not None:
+                kept[:] = items
+                return kept
             return type(saved)._make(items) if is_named else type(saved)(items)
         return _copied(saved)
 
-    def _array(self, live: Any, saved: Any) -> Any:
-        if id(saved) not in self._arrays:
-            is_free = id(live) not in self._restored  # else it has become another one's since the commit
-            restored = LIBRARIES[library_of(type(saved))].put(live if is_free else None, saved)
-            self._arrays[id(saved)] = saved, restored
-            self._restored.add(id(restored))
-        return self._arrays[id(saved)][1]
+    def _kept(self, restored: Any, saved: Any) -> Any:
+        """Return what is restored to `saved`, and is noted before its entries are: one may be itself."""
+        self._restored.add(id(restored))
+        self._done[id(saved)] = saved, restored
+        return restored
 
 
 def _copied(saved: Any) -> Any:

@@ -179,8 +179,8 @@ class ObjectState(State):
     def restore(self) -> None:
         """Give all attributes their committed values."""
         parts = self._parts(own=False) | self._parts(own=True)
+        put_back = Restoration().put_back
         for commit in (self._committed, self._own):
-            put_back = Restoration().put_back
             for name, saved in commit.tree().items():
                 if name in parts:
                     put_back(parts[name], saved)

@@ -200,6 +200,33 @@ def test_an_array_that_stands_in_several_places_does_so_again():
     assert restored["holder"].array is restored["holder"].again
 
 
+def test_dicts_and_lists_that_have_become_one_since_are_apart_again_and_those_that_were_one_are():
+    both, queue = {"n": 1}, collections.deque([1])
+    state = {"params": {"w": np.zeros(2)}, "best": {"w": np.ones(2)}, "seen": [[1], [2]]}
+    state |= {"one": both, "other": both, "queue": queue, "again": queue}
+    commit, params = taken(state), state["params"]
+    state["best"], state["other"] = params, dict(both)
+    state["seen"][1] = state["seen"][0]
+    restored = put_back(state, commit.tree())
+    assert restored["params"] is params
+    assert [restored[name]["w"].tolist() for name in ("params", "best")] == [[0, 0], [1, 1]]
+    assert restored["seen"] == [[1], [2]]
+    assert restored["one"] is restored["other"]
+    assert restored["queue"] is restored["again"]
+
+
+def test_a_dict_and_a_list_that_are_inside_themselves_come_back_so():
+    loop, ring = {"n": 1}, [1]
+    loop["self"], ring[:] = loop, [1, ring]
+    commit = taken({"loop": loop, "ring": ring})
+    loop.clear()
+    for live in ({"loop": loop, "ring": ring}, None):
+        restored = put_back(live, commit.tree())
+        assert (restored["loop"]["n"], restored["ring"][0]) == (1, 1)
+        assert restored["loop"]["self"] is restored["loop"]
+        assert restored["ring"][1] is restored["ring"]
+
+
 def test_a_read_only_array_is_replaced():
     live = np.arange(3)
     commit = taken(live)
