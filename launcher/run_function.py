@@ -66,6 +66,9 @@ LISTS = (
     *("cooldown_range", "blacklist_cooldown_range"),
 )
 """Flags whose value is one or several, with commas between them."""
+OF_ELASTIC_JOBS = ("elastic", "min_num_proc", "min_np", "host_discovery_script")
+"""Flags each of which makes a job elastic; so do those of a growing job, which need one of these."""
+OFF = {"", "0", "false", "no", "off"}
 OF_GROWING_JOBS = ("max_num_proc", "max_np", "slots", "reset_limit", "cooldown_range")
 PYTHON_VARIABLE, FOLDER_VARIABLE, PATH_VARIABLE = (f"_RINGREDUCE_{name}" for name in ("PYTHON", "FOLDER", "PATH"))
 """Of a rank on slots that an engine lends: its Python, and the folder and the import path of who lends them."""
@@ -104,12 +107,13 @@ def on_ranks(
             raise InputError(f"run(): {name}=: ranks write to sys.{name} here; use contextlib.redirect_{name}(…)")
     flags = {name: _plain(name, value) for name, value in flags.items() if value is not None}
     variables, python = _texts(variables), str(_plain("executable", python))
+    given = _given(flags)
     ringrun = [sys.executable, *run_module("ringrun"), *(head.flags if head else ()), *_arguments(flags, head)]
     results = _Results(_pickled(call, "the function, its arguments, or what it refers to,"))
     with contextlib.ExitStack() as opened:
         try:
             folder = opened.enter_context(private_folder("ringreduce-"))
-            listener = Listener(folder, head.addresses if head else _addresses(flags), 1024)
+            listener = Listener(folder, head.addresses if head else _addresses(given), 1024)
         except LauncherError as error:
             raise InputError(f"run(): {error}") from error
         opened.callback(listener.close)
@@ -122,7 +126,7 @@ def on_ranks(
         environment = {**os.environ, **asked, **(head.environment if head else {})}
         code, report = _finish([*ringrun, *rank], environment, head and _before_ranks(head.trouble, results))
     if code == 0:
-        return results.by_rank(some_are_lost=bool(flags.get("elastic") or flags.get("min_num_proc")))
+        return results.by_rank(some_are_lost=any(given.get(name, "").lower() not in OFF for name in OF_ELASTIC_JOBS))
     raise _failure(code, report)
 
 
@@ -193,15 +197,23 @@ def _arguments(flags: Mapping[str, object], head: Head | None = None) -> Iterato
             yield from (f"--{flag}", str(value))
 
 
-def _addresses(flags: Mapping[str, Any]) -> Sequence[str]:
+def _given(flags: Mapping[str, Any]) -> dict[str, str]:
+    """Return the flags as text, with those of the config file that they name."""
+    from .config.file import read
+
+    given = {name: str(value) for name, value in flags.items()}
+    try:
+        entries = read(given["config_file"]) if "config_file" in given else []
+    except LauncherError as error:
+        raise InputError(f"run(): {error}") from error
+    return {entry.flag.replace("-", "_"): ",".join(entry.texts) for entry in entries} | given
+
+
+def _addresses(flags: Mapping[str, str]) -> Sequence[str]:
     """Return this host's addresses for ranks on other hosts, if there are any."""
     from .arguments import split_words
-    from .config.file import read
     from .hosts import is_here, named_hosts
 
-    flags = {name: str(value) for name, value in flags.items()}
-    if path := flags.get("config_file"):
-        flags = {entry.flag.replace("-", "_"): entry.text for entry in read(path)} | flags
     script = split_words(flags.get("host_discovery_script"), "--host-discovery-script")
     interfaces = flags.get("network_interfaces", flags.get("nics"))
     found = named_hosts(flags.get("hosts"), flags.get("hostfile"), script=script)
@@ -213,12 +225,19 @@ def _addresses(flags: Mapping[str, Any]) -> Sequence[str]:
 
 
 class _Results:
-    """What the ranks have returned; a job that was started again begins anew."""
+    """What the ranks have returned; a job that was started again begins anew, maybe with fewer of them."""
 
     def __init__(self, function: bytes) -> None:
         self.function = pickle.dumps((sys.path, _cells(), function))
         self.pickled: dict[int, bytes] = {}
         self.size = 0
+
+    def expect(self, rank: int, size: int) -> None:
+        """A rank has started: what it has returned, or ranks of a job of another size, was of an earlier attempt."""
+        if size != self.size:
+            self.pickled.clear()
+        self.pickled.pop(rank, None)
+        self.size = size
 
     def by_rank(self, *, some_are_lost: bool) -> list[Any]:
         """Return the results; of an elastic job, where some ranks may be lost, of those that are left."""
@@ -248,7 +267,8 @@ class _Rank:
         with contextlib.suppress(OSError):
             match message:
                 case Hello(rank, size):
-                    self._rank, self._results.size = rank, size
+                    self._rank = rank
+                    self._results.expect(rank, size)
                     # in a thread: the rank may be slow to take it
                     threading.Thread(target=self._give, daemon=True).start()
                     return True

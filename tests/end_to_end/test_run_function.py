@@ -22,7 +22,7 @@ from ringreduce.transport import pickling
 from ringrun import cli, run_function
 from ringrun.config import resolve
 from ringrun.connection.link import Gone
-from ringrun.connection.wire import Address
+from ringrun.connection.wire import Address, Hello
 from ringrun.errors import LauncherError
 from ringrun.run_function import _Rank, _Results
 from tests.end_to_end.conftest import PROGRAMS
@@ -286,7 +286,7 @@ def test_it_listens_only_where_ranks_of_other_hosts_are_to_connect(monkeypatch, 
     [({"hosts": ["h1:1", "h2"], "network_interfaces": ("lo",)}, ("h1", "h2", "lo")), ({"hosts": 2}, ("2",))],
     ids=str,
 )
-def test_flags_may_be_lists_and_numbers(monkeypatch, flags, addresses):
+def test_flags_may_be_lists_and_numbers(monkeypatch, tmp_path, flags, addresses):
     def listen(folder, found, backlog):
         raise LauncherError(f"it listens at {found}")
 
@@ -294,6 +294,9 @@ def test_flags_may_be_lists_and_numbers(monkeypatch, flags, addresses):
     monkeypatch.setattr("ringrun.run_function.Listener", listen)
     with pytest.raises(rr.InputError, match=re.escape(f"it listens at {addresses}")):
         rr.run(print, **flags)
+    (tmp_path / "flags.yaml").write_text("hosts: [localhost:1, h2:1]\nnetwork_interfaces: [lo, eth0]\n")
+    with pytest.raises(rr.InputError, match=re.escape(f"it listens at {('h2', 'lo', 'eth0')}")):
+        rr.run(print, config_file=tmp_path / "flags.yaml")
 
 
 @pytest.mark.quick
@@ -359,6 +362,43 @@ def test_an_elastic_job_returns_what_is_left_but_not_nothing(returned, of_elasti
         who = "rank 0" if returned else "ranks 0-1"
         with pytest.raises(rr.JobFailedError, match=rf"^run\(\): {who} ended with exit code 0 before the function"):
             results.by_rank(some_are_lost=some_are_lost)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(("size", "left"), [(3, [0, 2]), (2, [])])
+def test_what_an_earlier_attempt_returned_does_not_count(size, left):
+    results = _Results(b"")
+    results.size, results.pickled = 3, {rank: pickle.dumps(rank) for rank in range(3)}
+    link = SimpleNamespace(await_room=lambda: None, send=lambda message: None)
+    assert _Rank(link, results).handle(Hello(1, size, 0, 0, "", 0))
+    assert sorted(results.pickled) == left
+    who = "rank 1" if left else "ranks 0-1"
+    with pytest.raises(rr.JobFailedError, match=rf"^run\(\): {who} ended with exit code 0 before the function"):
+        results.by_rank(some_are_lost=False)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("flags", "text", "is_elastic"),
+    [
+        ({"elastic": 1}, "", True),
+        ({"min_np": 1}, "", True),
+        ({"host_discovery_script": "hosts.sh"}, "", True),
+        ({}, "elastic: true", True),
+        ({}, "min-num-proc: 1", True),
+        ({"elastic": False}, "", False),
+        ({"timeout": 5}, "elastic: no", False),
+    ],
+)
+def test_an_elastic_job_may_lose_ranks_whichever_flag_made_it_elastic(monkeypatch, tmp_path, flags, text, is_elastic):
+    """One rank of two returns, and ringrun ends with 0."""
+    asked = []
+    monkeypatch.setattr("ringrun.run_function._finish", lambda *_: (0, ""))
+    monkeypatch.setattr(_Results, "by_rank", lambda self, some_are_lost: asked.append(some_are_lost))
+    monkeypatch.setattr("ringrun.run_function._addresses", lambda given: ())
+    (tmp_path / "flags.yaml").write_text(text)
+    rr.run(print, np=2, config_file=tmp_path / "flags.yaml", **flags)
+    assert asked == [is_elastic]
 
 
 @pytest.mark.quick
