@@ -198,7 +198,8 @@ class Restoration:
     def put_back(self, live: Any, saved: Any) -> Any:
         """What a variable that holds `live` holds when it is restored to `saved`, which lies in a commit's memory.
 
-        Arrays, dicts and lists stay the same objects where they can, with the saved contents: others may refer to them.
+        Arrays, dicts, lists, and in these what has a state_dict(), stay the same objects where they can, with the saved
+        contents: others may refer to them.
         """
         if isinstance(saved, _IMMUTABLE):
             return saved
@@ -226,6 +227,9 @@ class Restoration:
                 kept[:] = items
                 return kept
             return type(saved)._make(items) if is_named else type(saved)(items)
+        if is_same and has_state_dict(saved):
+            live.load_state_dict(self.put_back(None, saved.state_dict()))
+            return self._kept(live, saved)
         return _copied(saved)
 
     def _kept(self, restored: Any, saved: Any) -> Any:
@@ -233,6 +237,11 @@ class Restoration:
         self._restored.add(id(restored))
         self._done[id(saved)] = saved, restored
         return restored
+
+
+def has_state_dict(value: Any) -> bool:
+    """True for what is saved and restored by its state_dict() and load_state_dict()."""
+    return hasattr(type(value), "state_dict") and hasattr(type(value), "load_state_dict")
 
 
 def _copied(saved: Any) -> Any:

@@ -10,7 +10,7 @@ from ringreduce.api.broadcast import broadcast_
 from ringreduce.api.objects import allgather_object, broadcast_made, broadcast_object
 from ringreduce.api.process_sets import global_process_set
 from ringreduce.api.world import rank
-from ringreduce.elastic.commit import Commit, PutBack, Restoration
+from ringreduce.elastic.commit import Commit, PutBack, Restoration, has_state_dict
 from ringreduce.elastic.kept import Kept, KeptFile
 from ringreduce.errors import HostsUpdatedInterrupt, InputError
 from ringreduce.negotiation.protocol import GLOBAL
@@ -317,8 +317,3 @@ class ObjectState(State):
 def _live_state(value: Any) -> Any:
     """What an object's state is restored into: of an optimizer without a state_dict, whose arrays others hold, too."""
     return None if getattr(value, "has_state_dict", True) else value.state_dict()
-
-
-def has_state_dict(value: Any) -> bool:
-    """True for what is saved and restored by its state_dict() and load_state_dict()."""
-    return hasattr(type(value), "state_dict") and hasattr(type(value), "load_state_dict")

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 
 from ringreduce.elastic import common
-from ringreduce.elastic.commit import PutBack
+from ringreduce.elastic.commit import PutBack, has_state_dict
 from ringreduce.elastic.common import *  # noqa: F403
 from ringreduce.elastic.sampler import ElasticSampler as NeutralSampler
-from ringreduce.elastic.state import ObjectState, has_state_dict
+from ringreduce.elastic.state import ObjectState
 from ringreduce.errors import InputError
 from ringreduce.torch.outline import adopt, follow, outline_of
 from ringreduce.torch.wrapped import WrappedMixin

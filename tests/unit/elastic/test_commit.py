@@ -140,6 +140,28 @@ def test_kinds_of_dicts(value):
     assert list(restored.items()) == list(value.items())
 
 
+def test_what_has_a_state_dict_inside_dicts_and_lists_is_restored_in_place():
+    """So that an optimizer still has the parameters of the model, and a loader its sampler."""
+    models = [torch.nn.Linear(2, 1), torch.nn.Linear(2, 1)]
+    optimizers = {"second": torch.optim.SGD(models[1].parameters(), lr=0.1, momentum=0.9)}
+    schedulers = (torch.optim.lr_scheduler.StepLR(optimizers["second"], 1),)
+    state = {"models": models, "optimizers": optimizers, "schedulers": schedulers}
+    model, optimizer, (scheduler,) = models[1], optimizers["second"], schedulers
+    model.weight.grad, model.bias.grad = torch.ones(1, 2), torch.ones(1)
+    optimizer.step()
+    before, commit = numbers(model.weight), taken(state)
+    for _ in range(2):
+        optimizer.step()
+        scheduler.step()
+        restored = put_back(state, commit.tree())
+        assert restored["models"][1] is model
+        assert restored["optimizers"]["second"] is optimizer
+        assert restored["schedulers"][0] is scheduler
+        assert numbers(model.weight) == before
+        assert (scheduler.last_epoch, optimizer.param_groups[0]["lr"]) == (0, 0.1)
+        assert numbers(optimizer.state[model.weight]["momentum_buffer"]) == [[1, 1]]
+
+
 class Named(list):
     """A list of the user's own, whose class is not called with its items."""
 
