@@ -227,7 +227,7 @@ class Restoration:
                 kept[:] = items
                 return kept
             return type(saved)._make(items) if is_named else type(saved)(items)
-        if is_same and has_state_dict(saved):
+        if has_state_dict(saved) and isinstance(live, type(saved)):
             live.load_state_dict(self.put_back(None, saved.state_dict()))
             return self._kept(live, saved)
         return _copied(saved)

@@ -162,6 +162,18 @@ def test_what_has_a_state_dict_inside_dicts_and_lists_is_restored_in_place():
         assert numbers(optimizer.state[model.weight]["momentum_buffer"]) == [[1, 1]]
 
 
+class Wrapped(torch.optim.SGD):
+    """As a DistributedOptimizer is, of which a copy is one of the class that it wraps."""
+
+
+def test_an_optimizer_in_a_dict_is_the_same_where_its_copy_is_of_the_class_that_it_wraps():
+    parameters = list(torch.nn.Linear(2, 1).parameters())
+    live = Wrapped(parameters, lr=0.5)
+    assert put_back({"o": live}, taken({"o": torch.optim.SGD(parameters, lr=0.1)}).tree())["o"] is live
+    assert live.param_groups[0]["lr"] == 0.1
+    assert live.param_groups[0]["params"][0] is parameters[0]
+
+
 class Named(list):
     """A list of the user's own, whose class is not called with its items."""
 
