@@ -123,12 +123,12 @@ class Operations:
 
     def send(self, tensors: Tensors, destination: int, tag: int) -> Work:
         """Send one tensor."""
-        work = Work(self.channel, None, list(tensors))
+        work = Work(self.channel, None, list(tensors), is_message=True)
         return work.begin(self.channel.send, work.read(tensors), destination, tag)
 
     def recv(self, tensors: Tensors, source: int | None, tag: int) -> Work:
         """Receive a tensor of as many elements of the same type as one sent with this tag."""
-        work = Work(self.channel, None, list(tensors))
+        work = Work(self.channel, None, list(tensors), is_message=True)
         return work.begin(self.channel.recv, work.write(tensors), source, tag)
 
     def recv_anysource(self, tensors: Tensors, tag: int) -> Work:

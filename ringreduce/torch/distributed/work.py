@@ -26,16 +26,19 @@ from ringreduce.runtime.own_channel import OwnChannel
 from ringreduce.torch.distributed.tensors import plain, seconds
 from ringreduce.torch.distributed.uncompiled import uncompiled
 
+PLAIN_HOOKS = "torch.distributed.algorithms.ddp_comm_hooks.default_hooks"
+
 
 class Work(dist.Work):
     """See torch.distributed's Work.
 
     Tensors that are not contiguous are copied, and those that are written to copied back; on a GPU refused.
-    opts: torch's, with a timeout, or None;  outputs: the value of its future.
+    opts: torch's, with a timeout, or None;  outputs: the value of its future;  is_message: of one rank to another.
     """
 
-    def __init__(self, channel: OwnChannel, opts: Any, outputs: Any) -> None:
+    def __init__(self, channel: OwnChannel, opts: Any, outputs: Any, is_message: bool = False) -> None:
         super().__init__()
+        self.is_message = is_message
         self.handle: Handle
         self._channel, self._outputs = channel, outputs
         self._waits = getattr(opts, "asyncOp", True) is False  # torch waits for it at once
@@ -131,7 +134,7 @@ class Work(dist.Work):
     def get_future(self) -> torch.futures.Future[Any]:
         with self._lock:
             if self._future is None:
-                self._future = torch.futures.Future(devices=self._devices)
+                self._future = _Future(self)
             future = self._future
         if not self._is_over and BACKWARD.runs():
             BACKWARD.add(self)
@@ -164,6 +167,33 @@ class Work(dist.Work):
         return self._source
 
     _source_rank = source_rank
+
+
+class _Future(torch.futures.Future[Any]):
+    """A Work's future.
+
+    A callback of a hook may begin operations, as PowerSGD's do, and these must come in the same order on all ranks:
+    so in backward it runs at once, after waiting. Not those of torch's plain hooks, which begin nothing, nor of
+    messages, which may wait for one that this rank is about to send.
+    """
+
+    def __init__(self, work: Work) -> None:
+        super().__init__(devices=work._devices)
+        self._work = weakref.ref(work)  # which has this
+
+    def then(self, callback: Callable[..., Any]) -> torch.futures.Future[Any]:
+        self._settle(callback)
+        return super().then(callback)
+
+    def add_done_callback(self, callback: Callable[..., Any]) -> None:
+        self._settle(callback)
+        super().add_done_callback(callback)
+
+    def _settle(self, callback: Callable[..., Any]) -> None:
+        work, is_plain = self._work(), getattr(callback, "__module__", None) == PLAIN_HOOKS
+        if work is not None and BACKWARD.runs() and not work.is_message and not is_plain:
+            work.wait_and_complete()
+            self.wait()  # another thread may be completing it
 
 
 class _Backward:

@@ -5,6 +5,7 @@ import functools
 import json
 import os
 import tempfile
+import time
 from pathlib import Path
 
 import pytest
@@ -329,6 +330,41 @@ def futures(rank, size):
     assert (work.is_completed(), work.is_success(), work.exception()) == (True, True, None)
 
 
+def hooks(rank, size):
+    """What their callbacks begin comes in the same order on all ranks, however late a rank is; messages cross."""
+    seen = []
+
+    def hook(_, bucket):
+        def then(future):
+            number = torch.tensor([bucket.index() * (rank + 1.0)])
+            dist.all_reduce(number)
+            seen.append((bucket.index(), number.item()))
+            return future.value()[0] / size
+
+        return dist.all_reduce(bucket.buffer(), async_op=True).get_future().then(then)
+
+    layers = [torch.nn.Linear(8, 8, bias=False) for _ in range(6)]
+    model = DistributedDataParallel(torch.nn.Sequential(*layers), bucket_cap_mb=1e-4)
+    model.register_comm_hook(None, hook)
+    for index, each in enumerate(layers):
+        each.weight.register_hook(lambda _, late=(index + rank) % 2: time.sleep(0.01 * late))
+    for step in range(4):
+        model(mine(rank, 8) * step).sum().backward()
+        expected = [(each, each * sum(range(1, size + 1))) for each in range(1 if step == 0 else len(layers))]
+        assert seen[-len(expected) :] == expected
+
+    def exchange(_, bucket):
+        received, next_rank = torch.empty_like(bucket.buffer()), (rank + 1) % size
+        future = dist.irecv(received, (rank - 1) % size).get_future().then(lambda future: future.value()[0] * 2)
+        dist.send(bucket.buffer(), next_rank)
+        return future
+
+    model = DistributedDataParallel(torch.nn.Linear(3, 1, bias=False))
+    model.register_comm_hook(None, exchange)
+    model(torch.full((1, 3), rank + 1.0)).sum().backward()
+    equal(model.module.weight.grad, torch.full((1, 3), ((rank - 1) % size + 1) * 2.0))
+
+
 def in_fewer_bits(rank, size):
     """By a group's own format, and by that of DDP's hook; what cannot travel so travels as ever."""
     wire = rr.Compression.int8.everywhere
@@ -486,6 +522,7 @@ def timeline(rank, size):
         differences,
         groups,
         futures,
+        hooks,
         in_fewer_bits,
         timeouts,
         timeline,
