@@ -234,6 +234,18 @@ def test_an_array_that_stands_in_several_places_does_so_again():
     assert restored["holder"].array is restored["holder"].again
 
 
+@in_a_loop("change", [lambda held: held.append(np.zeros(3)), lambda held: held.pop()])
+def test_a_list_that_has_another_length_since_keeps_the_arrays_that_it_has(change):
+    held = [np.arange(3), np.ones(2)]
+    first, commit = held[0], taken({"held": held})
+    first += 1
+    change(held)
+    restored = put_back({"held": held}, commit.tree())["held"]
+    assert [each.tolist() for each in restored] == [[0, 1, 2], [1, 1]]
+    assert restored is held
+    assert restored[0] is first
+
+
 def test_dicts_and_lists_that_have_become_one_since_are_apart_again_and_those_that_were_one_are():
     both, queue = {"n": 1}, collections.deque([1])
     state = {"params": {"w": np.zeros(2)}, "best": {"w": np.ones(2)}, "seen": [[1], [2]]}
