@@ -3,8 +3,9 @@
 The source distribution has all that git tracks: it is installed and tested without a compiler. An editable install
 has types, too.
 
-Those are the quick tier's of FOLDERS, none left out, in a clone without ringreduce/ and launcher/: tests that read code
-read what was installed. The other folders' are not run here: whole programs, for which there is no time.
+Those are the quick tier's of FOLDERS, none left out, and of torch's folder the adapters, in a clone without ringreduce/
+and launcher/: tests that read code read what was installed. The other folders' are not run here: whole programs, for
+which there is no time.
 """
 
 import email.parser
@@ -25,10 +26,11 @@ import ringreduce as rr
 from tests.end_to_end.conftest import PROGRAMS, ringrun, run
 from tests.support import environments, jobs
 from tests.support.jobs import ROOT
+from tests.support.tiers import FRAMEWORK
 
 pytestmark = pytest.mark.timeout(900)
 
-FOLDERS = {"tests/unit": 1000, "tests/ranks": 2500, "tests/launcher": 1200, "tests/mpi": 80}
+FOLDERS = {"tests/unit": 1000, "tests/ranks": 1500, FRAMEWORK: 800, "tests/launcher": 1200, "tests/mpi": 80}
 """How many of their tests pass at least. With "mpi" alone as an id, pytest-mpi would skip that case."""
 CORE = [
     "unit/collectives/test_ops",
@@ -140,7 +142,7 @@ def check_a_job(python, clone, kernels):
 def test_in_a_fresh_environment_the_wheel_passes_the_quick_tests(fresh, folder):
     python, clone = fresh
     check_a_job(python, clone, "compiled")
-    tests = ["-m", "pytest", "-q", folder]
+    tests = ["-m", "pytest", "-q", folder, *(["-m", "adapters"] if folder == FRAMEWORK else [])]
     if folder == "tests/mpi":
         done = ringrun(python, 3, *tests, "--with-mpi", cwd=clone, timeout_s=400)
     else:
