@@ -24,6 +24,9 @@ _NOT_IN_MANUAL = (
 )
 """horovodrun's other names of our flags."""
 
+LIST = "LIST"
+"""The metavar of flags whose value is a list with commas between its members."""
+
 Add = Callable[..., None]
 """Adds a flag to a group, as argparse's add_argument does."""
 
@@ -109,12 +112,12 @@ class Parser(argparse.ArgumentParser):
 
 def add_host_flags(add: Add) -> None:
     """Add the flags that say which hosts there are, and how they are reached."""
-    add("-H", "--hosts", metavar="LIST", help="hosts and their slots, as in h1:4,h2:4")
+    add("-H", "--hosts", metavar=LIST, help="hosts and their slots, as in h1:4,h2:4")
     add("--hostfile", "-hostfile", metavar="FILE", help="a file of hosts, in the format of Open MPI, MPICH or Horovod")
     add("-p", "--ssh-port", metavar="PORT", help="the port of sshd on other hosts")
     add("-i", "--ssh-identity-file", metavar="FILE", help="the private key for other hosts")
     interfaces = ("--network-interfaces", "--network-interface")
-    add(*interfaces, metavar="LIST", action=_Joined, help="networks to use between hosts, as in eth0,ib0")
+    add(*interfaces, metavar=LIST, action=_Joined, help="networks to use between hosts, as in eth0,ib0")
     add("--start-timeout", metavar="SECONDS", help="how long hosts and ranks may take to start (30, plus 0.2 per host)")
     add(
         "--lost-after",

@@ -39,6 +39,7 @@ from functools import partial
 
 from . import elastic, twice
 from .arguments import (
+    LIST,
     Parser,
     add_host_flags,
     parse_ranks,
@@ -100,7 +101,7 @@ def parser(prog: str, usage: str, introduction: str) -> Parser:
     add("-np", "--num-proc", dest="np", metavar="N", default="auto", help=ranks)
     add_host_flags(add)
     add("--slots-per-host", metavar="N", help="slots of a host without a number (--exclude h2,h3:1 leaves some out)")
-    add("--exclude", metavar="LIST", help=SUPPRESS)
+    add("--exclude", metavar=LIST, help=SUPPRESS)
     by = "what starts the ranks in a Slurm job: mpirun (default) or srun"
     add(
         "--host-discovery-script",
@@ -113,7 +114,7 @@ def parser(prog: str, usage: str, introduction: str) -> Parser:
     add("--mask-gpus", action="store_true", help="let each rank see only its own GPU, as number 0")
     add("--mpi-args", metavar='"…"', help='more arguments for mpirun: --mpi-args="-v"')
     add = parser.group("While it runs", _WHILE)
-    add("--ranks", metavar="LIST", help="print only these ranks' lines, as in 0,3-5")
+    add("--ranks", metavar=LIST, help="print only these ranks' lines, as in 0,3-5")
     add("--fold", action="store_true", help="print a line that several ranks write only once: [0-3,7] text")
     timestamps = ("--timestamps", "-prefix-timestamp", "--prefix-output-with-timestamp")
     add(*timestamps, action="store_true", help="print the local time in front of each line")
@@ -123,7 +124,7 @@ def parser(prog: str, usage: str, introduction: str) -> Parser:
     add("--stdin", metavar="RANK", help="let this rank read stdin, even from a terminal (for a debugger)")
     add("--timeout", metavar="SECONDS", help="end the job after this time, restarts included")
     add("--twice", metavar="N", help="run the first N steps twice, and report bits that differ")
-    add("--forward-signals", metavar="LIST", help="pass these signals on to the ranks, as in USR1,USR2")
+    add("--forward-signals", metavar=LIST, help="pass these signals on to the ranks, as in USR1,USR2")
     add = parser.group("When it fails", _FAILS)
     add("--grace", metavar="SECONDS", help="time the ranks have to end after a signal (3; 2 after a failure)")
     add("--restarts", metavar="N", default="0", help="run the job again after a failure, up to N times")
@@ -132,7 +133,7 @@ def parser(prog: str, usage: str, introduction: str) -> Parser:
     config.add_own_flags(add)
     on_all_hosts = "set it on all hosts (--env-allow 'LANG,CUDA_*': no others are sent)"
     add("--env", metavar="NAME[=VALUE]", action="append", help=on_all_hosts)
-    add("--env-allow", metavar="LIST", help=SUPPRESS)
+    add("--env-allow", metavar=LIST, help=SUPPRESS)
     add("--dry-run", action="store_true", help="print the commands that would be run, without running them")
     add("--verbose", action="store_true", help="print which MPI is used, and mpirun's own output")
     add("--version", "-v", action="store_true", help="print the version and exit")

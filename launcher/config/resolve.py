@@ -14,7 +14,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..arguments import Add, Parser, may_be_empty, whole
+from ..arguments import LIST, Add, Parser, may_be_empty, whole
 from ..errors import UsageError
 from ..forward import SET_BY_RINGRUN
 from ..text import close_matches, columns
@@ -135,7 +135,14 @@ def _add_setting_flags(parser: Parser, defaults: Mapping[str, Any]) -> None:
     add = parser.group("", argparse.SUPPRESS)
     for name, default in defaults.items():
         action: Any = argparse.BooleanOptionalAction if isinstance(default, bool) else "store"
-        add(f"--{name.replace('_', '-')}", dest=f"setting {name}", action=action, help=argparse.SUPPRESS)
+        metavar = LIST if name == "check" else None
+        add(
+            f"--{name.replace('_', '-')}",
+            dest=f"setting {name}",
+            action=action,
+            metavar=metavar,
+            help=argparse.SUPPRESS,
+        )
     horovod.add_flags(add)
 
 
@@ -177,7 +184,10 @@ def _file(parser: Parser, entries: Sequence[Entry]) -> _Level:
 
 
 def _value(entry: Entry, action: argparse.Action) -> Any:
-    """Return what argparse would: a list of a flag that may be given several times, or takes several words."""
+    """Return what argparse would: a list of a flag that may be given several times, or takes several words.
+
+    A list is also what a flag takes that has commas between its values.
+    """
     if entry.kind == "bool" and action.nargs != 0:
         raise UsageError(
             f"{entry.place}: {entry.key}: expected a value, got {entry.text}; remove the line, or quote it"
@@ -186,7 +196,7 @@ def _value(entry: Entry, action: argparse.Action) -> Any:
         raise UsageError(f"{entry.place}: {entry.key}: expected a value, but it is empty; remove the line")
     if isinstance(action, argparse._AppendAction) or (entry.kind == "list" and action.nargs):
         return list(entry.texts)
-    if entry.kind == "list" and action.dest == "hosts" and entry.texts:
+    if entry.kind == "list" and action.metavar == LIST and entry.texts:
         return ",".join(entry.texts)
     if entry.kind == "list":
         raise UsageError(f"{entry.place}: {entry.key}: expected one value, but it is a list")

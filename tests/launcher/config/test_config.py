@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from ringreduce.settings import HOROVOD, LEAST_FUSION_BYTES, PREFIX, Settings
 from ringrun import build, cli
+from ringrun.arguments import LIST
 from ringrun.config import horovod
 from ringrun.config import resolve as config
 from ringrun.errors import UsageError
@@ -155,6 +156,17 @@ def test_a_flag_that_may_be_repeated_takes_one_value_or_a_list_in_the_file(text,
 def test_hosts_may_be_a_list_in_the_file(file):
     for text in ("hosts: [h1:2, h2]", "hosts:\n- h1:2\n- h2\n", "hosts: h1:2,h2"):
         assert [*map(str, cli.parse(["--config-file", file(text), "true"]).found.hosts)] == ["h1:2", "h2"]
+
+
+@needs_yaml
+def test_every_flag_with_commas_between_its_values_takes_a_list_of_yaml_s(file):
+    listed = {action.dest for action in cli._parser().flags if action.metavar == LIST}
+    assert listed == {"hosts", "network_interfaces", "exclude", "ranks", "forward_signals", "env_allow"}
+    for name in listed:
+        arguments = ["--config-file", file(f"{name}: [a, 'b,c']"), "true"]
+        assert getattr(config.resolve(cli._parser(), arguments, {}).options, name) == "a,b,c"
+    found = parsed("--config-file", file("check: [nan, divergence]")).variables
+    assert found == {"RINGREDUCE_CHECK": "nan,divergence"}
 
 
 def test_without_settings_ringreduce_is_not_asked():
