@@ -42,8 +42,14 @@ def flat(tensor: torch.Tensor) -> torch.Tensor:
 
 def laid_out_as(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """The tensor with its elements in the order in which those of `like` lie in memory; a copy only if need be."""
-    same = tensor.stride() == like.stride() or (tensor.is_contiguous() and like.is_contiguous())
-    return tensor if same else torch.empty_like(like, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+    if _have_one_order(tensor, like):
+        return tensor
+    return torch.empty_like(like, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+
+
+def _have_one_order(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """True when the elements of both, of one shape, lie in the same order in memory."""
+    return one.stride() == other.stride() or (one.is_contiguous() and other.is_contiguous())
 
 
 class ShardGradient(PendingGradient):
@@ -107,9 +113,7 @@ class Shard(Gradient):
     @property
     def divided(self) -> torch.Tensor:
         """The parameter; if its elements lie in another order now, as after model.to(memory_format=…), a stand-in."""
-        now, then = self.parameter, self._divided
-        same = now.stride() == then.stride() or (now.is_contiguous() and then.is_contiguous())
-        return now if same else then
+        return self.parameter if _have_one_order(self.parameter, self._divided) else self._divided
 
     def take_piece(self, low: int, high: int) -> bool:
         """Have the piece in the parameter's memory, which may be another one now; True when it is."""
