@@ -168,15 +168,19 @@ def in_turns(
 ) -> dict[str, list[float]]:
     """Seconds per call of each contender, run by run. `before` is called before each turn, untimed.
 
-    The first calls, untimed too, say how many calls fill `seconds_per_run`.
+    Calls before, untimed too, say how many fill `seconds_per_run`: the first makes connections and memory, and a few,
+    after another contender's, may take much longer than each of many.
     """
     calls = {}
     for name, action in contenders.items():
         before()
-        once = seconds_per_call(action, 1)
-        if once < seconds_per_run:  # the first call may have made connections and memory
-            once = min(once, seconds_per_call(action, 1))
-        calls[name] = max(1, min(MAX_CALLS, int(seconds_per_run / once)))
+        action()
+        tried, wanted = 0, 1
+        while wanted > 2 * tried:
+            tried = wanted
+            before()
+            wanted = max(1, min(MAX_CALLS, int(seconds_per_run / seconds_per_call(action, tried))))
+        calls[name] = wanted
     times: dict[str, list[float]] = {name: [] for name in contenders}
     names = list(contenders)
     for run in range(runs):
