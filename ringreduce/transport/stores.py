@@ -33,6 +33,7 @@ EVERY = 64  # then every so many
 TRIALS = 3  # operations of a way that is tried, turn about with the way in use: the fastest of each count
 FASTER, SLOWER = 0.95, 1.3  # how its time compares: it is taken, or not tried again this time
 JUMP, IN_A_ROW = 1.4, 3  # so many times as slow as usual, so many operations in a row: cores may have moved
+LEAP = 3  # so many times as slow as usual: counts as two of them
 FORGETS = 1.1  # what is usual grows by this with each operation, unless that is faster
 
 
@@ -69,18 +70,21 @@ class Stores:
         at = number - self._since
         tries = self._tries(number)
         if not (tries and at % 2):
-            self._slow = self._slow + 1 if us_per_byte > JUMP * self._usual else 0
+            slow = self._slow + 1 + (us_per_byte > LEAP * self._usual) if us_per_byte > JUMP * self._usual else 0
+            if self._slow < IN_A_ROW <= slow:
+                self._queue = [way for way in (PLAIN, SLOTS | RESULTS) if way != self.way]
+            self._slow = slow
             self._usual = min(us_per_byte, FORGETS * self._usual)
-            if self._slow == IN_A_ROW:
-                self._queue = [PLAIN, SLOTS | RESULTS]
         if tries:
             self._best[at % 2] = min(us_per_byte, self._best[at % 2])
-            if at % 2 and self._best[1] > SLOWER * self._best[0]:
+            used, tried = self._best
+            moved = at == 2 and not self._in_turn and tried < used / 2  # operations in use were as slow before
+            if at and tried > SLOWER * used:
                 self._tried = self.way
-            elif at == 2 * TRIALS - 1 and self._best[1] < FASTER * self._best[0]:
-                self.way, self._usual = self._tried, self._best[1]
+            elif moved or (at == 2 * TRIALS - 1 and tried < FASTER * used):
+                self.way, self._usual = self._tried, tried
         while self._queue and not self._tries(self.count):
-            self._try(self._queue.pop(), self.count, in_turn=False)
+            self._try(self._queue.pop(), self.count - 1, in_turn=False)  # the next operation is the first in this way
 
 
 class StoresBySize:

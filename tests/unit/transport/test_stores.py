@@ -84,6 +84,27 @@ def test_operations_that_are_slow_now_and_then_try_nothing():
         stores.end(NEAR[way] * (2 * JUMP if number % 2 else 1))
 
 
+BETWEEN_TURNS = range(EVERY + 8, 2 * EVERY - 14)
+
+
+@pytest.mark.parametrize("operations", BETWEEN_TURNS)
+def test_three_operations_show_that_cores_have_moved_far_away(operations):
+    stores = Stores()
+    run(stores, NEAR, operations)
+    both = SLOTS | RESULTS
+    assert run(stores, VERY_FAR, 8) == [PLAIN, PLAIN, both, PLAIN, both, both, both, both]
+
+
+@pytest.mark.parametrize("operations", BETWEEN_TURNS)
+def test_two_very_slow_operations_in_a_row_cost_one_trial(operations):
+    stores = Stores()
+    run(stores, NEAR, operations)
+    run(stores, {way: 50 * took for way, took in NEAR.items()}, 2)
+    ways = run(stores, NEAR, 12)
+    assert sum(way != PLAIN for way in ways) <= 1
+    assert stores.way == PLAIN
+
+
 def test_from_far_cores_it_costs_few_slow_operations_to_know_that():
     ways = run(Stores(), VERY_FAR, EVERY)
     assert sum(VERY_FAR[way] > 2 * VERY_FAR[SLOTS | RESULTS] for way in ways[6:]) <= 1
