@@ -92,10 +92,15 @@ class StoresBySize:
 
     def __init__(self) -> None:
         self.classes = [Stores() for _ in range(CLASSES)]
+        self._last = self.classes[0]
 
     def of(self, nbytes: int) -> Stores:
         """Those of an operation of at least LARGE_BYTES."""
-        return self.classes[min((nbytes // LARGE_BYTES).bit_length() - 1 >> 1, CLASSES - 1)]
+        found = self.classes[min((nbytes // LARGE_BYTES).bit_length() - 1 >> 1, CLASSES - 1)]
+        if not found.count:
+            found.way = self._last.way  # cores that are far for one size are far for all
+        self._last = found
+        return found
 
     def __str__(self) -> str:
         """Such as `plain; from 16 MiB on streaming`, of the classes that there were."""

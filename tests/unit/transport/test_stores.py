@@ -160,3 +160,14 @@ def test_sizes_learn_apart():
     assert str(by_size) == "plain; from 64 MiB on streaming"
     run(by_size.of(LARGE_BYTES), FAR | {SLOTS: 0.1}, len(ORDER) * EVERY)
     assert str(by_size) == "plain; from 256 KiB on slots streaming; from 64 MiB on streaming"
+
+
+def test_a_size_that_is_new_begins_with_what_the_size_before_it_has_learnt():
+    by_size = StoresBySize()
+    run(by_size.of(LARGE_BYTES), VERY_FAR, 8)
+    assert run(by_size.of(256 * LARGE_BYTES), VERY_FAR, 2 * FIRST).count(PLAIN) == 0
+    run(by_size.of(LARGE_BYTES), VERY_FAR, 1)
+    again = by_size.of(256 * LARGE_BYTES)
+    assert (again.count, again.way) == (2 * FIRST, SLOTS | RESULTS)
+    run(again, NEAR, 3 * EVERY)
+    assert (again.way, by_size.of(LARGE_BYTES).way) == (PLAIN, SLOTS | RESULTS), "one that is known keeps its own"
