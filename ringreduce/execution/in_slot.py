@@ -51,8 +51,8 @@ class InSlot(NamedTuple):
         if self.gets is Gets.BY_ROWS:
             (source,) = sources
             region.slots(region.sequence, np.dtype(np.int64))[region.rank][0] = self.where
-            low = CACHE_LINE_BYTES // source.itemsize
-            sources = sources if source.nbytes <= region.slot_bytes else ()
+            low = CACHE_LINE_BYTES  # in bytes, since elements may be longer, or of a length that does not divide it
+            sources = [source.view(np.uint8)] if source.nbytes <= region.slot_bytes else ()
         if self.gets is not Gets.OF_ROOT or region.rank == self.where:
             for each in sources:
                 self._slots(each.dtype, low, low + each.size)[self.region.rank][...] = each
@@ -66,11 +66,11 @@ class InSlot(NamedTuple):
         if self.gets is Gets.IN_CHUNKS:
             yield from self._chunk_by_chunk(target)
         elif self.gets is Gets.BY_ROWS:
-            rows, low = self.rows_of_all(), 0
-            for each, count in zip(self._slots(target.dtype, 0, None), rows, strict=True):
-                behind, count = CACHE_LINE_BYTES // target.itemsize, count * target.size // max(sum(rows), 1)
-                target[low : low + count] = each[behind : behind + count]
-                low += count
+            rows, target, low = self.rows_of_all(), target.view(np.uint8), 0
+            for each, count in zip(self._slots(target.dtype, CACHE_LINE_BYTES, None), rows, strict=True):
+                nbytes = count * target.size // max(sum(rows), 1)
+                target[low : low + nbytes] = each[:nbytes]
+                low += nbytes
         elif self.gets is Gets.GATHERED:
             parts = targets if len(targets) == region.size else np.split(target, region.size)
             for each, into in zip(self._slots(target.dtype, 0, parts[0].size), parts, strict=True):

@@ -112,6 +112,21 @@ def test_long_ones_are_moved_whole():
         run_ranks(3, program, hosts=hosts)
 
 
+@pytest.mark.parametrize("dtype", ["S3", RECORD, "U7", "U20", np.dtype([("box", "<f8", 20)])], ids=str)
+def test_rows_of_any_length_are_gathered_whichever_way_each_rank_takes(dtype):
+    """Longer than a cache line, or of a length that does not divide one; known, and then of other numbers of rows."""
+    make = numpy_bytes(dtype)
+
+    def program():
+        ordered = rr.ordered()
+        for rows in ([3, 3], [3, 3], [3, 3], [3, 3], [2, 3], [3, 1], [0, 3], [0, 0], [3, 3]):
+            everyones = [make(each, rank) for rank, each in enumerate(rows)]
+            for channel in (rr, ordered):
+                same(channel.allgather(everyones[rr.rank()]), joined(everyones))
+
+    run_ranks(2, program)
+
+
 REFUSED = {
     ml_dtypes.float8_e4m3fn: r"float8_e4m3fn .*convert them, such as array.astype\('float32'\)",
     ml_dtypes.int4: r"int4 .*array.astype\('float32'\)",
