@@ -106,8 +106,10 @@ class _GlobalProcessSet(ProcessSet):
     def _members(self) -> list[int]:
         return list(range(runtime.current_world("included").size))
 
-    def __repr__(self) -> str:
-        return "global_process_set"
+    def __reduce__(self) -> str:
+        return "global_process_set"  # there is one: a copy is itself
+
+    __repr__ = __reduce__
 
 
 global_process_set: ProcessSet = _GlobalProcessSet()
@@ -145,8 +147,10 @@ class _HostProcessSet(ProcessSet):
                     self._numbers[own.engine] = made.process_set_id or GLOBAL
         return self._numbers[own.engine]
 
-    def __repr__(self) -> str:
+    def __reduce__(self) -> str:
         return "host_process_set"
+
+    __repr__ = __reduce__
 
 
 host_process_set: ProcessSet = _HostProcessSet()

@@ -1,5 +1,7 @@
 """Process sets on threads: who is in them, adding and removing them, and what is refused."""
 
+import copy
+import pickle
 import types
 
 import numpy as np
@@ -207,3 +209,10 @@ def test_looking_at_the_process_set_of_a_host_makes_nothing():
     (first, *others), everyone = run_ranks(3, program, hosts=[0, 0, 1]), {0: [0, 1, 2]}
     assert first == ((None, [0, 1]), everyone, 2, 1)
     assert others == [(None, everyone, 2, 1), (None, everyone, 1, 2)]
+
+
+def test_a_set_that_there_is_once_is_itself_when_it_is_copied_or_pickled():
+    """As an attribute of a model that is saved whole, or of an optimizer."""
+    for process_set in (rr.global_process_set, rr.host_process_set):
+        assert copy.deepcopy(process_set) is process_set
+        assert pickle.loads(pickle.dumps(process_set)) is process_set
