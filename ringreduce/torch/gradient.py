@@ -180,8 +180,9 @@ class Gradient(buckets.Gradient):
     def begin(self) -> None:
         """It is accessed: begin to reduce it, if that has not begun."""
         reducer = self._reducer()
-        if self.is_untouched:
-            self.detach_pending(torch.zeros_like(self.parameter.detach()))
+        if self.is_untouched:  # but autograd may have added to it, where a hook of the script's comes before ours
+            local = self.local
+            self.detach_pending(torch.zeros_like(self.parameter.detach()) if local is None else local)
         elif reducer is not None:
             reducer.begin(self)
 

@@ -42,6 +42,19 @@ def test_gradients_are_zeros_once_the_optimizer_is_wrapped(op):
     assert not again.param_groups[0]["params"][2].grad.any()
 
 
+@each_rank_of(2)
+def test_a_hook_that_looks_at_the_first_gradient_finds_it_in_the_zeros():
+    """It was there before the optimizer was wrapped, and no zero_grad() has come."""
+    model, seen = training.make_model(), []
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda each: seen.append(float(each.grad.abs().sum())))
+    optimizer, before = training.wrap(model), training.parameters(model)
+    training.own_backward(model, 0)
+    optimizer.step()
+    assert all(seen)
+    assert (training.parameters(model) != before).all()
+
+
 UNUSED = {
     "SGD": lambda p: torch.optim.SGD(p, lr=0.1, weight_decay=0.1, momentum=0.9),
     "AdamW": lambda p: torch.optim.AdamW(p, lr=0.1, weight_decay=0.1),
