@@ -60,6 +60,11 @@ def _hook(listener: weakref.ReferenceType[Any], gradient: Any) -> Callable[[torc
     return hook
 
 
+def has_other_hooks(parameter: torch.Tensor) -> bool:
+    """Whether a script calls functions of its own, too, when backward has added to a parameter's gradient."""
+    return len(getattr(parameter, "_post_accumulate_grad_hooks", None) or ()) > 1
+
+
 def too_often(name: str, seen: int, passes: int) -> str:
     """The message for one backward too many."""
     return (

@@ -23,10 +23,10 @@ from ringreduce.errors import BackwardError
 from ringreduce.execution.frames import current_frames
 from ringreduce.execution.living import Living
 from ringreduce.execution.signature import calling_line, is_of_library
-from ringreduce.optim.buckets import UNKNOWN
+from ringreduce.optim.buckets import UNKNOWN, GradientBucket
 from ringreduce.optim.exchange import CLEARED, Exchange
 from ringreduce.torch.gradient import Gradient, TorchReducer
-from ringreduce.torch.hooks import too_often
+from ringreduce.torch.hooks import has_other_hooks, too_often
 
 _backward_number = torch._C._current_graph_task_id
 _reducers: Living[GradientReducer] = Living()
@@ -40,6 +40,7 @@ class GradientReducer(TorchReducer):
         self._waits = wait_in_backward
         self._backward = -1
         self._eager = False  # submit buckets as they fill
+        self._filled: GradientBucket | None = None  # to be submitted with the next gradient
         self._found: dict[int, Gradient] = {}  # by id of parameters that came by themselves, until all ranks agree
         self._looked = self._follows_first = False  # in this step; see `_look`
         _reducers.add(self)
@@ -61,15 +62,24 @@ class GradientReducer(TorchReducer):
             return
         self._computed.append(gradient)
         if self._eager:
+            if self._filled is not None:
+                self._begin_filled(self._filled)
             bucket = gradient.bucket
             bucket.missing -= 1  # only a hint: threads of several GPUs may miscount
             if bucket.missing <= 0:
-                with self._lock:
-                    self._count()
-                    self._begin_complete([bucket])
-                    if bucket.splits and self._has_wires:
-                        for _, handle in bucket.parts:  # a batch by itself: the engine is not to wait for the next one
-                            handle.poll()
+                if has_other_hooks(gradient.parameter):  # which may be behind ours, and change this rank's gradient
+                    self._filled = bucket
+                else:
+                    self._begin_filled(bucket)
+
+    def _begin_filled(self, bucket: GradientBucket) -> None:
+        with self._lock:
+            self._filled = None
+            self._count()
+            self._begin_complete([bucket])
+            if bucket.splits and self._has_wires:
+                for _, handle in bucket.parts:  # a batch by itself: the engine is not to wait for the next one
+                    handle.poll()
 
     def _watch_the_end(self) -> None:
         """A backward begins: have autograd call `_at_the_end` when it is done."""
@@ -80,7 +90,7 @@ class GradientReducer(TorchReducer):
         if not self._looked:
             self._looked = True
             self._look()
-        self._eager = self.trusts and self.overlaps and not self._follows_first
+        self._eager, self._filled = self.trusts and self.overlaps and not self._follows_first, None
         if self._eager:
             for bucket in self._buckets:
                 members: Sequence[Any] = bucket.members

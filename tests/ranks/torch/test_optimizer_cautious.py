@@ -361,3 +361,32 @@ def test_between_hosts_a_full_bucket_does_not_wait_for_the_next_one(monkeypatch)
         return arrived
 
     assert run_ranks(2, program, hosts=[0, 1], settings=Settings(cycle_time_ms=1e6)) == [[True], [True]]
+
+
+@pytest.mark.parametrize("overlaps", [False, True])
+def test_a_script_s_own_hooks_get_this_ranks_gradients(overlaps, monkeypatch):
+    """Whether these are submitted during backward or after it: what is clipped there is clipped before the sum."""
+    monkeypatch.setattr(reducer, "CAUTIOUS_STEPS", 0)
+    monkeypatch.setattr(HostResources, "overlaps", overlaps)
+
+    def clip(parameter):
+        parameter.grad.clamp_(-0.1, 0.1)
+
+    def clipped(optimizer, model, data):
+        for parameter in model.parameters():
+            parameter.register_post_accumulate_grad_hook(clip)
+        for _ in range(3):
+            optimizer.zero_grad()
+            training.loss_of(model, data).backward()
+            optimizer.step()
+        return torch.cat([each.grad.flatten() for each in model.parameters()])
+
+    def alone(rank):
+        model = training.make_model()
+        return clipped(torch.optim.SGD(model.parameters(), lr=0), model, training.batch(0)[rank::2])
+
+    def program():
+        model, optimizer = training.wrapped(lr=0)
+        return clipped(optimizer, model, training.share(0))
+
+    training.close(training.same_on_all(run_ranks(2, program)), (alone(0) + alone(1)) / 2)
