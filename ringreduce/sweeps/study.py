@@ -54,6 +54,11 @@ class Study:
         self._study = optuna.create_study(
             storage=_storage(storage), study_name=name, direction=direction, load_if_exists=True, **options
         )
+        if (begun := self._study.direction.name.lower()) != direction:  # Optuna keeps that of a study that exists
+            raise InputError(
+                f"sweep: direction={direction!r}, but study {name!r} of {storage} was begun with {begun!r}; pass "
+                f"direction={begun!r}, or another name= or storage="
+            )
         self._lock = threading.RLock()
         self._trials = trials
         self._running: dict[int, Any] = {}  # by number

@@ -158,6 +158,20 @@ def test_a_study_goes_on_in_its_file(tmp_path, ending, capfd):
     assert "sweep: 5 of 5 trials, best 0." in capfd.readouterr().err
 
 
+def test_a_study_that_was_begun_in_the_other_direction_is_refused_on_all_ranks(tmp_path):
+    """Optuna would go on towards the worst."""
+    storage = str(tmp_path / "study.journal")
+    run_ranks(1, seeded(lambda trial: 1.0, 1, 1, storage=storage))
+
+    @each_rank_of(2)
+    def refused():
+        with pytest.raises(rr.InputError, match=r"direction='maximize', but study 'sweep' of .* begun with 'minimize'"):
+            rr.sweep(lambda trial: 1.0, 2, 2, storage=storage, direction="maximize")
+
+    refused()
+    assert len(run_ranks(2, seeded(lambda trial: 1.0, 2, 2, storage=storage))[0].trials) == 2
+
+
 @pytest.mark.extended
 def test_trials_that_ran_when_their_job_ended_are_repeated_once_with_the_same_values(tmp_path):
     storage = f"sqlite:///{tmp_path / 'study.db'}"
