@@ -15,6 +15,7 @@ from ringreduce.errors import InputError, MissingExtraError
 
 TrialState: TypeAlias = Literal["complete", "pruned", "failed"]
 Direction: TypeAlias = Literal["minimize", "maximize"]
+Storage: TypeAlias = str | os.PathLike[str] | None
 REPEATS = "repeats"  # the attribute of a trial with the values of one that ended with its job: that one's number
 JOB = "job"  # the attribute of a study in use: host, pid and start of the process that has it
 ENDING_S, POLL_S = 5.0, 0.1
@@ -33,9 +34,7 @@ class Finished(NamedTuple):
 class Study:
     """The study of one sweep; used by several threads."""
 
-    def __init__(
-        self, trials: int, storage: str | None, name: str, direction: Direction, options: dict[str, Any]
-    ) -> None:
+    def __init__(self, trials: int, storage: Storage, name: str, direction: Direction, options: dict[str, Any]) -> None:
         """options: further arguments of optuna.create_study, such as sampler and pruner."""
         try:
             import optuna
@@ -68,7 +67,7 @@ class Study:
         self._repeat_interrupted()
         self._begun = len(self.finished())  # and those that run
 
-    def _take(self, storage: str | None) -> None:
+    def _take(self, storage: Storage) -> None:
         """Say that this job has the study: its trials that run are not those of a job that ended."""
         host, pid, started = job = self._study.user_attrs.get(JOB) or ["", 0, ""]
         until_s = time.monotonic() + ENDING_S  # a rank that was lost may still be ending
@@ -175,9 +174,12 @@ def _started(pid: int) -> str:
     return "" if state in "XZ" and int(others[16]) <= 1 else others[18]  # of a zombie that is only its main thread
 
 
-def _storage(storage: str | None) -> Any:
+def _storage(storage: Storage) -> Any:
     """What Optuna takes: a URL; a journal where the file's name ends so, else SQLite."""
-    if storage is None or "://" in storage:
+    if storage is None:
+        return None
+    storage = os.fspath(storage)
+    if "://" in storage:
         return storage
     if not storage.endswith(".journal"):
         return f"sqlite:///{storage}"

@@ -15,7 +15,7 @@ from ringreduce.api.ordered import ordered
 from ringreduce.api.process_sets import set_of
 from ringreduce.errors import CollectiveError, InputError, PeerLostError
 from ringreduce.settings.log import JOB
-from ringreduce.sweeps.study import Direction, Finished, Study, TrialState
+from ringreduce.sweeps.study import Direction, Finished, Storage, Study, TrialState
 from ringreduce.sweeps.teams import HEAD, Team, answer, tried
 from ringreduce.sweeps.trial import Pruned, Trial
 
@@ -35,7 +35,7 @@ def sweep(
     ranks: int = 1,
     *,
     direction: Direction = "minimize",
-    storage: str | None = None,
+    storage: Storage = None,
     name: str = "sweep",
     **options: Any,
 ) -> Sweep:

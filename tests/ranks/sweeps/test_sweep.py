@@ -2,6 +2,7 @@
 
 import socket
 import subprocess
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -205,9 +206,9 @@ def test_a_files_name_says_how_a_study_is_stored(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     urls = ("sqlite:////tmp/a.db", "mysql://user@host/sweeps", "sqlite:///a.journal")
     assert [study._storage(url) for url in (None, *urls)] == [None, *urls]
-    assert study._storage("study.db") == "sqlite:///study.db"
+    assert study._storage("study.db") == study._storage(Path("study.db")) == "sqlite:///study.db"
     assert study._storage("journal") == "sqlite:///journal"
-    journal = optuna.create_study(storage=study._storage("study.journal"), study_name="sweep")
+    journal = optuna.create_study(storage=study._storage(Path("study.journal")), study_name="sweep")
     assert not (tmp_path / "study.journal").read_bytes().startswith(b"SQLite format")
     assert isinstance(journal._storage, optuna.storages.JournalStorage)
 
