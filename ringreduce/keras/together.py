@@ -10,6 +10,7 @@ Where ranks begin with unequal numbers of batches or epochs, they are warned of 
 
 from __future__ import annotations
 
+import math
 import sys
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -81,7 +82,7 @@ class Fit:
         """Ask the others, and stop where one of them has wanted to in the batch before."""
         self._batches += 1
         if self._looks and self._batches == 1:  # what is broadcast has been
-            _submitting().owed = self._model.count_params()
+            _submitting().owed = _elements(self._model)
         if self._model.stop_training:
             self._wants, self._model.stop_training = True, False
         if not self._asks_in_batches:
@@ -96,7 +97,7 @@ class Fit:
         """Callbacks are about to get these logs."""
         if self._looks and self._batches > 1:
             self._looks, submitting = False, _submitting()
-            if submitting.has_shared_little(self._model.count_params(), self._batches):
+            if submitting.has_shared_little(_elements(self._model), self._batches):
                 self._warn(ALONE)
             submitting.owed = 0
         self._wants |= self._wanted_before()
@@ -208,6 +209,11 @@ def _setters(callbacks: Iterable[Any]) -> list[str]:
         for each in callbacks
         if isinstance(each, keras_own) or not type(each).__module__.startswith((*KERAS, "ringreduce."))
     ]
+
+
+def _elements(model: Any) -> int:
+    """Of its weights; count_params() of Keras refuses a model that is never called, such as one that trains others."""
+    return sum(math.prod(each.shape) for each in model.weights)
 
 
 def _rate(model: Any) -> float:

@@ -96,6 +96,34 @@ def test_a_rank_that_alone_has_a_callback_stops_all(said):
     check(counting, weights, 2)
 
 
+@pytest.mark.skipif(models.BACKEND != "tensorflow", reason="Keras' other backends build a model before they train it")
+@pytest.mark.quick
+def test_a_model_that_is_never_called_trains_others(said):
+    """As a GAN does, with a tape for each: Keras does not know how many weights it has."""
+    import tensorflow as tf
+
+    import ringreduce.tensorflow
+
+    class Pair(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.pair = [models.model(seed) for seed in (RANK, SIZE + RANK)]
+
+        def train_step(self, data):
+            x, y = data
+            for each in self.pair:
+                with ringreduce.tensorflow.DistributedGradientTape(tf.GradientTape()) as tape:
+                    loss = tf.reduce_mean((each(x) - y) ** 2)
+                variables = each.trainable_variables
+                for variable, gradient in zip(variables, tape.gradient(loss, variables), strict=True):
+                    variable.assign(variable - 0.1 * gradient)
+            return {"loss": loss}
+
+    broadcast = hvd.callbacks.BroadcastGlobalVariablesCallback(0)
+    models.equal_on_all_ranks(models.fit(Pair(), "sgd", together=True, callbacks=[broadcast]))
+    assert said == []
+
+
 @pytest.mark.quick
 def test_what_nobody_expects_in_a_batch_waits_for_the_end_of_the_epoch(said):
     class Odd(keras.Sequential):
