@@ -236,12 +236,12 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
         steps_per_epoch: int | None = None,
         verbose: int = 0,
     ) -> None:
-        def multiplier(epoch: float) -> float:
-            epoch += 1 / self._steps_per_epoch  # type: ignore[operator]  # so that an epoch ends at a round number
-            return (epoch * (size() - 1) / warmup_epochs + 1) / size()
-
-        super().__init__(initial_lr, multiplier, 0, warmup_epochs, False, momentum_correction, steps_per_epoch)
+        super().__init__(initial_lr, self._factor, 0, warmup_epochs, False, momentum_correction, steps_per_epoch)
         self._verbose = verbose
+
+    def _factor(self, epoch: float) -> float:  # a method: that of a copy looks at the copy
+        epoch += 1 / self._steps_per_epoch  # type: ignore[operator]  # so that an epoch ends at a round number
+        return (epoch * (size() - 1) / self._epochs[1] + 1) / size()
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Report the learning rate; and the end of the warm-up."""

@@ -20,7 +20,7 @@ class _LocalStepsCallback(TakesAllRanks, HasLocalSteps, keras.callbacks.Callback
     def __init__(self, options: Options) -> None:
         super().__init__()
         self._state: dict[str, Any] = {}
-        self._local = LocalSteps(options, self._variables, lambda: self._state)
+        self._local = LocalSteps(options, self._variables, self.state_dict)  # methods: those of a copy are the copy's
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Remember where all ranks begin."""

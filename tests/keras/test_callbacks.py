@@ -1,5 +1,6 @@
 """The callbacks: what each promises; and the functions on tensors of the backend."""
 
+import copy
 import functools
 import inspect
 
@@ -120,6 +121,15 @@ def test_the_learning_rate_warms_up(capsys):
     np.testing.assert_allclose([each["lr"] for each in recorded.logs], expected[BATCHES - 1 :: BATCHES], rtol=1e-5)
     said = f"Epoch 2: finished gradual learning rate warmup to {0.1 * SIZE:g}." in capsys.readouterr().out
     assert said == (RANK == 0)
+
+
+def test_a_copy_counts_for_itself():
+    """As tools that search for hyperparameters copy callbacks for each trial."""
+    recorded = Recorded()
+    warmup = copy.deepcopy(callbacks.LearningRateWarmupCallback(0.1 * SIZE, warmup_epochs=1))
+    fit(model(), hvd.DistributedOptimizer(keras.optimizers.SGD(0.1 * SIZE)), True, 1, [warmup, recorded])
+    epochs = np.arange(1, BATCHES + 1) / BATCHES
+    np.testing.assert_allclose(recorded.rates, 0.1 * (epochs * (SIZE - 1) + 1), rtol=1e-5)
 
 
 @pytest.mark.skipif(keras.backend.backend() == "torch", reason="Keras has no steps_per_execution there")

@@ -1,5 +1,7 @@
 """LocalSGDCallback and DiLoCoCallback: against models that train by themselves and are averaged by hand."""
 
+import copy
+
 import keras
 import numpy as np
 import pytest
@@ -50,6 +52,14 @@ def test_fragments_are_averaged_while_training_goes_on():
     close(numbers(made.weights), before)
     x, y = data()
     assert made.evaluate(x, y, verbose=0) < model_loss()
+
+
+def test_a_copy_begins_anew():
+    """As tools that search for hyperparameters copy callbacks for each trial."""
+    callback = callbacks.DiLoCoCallback(BATCHES, outer=rr.Nesterov(0.7, 0.5))
+    made = [numbers(trained(1, copy.deepcopy(callback)).weights) for _ in range(2)]
+    close(*made)
+    assert callback.state_dict() == {}
 
 
 @pytest.mark.quick
