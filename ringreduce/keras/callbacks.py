@@ -13,7 +13,7 @@ from ringreduce.api.process_sets import global_process_set
 from ringreduce.api.reduce import grouped_allreduce
 from ringreduce.api.world import rank, size
 from ringreduce.errors import InputError
-from ringreduce.keras.either import CalledByEither, built, inner_of, of_either, rate_of, variables_of
+from ringreduce.keras.either import CalledByEither, built, finalize, inner_of, of_either, rate_of, variables_of
 from ringreduce.keras.local import DiLoCoCallback, LocalSGDCallback
 from ringreduce.keras.ops import broadcast_variables
 from ringreduce.keras.own import OwnVariables
@@ -68,6 +68,7 @@ class BroadcastGlobalVariablesCallback(TakesAllRanks, keras.callbacks.Callback):
             own.add(each)
         kept = own.slots(variables)
         broadcast_variables([each for each in variables if each not in own and id(each) not in kept], self._root_rank)
+        finalize(model)
         self._done = True
 
 

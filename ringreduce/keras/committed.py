@@ -14,7 +14,7 @@ import keras
 import numpy as np
 
 from ringreduce.errors import InputError
-from ringreduce.keras.either import is_layer, is_optimizer, path_of, variables_of
+from ringreduce.keras.either import finalize, is_layer, is_optimizer, path_of, variables_of
 
 CURE = "commit after you change a model, and build it as it was at the commit when the training function begins"
 _OWN = "_clip_gradients", "apply", "register_local_var", "save_assets"
@@ -63,6 +63,8 @@ def put_back(value: Any, saved: Variables, models: Sequence[Any]) -> None:
         _recompile([value])
     for variable, array in pairs:
         variable.assign(np.array(array))  # a copy, as JAX keeps such memory for its own
+    if is_layer(value):
+        finalize(value)
 
 
 def _trained(optimizer: Any, models: Sequence[Any]) -> list[str]:

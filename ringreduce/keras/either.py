@@ -93,6 +93,16 @@ def built(optimizer: Any, variables: Sequence[Any]) -> Any:
     return optimizer
 
 
+def finalize(layer: Any) -> None:
+    """Let all layers in it make anew what they keep of their weights, as Keras does where it loads some: Normalization.
+
+    Not of layers without weights, such as Discretization, whose state may be gone.
+    """
+    for each in layer._flatten_layers():
+        if hasattr(each, "finalize_state") and each.weights:
+            each.finalize_state()
+
+
 def rate_of(optimizer: Any) -> float:
     """The learning rate; a `legacy` optimizer may have a schedule in its place."""
     rate = optimizer.learning_rate

@@ -87,7 +87,8 @@ def broadcast_variables(variables: Iterable[Any], root_rank: int, process_set: P
     """Give all ranks' Keras variables the root's values, through the host's memory.
 
     variables: such as model.weights + model.optimizer.variables, on each rank as many of the same shapes, in the same
-               order; in their names the numbers of layers, as in dense_3, may differ.
+               order; in their names the numbers of layers, as in dense_3, may differ. A layer that computes with
+               what it has made of them, such as keras.layers.Normalization, follows at layer.finalize_state().
     Cost:      as `ringreduce.broadcast_parameters`.
     """
     variables = list(variables)

@@ -63,7 +63,8 @@ def broadcast_variables(
 ) -> None:
     """Give all ranks' variables the root's values, eagerly or inside tf.function.
 
-    variables: tf.Variables or Keras variables, the same on each rank.
+    variables: tf.Variables or Keras variables, the same on each rank. A layer that computes with what it has made of
+               them, such as keras.layers.Normalization, follows at layer.finalize_state().
     inplace:   Horovod's, without effect.
     Cost:      as `broadcast`, of all as a group.
     Source:    Horovod's broadcast_variables.

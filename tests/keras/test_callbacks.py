@@ -76,6 +76,17 @@ def test_local_variables_stay_with_what_the_optimizer_keeps_of_them():
     equal_on_all_ranks([each for at, each in enumerate(recorded.before) if at not in (0, place)])
 
 
+@pytest.mark.quick
+def test_layers_follow_the_weights_that_they_get():
+    """Normalization computes with what it has made of them before: of each rank's own data, or none."""
+    normal = keras.layers.Normalization()
+    normal.adapt(RANK + share(data()[0]))
+    trained = keras.Sequential([keras.Input((4,)), normal, keras.layers.Dense(1)])
+    broadcast = callbacks.BroadcastGlobalVariablesCallback(0)
+    fit(trained, hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)), True, 1, [broadcast])
+    equal_on_all_ranks([keras.ops.convert_to_numpy(normal(np.ones((1, 4), np.float32)))])
+
+
 def test_weights_that_one_rank_does_not_have_yet_are_broadcast_after_the_first_step():
     keras.utils.set_random_seed(RANK)
     trained = keras.Sequential([keras.layers.Dense(1)])

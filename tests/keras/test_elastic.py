@@ -68,6 +68,23 @@ def test_an_attribute_may_be_another_model():
     equal_on_all_ranks(numbers(state.critic.weights))
 
 
+@pytest.mark.quick
+def test_layers_follow_the_weights_that_they_get():
+    """Normalization computes with what it has made of them before."""
+    normal, rows = keras.layers.Normalization(), np.float32([[1, 2], [3, 5]])
+    normal.adapt(rows + RANK)
+    results = lambda: [keras.ops.convert_to_numpy(normal(rows))]  # noqa: E731
+    trained = keras.Sequential([keras.Input((2,)), normal])
+    trained.compile(optimizer="sgd")
+    state = elastic.KerasState(trained)
+    state.sync()
+    first = results()
+    equal_on_all_ranks(first)
+    normal.adapt(rows + 7)
+    state.restore()
+    assert same(results(), first)
+
+
 def test_a_layers_random_seed_may_be_local():
     trained = with_dropout(RANK)
     own = numbers(trained.layers[-1].variables)
