@@ -26,8 +26,8 @@ __all__ += ["LearningRateWarmupCallback", "LocalSGDCallback", "MetricAverageCall
 class BroadcastGlobalVariablesCallback(TakesAllRanks, keras.callbacks.Callback):  # type: ignore[misc]
     """Give all ranks the root's weights, and its optimizer's variables, before the first step.
 
-    Where a rank's model is not built yet, it is done after the first step, as in Horovod. Random seeds stay each rank's
-    own: dropout should differ.
+    Where the first step makes some, as of a model that is not built yet, it is done after that step, as in Horovod.
+    Random seeds stay each rank's own: dropout should differ.
 
     root_rank:       the rank whose variables all get.
     device:          Horovod's, without effect.
@@ -39,27 +39,35 @@ class BroadcastGlobalVariablesCallback(TakesAllRanks, keras.callbacks.Callback):
         super().__init__()
         self._root_rank = root_rank
         self._local = [local_variables] if hasattr(local_variables, "assign") else list(local_variables or ())
-        self._done = False
+        self._done, self._count = False, 0  # variables that were broadcast
 
     def register_local_var(self, variable: Any) -> None:
         """Let another variable stay each rank's own."""
         self._local.append(variable)
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Broadcast, if all ranks have all weights."""
-        self._done = False
-        model = self.model
-        if all(allgather_object(model.built)):
-            if model.optimizer is not None:
-                built(model.optimizer, model.trainable_variables)
+        """Broadcast, if all ranks have as many variables."""
+        self._done, self._count, model = False, 0, self.model
+        if model.optimizer is not None and all(each.built for each in model._flatten_layers()):
+            built(model.optimizer, model.trainable_variables)
+        counts = allgather_object(len(self._variables()) if model.built else 0)
+        if 0 < min(counts) == max(counts):
             self._broadcast()
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """Broadcast, if that was not done."""
-        if not self._done:
+        """Broadcast, if the first step has made variables, whatever a model or an optimizer has said of itself."""
+        if not self._done and len(self._variables()) > self._count:
             self._broadcast()
+        self._done = True
 
     def _broadcast(self) -> None:
+        variables = self._variables()
+        broadcast_variables(variables, self._root_rank)
+        finalize(self.model)
+        self._count = len(variables)
+
+    def _variables(self) -> list[Any]:
+        """Those that ranks share."""
         model = self.model
         variables, own = list(model.weights), OwnVariables(global_process_set)
         if model.optimizer is not None:
@@ -67,9 +75,7 @@ class BroadcastGlobalVariablesCallback(TakesAllRanks, keras.callbacks.Callback):
         for each in self._local:
             own.add(each)
         kept = own.slots(variables)
-        broadcast_variables([each for each in variables if each not in own and id(each) not in kept], self._root_rank)
-        finalize(model)
-        self._done = True
+        return [each for each in variables if each not in own and id(each) not in kept]
 
 
 class MetricAverageCallback(TakesAllRanks, keras.callbacks.Callback):  # type: ignore[misc]

@@ -105,6 +105,34 @@ def test_weights_that_one_rank_does_not_have_yet_are_broadcast_after_the_first_s
     equal_on_all_ranks(numbers([*trained.weights, *trained.optimizer.variables]))
 
 
+class SaidToBeBuilt(keras.Model):
+    """As a model that trains others says of itself; its layers have their weights from the first batch on."""
+
+    def __init__(self):
+        super().__init__()
+        self.one, self.other = keras.layers.Dense(5, activation="tanh"), keras.layers.Dense(1)
+        self.built = True
+
+    def call(self, x):
+        return self.other(self.one(x))
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("has_some", [False, True])
+def test_weights_that_a_model_gets_in_the_first_step_are_broadcast_after_it(has_some):
+    keras.utils.set_random_seed(RANK)
+    trained, callback = SaidToBeBuilt(), callbacks.BroadcastGlobalVariablesCallback(0)
+    if has_some:
+        trained.other.build((None, 5))
+    trained.compile(optimizer=hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)), loss="mse")
+    callback.set_model(trained)
+    callback.on_train_begin()
+    x, y = data()
+    trained.train_on_batch(share(x), share(y))
+    callback.on_train_batch_end(0)
+    equal_on_all_ranks(numbers([*trained.weights, *trained.optimizer.variables]))
+
+
 def test_metrics_are_averages():
     own, averaged = Recorded(), Recorded()
     trained = model(seed=RANK)
