@@ -228,7 +228,7 @@ class Restoration:
                 return kept
             return type(saved)._make(items) if is_named else type(saved)(items)
         if has_state_dict(saved) and isinstance(live, type(saved)):
-            live.load_state_dict(self.put_back(None, saved.state_dict()))
+            live.load_state_dict(self.put_back(live_state(live), saved.state_dict()))
             return self._kept(live, saved)
         return _copied(saved)
 
@@ -242,6 +242,11 @@ class Restoration:
 def has_state_dict(value: Any) -> bool:
     """True for what is saved and restored by its state_dict() and load_state_dict()."""
     return hasattr(type(value), "state_dict") and hasattr(type(value), "load_state_dict")
+
+
+def live_state(value: Any) -> Any:
+    """What an object's state is restored into: of an optimizer without a state_dict, whose arrays others hold, too."""
+    return None if getattr(value, "has_state_dict", True) else value.state_dict()
 
 
 def _copied(saved: Any) -> Any:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
 
 from ringreduce.api.broadcast import broadcast_
 from ringreduce.api.objects import allgather_object, broadcast_made, broadcast_object
 from ringreduce.api.process_sets import global_process_set
 from ringreduce.api.world import rank
-from ringreduce.elastic.commit import Commit, PutBack, Restoration, has_state_dict
+from ringreduce.elastic.commit import Commit, PutBack, Restoration, has_state_dict, live_state
 from ringreduce.elastic.kept import Kept, KeptFile
 from ringreduce.errors import HostsUpdatedInterrupt, InputError
 from ringreduce.negotiation.protocol import GLOBAL
@@ -21,6 +21,7 @@ from ringreduce.settings.log import JOB
 NAME = "elastic state"  # of the operations, so that they match on ranks with different numbers of unnamed operations
 
 _GONE = 1
+_PLAIN = {type(None), bool, int, float, str}
 
 
 class State:
@@ -293,14 +294,18 @@ class ObjectState(State):
         return {f"{name}.{key}": part for name, parts in found for key, part in parts.items()}
 
     def _ask(self, method: str, *args: Any) -> dict[str, Any]:
-        """What the attributes return that have such a method.
+        """What the attributes return that have such a method, and what is in dicts, lists and tuples among them.
 
         elastic_parts(own): what is committed beside its state_dict(): dicts by name, restored in place, of what all
             ranks have alike, or of what is each rank's own.
         elastic_begin(): the ranks have changed, or the state was restored: begin anew.
         """
-        found = {name: getattr(getattr(self, name, None), method, None) for name in self._names}
+        found = {name: getattr(value, method, None) for name, value in self._objects()}
         return {name: call(*args) for name, call in found.items() if callable(call)}
+
+    def _objects(self) -> Iterator[tuple[str, Any]]:
+        """The attributes, and what is inside of them, see below."""
+        return itertools.chain.from_iterable(_objects(name, getattr(self, name, None)) for name in self._names)
 
     def _taken(self, value: Any) -> Any:
         """What is saved of an attribute."""
@@ -310,10 +315,15 @@ class ObjectState(State):
         """The attribute, restored. `saved` lies in a commit's memory, so it is copied."""
         if not has_state_dict(value):
             return put_back(value, saved)
-        value.load_state_dict(put_back(_live_state(value), saved))
+        value.load_state_dict(put_back(live_state(value), saved))
         return value
 
 
-def _live_state(value: Any) -> Any:
-    """What an object's state is restored into: of an optimizer without a state_dict, whose arrays others hold, too."""
-    return None if getattr(value, "has_state_dict", True) else value.state_dict()
+def _objects(name: str, value: Any, within: tuple[int, ...] = ()) -> Iterator[tuple[str, Any]]:
+    """A value, and what is in the dicts, lists and tuples in it, by names; but for plain values, which may be many."""
+    yield name, value
+    is_list = isinstance(value, list | tuple)
+    inside = dict(enumerate(value)) if is_list else value if isinstance(value, dict) else {}
+    if id(value) not in within and not _PLAIN.issuperset(map(type, inside.values())):
+        for key, each in inside.items():
+            yield from _objects(f"{name}.{key}", each, (*within, id(value)))

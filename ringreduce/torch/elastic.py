@@ -61,8 +61,7 @@ class TorchState(ObjectState):
     def restore(self) -> None:
         """Give all attributes their committed values; gradients, of which some may be reduced, are cleared."""
         self._give_up()
-        for name in self._names:
-            value = getattr(self, name)
+        for _, value in self._objects():
             if isinstance(value, torch.optim.Optimizer):
                 value.zero_grad()
         super().restore()
@@ -70,8 +69,8 @@ class TorchState(ObjectState):
     def sync(self) -> None:
         """See `ObjectState.sync`; what the groups of the root have got by themselves, all have now."""
         super().sync()
-        for name in self._names:
-            if isinstance(value := getattr(self, name), torch.optim.Optimizer):
+        for _, value in self._objects():
+            if isinstance(value, torch.optim.Optimizer):
                 follow(value)
 
     def reset(self) -> None:
@@ -80,8 +79,7 @@ class TorchState(ObjectState):
         self._give_up()
 
     def _give_up(self) -> None:
-        for name in self._names:
-            value = getattr(self, name)
+        for _, value in self._objects():
             if isinstance(value, WrappedMixin):
                 value._reducer.abandon()
 

@@ -409,6 +409,26 @@ def test_a_sampler_goes_back_with_the_state_and_is_divided_anew(elastic):
     assert (sampler.processed_num, list(sampler)) == (4, list(range(4 + rr.rank(), 16, 2)))
 
 
+def test_what_is_in_dicts_lists_and_tuples_begins_anew_too(elastic):
+    def program():
+        params = {"w": np.zeros(1)}
+        optimizer = rr.DistributedOptimizer(Momentum(params), backward_passes_per_step=2)
+        state = ObjectState(data={"train": (ElasticSampler(16, shuffle=False), None)}, optimizers=[optimizer], w=params)
+        state.sync()
+        state.data["train"][0].record_batch(0, 2)
+        state.save()
+        state.restore()
+        sampler = state.data["train"][0]
+        sampler.num_replicas, sampler.rank = 3, 2  # as if there had been more
+        optimizer([np.ones(1)])
+        state.on_reset()
+        for _ in range(2):
+            optimizer([np.full(1, 5.0)])
+        return list(sampler), params["w"].tolist()
+
+    assert run_ranks(2, program) == [(list(range(4 + rank, 16, 2)), [-10.0]) for rank in range(2)]
+
+
 @each_rank_of(3)
 def test_ranks_whose_states_differ_in_form_get_the_roots():
     state = ObjectState(tree={"a": np.arange(2 + rr.rank())} if rr.rank() else {"b": [np.ones(3), 4]}, none=None)

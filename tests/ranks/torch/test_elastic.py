@@ -129,15 +129,27 @@ def test_ranks_that_change_between_commits_of_a_sharded_optimizer(elastic, is_lo
         torch.testing.assert_close(result, expected)
 
 
-@pytest.mark.parametrize("wrap", [hvd.DistributedOptimizer, hvd.ShardedOptimizer])
-def test_what_was_being_reduced_is_given_up(elastic, wrap):
+def as_it_is(optimizer):
+    return optimizer
+
+
+def in_a_list(optimizer):
+    return {"others": [optimizer]}
+
+
+@pytest.mark.filterwarnings("ignore:this SGD is a copy")  # that in the commit
+@pytest.mark.parametrize(
+    ("wrap", "put"),
+    [(hvd.DistributedOptimizer, as_it_is), (hvd.ShardedOptimizer, as_it_is), (hvd.DistributedOptimizer, in_a_list)],
+)
+def test_what_was_being_reduced_is_given_up(elastic, wrap, put):
     """One rank leaves off in the middle of a step, the other in its end; the gradients of that step are gone."""
 
     def program():
         model = model_of(1.0)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
         optimizer = wrap(optimizer, model.named_parameters())
-        state = hvd.elastic.TorchState(model, optimizer, step=0)
+        state = hvd.elastic.TorchState(model, put(optimizer), step=0)
         failures = [hvd.PeerLostError("rank 9 died", [9])]
 
         @hvd.elastic.run
