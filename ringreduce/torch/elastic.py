@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable
 from typing import Any
 
@@ -82,6 +83,9 @@ class TorchState(ObjectState):
         for _, value in self._objects():
             if isinstance(value, WrappedMixin):
                 value._reducer.abandon()
+            elif isinstance(value, torch.amp.GradScaler):
+                with contextlib.suppress(AssertionError):  # it has scaled nothing yet
+                    value.update(value.get_scale())  # a step may be broken off, which no state_dict says
 
     def _taken(self, value: Any) -> Any:
         if isinstance(value, torch.optim.Optimizer):

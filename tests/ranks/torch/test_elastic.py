@@ -173,6 +173,26 @@ def test_what_was_being_reduced_is_given_up(elastic, wrap, put):
     assert elastic == [[3, 3]]
 
 
+@pytest.mark.parametrize("done", ["unscaled", "stepped"])
+@each_rank_of(2)
+def test_a_scaler_s_step_that_was_broken_off_is_none(done):
+    """torch refuses to unscale gradients twice, or after a step, until update()."""
+    model, scaler = model_of(1.0), torch.amp.GradScaler("cpu", init_scale=4.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    state = hvd.elastic.TorchState(model, optimizer, scalers=[scaler])
+    state.restore()
+    for broken_off in (True, False):
+        scaler.scale(model(torch.ones(2, 2)).sum()).backward()
+        scaler.unscale_(optimizer)
+        assert model[1].bias.grad.tolist() == [2, 2]
+        if done == "stepped" or not broken_off:
+            scaler.step(optimizer)
+        if broken_off:
+            state.restore()
+    scaler.update()
+    assert scaler.get_scale() == 4.0
+
+
 @each_rank_of(2)
 def test_an_optimizer_with_state_gives_it_to_one_without():
     """As to a rank that comes late."""
