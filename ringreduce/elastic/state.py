@@ -162,6 +162,7 @@ class ObjectState(State):
         self._own.take(self._tree(own=True), number=0)
         self._number = next(self._numbers)  # of the states of this process: the same after a restart
         self._kept: Kept | None = None
+        self._has_resumed = False
 
     @property
     def commits(self) -> int:
@@ -190,11 +191,12 @@ class ObjectState(State):
         self._ask("elastic_begin")
 
     def resume(self) -> None:
-        """Take the newest commit that is kept on this host, if there is one."""
+        """Take the newest commit that is kept on this host, if there is one: once, later ones are this attempt's."""
         own = current("resume")
+        again, self._has_resumed = self._has_resumed, True
         if not own.was_restarted() or own.root is not None:
             return
-        if own.settings.state_dir and (found := Kept(own.settings.state_dir, self._number).newest()):
+        if not again and own.settings.state_dir and (found := Kept(own.settings.state_dir, self._number).newest()):
             self._committed.read(found)
             self.restore()
 
