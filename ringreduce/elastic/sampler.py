@@ -32,6 +32,7 @@ class ElasticSampler(DistributedSampler):
     def __init__(self, dataset: Any, shuffle: bool = True, seed: int = 0) -> None:
         super().__init__(dataset, shuffle=shuffle, seed=seed)
         self.processed_num = 0
+        self._begins_anew = False
         self.reset()
 
     @property
@@ -48,13 +49,15 @@ class ElasticSampler(DistributedSampler):
     def set_epoch(self, epoch: int) -> None:
         """Begin an epoch, which sets the order; call it on all ranks, at the end of the one before or at its beginning.
 
-        In the middle of this very epoch, such as one that a loss has broken off, it goes on with what is left.
+        In the middle of this very epoch, such as one that a loss has broken off, it goes on with what is left: nothing,
+        where all items were recorded and the loss came before the epoch was counted.
         """
-        is_under_way = epoch == self.epoch and self.processed_num < self.count
+        is_under_way = epoch == self.epoch and (self.processed_num < self.count or self._begins_anew)
         super().set_epoch(epoch)
         if not is_under_way:
             self.processed_num = 0
         self.reset()
+        self._begins_anew = False
 
     def record_batch(self, batch_idx: int, batch_size: int) -> None:
         """Record that every rank is done with a batch of so many items, the next in order."""
@@ -75,6 +78,7 @@ class ElasticSampler(DistributedSampler):
 
     def _record(self, count: int) -> None:
         self.processed_num = min(self.processed_num + count * self.num_replicas, self.count)
+        self._begins_anew = False
 
     def get_indices(self, batch_idx: int, batch_size: int) -> list[int]:
         """The items of this rank's batch number `batch_idx` since the last `reset`."""
@@ -95,4 +99,7 @@ class ElasticSampler(DistributedSampler):
         self._divide()
         self._first = self.processed_num
 
-    elastic_begin = reset
+    def elastic_begin(self) -> None:
+        """The training function begins anew, with the ranks that there are now."""
+        self.reset()
+        self._begins_anew = True

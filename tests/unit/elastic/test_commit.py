@@ -367,6 +367,25 @@ def test_an_epoch_is_a_new_order_and_begins_at_its_first_item():
     run_ranks(1, program)
 
 
+def test_an_epoch_that_was_done_at_the_last_commit_is_not_done_again():
+    """A loss may come before it is counted, as in validation."""
+
+    def program():
+        one = ElasticSampler(10)
+        one.elastic_begin()
+        one.record_batch(0, 10)
+        one.set_epoch(0)
+        assert len(one) == 10, "the script itself wants it again"
+        one.record_batch(0, 10)
+        one.elastic_begin()
+        one.set_epoch(0)
+        assert (one.processed_num, list(one)) == (10, [])
+        one.set_epoch(1)
+        assert len(one) == 10
+
+    run_ranks(1, program)
+
+
 def test_indices_are_recorded_in_order_only():
     ranks = sampler(2, 10, shuffle=False)
     ranks[1].record_indices([3, 1])
