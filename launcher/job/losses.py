@@ -171,7 +171,11 @@ class Losses:
                 why = "in an elastic job MPICH itself does not end a rank; to end a rank, use sys.exit()"
                 self._kill(Kill(frozenset({rank})), f"it called MPI_Abort: {why}; it said {said!r}")
             case Reported(rank, Meeting(number)):
-                members.meets(rank, number, now_s)
+                before = set(members.ranks)
+                if (decision := members.meets(rank, number, now_s)) is not None:
+                    gone = numbered("rank", sorted(before.difference(decision.ranks)))
+                    self._say(f"{gone} left before others did; continuing {self._with_whom()}")
+                return decision
             case Reported(rank, Left()):
                 return members.left(rank, now_s)
             case Reported(rank, Reformed(number)) if members.reformed(rank, number):

@@ -140,12 +140,19 @@ class Members:
             self._fresh.discard(rank)
         return number == self.number and self._settle(rank)
 
-    def meets(self, rank: int, number: int, now_s: float) -> None:
-        """`rank` waits for the others of list `number`."""
-        if number == self.number:
-            self._met_s[rank] = now_s
-            if self._awaited and self._late_s == math.inf:
-                self._limit(now_s)
+    def meets(self, rank: int, number: int, now_s: float) -> wire.Membership | None:
+        """`rank` waits for the others of list `number`; returns one without those that have left that world for good.
+
+        Where the world works already it can wait for no others: they have left in order, and it needs another world.
+        """
+        if number != self.number:
+            return None
+        self._met_s[rank] = now_s
+        if self._awaited and self._late_s == math.inf:
+            self._limit(now_s)
+        needs_another = rank in self._present and not self._awaited and self._left.intersection(self.ranks)
+        decision = self._next(now_s) if needs_another else None
+        return decision if isinstance(decision, wire.Membership) else None
 
     def suspected(self, by: int, ranks: Collection[int]) -> Kill | CannotGoOn | None:
         """`by` reports that `ranks`, perhaps itself, keep others waiting. What suspects report does not count."""

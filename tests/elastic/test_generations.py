@@ -41,6 +41,16 @@ def test_a_death_does_not_hold_up_those_that_call_shutdown(python):
     assert sorted(run(python, 3, "leaves").stdout.splitlines()) == ["[0] went on", "[2] went on"]
 
 
+def test_the_others_go_on_without_a_rank_that_leaves_before_them(python):
+    done = run(python, 3, "returns")
+    assert sorted(done.stdout.splitlines()) == [
+        "[0] ended with 4 steps of 2",
+        "[1] ended with 2 steps of 3",
+        "[2] ended with 4 steps of 2",
+    ]
+    assert "ringrun: rank 1 left before others did; continuing with ranks 0,2\n" in done.stderr
+
+
 def test_ranks_outlive_the_daemon_that_has_started_them(python):
     """It ends, as mpirun does, when another host is lost."""
     assert sorted(run(python, 3, "orphaned").stdout.splitlines()) == [f"[{rank}] ended with 3" for rank in range(3)]

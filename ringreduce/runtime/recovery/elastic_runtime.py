@@ -80,6 +80,8 @@ class ElasticRuntime(Runtime):
                 come, or this rank's GPU does not end its work.
         """
         begun_s, engine, last = time.monotonic(), self.engine, self.world
+        if not self.membership_changed():  # where others have left in order no list would come by itself
+            launcher_link.report(self.settings.error_file, meeting=last.number)
         if not self.members.wait(lambda each: each.number > last.number, RECOVERY_S):
             return super().reform(commits)  # raises
         engine.give_up(lost_error(last, self.members.newest))

@@ -55,6 +55,9 @@ def test_a_spare_that_is_lost_is_no_failure_of_the_job_s():
         ({"spares": 1}, [("left", 0, 0.0), *LOST[:1]], Membership(1, (2,), {"1": "a"})),
         ({"size": 3}, [("left", 0, 0.0), ("ended", 0, 0.0)], Membership(1, (1, 2), {"0": "ended with exit code 0"})),
         ({"size": 3}, [*LOST[:1], ("left", 0, 0.0)], Membership(2, (2,), {"1": "a"})),
+        ({"size": 3}, [("left", 0, 0.0), ("meets", 1, 0, 1.0)], Membership(1, (1, 2), {})),
+        ({"size": 3}, [("left", 0, 0.0), ("meets", 1, 0, 1.0), ("meets", 2, 0, 1.0)], None),
+        ({"size": 3}, [("meets", 1, 0, 1.0)], None),
         ({}, [("lost", {2: "a"}, 5.0), ("lost", {2: "ended"}, 6.0)], None),
         # nobody is left to hear of one
         ({"size": 2}, [("left", 0, 0.0), ("left", 1, 0.0), ("ended", 0, 0.0), ("lost", {1: "a"}, 0.0)], None),
