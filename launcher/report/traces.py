@@ -1,7 +1,7 @@
 """Python stacks as faulthandler writes them: read, cut to what a user looks for, and turned the way Python prints them.
 
-faulthandler writes from inside a signal handler, so it prints file, line and function only, innermost first. Here that
-becomes text which is equal where the stacks of ranks are.
+faulthandler writes from inside a signal handler, so it prints file, line and function only, innermost first, in ASCII.
+Here that becomes text which is equal where the stacks of ranks are.
 """
 
 import os
@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 _HEAD = re.compile(r"(?:Stack|Current thread .*) \(most recent call first\):\s*$")
 _FRAME = re.compile(r'  File "(.*)", line (\d+|\?\?\?) in (.*)$')
+_NOT_ASCII = re.compile(r"\\(?:x([a-f][0-9a-f])|u([0-9a-f]{4})|U(00(?:0[0-9a-f]|10)[0-9a-f]{4}))")
 _LIBRARY = re.compile(r"/(site|dist)-packages/|/lib\d*/python3\.\d+t?/|^<frozen |/launcher/hook/|/ringrun/hook/")
 
 Source = Callable[[str, int], str]
@@ -35,8 +36,14 @@ def parse(text: str) -> list[Frame]:
         if _HEAD.match(line):
             frames = []
         elif match := _FRAME.match(line):
-            frames.append(Frame(match[1], int(match[2]) if match[2].isdecimal() else 0, match[3]))
+            line_number = int(match[2]) if match[2].isdecimal() else 0
+            frames.append(Frame(_decoded(match[1]), line_number, _decoded(match[3])))
     return frames[::-1]
+
+
+def _decoded(name: str) -> str:
+    """Return the name of a file or a function with the letters for which faulthandler has written escapes."""
+    return _NOT_ASCII.sub(lambda match: chr(int(match[1] or match[2] or match[3], 16)), name)
 
 
 def source_line(file: str, line: int) -> str:

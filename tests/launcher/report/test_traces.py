@@ -1,6 +1,8 @@
 """Stacks as faulthandler writes them, and what is shown of them."""
 
 import faulthandler
+import subprocess
+import sys
 import tempfile
 
 import hypothesis
@@ -48,6 +50,16 @@ def test_a_dump_of_this_very_process_is_read():
         frames = parse(file.read())
     assert frames[-1].function == "test_a_dump_of_this_very_process_is_read"
     assert innermost(frames).endswith(": faulthandler.dump_traceback(file, all_threads=False)")
+
+
+def test_names_that_are_not_ascii_are_read_and_their_source_is_found(tmp_path):
+    path = tmp_path / "用户 é \U0001f600 \udcff.py"
+    path.write_text(
+        "import faulthandler, sys\n\ndef wärten():\n    faulthandler.dump_traceback(sys.stdout)\n\nwärten()\n"
+    )
+    frames = parse(subprocess.run([sys.executable, path], capture_output=True, text=True, check=True).stdout)
+    assert frames == [Frame(str(path), 6, "<module>"), Frame(str(path), 4, "wärten")]
+    assert innermost(frames) == f"{path.name}:4, in wärten: faulthandler.dump_traceback(sys.stdout)"
 
 
 def test_source_stands_with_the_users_frames_only():
