@@ -15,6 +15,7 @@ from collections.abc import Sequence
 
 from .errors import LauncherError, UsageError
 from .job.control_socket import STACKS, RunningJob, ask, find_jobs
+from .processes import state_of
 from .text import columns, counted, duration, in_one_line, shortened
 
 _LONGEST_COMMAND = 60
@@ -33,7 +34,7 @@ def run(arguments: Sequence[str]) -> int:
     try:
         text = ask(job, STACKS)
     except OSError as error:
-        raise LauncherError(f"job {job.pid} does not answer: {error.strerror or error}; it may have ended") from error
+        raise unanswered(job, error) from error
     if not text:
         raise LauncherError(f"job {job.pid} ended before its ranks had answered")
     sys.stdout.write(f"{describe(job, time.monotonic())}\n{text}")
@@ -63,6 +64,13 @@ def describe(job: RunningJob, now_s: float) -> str:
     """Return the line above a job's stacks."""
     ranks = counted(job.size, "rank")
     return f"job {job.pid}: {_command(job)}; {ranks}, for {duration(now_s - job.since_s)}"
+
+
+def unanswered(job: RunningJob, error: OSError) -> LauncherError:
+    """Return what says that a job does not answer, and why."""
+    stopped = f"its ringrun is stopped, as by Ctrl-Z; to continue it: fg, or kill -CONT {job.pid}"
+    why = stopped if state_of(job.pid) in "Tt" else "it may have ended"
+    return LauncherError(f"job {job.pid} does not answer: {error.strerror or error}; {why}")
 
 
 def _command(job: RunningJob) -> str:

@@ -20,7 +20,7 @@ from collections.abc import Iterator, Sequence
 from .errors import LauncherError
 from .job.control_socket import TOTALS, RunningJob, ask, find_jobs
 from .run_report import Totals, row, table
-from .stacks import chosen, describe
+from .stacks import chosen, describe, unanswered
 from .stacks import table as jobs_table
 from .text import shortened
 
@@ -70,6 +70,8 @@ def _answers(job: RunningJob) -> Iterator[History]:
     while True:
         try:
             keep(history, ask(job, TOTALS))
+        except TimeoutError as error:  # it is there
+            raise unanswered(job, error) from error
         except OSError:
             return
         yield history

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import pytest
 
-from ringrun import stacks
+from ringrun import stacks, top
 from ringrun.errors import LauncherError, UsageError
 from ringrun.job import control_socket as jobs
 from ringrun.job.control_socket import RunningJob
@@ -161,6 +161,20 @@ def test_a_job_that_ends_meanwhile(monkeypatch):
     monkeypatch.setattr(stacks, "find_jobs", lambda: [JOB])
     with pytest.raises(LauncherError, match="job 4711 does not answer: No such file or directory; it may have ended"):
         stacks.run(["4711"])
+
+    def ask(job, question):
+        raise TimeoutError("timed out")
+
+    for command in (stacks, top):
+        monkeypatch.setattr(command, "find_jobs", lambda: [JOB])
+        monkeypatch.setattr(command, "ask", ask)
+        for state, why in (
+            ("T", "its ringrun is stopped, as by Ctrl-Z; to continue it: fg, or kill -CONT 4711"),
+            ("S", "it may have ended"),
+        ):
+            monkeypatch.setattr(stacks, "state_of", {4711: state}.__getitem__)
+            with pytest.raises(LauncherError, match=f"job 4711 does not answer: timed out; {why}$"):
+                command.run(["4711"])
     monkeypatch.setattr(stacks, "ask", lambda job, _: "")
     with pytest.raises(LauncherError, match="job 4711 ended before its ranks had answered"):
         stacks.run(["4711"])
