@@ -327,6 +327,7 @@ def _stdin_rank(request: Request, size: int) -> int:
 
 def main() -> int:
     """Run as the console script `ringrun`."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # where the parent ignores it no child's exit code is known
     survive(FORWARDABLE)
     exit_at((signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT))  # until a job begins: with what looks for hosts
     open_standard_streams()

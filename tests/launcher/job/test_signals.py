@@ -74,6 +74,13 @@ def test_what_the_parent_has_said_to_ignore_is_ignored():
     assert done.stdout == "15\n", done.stderr
 
 
+@pytest.mark.without_mpi
+def test_a_parent_that_ignores_the_ends_of_its_own_children_hides_no_rank_s(ringrun):
+    """An ignored SIGCHLD is inherited, and leaves no exit code to whoever waits for a child."""
+    done = ringrun("-np", 2, "sh", "-c", "exit 3", preexec_fn=lambda: signal.signal(signal.SIGCHLD, signal.SIG_IGN))
+    assert done.returncode == 3, done.stderr
+
+
 def test_before_a_job_a_hangup_ends_ringrun_but_not_under_nohup():
     program = """
         from ringrun.job.signals import exit_at
