@@ -106,10 +106,9 @@ def rank_environment(
         "MASTER_ADDR": setup.master_address,
         "MASTER_PORT": str(setup.master_port),
         "OMP_NUM_THREADS": str(threads),
-        "PYTHONUNBUFFERED": "1",
     }
-    for name, value in defaults.items():
-        environment.setdefault(name, value)
+    environment |= {name: value for name, value in defaults.items() if not environment.get(name)}
+    environment.setdefault("PYTHONUNBUFFERED", "1")  # an empty one says no; an empty one of the others says nothing
     if only_gpu is not None:
         environment |= {VISIBLE_VARIABLE: only_gpu, ORDER_VARIABLE: BY_ADDRESS}  # the order of our numbers
     path = [HOOK_DIRECTORY, everything.get("PYTHONPATH")]

@@ -249,6 +249,13 @@ def test_with_horovod_ranks_and_what_they_start_find_it_and_its_variables():
     ("sent", "inherited", "gpu", "expected"),
     [
         pytest.param({}, KEPT, {}, KEPT, id="what the user has set is kept"),
+        pytest.param(
+            {"MASTER_ADDR": ""},
+            {"MASTER_PORT": "", "OMP_NUM_THREADS": ""},
+            {},
+            {"MASTER_ADDR": SETUP.master_address, "MASTER_PORT": str(SETUP.master_port), "OMP_NUM_THREADS": "2"},
+            id="an empty one is none",
+        ),
         pytest.param({}, {"PYTHONPATH": "/mine"}, {}, {"PYTHONPATH": f"{HOOK_DIRECTORY}{os.pathsep}/mine"}, id="path"),
         pytest.param({}, GPUS, {}, GPUS, id="all GPUs"),
         pytest.param(
