@@ -1,5 +1,6 @@
 """Which hosts a job may use, and how many ranks each gets."""
 
+import contextlib
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -48,8 +49,9 @@ def named_hosts(listed: str | None, file: str | None, place: str = "", script: S
     if listed is None and file is None and not script:
         allocation = find_allocation(os.environ, read_text)
         return Found(allocation.hosts, allocation.why, allocation.kind == "slurm") if allocation else None
-    nodelist = os.environ.get("SLURM_JOB_NODELIST")
-    nodes = expand_nodelist(nodelist) if nodelist else []
+    nodes: list[str] = []
+    with contextlib.suppress(UsageError):  # a list that is none: the hosts were named because of that
+        nodes = expand_nodelist(os.environ.get("SLURM_JOB_NODELIST", ""))
     return Found(hosts, why, all(host.name in nodes for host in hosts))
 
 

@@ -103,6 +103,10 @@ def test_a_slurm_job_starts_its_own_nodes_and_ssh_the_others(monkeypatch):
     assert _placed() == (6, [("n1", 2), ("n2", 2), ("n3", 2)])
     for arguments, in_slurm in (([], True), (["-H", "n2:1,n3:1"], True), (["-H", "n2:1,m1:1"], False)):
         assert cli.parse([*arguments, "true"]).found.in_slurm is in_slurm
+    monkeypatch.setenv("SLURM_JOB_NODELIST", "None assigned")
+    with pytest.raises(UsageError, match="'None assigned'; to name the hosts yourself: -H or --hostfile"):
+        _placed()
+    assert cli.parse(["-H", "n2:1", "true"]).found.in_slurm is False, "as it says"
 
 
 @in_a_loop("hosts", [2, 64, 512])
