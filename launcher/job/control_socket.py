@@ -95,7 +95,10 @@ def find_jobs() -> list[RunningJob]:
 
 def _sockets() -> Iterator[Path]:
     """Yield where jobs may listen: in the usual folders, and, as the kernel lists it, wherever TMPDIR was."""
-    for folder in {tempfile.gettempdir(), "/tmp"}:  # noqa: S108 - looked at, not written to
+    folders = {"/tmp"}  # noqa: S108 - looked at, not written to
+    with contextlib.suppress(FileNotFoundError):  # this process may write in none
+        folders.add(tempfile.gettempdir())
+    for folder in folders:
         yield from Path(folder).glob(f"{_DIRECTORIES}/{_SOCKET}")
     with contextlib.suppress(OSError):
         for line in Path("/proc/net/unix").read_text(errors="surrogateescape").splitlines():

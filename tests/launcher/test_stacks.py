@@ -180,6 +180,22 @@ def test_a_job_that_ends_meanwhile(monkeypatch):
         stacks.run(["4711"])
 
 
+def test_jobs_are_found_where_no_file_can_be_written(tmp_path, monkeypatch):
+    """As in another process of a container whose file system is read-only, and whose job has a TMPDIR."""
+    folder = tmp_path / "ringrun-abc"
+    folder.mkdir()
+    (folder / "job.json").write_text(json.dumps({"pid": 99, "since_s": 1.0, "size": 2, "command": ["x"]}))
+
+    def gettempdir():
+        raise FileNotFoundError("No usable temporary directory found")
+
+    monkeypatch.setattr(jobs.tempfile, "gettempdir", gettempdir)
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(folder / "control"))
+        listener.listen()
+        assert 99 in [job.pid for job in jobs.find_jobs()]
+
+
 def test_a_directory_that_a_killed_ringrun_left_is_no_job(tmp_path, monkeypatch):
     monkeypatch.setattr(jobs.tempfile, "gettempdir", lambda: str(tmp_path))
     folder = tmp_path / "ringrun-abc"
