@@ -2,7 +2,7 @@
 
     ringrun top             watches your job on this host; lists them if there are several
     ringrun top JOB         watches this one; JOB is the process number of its ringrun
-    ringrun top --once      prints the table once, as where stdout is no terminal
+    ringrun top --once      prints the table once, as where stdout is no terminal, or TERM is dumb
 
 A row is a rank: its step, and milliseconds of a step, over the last ten seconds: computing, waiting for ranks that have
 not submitted yet, and exposed to communication. A rank marked with > is late: others wait for it. With more ranks than
@@ -11,14 +11,15 @@ the start with --report. Ctrl-C leaves; the job continues.
 """
 
 import json
+import os
 import shutil
-import sys
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 
 from .errors import LauncherError
 from .job.control_socket import TOTALS, RunningJob, ask, find_jobs
+from .output.display import is_terminal
 from .run_report import Totals, row, table
 from .stacks import chosen, describe, unanswered
 from .stacks import table as jobs_table
@@ -46,7 +47,7 @@ def run(arguments: Sequence[str]) -> int:
         return 0
     job = chosen("top", names, jobs) if names else jobs[0]
     try:
-        return _once(job) if names != arguments or not sys.stdout.isatty() else _watch(job)
+        return _once(job) if names != arguments or not is_terminal(1, os.environ) else _watch(job)
     except KeyboardInterrupt:
         print()
         return 0

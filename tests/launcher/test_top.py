@@ -1,6 +1,7 @@
 """`ringrun top` and --metrics-port: what the ranks of a running job say of their steps, as a table and as metrics."""
 
 import json
+import os
 import re
 import sys
 from collections import deque
@@ -130,6 +131,17 @@ def test_several_jobs_are_listed_and_one_that_ended_says_so(monkeypatch, capsys)
     monkeypatch.setattr(top, "find_jobs", lambda: [JOB])
     with pytest.raises(LauncherError, match="job 4711 ended before its ranks had answered"):
         top.run(["4711"])
+
+
+def test_a_terminal_without_escape_sequences_gets_the_table_once(monkeypatch):
+    """As Emacs' shell."""
+    monkeypatch.setattr(top, "find_jobs", lambda: [JOB])
+    monkeypatch.setattr(top, "_once", lambda job: "once")
+    monkeypatch.setattr(top, "_watch", lambda job: "watched")
+    monkeypatch.setattr(os, "isatty", lambda descriptor: True)
+    for terminal, how in (("xterm", "watched"), ("dumb", "once")):
+        monkeypatch.setenv("TERM", terminal)
+        assert top.run([]) == how
 
 
 def test_any_running_job_can_be_watched(start, program, tmp_path):
