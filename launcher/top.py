@@ -73,7 +73,7 @@ def _answers(job: RunningJob) -> Iterator[History]:
             keep(history, ask(job, TOTALS))
         except TimeoutError as error:  # it is there
             raise unanswered(job, error) from error
-        except OSError:
+        except (OSError, ValueError):  # it ends just now
             return
         yield history
         time.sleep(_EVERY_S)

@@ -131,6 +131,9 @@ def test_several_jobs_are_listed_and_one_that_ended_says_so(monkeypatch, capsys)
     monkeypatch.setattr(top, "find_jobs", lambda: [JOB])
     with pytest.raises(LauncherError, match="job 4711 ended before its ranks had answered"):
         top.run(["4711"])
+    monkeypatch.setattr(top, "ask", lambda job, question: answer(totals(0, 10))[:30])
+    with pytest.raises(LauncherError, match="job 4711 ended before its ranks had answered"):
+        top.run(["4711"])
 
 
 def test_a_terminal_without_escape_sequences_gets_the_table_once(monkeypatch):
