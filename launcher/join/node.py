@@ -21,7 +21,7 @@ from ..cli import say
 from ..connection import wire
 from ..connection.link import HostSilentError, Link, connect_to
 from ..connection.wire import CONNECT_S
-from ..errors import MachineError
+from ..errors import MachineError, UsageError
 from ..machine.topology import VISIBLE_VARIABLE
 from .platforms import NodeRank
 
@@ -89,6 +89,9 @@ class Lender:
         while True:
             try:
                 return connect_to(self._node_rank.head, self._node_rank.port, self._authkey, self._lost_after_s)
+            except UnicodeError as error:  # nor will it be one later
+                what = f"that is no host's name ({error}); is a variable in it not set?"
+                raise UsageError(f"{where}: {what} ({self._node_rank.why})") from None
             except OSError as error:
                 is_other = isinstance(error, PermissionError)
                 until_s = begin_s + (min(timeout_s, _OTHER_KEY_S) if is_other else timeout_s)

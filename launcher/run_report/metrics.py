@@ -67,8 +67,8 @@ class Metrics:
         registry.register(self)
         try:
             self._server, _ = start_http_server(port, address, registry)
-        except OSError as error:
-            why = f"{host}:{port} cannot be used: {error.strerror}"
+        except (OSError, UnicodeError) as error:  # the latter: it is no host's name, as with two dots in a row
+            why = f"{host}:{port} cannot be used: {getattr(error, 'strerror', None) or error}"
             say(f"ringrun: no metrics, because {why}; the job continues without them")
         else:
             say(f"ringrun: metrics are at http://{host}:{self._server.server_port}/metrics")

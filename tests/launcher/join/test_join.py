@@ -661,6 +661,13 @@ def test_nobody_listens(head, why, monkeypatch, capsys):
     assert err.count("\n") < 30, "each after twice the time"
 
 
+def test_a_head_whose_name_is_none_is_not_waited_for():
+    lender = Lender(NodeRank(1, 2, "job-0..ns.svc", 29400, "NODE_RANK=1, NNODES=2"), b"key", 30.0)
+    why = r"that is no host's name \(.*label.*\); is a variable in it not set\? \(NODE_RANK=1, NNODES=2\)"
+    with pytest.raises(UsageError, match=rf"job-0\.\.ns\.svc port 29400: {why}"):
+        lender.run(wire.Node(1, "n1", 1), 600.0)
+
+
 def test_its_manual_has_ringrun_s_flags_too(ringrun):
     done = ringrun("join", "--help", returncode=0)
     for part in ("ringrun join [HEAD:PORT]", "--key-file FILE", "--elastic", "RINGRUN_KEY", "Environment of a rank"):

@@ -101,6 +101,13 @@ def test_where_metrics_are_is_said_as_an_address_is_written(address, url, error,
     assert lines == [f"ringrun: {no if error else f'metrics are at http://{url}/metrics'}"]
 
 
+def test_a_name_that_is_no_host_s_costs_the_metrics_alone():
+    lines = []
+    metrics.Metrics(("ns..svc", 0), Collector()).start(lines.append)
+    no = r"ringrun: no metrics, because ns\.\.svc:0 cannot be used: .*label.*; the job continues without them"
+    assert re.fullmatch(no, "\n".join(lines)), lines
+
+
 def test_a_job_serves_metrics_while_it_runs(start, program, tmp_path):
     job = start("-np", 2, "--metrics-port", 0, *program("steps"), tmp_path, 1)
     url = re.search(r"http://\S+", job.stderr.readline())[0]
