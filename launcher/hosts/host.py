@@ -121,7 +121,7 @@ def _is_ipv6(text: str) -> bool:
 
 def is_loopback(name: str) -> bool:
     """Return whether `name` means this host on each."""
-    return name.lower() in _LOOPBACK
+    return name.lower().removesuffix(".") in _LOOPBACK
 
 
 def is_here(host: Host, own_name: str | None = None) -> bool:
@@ -135,7 +135,7 @@ def is_here(host: Host, own_name: str | None = None) -> bool:
 
 
 def _is_same_name(name: str, own_name: str) -> bool:
-    first, dot, domain = name.lower().partition(".")
+    first, dot, domain = name.lower().removesuffix(".").partition(".")  # DNS ends a whole name with a dot
     own_first, own_dot, own_domain = own_name.lower().partition(".")
     if first != own_first:
         return False

@@ -27,7 +27,8 @@ IP_FREEBIND = 15
     [
         (True, ["localhost", "127.0.0.1", "::1", "gpu7", "gpu7.lab", "GPU7.Lab", "127.0.0.2", "0:0:0:0:0:0:0:1"]),
         (True, ["LOCALHOST", "Localhost", "localhost.localdomain", "ip6-localhost", "localhost4", "localhost6"]),
-        (False, ["gpu8", "gpu70", "gpu", "192.0.2.1", "2001:db8::1", "gpu7.other"]),
+        (True, ["localhost.", "gpu7.lab.", "gpu7."]),
+        (False, ["gpu8", "gpu70", "gpu", "192.0.2.1", "2001:db8::1", "gpu7.other", "gpu7.other."]),
     ],
 )
 def test_names_of_this_host_and_of_others(ours, names):
