@@ -6,7 +6,8 @@ Where an operation has arrays for each rank, those of rank r are r * k to (r + 1
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import operator
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from ringreduce import runtime
@@ -184,13 +185,17 @@ class OwnChannel:
             raise InputError(f"{array.count} elements cannot be split equally among {self.size} ranks")
         return array.cut([array.count // self.size] * self.size)
 
-    def parts_of_rows(self, array: Buffer, rows: Sequence[int]) -> list[Buffer]:
-        """An array cut into parts of so many rows, one for each rank; equal parts where these are not given."""
+    def parts_of_rows(self, array: Buffer, rows: Iterable[int]) -> list[Buffer]:
+        """An array cut into parts of so many rows, one for each rank; equal parts where these are not given.
+
+        rows: numbers of any library, in what can be iterated; of NumPy's own integers, products overflow.
+        """
+        rows = [*map(operator.index, rows)]
         if not rows:
             return self.equal_parts(array)
         whole = array.shape[0] if array.shape else 0
         if len(rows) != self.size or sum(rows) != whole or min(rows) < 0:
-            raise InputError(f"splits {list(rows)} of {whole} rows; expected {self.size} that add up to that")
+            raise InputError(f"splits {rows} of {whole} rows; expected {self.size} that add up to that")
         length = array.count // max(whole, 1)
         return array.cut([each * length for each in rows])
 

@@ -8,6 +8,7 @@ import tempfile
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -203,6 +204,9 @@ def exchanges(rank, size):
     found = torch.empty(size * (rank + 1), 2)
     dist.all_to_all_single(found, rows, [rank + 1] * size, list(range(1, size + 1)))
     equal(found, torch.cat([torch.full((rank + 1, 2), float(each)) for each in range(size)]))
+    again = torch.empty_like(found)
+    dist.all_to_all_single(again, rows, np.full(size, rank + 1, np.int32), torch.arange(1, size + 1))
+    equal(again, found)
     outputs = [torch.empty(rank + 1) for _ in range(size)]
     dist.all_to_all(outputs, [torch.full((each + 1,), 10.0 * rank + each) for each in range(size)])
     for source, found in enumerate(outputs):
