@@ -6,6 +6,7 @@
 
 group      the ProcessGroup: some ranks, and the backends of their devices
 operations torch's operations, as ringreduce's
+forms      the arguments of these in torch's other forms
 work       one call of a group: its tensors as buffers, its operation, waiting for it, and its future
 uncompiled methods that Dynamo must not compile
 tensors    torch's tensors, reductions and timeouts, as ringreduce has them

@@ -21,6 +21,7 @@ from ringreduce.compression import Quantized
 from ringreduce.errors import InputError, LauncherMismatchError
 from ringreduce.runtime.own_channel import OwnChannel
 from ringreduce.torch import rendezvous
+from ringreduce.torch.distributed.forms import of_any_form
 from ringreduce.torch.distributed.operations import Operations
 from ringreduce.torch.distributed.tensors import device_of, seconds
 from ringreduce.torch.distributed.uncompiled import uncompiled
@@ -99,6 +100,7 @@ class RingProcessGroup(Operations, dist.ProcessGroup):
         self._others: dict[str, Any] = {}  # by type of device
         self.channel.engine.recorder.when_recording(watch_optimizers)
 
+    @of_any_form
     def barrier(self, opts: Any = None) -> Work:
         """Done when all ranks have begun it."""
         return Work(self.channel, opts, []).begin(self.channel.begin, "barrier")
@@ -194,4 +196,4 @@ def _by_device(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
 
 for _name, _method in vars(Operations).items():
     if callable(_method):
-        setattr(RingProcessGroup, _name, _by_device(_name, _method))
+        setattr(RingProcessGroup, _name, _by_device(_name, of_any_form(_method)))

@@ -277,6 +277,42 @@ def differences(rank, size):
     assert after.tolist() == [size, size]
 
 
+def forms(rank, size):
+    """Of a group's methods: one tensor in place of a list, and values in place of options."""
+    group, last, minute = dist.group.WORLD, size - 1, datetime.timedelta(minutes=1)
+    everyones, largest = [mine(each) for each in range(size)], mine(size - 1)
+    for call, expected in (
+        (lambda tensor: group.allreduce(tensor), sum(everyones)),
+        (lambda tensor: group.allreduce([tensor], dist.ReduceOp.MAX), largest),
+        (lambda tensor: group.allreduce(tensor, dist.ReduceOp.MAX, minute), largest),
+        (lambda tensor: group.allreduce([tensor], op=dist.ReduceOp.MAX, timeout=minute), largest),
+        (lambda tensor: group.broadcast(tensor, last), largest),
+        (lambda tensor: group.broadcast(tensor, root=last, timeout=minute), largest),
+        (lambda tensor: group.reduce(tensor, last, dist.ReduceOp.MIN), mine(0 if rank == last else rank)),
+        (lambda tensor: group.reduce_scatter(tensor, everyones, dist.ReduceOp.MIN), mine(rank)),
+        (lambda tensor: group.scatter(tensor, everyones if rank == last else [], last), mine(rank)),
+    ):
+        found = mine(rank)
+        call(found).wait()
+        equal(found, expected)
+    for call in (
+        lambda tensors: group.allgather(tensors, mine(rank), minute),
+        lambda tensors: group.alltoall(tensors, [mine(rank)] * size, timeout=minute),
+        lambda tensors: group.gather(tensors if rank == last else [], mine(rank), root=last),
+    ):
+        found = [torch.zeros(6) for _ in range(size)]
+        call(found).wait()
+    equal(torch.cat(found), torch.cat(everyones) if rank == last else torch.zeros(6 * size))
+    whole = torch.empty(size)
+    group.all_to_all_single(whole, torch.full((size,), float(rank)), [], [], minute).wait()
+    equal(whole, torch.arange(size).float())
+    pair = dist.new_group([0, 1])
+    if rank == 0:
+        with pytest.raises(rr.CollectiveError, match=r"Timed out after \d\.\d s, waiting for rank 1"):
+            pair.barrier(datetime.timedelta(seconds=0.2)).wait()
+    dist.barrier()
+
+
 def groups(rank, size):
     pairs = [dist.new_group([each, (each + 1) % size]) for each in range(size)]
     same, alone = dist.new_group(), dist.new_group([rank], use_local_synchronization=True)
@@ -524,6 +560,7 @@ def timeline(rank, size):
         exchanges,
         messages,
         differences,
+        forms,
         groups,
         futures,
         hooks,
