@@ -3,8 +3,10 @@
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
 
 import ringreduce as rr
+import ringreduce.torch
 from tests.ranks.torch.test_distributed import equal, mine, on_ring
 from tests.support.tiers import extended
 
@@ -88,6 +90,21 @@ def parameters(rank, size):
     equal(weight.detach(), mine(1).view(2, 3))
     dist.all_reduce(weight)
     equal(weight.detach(), mine(1).view(2, 3) * size)
+
+
+def on_their_way(rank, size):
+    """The results of functional collectives, for which others than torch's own functions must wait."""
+    total = sum(mine(each) for each in range(size))
+    coming = functional.all_reduce(mine(rank), "sum", dist.group.WORLD)
+    columns = functional.all_gather_single(mine(rank), 0, dist.group.WORLD).view(size, 6).t()
+    assert {type(coming), type(columns)} == {functional.AsyncCollectiveTensor}
+    gathered = torch.empty(6 * size)
+    dist.all_gather_single(gathered, coming)
+    equal(gathered, total.repeat(size))
+    for each, expected in ((coming, total), (columns, torch.stack([mine(each) for each in range(size)], 1))):
+        equal(ringreduce.torch.allreduce(each), expected)
+        dist.all_reduce(each)
+        equal(each + 0, expected * size)
 
 
 def of_shared_elements(rank, size):
@@ -224,6 +241,7 @@ def moved_as_bytes(rank, size):
         into_columns,
         made_in_inference_mode,
         parameters,
+        on_their_way,
         of_shared_elements,
         refused_on_one_rank,
         lists_of_wrong_lengths,
