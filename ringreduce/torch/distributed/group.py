@@ -31,6 +31,7 @@ from ringreduce.transport import joining
 from ringreduce.transport.mpi import is_to_join, launchers_place, started_by_torch
 
 PEER_TO_PEER = "send", "recv", "recv_anysource"
+OPTIONS: Any = torch._C._distributed_c10d.Backend.Options  # of torch's own backends
 ANEW = "init_process_group('ring', init_method=…, rank=ringreduce.rank(), world_size=ringreduce.size())"
 
 
@@ -41,7 +42,12 @@ def register() -> None:
 
 
 def create(options: Any, compression: Any) -> RingProcessGroup:
-    """What torch calls on each member of a new group.  compression: what was passed as pg_options."""
+    """What torch calls on each member of a new group.  compression: what was passed as pg_options.
+
+    torch passes them to the backends of all devices: those of NCCL, or of the gloo that is replaced, say nothing here.
+    """
+    if isinstance(compression, OPTIONS):
+        compression = None
     if compression is not None and not isinstance(compression, Quantized):
         raise InputError(
             f"init_process_group: pg_options={compression!r}; expected Compression.int8 or .int4 of ringreduce, or None"

@@ -316,6 +316,7 @@ def forms(rank, size):
 def groups(rank, size):
     pairs = [dist.new_group([each, (each + 1) % size]) for each in range(size)]
     same, alone = dist.new_group(), dist.new_group([rank], use_local_synchronization=True)
+    of_another_backend = dist.new_group(pg_options=dist.ProcessGroupGloo._Options())
     works = []
     for each in reversed(range(size)):
         if rank in (each, (each + 1) % size):
@@ -324,7 +325,7 @@ def groups(rank, size):
     for each, value, work in works:
         work.wait()
         assert value.tolist() == [each + 1.0 + (each + 1) % size + 1] * 2
-    for group, expected in ((same, size), (alone, 1)):
+    for group, expected in ((same, size), (alone, 1), (of_another_backend, size)):
         value = torch.ones(1)
         dist.all_reduce(value, group=group)
         assert value == expected
