@@ -7,7 +7,6 @@ the engine's thread.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import threading
 import weakref
@@ -46,6 +45,7 @@ class Work(dist.Work):
         self._backs: list[Callable[[], object]] = []  # write results where their tensors are
         self._devices: list[torch.device | str | int] = []  # the GPU, if it has tensors there
         self._is_over = self._has_completed = self._is_waited_for = False
+        self._is_coming = False  # another thread completes the future
         self._error: BaseException | None = None
         self._lock = threading.Lock()
         self._future: torch.futures.Future[Any] | None = None
@@ -98,10 +98,12 @@ class Work(dist.Work):
         finally:
             with self._lock:
                 self._error, self._is_over = error, True
-                needs_thread = self._future is not None and not self._is_waited_for
-            if needs_thread:
-                with contextlib.suppress(RuntimeError):  # the interpreter ends
+                self._is_coming = self._future is not None and not self._is_waited_for
+            if self._is_coming:
+                try:
                     threading.Thread(target=self._complete, name="ringreduce future", daemon=True).start()
+                except RuntimeError:  # the interpreter ends
+                    self._is_coming = False
 
     def _complete(self) -> None:
         """Complete the future, once."""
@@ -120,6 +122,8 @@ class Work(dist.Work):
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Wait until the operation is done; raises its error, or StalledError after the timeout."""
         self._source = self.handle.wait(seconds(timeout, -1))
+        if self._is_coming and self._future is not None:
+            self._future.wait()
         return True
 
     def wait_and_complete(self) -> None:
@@ -147,7 +151,7 @@ class Work(dist.Work):
 
     @uncompiled
     def is_completed(self) -> bool:
-        return self._is_over
+        return self._is_over and (not self._is_coming or self._future is None or self._future.done())
 
     def is_success(self) -> bool:
         return self._is_over and self._error is None

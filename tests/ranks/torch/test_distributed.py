@@ -367,6 +367,12 @@ def futures(rank, size):
     if rank == 0:
         store.set("asked", "yes")
     equal(future.wait(), torch.full((3,), size + 2.0 * size))
+    for number in range(200):  # whoever knows that an operation is over can take its future's value
+        known = dist.all_reduce(mine(rank, 1000), async_op=True)
+        future = known.get_future()
+        while not (known.wait() if number % 2 else known.is_completed()):
+            time.sleep(0)
+        equal(future.value()[0], sum(mine(each, 1000) for each in range(size)))
     assert seen == [[size] * 3]
     assert (work.is_completed(), work.is_success(), work.exception()) == (True, True, None)
 
