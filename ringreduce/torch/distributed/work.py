@@ -138,7 +138,7 @@ class Work(dist.Work):
     def get_future(self) -> torch.futures.Future[Any]:
         with self._lock:
             if self._future is None:
-                self._future = _Future(self)
+                self._future = _Future(weakref.ref(self), self._devices)  # which this has
             future = self._future
         if not self._is_over and BACKWARD.runs():
             BACKWARD.add(self)
@@ -181,13 +181,23 @@ class _Future(torch.futures.Future[Any]):
     messages, which may wait for one that this rank is about to send.
     """
 
-    def __init__(self, work: Work) -> None:
-        super().__init__(devices=work._devices)
-        self._work = weakref.ref(work)  # which has this
+    def __init__(self, work: weakref.ReferenceType[Work], devices: list[torch.device | str | int]) -> None:
+        super().__init__(devices=devices)
+        self._work, self._devices = work, devices
 
     def then(self, callback: Callable[..., Any]) -> torch.futures.Future[Any]:
         self._settle(callback)
-        return super().then(callback)
+        if self.done() or not BACKWARD.runs():
+            return super().then(callback)
+        following = _Future(self._work, self._devices)  # torch's own would run at any time what a hook gives to it
+        super().add_done_callback(functools.partial(following._follow, callback))
+        return following
+
+    def _follow(self, callback: Callable[..., Any], before: torch.futures.Future[Any]) -> None:
+        try:
+            self.set_result(callback(before))
+        except Exception as exc:
+            self.set_exception(exc)
 
     def add_done_callback(self, callback: Callable[..., Any]) -> None:
         self._settle(callback)
