@@ -115,9 +115,9 @@ class Channel(Running):
             self._keep(executor)
         elif kind == "recv":
             rank = submission.payload[0]
-            for each in self.members if rank is None else [rank]:
-                if each != self._world.rank:
-                    self._receive(submission, each, transport)
+            others = [each for each in self.members if each != self._world.rank]
+            for each in others if rank is None else [rank]:
+                self._receive(submission, each, transport)
         else:
             self.executor.enqueue(self._checked(submission))
 

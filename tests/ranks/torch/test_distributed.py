@@ -249,10 +249,11 @@ def messages(rank, size):
     for function, kind in ((dist.send, "send"), (dist.recv, "recv")):
         with pytest.raises(rr.InputError, match=rf"^{kind} 'group .*: tag=1\d+; expected a whole number of 64 bits$"):
             function(tensor, right, tag=2**70)
-    works = dist.batch_isend_irecv([dist.P2POp(dist.isend, mine(rank), right), dist.P2POp(dist.irecv, first[:6], left)])
-    for each in works:
-        each.wait()
-    equal(first[:6], mine(left))
+    for to, source in ((right, left), (rank, rank)):
+        sent, received = dist.P2POp(dist.isend, mine(rank), to), dist.P2POp(dist.irecv, first[:6], source)
+        for each in dist.batch_isend_irecv([sent, received]):
+            each.wait()
+        equal(first[:6], mine(source))
 
 
 def differences(rank, size):
