@@ -51,6 +51,25 @@ def test_ranks_may_have_unequal_batches(shape, axis):
     np.testing.assert_allclose(still, result[: RANK + 1], atol=1e-3, err_msg="evaluation communicates nothing")
 
 
+class InTraining(keras.layers.Layer):
+    """Has such a layer, which Keras calls to find its shape."""
+
+    def __init__(self):
+        super().__init__()
+        self.normal = hvd.SyncBatchNormalization()
+
+    def call(self, x):
+        return self.normal(x, training=True)
+
+
+@pytest.mark.quick
+def test_a_rank_may_build_a_model_that_others_do_not():
+    if RANK == 0:
+        x = keras.Input((4,))
+        assert keras.Model(x, InTraining()(x)).output_shape == (None, 4)
+    rr.barrier()
+
+
 def test_rows_that_are_masked_do_not_count():
     layer, mine = hvd.SyncBatchNormalization(momentum=0.0), rows(RANK, (2, 4))
     mask = np.random.default_rng([6, RANK]).random(mine.shape[:2]) < 0.6
