@@ -73,7 +73,8 @@ def torch_buffer(tensor: Any, writable: bool, resizable: bool = False) -> Buffer
 
     resizable: of a contiguous tensor whose memory is resized later, as FSDP does, which tensor.numpy() would forbid.
     """
-    tensor = _waited(tensor)
+    if hasattr(tensor, "trigger_wait"):  # torch's AsyncCollectiveTensor, which stands for one until that is there
+        tensor = tensor.trigger_wait()
     dtype = tensor.dtype
     element = element_type(dtype)
     if tensor.is_cuda:
@@ -111,7 +112,8 @@ def torch_packed(tensor: Any) -> tuple[Buffer, Callable[[], None]]:
 
     Raises: UnsupportedArrayError where its elements share memory.
     """
-    tensor = _waited(tensor)
+    if hasattr(tensor, "trigger_wait"):
+        tensor = tensor.trigger_wait()
     if tensor.is_cuda or _is_lazy(tensor):
         check_places(tensor.shape, tensor.stride(), 1)
         copy = tensor.detach().resolve_conj().resolve_neg().contiguous()
@@ -142,11 +144,6 @@ def _torch_gpu_buffer(tensor: Any, element: ElementType, writable: bool) -> Buff
         tensor = tensor.contiguous()
     pointer, index = tensor.data_ptr(), tensor.device.index
     return _TorchGpuBuffer(tensor, pointer, index, element, tuple(tensor.shape), tensor.dtype)
-
-
-def _waited(tensor: Any) -> Any:
-    """The tensor itself, or the one for which torch's AsyncCollectiveTensor stands until it is there."""
-    return tensor.trigger_wait() if hasattr(tensor, "trigger_wait") else tensor
 
 
 def _is_lazy(tensor: Any) -> bool:
