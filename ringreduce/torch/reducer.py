@@ -62,8 +62,9 @@ class GradientReducer(TorchReducer):
             return
         self._computed.append(gradient)
         if self._eager:
-            if self._filled is not None:
-                self._begin_filled(self._filled)
+            filled, self._filled = self._filled, None
+            if filled is not None:
+                self._begin_filled(filled)
             bucket = gradient.bucket
             bucket.missing -= 1  # only a hint: threads of several GPUs may miscount
             if bucket.missing <= 0:
@@ -74,7 +75,6 @@ class GradientReducer(TorchReducer):
 
     def _begin_filled(self, bucket: GradientBucket) -> None:
         with self._lock:
-            self._filled = None
             self._count()
             self._begin_complete([bucket])
             if bucket.splits and self._has_wires:
