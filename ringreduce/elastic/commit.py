@@ -22,7 +22,7 @@ from ringreduce.transport.pickling import Pickler, unpickling
 
 ALIGNMENT = 64
 PutBack = Callable[[Any, Any], Any]  # `Restoration.put_back`, of one restoration
-_IMMUTABLE = (type(None), bool, int, float, complex, str, bytes, np.generic)
+IMMUTABLE = (type(None), bool, int, float, complex, str, bytes, np.generic)
 
 
 class ArrayInfo(NamedTuple):
@@ -201,7 +201,7 @@ class Restoration:
         Arrays, dicts, lists, and in these what has a state_dict(), stay the same objects where they can, with the saved
         contents: others may refer to them.
         """
-        if isinstance(saved, _IMMUTABLE):
+        if isinstance(saved, IMMUTABLE):
             return saved
         if id(saved) not in self._done:
             is_free = id(live) not in self._restored  # else it has become another one's since the commit

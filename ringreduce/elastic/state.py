@@ -10,7 +10,7 @@ from ringreduce.api.broadcast import broadcast_
 from ringreduce.api.objects import allgather_object, broadcast_made, broadcast_object
 from ringreduce.api.process_sets import global_process_set
 from ringreduce.api.world import rank
-from ringreduce.elastic.commit import Commit, PutBack, Restoration, has_state_dict, live_state
+from ringreduce.elastic.commit import IMMUTABLE, Commit, PutBack, Restoration, has_state_dict, live_state
 from ringreduce.elastic.kept import Kept, KeptFile
 from ringreduce.errors import HostsUpdatedInterrupt, InputError
 from ringreduce.negotiation.protocol import GLOBAL
@@ -21,7 +21,7 @@ from ringreduce.settings.log import JOB
 NAME = "elastic state"  # of the operations, so that they match on ranks with different numbers of unnamed operations
 
 _GONE = 1
-_PLAIN = {type(None), bool, int, float, str}
+_PLAIN = {*IMMUTABLE}  # as types, which are compared quickly
 
 
 class State:

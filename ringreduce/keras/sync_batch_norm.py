@@ -45,8 +45,8 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):  # type: ignore[m
         super().__init__(**options)
 
     def _moments(self, inputs: Any, mask: Any) -> Any:
-        is_built = getattr(getattr(inputs, "device", None), "type", "") == "meta"  # by torch, perhaps on one rank alone
-        if is_built or (global_process_set.size() or 1) == 1:
+        finds_shapes = getattr(getattr(inputs, "device", None), "type", "") == "meta"  # torch's; perhaps on one rank
+        if finds_shapes or (global_process_set.size() or 1) == 1:
             return super()._moments(inputs, mask)
         return moments(keras.ops, adapter().allreduce, inputs, self._reduction_axes, mask)
 
