@@ -197,7 +197,9 @@ def main() -> None:
     result["momentum"] = MOMENTUM
     gc.collect()
     result |= {"began": began[0], "engines": sum(each() is not None for each in engines)}
-    (folder / f"{rank}.json").write_text(json.dumps(result))
+    made = folder / f"{rank}.json.new"  # renamed: a rank that was late may be ended while it writes
+    made.write_text(json.dumps(result))
+    made.rename(folder / f"{rank}.json")
     deaths.at("leaving")
 
 
