@@ -34,11 +34,11 @@ def on_host(what: str, function: OnHost, tensors: Sequence[Any], results: Sequen
 
     what:    the name of the public function, for error messages.
     results: their types, and what is known of their shapes before it runs.
-    Raises:  InputError where XLA compiles the graph: XLA cannot call Python.
+    Raises:  InputError where XLA compiles the graph: XLA cannot call Python; and in a graph of TensorFlow 1.
     """
     if tf.executing_eagerly():
         return [tf.convert_to_tensor(each) for each in function([np.asarray(each) for each in tensors])]
-    _refuse_xla(what)
+    _refuse_graph(what, tf.compat.v1.get_default_graph())
     line = calling_line()
 
     def operation(_: Any, *tensors: Any) -> list[Any]:
@@ -65,10 +65,15 @@ def _order() -> Any:
         return handle
 
 
-def _refuse_xla(what: str) -> None:
+def _refuse_graph(what: str, graph: Any) -> None:
     from tensorflow.python.ops import control_flow_util  # there is no public way to ask
 
-    if control_flow_util.GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph()):
+    if not graph.building_function:  # there no variable gives operations an order, and each session runs some of them
+        raise InputError(
+            f"{what}: it was called while a graph of TensorFlow 1 was built (tf.Graph, tf.compat.v1.Session, or after "
+            "tf.compat.v1.disable_eager_execution()); call it eagerly or in a tf.function"
+        )
+    if control_flow_util.GraphOrParentsInXlaContext(graph):
         raise InputError(
             f"{what}: XLA cannot call it inside a function that it compiles; pass jit_compile=False to model.compile "
             "or tf.function (the part without communication may be compiled)"

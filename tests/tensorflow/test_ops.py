@@ -200,6 +200,14 @@ def test_every_name_of_horovods_is_there_or_says_what_to_use():
         assert names.unexplained("horovod.tensorflow") == []
 
 
+@pytest.mark.quick
+def test_graphs_of_tensorflow_1_are_refused(run):
+    """Their operations have no order that all ranks share; and a tf.function that comes after is none of theirs."""
+    with tf.Graph().as_default(), pytest.raises(rr.InputError, match=r"^allreduce: .* a graph of TensorFlow 1 .*eager"):
+        hvd.allreduce(tf.constant([RANK]))
+    assert run(lambda x: hvd.allreduce(x, op=hvd.Sum))(tf.constant([RANK]))[0] == RANKS.sum()
+
+
 def test_xla_is_refused():
     with pytest.raises(Exception, match=r"XLA cannot call it .* pass jit_compile=False to model.compile"):
         tf.function(lambda x: hvd.allreduce(x), jit_compile=True)(own(2))
