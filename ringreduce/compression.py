@@ -59,6 +59,9 @@ class FP16Compressor(Compressor):
         if is_torch(tensor):
             in_16_bits = getattr(sys.modules["torch"], cls._name)
             return (tensor.to(in_16_bits), tensor.dtype) if tensor.is_floating_point() else (tensor, None)
+        dtype: Any = getattr(tensor, "dtype", None)
+        if _is_tensorflow(dtype):
+            return (sys.modules["tensorflow"].cast(tensor, cls._name), dtype) if dtype.is_floating else (tensor, None)
         array = np.asarray(tensor) if isinstance(tensor, int | float | complex | np.generic) else tensor
         if getattr(getattr(array, "dtype", None), "kind", "") != "f":  # what is no array is refused with its name
             return tensor, None
@@ -69,6 +72,8 @@ class FP16Compressor(Compressor):
         """The tensor in its original type."""
         if ctx is None:
             return tensor
+        if _is_tensorflow(ctx):
+            return sys.modules["tensorflow"].cast(tensor, ctx)
         return tensor.to(ctx) if is_torch(tensor) else _converted(tensor, ctx)
 
 
@@ -142,6 +147,11 @@ class Compression:
     bf16 = BF16Compressor
     int8 = Quantized(8)
     int4 = Quantized(4)
+
+
+def _is_tensorflow(dtype: Any) -> bool:
+    """Of one of its tensors, which a script's own compressor may hand on: our operations see NumPy's arrays."""
+    return isinstance(dtype, getattr(sys.modules.get("tensorflow"), "DType", ()))
 
 
 def _converted(array: Any, dtype: np.dtype[Any]) -> Any:

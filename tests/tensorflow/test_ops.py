@@ -67,6 +67,22 @@ def test_compression(run):
         hvd.allreduce(tf.IndexedSlices(tf.constant([[1.0]]), tf.constant([0]), tf.constant([2, 1])), compression=wire)
 
 
+@pytest.mark.quick
+@pytest.mark.parametrize("dtype", [tf.float16, tf.bfloat16, tf.float32, tf.float64, tf.int32])
+def test_compressors_take_tensors(run, dtype):
+    """As a script's own compressor calls Horovod's."""
+    tensor = tf.cast(own(5), dtype)
+
+    def there_and_back():
+        wire, context = hvd.Compression.fp16.compress(tensor)
+        return wire, hvd.Compression.fp16.decompress(wire, context)
+
+    wire, found = run(there_and_back)()
+    assert wire.dtype == (tf.float16 if dtype.is_floating else dtype)
+    assert found.dtype == dtype
+    np.testing.assert_allclose(tf.cast(found, tf.float64), tf.cast(tensor, tf.float64), rtol=2e-3)
+
+
 @pytest.mark.parametrize("dtype", [tf.bool, tf.int8, tf.uint16, tf.int64, tf.float16, tf.bfloat16, tf.float64])
 def test_types_stay(run, dtype):
     result = run(lambda x: hvd.allreduce(x, op=hvd.Sum))(tf.cast([RANK == 0, True, False], dtype))
