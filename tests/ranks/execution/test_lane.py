@@ -3,6 +3,7 @@
 import itertools
 import random
 import re
+import threading
 import time
 
 import numpy as np
@@ -236,6 +237,7 @@ class Interrupted(BaseException):
 def test_a_failure_in_the_lane_ends_the_engine_and_nothing_is_signed_again(count, monkeypatch):
     """Nor does the lane go on. What cannot be used is submitted, which is known before it is signed."""
     begin, broken = compiled.allreduce, []
+    both_are_ready = threading.Barrier(2)  # rr.barrier() may yet run on rank 1 when rank 0 goes on, and fails
 
     def allreduce(sources, targets, region, *others):
         if broken and region.rank == 0:
@@ -264,7 +266,7 @@ def test_a_failure_in_the_lane_ends_the_engine_and_nothing_is_signed_again(count
         (known,) = channel._lane.programs._by_call.values()
         if rr.rank() == 0 and not known.in_pieces:
             known.run = interrupted(known.run)
-        rr.barrier()
+        both_are_ready.wait()
         broken.append(rr.rank())
         failure = (Interrupted, ValueError, rr.CollectiveError) if rr.rank() == 0 else rr.CollectiveError
         with pytest.raises(failure, match="of a test"):
