@@ -27,7 +27,8 @@ def interpreter(variable: str, folder: str, *requirements: str, alone: Sequence[
     made = ROOT / folder
     if Path(sys.prefix) == made:  # as where the launcher's tests run on MPICH
         return Path(sys.executable)
-    wanted = "\n".join([sys.executable, *requirements, *alone, *(ROOT.joinpath(name).read_text() for name in FILES)])
+    runs_tests = sys.prefix, sys.version  # not its executable: `pytest` and `python -m pytest` name it differently
+    wanted = "\n".join([*runs_tests, *requirements, *alone, *(ROOT.joinpath(name).read_text() for name in FILES)])
     stamp = made / "made-of"
     with (ROOT / f"{folder}.lock").open("w") as lock:  # two suites may run side by side
         fcntl.flock(lock, fcntl.LOCK_EX)
