@@ -19,10 +19,26 @@ _MOST_RANKS = 999_999  # as hosts have slots
 _RANKS = re.compile(r"([0-9]+)(?:\s*-\s*([0-9]+))?")
 _SHOWN = 20
 _NOT_IN_MANUAL = (
-    *("--num-proc", "-hostfile", "--network-interface", "--min-num-proc", "--max-num-proc", "-cb", "-v"),
+    *("-n", "--num-proc", "-hostfile", "--network-interface", "--min-num-proc", "--max-num-proc", "-cb", "-v"),
     *("-prefix-timestamp", "--prefix-output-with-timestamp"),
 )
-"""horovodrun's other names of our flags."""
+"""horovodrun's and mpirun's other names of our flags."""
+
+_WITH_VALUE_BEHIND = re.compile(r"-(?:[Hi]|p(?=\d))")  # -Hh1:4, -i~/.ssh/key, -p2222
+
+_BY_ITSELF = "leave it out: ringrun does that itself"
+_OF_OTHERS = {
+    **dict.fromkeys(("-x", "-env", "-genv", "--genv"), "did you mean --env NAME[=VALUE]?"),
+    **dict.fromkeys(("--nproc-per-node", "--nproc_per_node", "--num_processes"), "did you mean -np N?"),
+    **dict.fromkeys(("-host", "-hosts"), "did you mean -H LIST?"),
+    **dict.fromkeys(("-f", "-machinefile", "--machinefile"), "did you mean --hostfile FILE?"),
+    **dict.fromkeys(("-ppn", "--ppn", "-npernode", "--npernode"), "did you mean --slots-per-host N?"),
+    "-wd": "did you mean --wdir DIR?",
+    **dict.fromkeys(("--oversubscribe", "-oversubscribe", "--allow-run-as-root", "--tag-output", "-l"), _BY_ITSELF),
+    "--standalone": _BY_ITSELF,
+    **dict.fromkeys(("-mca", "--mca", "--map-by", "--bind-to", "--rank-by"), 'for mpirun: --mpi-args="{flag} …"'),
+}
+"""Flags of mpirun's, mpiexec's, torchrun's and accelerate's that ringrun lacks, and what to write instead."""
 
 LIST = "LIST"
 """The metavar of flags whose value is a list with commas between its members."""
@@ -82,6 +98,11 @@ class Parser(argparse.ArgumentParser):
             raise UsageError(f"{action.option_strings[0]}: expected a value, but {EMPTY}")
         return "--" if action.option_strings and values == ["--"] else super()._get_values(action, values)
 
+    def _get_option_tuples(self, option_string: str) -> Any:
+        """Return what a word may be that is no flag: one with its value. `allow_abbrev` is not about single dashes."""
+        found: list[Any] = super()._get_option_tuples(option_string) if _WITH_VALUE_BEHIND.match(option_string) else []
+        return [each for each in found if each[1] == option_string[:2]]
+
     def parse_args(self, arguments: Any = None, namespace: Any = None) -> Any:
         """Return the flags' values; UsageError for what is no flag."""
         found, unknown = self.parse_known_args(arguments, namespace)
@@ -101,6 +122,8 @@ class Parser(argparse.ArgumentParser):
         names = [name for action in self.flags for name in action.option_strings]
         if number := re.fullmatch("--?np?([0-9]+)", flag):
             hint = f"did you mean -np {number[1]}?"
+        elif flag in _OF_OTHERS:
+            hint = _OF_OTHERS[flag].format(flag=flag)
         elif flag == "-m":
             hint = f"to run a module: {self.prog} … python -m MODULE"
         elif alike := close_matches(flag.lower(), names, _ALIKE):

@@ -98,7 +98,7 @@ def parser(prog: str, usage: str, introduction: str) -> Parser:
     parser = Parser(prog, usage, introduction, heading + tables)
     add = parser.group("Where ranks go", _WHERE)
     ranks = "how many ranks to start; auto, the default: see above"
-    add("-np", "--num-proc", dest="np", metavar="N", default="auto", help=ranks)
+    add("-np", "--num-proc", "-n", dest="np", metavar="N", default="auto", help=ranks)
     add_host_flags(add)
     add("--slots-per-host", metavar="N", help="slots of a host without a number (--exclude h2,h3:1 leaves some out)")
     add("--exclude", metavar=LIST, help=SUPPRESS)

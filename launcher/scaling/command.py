@@ -124,7 +124,7 @@ def passed_on(arguments: Sequence[str], command: Sequence[str]) -> list[str]:
     """Return the flags of a command line that each run's ringrun gets; ours, which all have a value, are left out."""
     kept, words = [], iter(arguments[: len(arguments) - len(command)])
     for word in words:
-        if word.partition("=")[0] not in {*_OWN, "-np", "--num-proc"}:
+        if word.partition("=")[0] not in {*_OWN, "-np", "-n", "--num-proc"}:
             kept.append(word)
         elif "=" not in word:
             next(words, None)

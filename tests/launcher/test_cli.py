@@ -23,10 +23,11 @@ from tests.support.loops import in_a_loop
 
 
 def test_all_after_the_command_belongs_to_it():
-    options = cli.parse(["-np", "4", "python", "train.py", "--verbose", "-np", "9", "-h", "--", "x"])
+    command = ["python", "train.py", "--verbose", "-np", "9", "-h", "-host", "-ho", "-c", "-p22", "--", "x"]
+    options = cli.parse(["-np", "4", *command])
     assert options.np == 4
     assert not options.job.verbose
-    assert options.job.command == ["python", "train.py", "--verbose", "-np", "9", "-h", "--", "x"]
+    assert options.job.command == command
 
 
 def test_flags_before_the_command_are_ours():
@@ -40,6 +41,11 @@ def test_without_a_number_of_ranks_it_is_found_out():
         options = cli.parse(arguments)
         assert place_ranks(options.found, options.np) == (found, ())
     assert cli.parse(["true", "-np", "4"]).job.command == ["true", "-np", "4"]
+
+
+def test_a_letter_and_its_value_may_be_one_word():
+    options = cli.parse(["-n", "3", "-Hlocalhost:3", "-p2222", "true"])
+    assert (options.np, options.options.hosts, options.options.ssh_port) == (3, "localhost:3", "2222")
 
 
 ONE_MORE = "no command to run, as in: ringrun -np 4 python train.py"
@@ -67,12 +73,17 @@ WRONG = [
             *(("--verb", "--verbose"), ("--verbos", "--verbose"), ("--hlep", "--help"), ("--Help", "--help")),
             *(("--time-out=5", "--timeout"), ("--np", "-np"), ("-np2", "-np 2"), ("-n16", "-np 16")),
             ("--cycle-time-sm", "--cycle-time-ms"),
+            *(("-x", "--env NAME[=VALUE]"), ("-genv", "--env NAME[=VALUE]"), ("--nproc_per_node=2", "-np N")),
+            *(("-host", "-H LIST"), ("-hosts", "-H LIST"), ("-ppn", "--slots-per-host N"), ("-wd", "--wdir DIR")),
+            *(("-f", "--hostfile FILE"), ("-c", "-cb")),
         )
     ],
-    (["-np"], "argument -np/--num-proc: expected one argument; see ringrun --help"),
+    (["--map-by", "node", "true"], 'there is no flag --map-by; for mpirun: --mpi-args="--map-by …"'),
+    (["--oversubscribe", "true"], "there is no flag --oversubscribe; leave it out: ringrun does that itself"),
+    *[([flag, "2", "true"], f"there is no flag {flag}; see ringrun --help") for flag in ("-w", "-pxx")],
+    (["-np"], "argument -np/--num-proc/-n: expected one argument; see ringrun --help"),
     (["-np", "4", "--ranks", "0-4", "true"], "--ranks: there is no rank 4; with -np 4 the ranks are 0 to 3"),
     (["-np", "2", "-m", "train"], "there is no flag -m; to run a module: ringrun … python -m MODULE"),
-    (["-np", "2", "-x", "A", "true"], "there is no flag -x; see ringrun --help"),
     (["doctor", "--host", "h1"], "there is no flag --host; did you mean --hosts?"),
     (["-np", "4", "no-such-command-here"], "command not found: 'no-such-command-here'"),
 ]

@@ -433,6 +433,7 @@ def test_flags_of_ringrun_go_on_to_each_run_and_ours_do_not():
         "3",
     ]
     assert command.passed_on(words, words[-4:]) == ["-H", "a:2", "--no-bind"]
+    assert command.passed_on(["-n", *words[1:]], words[-4:]) == ["-H", "a:2", "--no-bind"]
 
 
 def test_which_numbers_of_ranks():
