@@ -1,6 +1,7 @@
 """What a command line and its file ask for, checked: a job, before its command and its ranks' hosts are found."""
 
 import os
+import re
 from argparse import Namespace
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -27,6 +28,8 @@ from .network import parse_interfaces
 from .remote import Reach, reach_of
 from .run_report import LOOPBACK, require_prometheus
 from .ssh import parse_ssh
+
+_ADDRESS = re.compile(r"\[[^\[\]]+\]|[^:\[\]]*")  # before a port
 
 
 @dataclass(frozen=True)
@@ -154,7 +157,7 @@ def _metrics(text: str | None, flag: str) -> tuple[str, int] | None:
     if text is None:
         return None
     address, _, port = text.rpartition(":")
-    if ":" in address and not address.startswith("["):
+    if not _ADDRESS.fullmatch(address):
         raise UsageError(f"{flag} {text}: expected an IPv6 address in brackets, as in [::1]:9400")
     where = address.strip("[]") or LOOPBACK, parse_port(port, flag, least=0)
     require_prometheus()

@@ -50,7 +50,13 @@ def test_a_letter_and_its_value_may_be_one_word():
 
 ONE_MORE = "no command to run, as in: ringrun -np 4 python train.py"
 WRONG = [
-    (["--metrics-port", "::1", "true"], "--metrics-port ::1: expected an IPv6 address in brackets, as in [::1]:9400"),
+    *[
+        (
+            ["--metrics-port", text, "true"],
+            f"--metrics-port {text}: expected an IPv6 address in brackets, as in [::1]:9400",
+        )
+        for text in ("::1", "[::1", "[::1]", "[::1]9400", "::1]:9400", "[]:9400")
+    ],
     *[(arguments, ONE_MORE) for arguments in ([], ["-np", "4"], ["-np", "4", "--"])],
     *[
         ([flag, text, "true"], f"{flag}: expected {what}, got {text!r}")
