@@ -31,6 +31,8 @@ _PYTHON = re.compile(r"python(\d+(\.\d+)*)?t?")
 _FLAG_OF_PYTHON = re.compile(
     r"-[bBdEhiIJOPqRsStuvVx?3]*([cmWX].*)?|--(help(-\w+)?|version|check-hash-based-pycs)(=.*)?"
 )
+_ASSIGNMENT = re.compile(r"[A-Za-z_][A-Za-z0-9_]*=")
+_OF_SHELLS = ("cd", "exec", "export", "source", "ulimit")  # commands that are no programs
 _ALIKE = 0.6
 
 
@@ -97,6 +99,12 @@ def _why_not_found(name: str, own: Collection[str]) -> str:
     if not os.path.exists(name):
         if name == "help":
             return "; ringrun --help prints the manual"
+        if assigned := _ASSIGNMENT.match(name):
+            return f"; to set a variable for the ranks: ringrun … --env {assigned[0]}… COMMAND"
+        if " " in name:
+            return "; a program and its arguments are several words: leave out the quotes, or write sh -c '…'"
+        if name in _OF_SHELLS:
+            return "; only shells have it: ringrun … sh -c '…'"
         meant = difflib.get_close_matches(name, own, 1, _ALIKE)
         return f"; did you mean ringrun {meant[0]} …?" if meant else ""
     if name.endswith(".py"):

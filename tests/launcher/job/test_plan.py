@@ -96,6 +96,16 @@ def test_a_bare_python_is_ringruns_own_where_no_environment_is_activated(
         ("doktor", "command not found: 'doktor'; did you mean ringrun doctor …?"),
         ("stack", "command not found: 'stack'; did you mean ringrun stacks …?"),
         ("help", "command not found: 'help'; ringrun --help prints the manual"),
+        (
+            "SEED=1",
+            "command not found: 'SEED=1'; to set a variable for the ranks: ringrun … --env SEED=… COMMAND",
+        ),
+        (
+            "python train.py",
+            "command not found: 'python train.py'; a program and its arguments are several words: leave out the "
+            "quotes, or write sh -c '…'",
+        ),
+        ("source", "command not found: 'source'; only shells have it: ringrun … sh -c '…'"),
     ],
 )
 def test_a_missing_command_is_told_with_its_cure(name, message, tmp_path, monkeypatch):
