@@ -28,15 +28,30 @@ HOROVOD = {
     "HOROVOD_LOG_LEVEL": "log_level",
     "HOROVOD_LOG_TIMESTAMP": "log_timestamp",
 }
-NO_EFFECT = (
-    *("HOROVOD_AUTOTUNE", "HOROVOD_HIERARCHICAL_ALLREDUCE", "HOROVOD_HIERARCHICAL_ALLGATHER"),
-    *("HOROVOD_TORUS_ALLREDUCE", "HOROVOD_NUM_NCCL_STREAMS", "HOROVOD_THREAD_AFFINITY"),
-    *("HOROVOD_MPI_THREADS_DISABLE", "HOROVOD_CONTROLLER", "HOROVOD_CPU_OPERATIONS"),
-    *("HOROVOD_GLOO_TIMEOUT_SECONDS", "HOROVOD_STALL_CHECK_DISABLE", "HOROVOD_DISABLE_GROUP_FUSION"),
-    *("HOROVOD_BATCH_D2D_MEMCOPIES", "HOROVOD_ENABLE_ASYNC_COMPLETION", "HOROVOD_ADASUM_MPI_CHUNK_SIZE"),
-    *("HOROVOD_START_TIMEOUT", "HOROVOD_ELASTIC_TIMEOUT"),
-)
-"""Horovod's variables of which docs/settings.md says why they change nothing."""
+_BY_SIZE = "the algorithm is chosen by size; RINGREDUCE_ALGORITHM forces one"
+_OVER_MPI = "ranks talk over MPI alone, with the threads that ringreduce needs"
+_ONE_STREAM = "NCCL gets one stream per process set, and one kernel packs a bucket"
+_NO_CHOICE = "there is nothing to choose"
+NO_EFFECT = {
+    "HOROVOD_AUTOTUNE": _BY_SIZE,
+    "HOROVOD_HIERARCHICAL_ALLREDUCE": _BY_SIZE,
+    "HOROVOD_HIERARCHICAL_ALLGATHER": _BY_SIZE,
+    "HOROVOD_TORUS_ALLREDUCE": _BY_SIZE,
+    "HOROVOD_STALL_CHECK_DISABLE": "RINGREDUCE_STALL_CHECK_S=0 does it",
+    "HOROVOD_CONTROLLER": _OVER_MPI,
+    "HOROVOD_CPU_OPERATIONS": _OVER_MPI,
+    "HOROVOD_GLOO_TIMEOUT_SECONDS": _OVER_MPI,
+    "HOROVOD_MPI_THREADS_DISABLE": _OVER_MPI,
+    "HOROVOD_NUM_NCCL_STREAMS": _ONE_STREAM,
+    "HOROVOD_BATCH_D2D_MEMCOPIES": _ONE_STREAM,
+    "HOROVOD_ENABLE_ASYNC_COMPLETION": _ONE_STREAM,
+    "HOROVOD_THREAD_AFFINITY": _NO_CHOICE,
+    "HOROVOD_DISABLE_GROUP_FUSION": _NO_CHOICE,
+    "HOROVOD_ADASUM_MPI_CHUNK_SIZE": _NO_CHOICE,
+    "HOROVOD_START_TIMEOUT": "ringrun --start-timeout does it",
+    "HOROVOD_ELASTIC_TIMEOUT": "a job with fewer ranks than --min-np ends instead of waiting for hosts",
+}
+"""Horovod's variables that change nothing, and why; docs/settings.md says the same."""
 LEAST_FUSION_BYTES = 8 << 20  # of the buffer, with slots as by default; also where Horovod's users want no fusion
 MOST_FUSION_SLOTS = 1 << 16  # init() makes an array of each
 MOST_CACHED = 1 << 24  # tensors, for which init() makes room
@@ -196,13 +211,13 @@ class Settings:
 
 def horovod_notice(environ: Mapping[str, str]) -> str:
     """The warning for a user who sets variables of Horovod's that have no effect here, else empty."""
-    names = [name for name in NO_EFFECT if environ.get(name, "").lower() not in FALSE]
-    if not names:
-        return ""
-    have = "has" if len(names) == 1 else "have"
-    return (
-        f"{', '.join(names)} {have} no effect here. Nothing needs tuning: the algorithm of an all-reduce is chosen by "
-        "its size, and the other defaults are as fast as what a search finds. See docs/settings.md"
+    why: dict[str, list[str]] = {}
+    for name, reason in NO_EFFECT.items():
+        if environ.get(name, "").lower() not in FALSE:
+            why.setdefault(reason, []).append(name)
+    return "; ".join(
+        f"{', '.join(names)} {'has' if len(names) == 1 else 'have'} no effect here ({reason})"
+        for reason, names in why.items()
     )
 
 

@@ -247,6 +247,9 @@ def test_settings_and_their_defaults_are_those_of_the_code():
     for name in re.findall(rf"`{PREFIX}(\w+)`", DOCS):
         assert name.lower() in defaults, name
     assert set(re.findall(r"`(HOROVOD_\w+)`", PAGES["settings.md"])) == {*HOROVOD, *NO_EFFECT}
+    rows = re.findall(r"^\| (`HOROVOD_.*`) \| (.*?)(?: \(\[.*)? \|$", PAGES["settings.md"], re.MULTILINE)
+    reasons = {name: why.replace("`", "") for names, why in rows for name in re.findall(r"\w+", names)}
+    assert {name: reasons[name] for name in NO_EFFECT} == NO_EFFECT
 
 
 def documented(module):

@@ -201,8 +201,17 @@ def test_what_is_checked(text, expected):
     ("text", "told"),
     [*((text, True) for text in ("1", "true", "True")), *((text, False) for text in ("0", "False", "OFF", "", None))],
 )
-def test_who_asks_for_autotune_is_told_that_nothing_needs_tuning(text, told):
+def test_who_asks_for_autotune_is_told_why_there_is_none(text, told):
     environ = {} if text is None else {"HOROVOD_AUTOTUNE": text}
     assert Settings.from_environment(environ) == Settings()
-    notice = "HOROVOD_AUTOTUNE, HOROVOD_NUM_NCCL_STREAMS have no effect here. Nothing needs tuning: the algorithm of "
-    assert horovod_notice(environ | {"HOROVOD_NUM_NCCL_STREAMS": text or ""}).startswith(notice) is told
+    notice = "HOROVOD_AUTOTUNE has no effect here (the algorithm is chosen by size; RINGREDUCE_ALGORITHM forces one)"
+    assert horovod_notice(environ) == (notice if told else "")
+
+
+def test_who_sets_variables_that_have_no_effect_is_told_what_does_it():
+    names = ("HOROVOD_CONTROLLER", "HOROVOD_CPU_OPERATIONS", "HOROVOD_STALL_CHECK_DISABLE", "HOROVOD_START_TIMEOUT")
+    assert horovod_notice(dict.fromkeys(names, "1")) == (
+        "HOROVOD_STALL_CHECK_DISABLE has no effect here (RINGREDUCE_STALL_CHECK_S=0 does it); HOROVOD_CONTROLLER, "
+        "HOROVOD_CPU_OPERATIONS have no effect here (ranks talk over MPI alone, with the threads that ringreduce "
+        "needs); HOROVOD_START_TIMEOUT has no effect here (ringrun --start-timeout does it)"
+    )
