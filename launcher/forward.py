@@ -53,7 +53,7 @@ _SETTINGS = ("RINGREDUCE_*", "HOROVOD_*", "OMPI_*", "OPAL_*", "MPIR_*", "UCX_*",
 _OF_EVERY_JOB = ("PATH", "LD_LIBRARY_PATH", "PYTHONPATH", *_SETTINGS)
 """What ranks and the MPI need, whatever --env-allow names."""
 _BY_BATCH_SYSTEM = ("CUDA_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL", "ROCR_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
-_NAME, _PATTERN = re.compile(r"[A-Za-z_][A-Za-z0-9_]*"), re.compile(r"[A-Za-z_*?][A-Za-z0-9_*?]*")
+_PATTERN = re.compile(r"[A-Za-z_*?][A-Za-z0-9_*?]*")
 
 
 def is_secret(name: str, value: str = "") -> bool:
@@ -66,7 +66,7 @@ def parse_env(items: Sequence[str], environ: Mapping[str, str]) -> dict[str, str
     found = {}
     for item in items:
         name, equals, value = item.partition("=")
-        if not _NAME.fullmatch(name):
+        if not name or "\0" in item:
             raise UsageError(f"--env {name!r}: expected NAME or NAME=VALUE, as in --env WANDB_API_KEY")
         if name.startswith("RINGRUN_") or name in SET_BY_RINGRUN:
             raise UsageError(f"--env {name}: ringrun sets this variable itself")
