@@ -31,7 +31,7 @@ def run(arguments: Sequence[str]) -> int:
         ) from error
     except OSError as error:
         raise UsageError(f"ringrun report {folder}: {error.filename or folder}: {error.strerror or error}") from error
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, ArithmeticError, RecursionError) as error:  # of infinity, too
         raise UsageError(f"ringrun report {folder}: {folder / DATA} is not a run report: {error!r}") from error
     print(f"{folder / PAGE}: {in_short(report)}")
     return 0

@@ -16,6 +16,7 @@ from ringrun.run_report import command, document, write
 from ringrun.run_report.analyse import Shares
 from ringrun.run_report.causes import Straggler
 from ringrun.run_report.collect import Bin, Collector, Rank, seconds_of
+from ringrun.run_report.page import quantity
 from ringrun.run_report.write import Writer
 from tests.support.made_steps import BUCKETS, MadeJob
 from tests.support.patience import wait_until
@@ -389,6 +390,13 @@ def test_where_there_is_no_report(arguments, text, why, tmp_path, monkeypatch):
         Path("run", "report.json").write_text(text)
     with pytest.raises(UsageError, match=re.escape(why)):
         command.run(arguments)
+
+
+def test_a_report_with_an_infinite_time_is_none(tmp_path, monkeypatch):
+    (tmp_path / "report.json").write_text('{"version": 1, "job": {"duration_s": Infinity}}')
+    monkeypatch.setattr(command, "write_page", lambda _, report: quantity(report["job"]["duration_s"], "duration"))
+    with pytest.raises(UsageError, match=r"report\.json is not a run report: OverflowError\("):
+        command.run([str(tmp_path)])
 
 
 # whole runs
