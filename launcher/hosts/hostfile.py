@@ -38,6 +38,7 @@ _LINE_END = re.compile(r"\r\n?|\n")
 _AROUND_EQUALS = re.compile(" ?= ?")  # Open MPI allows `slots = 4`
 _TIMEOUT_S = 30.0  # of a program that prints hosts
 _LOOK_S = 0.1
+_MOST_BYTES = 16 << 20  # of its output
 _running: set[int] = set()  # such programs, which lead their process groups
 _LAST_WORDS = 200
 _EXAMPLE = "a line for each host, as in 'h1 slots=4' or 'h1:4'"
@@ -70,6 +71,8 @@ def discover(script: Sequence[str]) -> list[Host]:
         done = _run(script)
     except subprocess.TimeoutExpired:
         raise UsageError(f"{where}: it did not end within {_TIMEOUT_S:g} s") from None
+    except UsageError as error:
+        raise UsageError(f"{where}: {error}") from None
     except (OSError, ValueError) as error:
         reason = why_not_started(error, script[0]) if isinstance(error, OSError) else error
         raise UsageError(f"{where}: cannot be executed: {reason}") from None
@@ -113,6 +116,8 @@ def _said_by(process: "subprocess.Popen[bytes]") -> tuple[bytes, bytes]:
         try:
             return process.communicate(timeout=_LOOK_S)
         except subprocess.TimeoutExpired as so_far:
+            if len(so_far.output or b"") + len(so_far.stderr or b"") > _MOST_BYTES:
+                raise UsageError(f"it printed more than {_MOST_BYTES >> 20} MiB; expected {_EXAMPLE}") from None
             if has_ended:
                 return so_far.output or b"", so_far.stderr or b""
             if time.monotonic() > until_s:

@@ -246,6 +246,14 @@ def test_a_program_that_takes_too_long_is_ended_with_what_it_has_started(tmp_pat
     wait_until(lambda: is_gone(tmp_path / "pid"))
 
 
+@pytest.mark.parametrize("stream", ["", " >&2"])
+def test_a_program_that_prints_without_end_is_ended_before_it_fills_the_memory(stream, tmp_path):
+    script = executable(tmp_path / "discover", f"#!/bin/sh\necho $$ > {tmp_path}/pid\nexec yes h1:1{stream}\n")
+    with pytest.raises(UsageError, match=r"discover: it printed more than 16 MiB; expected a line for each host"):
+        cli.parse(["--host-discovery-script", str(script), "true"])
+    wait_until(lambda: is_gone(tmp_path / "pid"))
+
+
 def test_a_program_is_not_waited_for_by_what_it_leaves_behind(tmp_path):
     """Which holds its stdout and stderr, as the master of an ssh with ControlPersist."""
     script = executable(tmp_path / "discover", "#!/bin/sh\nsleep 1000 &\necho $! > $1\necho h1:2\necho said >&2\n")
