@@ -27,6 +27,9 @@ GROUPS = {
 }
 """What stands before a key of the group in the flag's name; `enabled` is the group's own name."""
 
+_LISTS = {"env": "[SEED=1, HF_TOKEN]", "hosts": "[h1:4, h2:4]"}
+"""How to write what other files have as maps: `env: {SEED: 1}`, `hosts: [h1: 4]`."""
+
 
 @dataclass(frozen=True)
 class Entry:
@@ -126,7 +129,8 @@ def _entry(flag: str, key: str, node: Any, place: str) -> Entry:
 def _text(key: str, node: Any, place: str) -> str:
     if node.id == "mapping":
         groups = ", ".join(group.replace("-", "_") for group in GROUPS)
-        raise UsageError(f"{place}: {key}: expected one value, but it is a map; groups are {groups}")
+        cure = f"write {key}: {_LISTS[key]}" if key in _LISTS else f"groups are {groups}"
+        raise UsageError(f"{place}: {key}: expected one value, but it is a map; {cure}")
     if node.id == "sequence":
         raise UsageError(f"{place}: {key}: expected one value, but it is a list")
     if _is_null(node):

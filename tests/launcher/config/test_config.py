@@ -399,6 +399,11 @@ def test_a_wrong_variable_beside_a_flag_is_told_too(monkeypatch):
         ("command: x", "job.yaml:1: unknown key 'command'; "),
         ("prams:\n  cycle_time_ms: 1", "job.yaml:1: prams: expected one value, but it is a map; groups are params, "),
         *(
+            (f"env: {each}", "job.yaml:1: env: expected one value, but it is a map; write env: [SEED=1, HF_TOKEN]")
+            for each in ("{SEED: 1}", "[SEED: 1]", "\n  SEED: 1")
+        ),
+        ("hosts: [h1: 4]", "job.yaml:1: hosts: expected one value, but it is a map; write hosts: [h1:4, h2:4]"),
+        *(
             (f"np: {each}", "job.yaml:1: np: expected one value, but it is a list")
             for each in ("[2]", "[]", "!!str []")
         ),
