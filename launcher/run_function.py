@@ -66,6 +66,8 @@ LISTS = (
     *("cooldown_range", "blacklist_cooldown_range"),
 )
 """Flags whose value is one or several, with commas between them."""
+ONLY_PRINT = ("check_build", "dry_run", "help", "show_config", "version")
+"""Flags with which ringrun starts no rank."""
 OF_ELASTIC_JOBS = ("elastic", "min_num_proc", "min_np", "host_discovery_script")
 """Flags each of which makes a job elastic; so do those of a growing job, which need one of these."""
 OFF = {"", "0", "false", "no", "off"}
@@ -105,7 +107,13 @@ def on_ranks(
     for name in ("stdout", "stderr"):
         if flags.get(name) is not None:
             raise InputError(f"run(): {name}=: ranks write to sys.{name} here; use contextlib.redirect_{name}(…)")
-    flags = {name: _plain(name, value) for name, value in flags.items() if value is not None}
+    for name in ONLY_PRINT:
+        if flags.get(name):
+            shell = f"in a shell: ringrun --{name.replace('_', '-')} …"
+            raise InputError(
+                f"run(): {name}={flags[name]!r}: ringrun would print something, and call no function; {shell}"
+            )
+    flags = {name: _plain(name, value) for name, value in flags.items() if value is not None and name not in ONLY_PRINT}
     variables, python = _texts(variables), str(_plain("executable", python))
     given = _given(flags)
     ringrun = [sys.executable, *run_module("ringrun"), *(head.flags if head else ()), *_arguments(flags, head)]

@@ -249,6 +249,11 @@ REFUSED = [
     ({"env": {"A=B": 2}}, "env: expected names without '=' and NUL, got 'A=B'"),
     ({"env": {"A": None}}, "env: A: expected text without NUL, or a number, got None; leave the variable out"),
     ({"env": {"A": "x\0y"}}, "env: A: expected text without NUL, or a number, got text with NUL"),
+    (
+        {"dry_run": True},
+        "dry_run=True: ringrun would print something, and call no function; in a shell: ringrun --dry-run",
+    ),
+    ({"version": 1}, "version=1: ringrun would print something, and call no function; in a shell: ringrun --version"),
     ({"executable": "/bin/no-python"}, "command not found: '/bin/no-python'"),
 ]
 
