@@ -251,9 +251,10 @@ class _Results:
         """Return the results; of an elastic job, where some ranks may be lost, of those that are left."""
         missing = set(range(self.size or 1)) - self.pickled.keys()
         if missing and not (some_are_lost and self.pickled):
+            who = "the ranks that were left" if some_are_lost else numbered("rank", missing)
             raise JobFailedError(
-                f"run(): {numbered('rank', missing)} ended with exit code 0 before the function returned; it must not "
-                "call sys.exit() or os._exit()"
+                f"run(): {who} ended with exit code 0 before the function returned; it must not call sys.exit() or "
+                "os._exit()"
             )
         return [
             pickling.loads(data, f"run(): what the function returned on rank {rank}", JobFailedError)

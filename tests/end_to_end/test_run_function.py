@@ -364,7 +364,7 @@ def test_an_elastic_job_returns_what_is_left_but_not_nothing(returned, of_elasti
         if some_are_lost and of_elastic:
             assert results.by_rank(some_are_lost=True) == of_elastic
             continue
-        who = "rank 0" if returned else "ranks 0-1"
+        who = "the ranks that were left" if some_are_lost else "rank 0" if returned else "ranks 0-1"
         with pytest.raises(rr.JobFailedError, match=rf"^run\(\): {who} ended with exit code 0 before the function"):
             results.by_rank(some_are_lost=some_are_lost)
 
