@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from .errors import MachineError
+from .text import quoted
 
 _LONGEST = 60  # characters; what is put there has long names, and a socket's path has room for about 100
 _PLAIN = re.compile(r"[\w./+@,-]*", re.ASCII)  # a letter is a byte
@@ -33,12 +34,15 @@ def make_private_folder(prefix: str = "ringrun-") -> str:
     """
     import tempfile  # an agent beside ringrun makes none
 
+    cure = "make room, or set TMPDIR"
     try:
         usual = tempfile.gettempdir()
         is_fit = len(usual) <= _LONGEST and _PLAIN.fullmatch(usual)
+        if not is_fit:
+            cure += f" to a path of at most {_LONGEST} characters, without spaces and the like, unlike {quoted(usual)}"
         return tempfile.mkdtemp(prefix=prefix, dir=usual if is_fit else "/tmp")  # noqa: S108 - mkdtemp is safe there
     except OSError as error:
-        raise MachineError(f"no folder for temporary files can be made: {error}; make room, or set TMPDIR") from error
+        raise MachineError(f"no folder for temporary files can be made: {error}; {cure}") from error
 
 
 @contextmanager

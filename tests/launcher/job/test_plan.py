@@ -1,5 +1,6 @@
 """The command that is run, and the variables around it: pure functions."""
 
+import errno
 import os
 import re
 import shlex
@@ -407,4 +408,15 @@ def test_the_private_folder_has_a_name_that_every_launcher_takes(usual, chosen, 
 def test_where_none_can_be_made_the_cure_is_told(monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", "/dev/null")
     with pytest.raises(MachineError, match=r"no folder for temporary files can be made: .*; make room, or set TMPDIR$"):
+        make_private_folder()
+
+
+def test_where_there_is_no_room_in_place_of_a_folder_that_is_not_taken_it_is_told_why(monkeypatch):
+    def full(**_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/tmp/ringrun-x")
+
+    monkeypatch.setattr("tempfile.tempdir", "/scratch/my files")
+    monkeypatch.setattr("tempfile.mkdtemp", full)
+    cure = "set TMPDIR to a path of at most 60 characters, without spaces and the like, unlike '/scratch/my files'"
+    with pytest.raises(MachineError, match=f"No space left on device: '/tmp/ringrun-x'; make room, or {cure}$"):
         make_private_folder()
