@@ -83,7 +83,8 @@ def why_not_started(error: OSError, program: str) -> str:
     why = f"{error.strerror or error} ({error.filename or program})"
     if error.errno == errno.ENOEXEC:
         first = "a script's first line must name its interpreter, such as #!/usr/bin/env python3"
-        return f"{why}: {first}; or start it with ringrun … python {program}"
+        interpreter = "sh" if program.endswith(".sh") else "python"
+        return f"{why}: {first}; or start it with ringrun … {interpreter} {program}"
     if error.errno == errno.ENOENT and error.filename in (None, program):
         found = shutil.which(program)
         if found is None and os.sep not in program and os.path.exists(program):

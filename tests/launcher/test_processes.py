@@ -1,5 +1,6 @@
 """What a child does before it becomes the user's command; whose session it is of."""
 
+import errno
 import os
 import signal
 import subprocess
@@ -8,7 +9,15 @@ import threading
 
 import pytest
 
-from ringrun.processes import before_exec, bind_to, how_ended, in_session, start_with_parent, state_of
+from ringrun.processes import (
+    before_exec,
+    bind_to,
+    how_ended,
+    in_session,
+    start_with_parent,
+    state_of,
+    why_not_started,
+)
 from tests.support import jobs
 from tests.support.loops import in_a_loop
 
@@ -163,3 +172,9 @@ def test_the_processes_of_a_session_are_found_and_no_others():
         finally:
             for pid in in_session(leader.pid):
                 os.kill(pid, signal.SIGKILL)
+
+
+@pytest.mark.parametrize(("name", "interpreter"), [("./train.sh", "sh"), ("./train.py", "python"), ("train", "python")])
+def test_a_script_without_an_interpreter_is_told_with_the_one_of_its_name(name, interpreter):
+    error = OSError(errno.ENOEXEC, os.strerror(errno.ENOEXEC), name)
+    assert why_not_started(error, name).endswith(f"; or start it with ringrun … {interpreter} {name}")
