@@ -26,6 +26,8 @@ _NOT_IN_MANUAL = (
 
 _WITH_VALUE_BEHIND = re.compile(r"-(?:[Hi]|p(?=\d))")  # -Hh1:4, -i~/.ssh/key, -p2222
 
+_VALUE_OF_SWITCH = re.compile(r"argument (\S+): ignored explicit argument (.+)")  # in argparse's words
+
 _BY_ITSELF = "leave it out: ringrun does that itself"
 _OF_OTHERS = {
     **dict.fromkeys(("-x", "-env", "-genv", "--genv"), "did you mean --env NAME[=VALUE]?"),
@@ -114,6 +116,8 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Raise UsageError."""
+        if given := _VALUE_OF_SWITCH.fullmatch(message):
+            message = f"{given[1].replace('/', ' or ')}: it takes no value, got {given[2]}"
         raise UsageError(f"{message}; see {self.prog} --help")
 
     def _unknown(self, flag: str) -> str:

@@ -85,6 +85,7 @@ WRONG = [
         )
     ],
     (["--map-by", "node", "true"], 'there is no flag --map-by; for mpirun: --mpi-args="--map-by …"'),
+    (["--verbose=2", "true"], "--verbose: it takes no value, got '2'; see ringrun --help"),
     (["--oversubscribe", "true"], "there is no flag --oversubscribe; leave it out: ringrun does that itself"),
     *[([flag, "2", "true"], f"there is no flag {flag}; see ringrun --help") for flag in ("-w", "-pxx")],
     (["-np"], "argument -np/--num-proc/-n: expected one argument; see ringrun --help"),

@@ -363,7 +363,7 @@ def test_horovods_file_is_understood(file):
         ),
         (["--deterministic", "1"], "--deterministic 1: it takes no value; write --deterministic or --no-deterministic"),
         (["--no-cuda-ipc", "True"], "--no-cuda-ipc True: it takes no value; write --cuda-ipc or --no-cuda-ipc"),
-        (["--cuda-ipc=1"], "argument --cuda-ipc/--no-cuda-ipc: ignored explicit argument '1'"),
+        (["--cuda-ipc=1"], "--cuda-ipc or --no-cuda-ipc: it takes no value, got '1'"),
         (["--cache-capacity"], "argument --cache-capacity: expected one argument"),
         (["--mpi-args=--map-by 'slot"], '--mpi-args "--map-by \'slot": no closing quotation; close it, or write \\'),
     ],
