@@ -44,7 +44,7 @@ class Study:
             raise InputError(f"sweep: direction={direction!r}; expected minimize or maximize")
         optuna.logging.set_verbosity(optuna.logging.WARNING)  # there is a line of our own
         states = optuna.trial.TrialState
-        self._running_state = states.RUNNING
+        self._running_state, self._waiting_state = states.RUNNING, states.WAITING
         self._ended_states: dict[TrialState, Any] = {
             "complete": states.COMPLETE,
             "pruned": states.PRUNED,
@@ -58,14 +58,15 @@ class Study:
                 f"sweep: direction={direction!r}, but study {name!r} of {storage} was begun with {begun!r}; pass "
                 f"direction={begun!r}, or another name= or storage="
             )
+        self._study.stop = self._stop  # type: ignore[method-assign] # Optuna's, for its own loop, would raise
         self._lock = threading.RLock()
-        self._trials = trials
+        self._trials = self._begun = 0
         self._running: dict[int, Any] = {}  # by number
         self._sign = -1 if direction == "maximize" else 1
         self._job = [socket.gethostname(), os.getpid(), _started(os.getpid())]
         self._take(storage)
         self._repeat_interrupted()
-        self._begun = len(self.finished())  # and those that run
+        self._trials, self._begun = trials, len(self.finished())  # and those that run
 
     def _take(self, storage: Storage) -> None:
         """Say that this job has the study: its trials that run are not those of a job that ended."""
@@ -115,6 +116,11 @@ class Study:
             trial = self._study.ask()
             self._running[trial.number] = trial
             return trial.number
+
+    def _stop(self) -> None:
+        """Begin no more trials but those that wait: the sampler, such as GridSampler, has tried all that it can."""
+        waiting = self._study.get_trials(deepcopy=False, states=(self._waiting_state,))
+        self._trials = min(self._trials, self._begun + len(waiting))
 
     def call(self, number: int, method: str, *args: Any, **kwargs: Any) -> Any:
         """Call a method of a running trial."""

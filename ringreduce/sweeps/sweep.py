@@ -45,8 +45,8 @@ def sweep(
                of the team. It raises `ringreduce.sweeps.Pruned` (or optuna.TrialPruned) to give up a bad trial. Where
                it raises anything else or returns NaN, on any of its ranks, the trial has failed, and the team goes on
                with the next.
-    trials:    how many, with those that have failed or were pruned, and with those that `storage` has already. Rank 0
-               prints a line to stderr after each.
+    trials:    how many, with those that have failed or were pruned, and with those that `storage` has already; fewer
+               where the sampler has no more to try, as GridSampler. Rank 0 prints a line to stderr after each.
     ranks:     of a team; the number of ranks must be a multiple.
     direction: "minimize" or "maximize".
     storage:   a file that keeps the study, so that the same call goes on where a job was ended, and repeats the trials

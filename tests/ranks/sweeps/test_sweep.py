@@ -139,6 +139,25 @@ def test_a_trial_that_is_pruned_has_no_value_and_the_pruner_sees_what_was_report
         )
 
 
+@pytest.mark.filterwarnings("ignore:BruteForceSampler is experimental")
+@pytest.mark.parametrize(
+    ("sampler", "pruner", "trials"),
+    [
+        (lambda: optuna.samplers.GridSampler({"x": [0, 1, 2]}), None, 3),
+        (lambda: optuna.samplers.GridSampler({"x": [0, 1, 2]}), optuna.pruners.HyperbandPruner(), 8),
+        (optuna.samplers.BruteForceSampler, None, 8),
+    ],
+    ids=["grid", "grid and Hyperband", "brute force"],
+)
+def test_a_sampler_that_has_no_more_to_try_ends_the_sweep(sampler, pruner, trials):
+    """It calls Study.stop, which Optuna allows in its own loop only."""
+    objective = lambda trial: trial.suggest_int("x", 0, 2)  # noqa: E731
+    program = lambda: rr.sweep(objective, trials, 2, sampler=sampler(), pruner=pruner)  # noqa: E731
+    found = run_ranks(2, program)[1]
+    assert sorted(each.value for each in found.trials) == [0, 1, 2]
+    assert found.best.params == {"x": 0}
+
+
 def test_what_optuna_refuses_is_raised_on_all_ranks_of_the_team_and_fails_the_trial():
     def objective(trial):
         with pytest.raises(ValueError, match="low"):
