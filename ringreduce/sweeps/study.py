@@ -95,11 +95,19 @@ class Study:
             )
 
     def _repeat_interrupted(self) -> None:
-        """Trials that ran when an earlier job ended are tried again, with the same values."""
+        """Trials that ran when an earlier job ended are tried again, with the same values; others from their sampler.
+
+        Source: Optuna's RetryHeartbeatStaleTrialCallback, which keeps what samplers have noted, such as a grid's point.
+        """
+        import optuna
+
         repeated = self._repeated()
         for trial in self._study.get_trials(deepcopy=False, states=(self._running_state,)):
             if trial.number not in repeated:
-                self._study.enqueue_trial(trial.params, user_attrs={REPEATS: trial.number})
+                params = {**trial.system_attrs.get("fixed_params", {}), **trial.params}
+                noted, user_attrs = {**trial.system_attrs, "fixed_params": params}, {REPEATS: trial.number}
+                again = optuna.trial.create_trial(state=self._waiting_state, system_attrs=noted, user_attrs=user_attrs)
+                self._study.add_trial(again)
             self._study.tell(trial.number, state=self._ended_states["failed"])
 
     def _repeated(self) -> set[Any]:

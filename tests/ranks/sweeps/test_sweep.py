@@ -221,6 +221,19 @@ def test_a_trial_that_was_interrupted_waits_once_to_be_repeated(tmp_path, repeat
     assert sorted(found.call(number, "suggest_float", "x", 0, 1) for number in numbers) == sorted(drawn)
 
 
+@pytest.mark.parametrize("drawn", [0, 1], ids=["before its first value", "between two values"])
+def test_a_trial_of_a_grid_that_was_interrupted_gets_all_its_values_again(tmp_path, drawn):
+    storage, grid = str(tmp_path / "study.journal"), {"x": [0, 1, 2], "y": [5]}
+    sampler = lambda: optuna.samplers.GridSampler(grid)  # noqa: E731
+    before = optuna.create_study(storage=study._storage(storage), study_name="sweep", sampler=sampler())
+    for trial in [before.ask(), before.ask()]:
+        for name in ("x",)[:drawn]:
+            trial.suggest_int(name, 0, 2)
+    objective = lambda trial: trial.suggest_int("x", 0, 2) + trial.suggest_int("y", 0, 9)  # noqa: E731
+    found = run_ranks(1, lambda: rr.sweep(objective, 9, sampler=sampler(), storage=storage))[0]
+    assert sorted((each.value, each.state) for each in found.trials) == [(value, "complete") for value in (5, 6, 7)]
+
+
 def test_a_files_name_says_how_a_study_is_stored(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     urls = ("sqlite:////tmp/a.db", "mysql://user@host/sweeps", "sqlite:///a.journal")
