@@ -9,10 +9,10 @@ from collections.abc import Callable
 from typing import Any
 
 from ringreduce import runtime
-from ringreduce.api.objects import broadcast_object
+from ringreduce.api.objects import broadcast_object, pickled, unpickled
 from ringreduce.api.ordered import Ordered
 from ringreduce.api.process_sets import ProcessSet
-from ringreduce.errors import InputError, PeerLostError
+from ringreduce.errors import CollectiveError, InputError, RingreduceError, described
 from ringreduce.sweeps.study import Study
 
 HEAD = 0  # the rank with the study
@@ -65,11 +65,22 @@ class Team:
 
 
 def tried(function: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Any, Exception | None]:
-    """What it returned, or what it raised."""
+    """What it returned, or what it raised, as other ranks can get it."""
     try:
         return function(*args, **kwargs), None
     except Exception as exc:  # raised on the rank that asked
-        return None, exc
+        return None, _sendable(exc)
+
+
+def _sendable(error: Exception) -> Exception:
+    """The error; one of ours with its text, where it cannot be pickled, or be made again of what was."""
+    try:
+        unpickled(pickled(error), "it")
+    except Exception:
+        plain = RingreduceError(described(error))
+        plain.__cause__ = error
+        return plain
+    return error
 
 
 def answer(channel: Ordered, study: Study, first: int) -> None:
@@ -78,7 +89,7 @@ def answer(channel: Ordered, study: Study, first: int) -> None:
     def run() -> None:
         asks = True
         # when a rank is lost, as is raised where sweep() was called, too; by then there may be another world
-        with contextlib.suppress(PeerLostError, InputError):
+        with contextlib.suppress(CollectiveError, InputError):
             while asks:
                 method, args, kwargs = channel.recv_object(first)
                 reply = tried(getattr(study, method), *args, **kwargs)

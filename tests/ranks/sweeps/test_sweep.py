@@ -2,6 +2,7 @@
 
 import socket
 import subprocess
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -165,6 +166,33 @@ def test_what_optuna_refuses_is_raised_on_all_ranks_of_the_team_and_fails_the_tr
         return trial.suggest_float("x", 0, 1)
 
     assert [each.state for each in run_ranks(2, seeded(objective, 2, 2))[1].trials] == ["complete"] * 2
+
+
+class Unreadable(Exception):
+    """Elsewhere it cannot be made again of its `args`."""
+
+    def __init__(self, why, at):
+        super().__init__(f"{why} at {at}")
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("kept", [None, threading.Lock()], ids=["unreadable", "unpicklable"])
+def test_an_error_of_a_sampler_is_told_with_its_text_whatever_it_is(kept, ranks):
+    class Sampler(optuna.samplers.RandomSampler):
+        def sample_independent(self, *args):
+            error = Unreadable("no value", 3)
+            error.kept = kept
+            raise error
+
+    both = threading.Barrier(2)  # each team of one rank has a trial
+
+    def objective(trial):
+        both.wait()
+        return trial.suggest_float("x", 0, 1)
+
+    found = run_ranks(2, lambda: rr.sweep(objective, 2, ranks, sampler=Sampler()))[1]
+    assert all("Unreadable: no value at 3" in each.error for each in found.trials)
+    assert [each.state for each in found.trials] == ["failed"] * 2
 
 
 @pytest.mark.parametrize("ending", [pytest.param("db", marks=pytest.mark.extended), "journal"])
