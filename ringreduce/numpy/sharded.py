@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import collections
 import copy
+import itertools
+import operator
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from ringreduce import runtime
+from ringreduce.api.objects import allgather_object
 from ringreduce.api.process_sets import ProcessSet, global_process_set
 from ringreduce.arrays import trees
 from ringreduce.arrays.memory import Memory
@@ -51,8 +54,9 @@ def ShardedOptimizer(  # noqa: N802 - beside DistributedOptimizer
 
     What is returned has step(grads), and is callable: it takes whole gradients in the form of the parameters; when it
     returns, all ranks have all parameters. Its `optimizer` is the user's own. state_dict(), which all ranks call, is
-    what an optimizer of whole parameters has there, or in its attributes. load_state_dict() takes it at any
-    number of ranks, and is no collective.
+    what an optimizer of whole parameters has there, or in its attributes: what it keeps for a parameter is found by the
+    parameter's name, wherever that stands, as in velocity.w or adam.w.m. load_state_dict() takes it at any number of
+    ranks, and is no collective.
 
     Cost:   the bytes of a DistributedOptimizer, in two halves.
     Raises: InputError for arrays that cannot be changed in place, or have memory in common, as one array under two
@@ -76,6 +80,14 @@ def ShardedOptimizer(  # noqa: N802 - beside DistributedOptimizer
         )
     accumulation = Accumulation(backward_passes_per_step, averages=False)
     return ShardedArrays(optimizer, named_parameters, exchange, accumulation, shared_parameters)
+
+
+class Place(NamedTuple):
+    """The name of a parameter in that of a leaf of the state."""
+
+    before: str
+    name: str
+    after: str
 
 
 class ShardedArrays:
@@ -196,54 +208,72 @@ class ShardedArrays:
                 "load_state_dict() of what state_dict() returned"
             )
         whole, live = self._whole(), dict(trees.named_leaves(_state_of(self.optimizer)))
+        leaves = dict(trees.named_leaves(whole))
         self._divide()
 
         def newest(leaf: str, value: Any) -> Any:
             """What was set since, such as a learning rate, stays."""
-            return live.get(leaf, value) if self._parameter(leaf, value, self._params) is None else value
+            return value if _places(leaf, value, self._params, leaves) else live.get(leaf, value)
 
         self.load_state_dict(trees.map_leaves(whole, newest))
 
-    def _parameter(self, leaf: str, value: Any, arrays: dict[str, Any]) -> str | None:
-        """Of which parameter a leaf of the state is: one that ends its name, and whose array has its shape.
-
-        velocity.layers.0.w is of layers.0.w; arrays: all parameters, or all pieces.
-        """
-        shape = getattr(value, "shape", None)
-        named = (each for each in arrays if not each or f".{leaf}".endswith(f".{each}"))
-        return next((each for each in named if arrays[each].shape == shape), None)
-
     def state_dict(self) -> Any:
-        """The whole state, the same on all ranks, which must all call it.  Cost: memory for it, and an allgather."""
+        """The whole state, the same on all ranks, which must all call it.  Cost: memory for it, and an allgather.
+
+        Raises: InputError on all ranks for an array that is in no tree of the form of the parameters, and is another
+                one on each rank.
+        """
         if self._whole is not None:
             return self._whole()
         state, whole = _state_of(self.optimizer), dict[str, Any]()
-        found: dict[str, dict[str, Any]] = collections.defaultdict(dict)
+        found: dict[tuple[str, str], dict[str, Any]] = collections.defaultdict(dict)
+        of = self._places_of_all(state)
         for leaf, array in trees.named_leaves(state):
-            name = self._parameter(leaf, array, self._pieces)
-            if name is not None:
-                found[leaf[: len(leaf) - len(name)]][name] = array
-        for what, arrays in found.items():  # such as velocity
+            if leaf in of:
+                before, name, after = of[leaf]
+                found[before, after][name] = array
+        for (before, after), arrays in found.items():  # such as velocity
             for names, shards in self._shards:
                 kinds = [arrays[name].dtype for name in names if name in arrays]
                 full = [self._params[name].astype(kind) for kind in kinds[:1] for name in names]
                 for name, piece in zip(names, shards.own(flat(full)), strict=False):
                     piece[...] = arrays.get(name, 0)
                 if full:
-                    shards.gather(full, f".{what}").wait()
-                whole |= {what + name: each for name, each in zip(names, full, strict=False)}
+                    shards.gather(full, f".{before}{after}").wait()
+                whole |= {before + name + after: each for name, each in zip(names, full, strict=False)}
         return trees.map_leaves(state, lambda leaf, own: whole.get(leaf, own))
+
+    def _places_of_all(self, state: Any) -> dict[str, Place]:
+        """Where a parameter's name stands in those of its leaves; the ranks agree, whose pieces have other shapes."""
+        arrays = {leaf: each for leaf, each in trees.named_leaves(state) if _shape(each)}
+        own = {leaf: (each.shape, _places(leaf, each, self._pieces, arrays)) for leaf, each in arrays.items()}
+        taking_part = self._exchange.process_set
+        said = allgather_object(own, "ShardedOptimizer", taking_part) if self._exchange.size > 1 else [own]
+        of = {}
+        for leaf in dict.fromkeys(itertools.chain(*said)):
+            shapes, places = zip(*(each.get(leaf, (None, ())) for each in said), strict=True)
+            agreed = [place for place in places[0] if all(place in each for each in places)]
+            if agreed:
+                of[leaf] = agreed[0]
+            elif len(set(shapes)) > 1:
+                raise InputError(
+                    f"ShardedOptimizer: {leaf!r} in the optimizer's state belongs to no parameter by its name, and its "
+                    f"shape is {', '.join(map(str, shapes))} by rank; expected what it keeps for each parameter in "
+                    "dicts or lists of their form, as velocity.layers.0.w, or adam.layers.0.w.m"
+                )
+        return of
 
     def load_state_dict(self, state_dict: Any) -> None:
         """Load what `state_dict` returned, at any number of ranks; not a collective."""
         self._accumulation.reset()
         own = dict(trees.named_leaves(_state_of(self.optimizer)))
         bounds = {name: at for names, shards in self._shards for name, at in zip(names, shards.bounds, strict=True)}
+        leaves = dict(trees.named_leaves(state_dict))
 
         def cut(leaf: str, value: Any) -> Any:
-            name = self._parameter(leaf, value, self._params)
-            if name is None:
+            if not (places := _places(leaf, value, self._params, leaves)):
                 return copy.copy(value)
+            name = places[0].name
             if own.get(leaf) is self._pieces[name]:  # the parameters themselves
                 self._params[name][...] = value
                 return own[leaf]
@@ -257,6 +287,30 @@ class ShardedArrays:
             vars(self.optimizer).clear()  # of what has come since
             vars(self.optimizer).update(pieces)
         self._whole = lambda: state_dict
+
+
+def _places(leaf: str, value: Any, params: dict[str, Any], leaves: dict[str, Any]) -> list[Place]:
+    """Where a parameter's name stands in that of a leaf: w in velocity.w, adam.w.m and state.w.0; best first.
+
+    Where other parameters' names stand in its place, there are leaves of the shapes of these: a number of steps for
+    each is no parameter's. The longest name counts, then the place with most parameters, then the last.
+    params: all, or all pieces.  leaves: all of the state.
+    """
+    shape, whole, found = _shape(value), f".{leaf}.", list[tuple[Any, Place]]()
+    for name in (each for each in params if params[each].shape == shape):
+        part = f".{name}."
+        starts = [at for at in range(len(leaf)) if whole.startswith(part, at)] if name else [len(leaf)]
+        for at in starts:
+            place = Place(leaf[:at], name, leaf[at + len(name) :])
+            beside = {each: place.before + each + place.after for each in params}
+            beside = {each: other for each, other in beside.items() if other in leaves}
+            if all(_shape(leaves[other]) == params[each].shape for each, other in beside.items()):
+                found.append(((len(name), len(beside), at), place))
+    return [place for _, place in sorted(found, key=operator.itemgetter(0), reverse=True)]
+
+
+def _shape(value: Any) -> Any:
+    return getattr(value, "shape", None)
 
 
 def _of_one_type(arrays: list[Any]) -> list[Any]:

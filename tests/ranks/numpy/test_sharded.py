@@ -10,6 +10,7 @@ import ringreduce as rr
 from ringreduce.arrays import trees
 from ringreduce.settings import Settings
 from ringreduce.testing import run_ranks
+from tests.support.on_threads import each_rank_of
 
 DETERMINISTIC = Settings(deterministic=True)
 SHAPES = {"a": (7, 3), "layers": [(5,), (2, 2)], "c": (1,)}
@@ -396,6 +397,104 @@ def test_shared_memory_is_refused_where_a_rank_has_other_parameters():
             rr.ShardedOptimizer(Momentum, params, shared_parameters=True)
 
     run_ranks(2, program)
+
+
+class TwoMoments:
+    """It keeps two arrays, and maybe more, for each parameter.
+
+    make: makes that, of zeros by name.  find: returns the two, of a parameter's name and number.
+    """
+
+    def __init__(self, params, make, find):
+        self.params, self.find = params, find
+        self.kept = make({name: np.zeros_like(each) for name, each in trees.named_leaves(params)})
+
+    def step(self, grads):
+        grads = dict(trees.named_leaves(grads))
+        for number, (name, param) in enumerate(trees.named_leaves(self.params)):
+            first, second = self.find(self.kept, name, number)
+            first[...] = 0.9 * first + grads[name]
+            second[...] = 0.9 * second + grads[name] ** 2
+            param -= 0.1 * first / (1 + np.sqrt(second))
+
+    def state_dict(self):
+        return {"kept": self.kept}
+
+    def load_state_dict(self, state):
+        self.kept = state["kept"]
+
+
+@pytest.mark.parametrize(
+    ("form", "make", "find"),
+    [
+        (
+            dict,
+            lambda zeros: {name: {"m": each, "t": np.int64(3), "v": each.copy()} for name, each in zeros.items()},
+            lambda kept, name, number: (kept[name]["m"], kept[name]["v"]),
+        ),
+        (
+            list,
+            lambda zeros: [(each, each.copy()) for each in zeros.values()],
+            lambda kept, name, number: kept[number],
+        ),
+        (
+            list,
+            lambda zeros: ([*zeros.values()], [each.copy() for each in zeros.values()]),
+            lambda kept, name, number: [each[number] for each in kept],
+        ),
+        (
+            dict,
+            lambda zeros: [{name: each.copy() for name, each in zeros.items()} for _ in range(2)],
+            lambda kept, name, number: [each[name] for each in kept],
+        ),
+    ],
+    ids=["a dict for each", "a pair for each", "a pair of lists", "a pair of dicts"],
+)
+def test_what_is_kept_for_each_parameter_is_found_by_its_name(form, make, find):
+    def new():
+        arrays = [np.cos(np.arange(4.0) + at) for at in range(5)] + [np.array(2.0)]
+        return arrays if form is list else dict(zip(["a", "b", "c", "x.a", "x.b", "x"], arrays, strict=True))
+
+    def program(state=None):
+        params, whole = new(), new()
+        optimizer = rr.ShardedOptimizer(lambda pieces: TwoMoments(pieces, make, find), params)
+        alone = TwoMoments(whole, make, find)
+        if state is not None:
+            optimizer.load_state_dict(state)
+            alone.load_state_dict(copy.deepcopy(state))
+        for step in range(3):
+            grads = grads_of(whole, step, rank=0)
+            alone.step(grads)
+            optimizer.step(grads)
+            same(params, whole)
+        same(optimizer.state_dict(), alone.state_dict())
+        return optimizer.state_dict()
+
+    states = run_ranks(4, program, settings=DETERMINISTIC)  # equal gradients of 4 or 2 ranks have the mean itself
+    run_ranks(2, lambda: program(states[1]), settings=DETERMINISTIC)
+
+
+def test_what_belongs_to_no_parameter_and_is_not_alike_is_told_on_all_ranks():
+    class Together(Momentum):
+        def __init__(self, params):
+            super().__init__(params)
+            self.velocity = {"all": np.zeros(sum(each.size for _, each in trees.named_leaves(params)))}
+
+        def step(self, grads):
+            self.velocity["all"] += np.concatenate([each for _, each in trees.named_leaves(grads)])
+
+    @each_rank_of(3)
+    def program():
+        params = {"a": np.ones(4), "b": np.ones(3)}
+        optimizer = rr.ShardedOptimizer(Together, params)
+        optimizer.step(params)
+        with pytest.raises(
+            rr.InputError, match=r"'velocity.all' in the optimizer's state .* \(3,\), \(2,\), \(2,\) by"
+        ):
+            optimizer.state_dict()
+        assert rr.allreduce(1.0) == 1
+
+    program()
 
 
 def test_what_an_optimizer_has_got_since_is_gone_when_it_goes_back():
