@@ -31,8 +31,9 @@ class Gradient(buckets.Gradient):
     def __init__(self, name: str, parameter: torch.nn.Parameter, reducer: TorchReducer) -> None:
         super().__init__(name)
         self.parameter = parameter
-        self.sparse_as_dense = reducer.sparse_as_dense
         self.may_be_sparse = parameter.dim() == 2  # a table of rows, as an embedding
+        # ranks agree on what is sparse for tables only; others, which torch.gather(sparse_grad=True) makes, go as dense
+        self.sparse_as_dense = reducer.sparse_as_dense or not self.may_be_sparse
         self._stream: Any = None  # the GPU's, on which backward has added to it
         self._form = DENSE  # the layout in which the optimizer gets it
         self.pending: PendingGradient | None = None  # in parameter.grad

@@ -65,7 +65,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     groups: gradients that are reduced together, all or nothing: a number of equal groups, or lists of parameters (the
         others are on their own), alike on all ranks.
     sparse_as_dense: reduce sparse gradients (torch.nn.Embedding(sparse=True)) as dense ones; by default all ranks' rows
-        are gathered. Either way .grad is sparse and coalesced afterwards.
+        are gathered, of parameters of two dimensions. Either way .grad is sparse and coalesced afterwards.
     compression, gradient_predivide_factor, process_set: see `ringreduce.DistributedOptimizer`.
     wait_in_backward: for code that reads .grad without going through Python, as C++ and torch.jit.script do: backward()
         waits for all ranks, which call it equally often.

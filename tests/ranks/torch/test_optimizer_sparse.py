@@ -117,6 +117,23 @@ def test_an_optimizer_that_wants_sparse_gradients(size, sparse_as_dense):
     torch.testing.assert_close(same_on_all(run_ranks(size, trained)), table.weight.data)
 
 
+@pytest.mark.parametrize("shape", [(4,), (4, 2), (4, 2, 3)], ids=str)
+@each_rank_of(2)
+def test_sparse_on_one_rank_of_any_number_of_dimensions(shape):
+    """torch.gather makes them."""
+    weight = torch.nn.Parameter(torch.ones(shape, dtype=torch.float64))
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0), [("weight", weight)])
+    rows = torch.tensor([1, 3, 3]).reshape(-1, *[1] * (len(shape) - 1)).expand(3, *shape[1:])
+    for step in range(3):
+        optimizer.zero_grad()
+        if step % 2 == hvd.rank():
+            torch.gather(weight, 0, rows, sparse_grad=True).sum().backward()
+        optimizer.step()
+    expected = torch.tensor([1, -0.5, 1, -2], dtype=torch.float64).reshape(-1, *[1] * (len(shape) - 1)).expand(shape)
+    assert torch.equal(weight.detach(), expected)
+    return weight.detach().numpy()
+
+
 def test_looked_at_before_step():
     def look(gradient):
         assert gradient.shape == (6, 3)
