@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import math
-import operator
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -15,7 +14,7 @@ from ringreduce import runtime
 from ringreduce.api import gather
 from ringreduce.errors import InputError
 from ringreduce.negotiation.protocol import GLOBAL
-from ringreduce.runtime.submit import prepared, refused, taken_apart
+from ringreduce.runtime.submit import prepared, refused, taken_apart, whole_number
 
 Indices = npt.NDArray[np.int64]
 
@@ -58,10 +57,10 @@ class DistributedSampler:
     ) -> None:
         self.dataset = dataset
         count = len(dataset) if hasattr(dataset, "__len__") else dataset
-        self.count = _whole("count", count, lowest=0)
+        self.count = _whole("count", count, 0, ", or a dataset that has a length")
         self._divide(num_replicas, rank)
         self.shuffle = bool(shuffle)
-        self.seed = _whole("seed", seed, lowest=0)
+        self.seed = _whole("seed", seed, 0)
         self.drop_last = bool(drop_last)
         self.epoch = 0
         self._first = 0  # items of the epoch's order before this one are left out
@@ -72,8 +71,8 @@ class DistributedSampler:
             num_replicas = runtime.current_world("DistributedSampler").size
         if rank is None:
             rank = runtime.current_world("DistributedSampler").rank
-        self.num_replicas = _whole("num_replicas", num_replicas, lowest=1)
-        self.rank = _whole("rank", rank, lowest=0)
+        self.num_replicas = _whole("num_replicas", num_replicas, 1)
+        self.rank = _whole("rank", rank, 0)
         if self.rank >= self.num_replicas:
             raise InputError(
                 f"DistributedSampler: rank={self.rank} of num_replicas={self.num_replicas}; expected 0 to "
@@ -92,7 +91,7 @@ class DistributedSampler:
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch, 0 or more, that sets the order; call it on all ranks before each epoch."""
-        self.epoch = _whole("epoch", epoch, lowest=0)
+        self.epoch = _whole("epoch", epoch, 0)
 
     def indices(self) -> Indices:
         """This rank's indices for this epoch, in order; (len(self),), int64."""
@@ -107,7 +106,7 @@ class DistributedSampler:
 
     def batches(self, batch_size: int) -> Iterator[Indices]:
         """This rank's indices, `batch_size` at a time; the last may be fewer. Equally many batches on all ranks."""
-        length = _whole("batch_size", batch_size, lowest=1)
+        length = _whole("batch_size", batch_size, 1)
         mine = self.indices()
         return (mine[start : start + length] for start in range(0, len(mine), length))
 
@@ -173,13 +172,5 @@ def _in_order(array: Any, ranks: int, rows: int, left: int) -> Any:
     return array.reshape(ranks, rows, *shape).swapaxes(0, 1).reshape(ranks * rows, *shape)[: max(0, left)]
 
 
-def _whole(name: str, value: Any, lowest: int) -> int:
-    """`value` as an int; raises InputError when it is not one, or less than `lowest`."""
-    try:
-        number = operator.index(value)
-    except TypeError:
-        number = lowest - 1
-    if number < lowest:
-        expected = f"a whole number of {lowest} or more" + (", or a dataset that has a length" * (name == "count"))
-        raise InputError(f"DistributedSampler: {name}={value!r}; expected {expected}")
-    return number
+def _whole(name: str, value: Any, least: int, otherwise: str = "") -> int:
+    return whole_number(f"DistributedSampler: {name}", value, least, otherwise)

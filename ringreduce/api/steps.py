@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import operator
 from typing import Any
 
 from ringreduce import runtime
-from ringreduce.errors import InputError
 from ringreduce.execution.steps import MARKED, SECONDS
+from ringreduce.runtime.submit import whole_number
 
 
 def mark_step(examples: int | None = None) -> None:
@@ -23,19 +22,8 @@ def mark_step(examples: int | None = None) -> None:
     Raises: InputError (a ValueError) where examples is no whole number of 0 or more.
     """
     if examples is not None:
-        examples = _whole(examples)
+        examples = whole_number("mark_step: examples", examples, 0, ", or None")
     runtime.current("mark_step").engine.recorder.stepped(MARKED, examples)
-
-
-def _whole(examples: Any) -> int:
-    """As an int, which a report can hold; of NumPy and torch, too."""
-    try:
-        number = int(operator.index(examples))
-    except TypeError:
-        number = -1
-    if number < 0:
-        raise InputError(f"mark_step: examples={examples!r}; expected a whole number of 0 or more, or None")
-    return number
 
 
 def stats() -> dict[str, Any]:

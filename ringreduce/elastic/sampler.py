@@ -7,6 +7,7 @@ from typing import Any
 
 from ringreduce.api.sampler import DistributedSampler
 from ringreduce.errors import InputError
+from ringreduce.runtime.submit import whole_number
 
 
 class ElasticSampler(DistributedSampler):
@@ -61,7 +62,7 @@ class ElasticSampler(DistributedSampler):
 
     def record_batch(self, batch_idx: int, batch_size: int) -> None:
         """Record that every rank is done with a batch of so many items, the next in order."""
-        self._record(batch_size)
+        self._record(whole_number("ElasticSampler: batch_size", batch_size, 0))
 
     def record_indices(self, indices: Iterable[int]) -> None:
         """Record that this rank is done with these items, its next in order, and every other with as many.
@@ -90,8 +91,14 @@ class ElasticSampler(DistributedSampler):
         return {"epoch": self.epoch, "processed_num": self.processed_num}
 
     def load_state_dict(self, state_dict: dict[str, int]) -> None:
-        """Go on where `state_dict` says, with the ranks that there are."""
-        self.epoch, self.processed_num = state_dict["epoch"], state_dict["processed_num"]
+        """Go on where `state_dict` says, with the ranks that there are; raises InputError for another dataset's."""
+        epoch, done = state_dict["epoch"], state_dict["processed_num"]
+        if done > self.count:
+            raise InputError(
+                f"ElasticSampler: load_state_dict() of an epoch of which {done} items are done; expected at most "
+                f"{self.count}, as many as the dataset has"
+            )
+        self.epoch, self.processed_num = epoch, done
         self.reset()
 
     def reset(self) -> None:

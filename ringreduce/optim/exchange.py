@@ -20,7 +20,7 @@ from ringreduce.execution.signature import calling_line
 from ringreduce.execution.submission import Ended, Handle
 from ringreduce.optim.powersgd import PowerSGD
 from ringreduce.runtime.arguments import Details, arguments_of
-from ringreduce.runtime.submit import like, refused, which_op
+from ringreduce.runtime.submit import like, refused, which_op, whole_number
 
 CHANGE, CLEARED = "change of param_groups", "clearing of gradients in place of a step"
 FROZEN = "frozen parameter"
@@ -29,9 +29,7 @@ FROZEN = "frozen parameter"
 
 def check_passes(passes: int) -> int:
     """The `backward_passes_per_step`; raises InputError for one below 1."""
-    if passes < 1:
-        raise InputError(f"backward_passes_per_step={passes}; expected 1 or more")
-    return passes
+    return whole_number("backward_passes_per_step", passes, 1)
 
 
 class Exchange:

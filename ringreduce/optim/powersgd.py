@@ -36,6 +36,7 @@ from ringreduce.arrays.dtypes import element_type
 from ringreduce.arrays.view import as_buffer
 from ringreduce.errors import InputError
 from ringreduce.execution.submission import Handle
+from ringreduce.runtime.submit import whole_number
 
 BLOCK = 1 << 17  # elements of M at a time
 DEPENDENT = 1e-12  # what is left of a column, of its length, that is a sum of others but for float64's rounding
@@ -68,10 +69,8 @@ class PowerSGD:
     """
 
     def __init__(self, rank: int = 4, start_step: int = 100) -> None:
-        for name, value, least in (("rank", rank, 1), ("start_step", start_step, 0)):
-            if not isinstance(value, int) or value < least:
-                raise InputError(f"PowerSGD: {name}={value!r}; expected a whole number of {least} or more")
-        self.rank, self.start_step = rank, start_step
+        self.rank = whole_number("PowerSGD: rank", rank, 1)
+        self.start_step = whole_number("PowerSGD: start_step", start_step, 0)
         self.shared: dict[str, Shared] = {}
         self.residuals: dict[str, Any] = {}  # each (n, m); none yet counts as zeros
         self._is_complete = False  # `shared` was loaded, and must have all gradients

@@ -11,6 +11,7 @@ from ringreduce.api.ordered import Ordered, ordered
 from ringreduce.compression import AnyCompressor, check_compression
 from ringreduce.errors import CollectiveError, InputError, MismatchError, PeerLostError
 from ringreduce.ps.layout import Key, Shard, shards_of
+from ringreduce.runtime.submit import whole_number
 
 Mode: TypeAlias = Literal["sync", "async", "ssp"]
 """When a push is applied: with those of all workers, at once, or at once while no worker is too far ahead."""
@@ -31,7 +32,7 @@ class Job(NamedTuple):
 def servers_of(servers: int | None) -> list[int]:
     """The ranks that are servers: the last ones; by default as many as `ringrun --servers` says."""
     running = runtime.current("ps")
-    size, count = running.world.size, servers or running.settings.servers
+    size, count = running.world.size, whole_number("ps: servers", servers or running.settings.servers, 0)
     if not 0 < count < size:
         raise InputError(
             f"ps: {count} servers of {size} ranks; expected 1 to {size - 1}, and the others are workers: pass "

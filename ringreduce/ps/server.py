@@ -18,6 +18,7 @@ from ringreduce.ps import messages
 from ringreduce.ps.consistency import Consistency, Gradients, Sync
 from ringreduce.ps.layout import Key
 from ringreduce.ps.roles import Mode, begin, regrouped, retried
+from ringreduce.runtime.submit import whole_number
 
 Rule = Callable[[dict[str, Any], Gradients], Mapping[str, Any] | None]
 
@@ -62,8 +63,9 @@ class Server:
     ) -> None:
         if mode not in get_args(Mode):
             raise InputError(f"ps.Server: mode={mode!r}; expected sync, async or ssp")
-        if (mode == "ssp") is (staleness is None) or (staleness or 0) < 0:
+        if (mode == "ssp") is (staleness is None):
             raise InputError(f"ps.Server: mode={mode!r}, staleness={staleness}; expected 0 or more, and only for ssp")
+        staleness = None if staleness is None else whole_number("ps.Server: staleness", staleness, 0)
         self._rule, self._compression, self._place = rule, compression, place or (lambda array: array)
         self._job = begin(servers, compression, mode=mode, staleness=staleness or 0)
         begun = messages.receive(self._job.channel, self._job.workers[0], compression)

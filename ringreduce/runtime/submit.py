@@ -175,6 +175,20 @@ def _why(error: Exception) -> str:
     return str(error) if isinstance(error, InputError) else described(error)
 
 
+def whole_number(what: str, value: Any, least: int, otherwise: str = "") -> int:
+    """`value` as Python's int, whatever kind of integer it is; raises InputError for another, or one below `least`.
+
+    what, otherwise: how the error begins and ends.
+    """
+    try:
+        number = operator.index(value)
+    except TypeError:
+        number = least - 1
+    if number < least:
+        raise InputError(f"{what}={value!r}; expected a whole number of {least} or more{otherwise}")
+    return int(number)
+
+
 def whole(value: Any) -> Any:
     """A rank as Python's int, so that all agree, whatever kind of integer they pass; else text, for the error."""
     if isinstance(value, int | np.integer):

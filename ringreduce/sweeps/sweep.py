@@ -14,6 +14,7 @@ from ringreduce.api.objects import allgather_object, broadcast_object
 from ringreduce.api.ordered import ordered
 from ringreduce.api.process_sets import set_of
 from ringreduce.errors import CollectiveError, InputError, PeerLostError
+from ringreduce.runtime.submit import whole_number
 from ringreduce.settings.log import JOB
 from ringreduce.sweeps.study import Direction, Finished, Storage, Study, TrialState
 from ringreduce.sweeps.teams import HEAD, Team, answer, tried
@@ -62,6 +63,7 @@ def sweep(
             inside elastic.run. Trials that ran then are repeated.
     """
     world = runtime.current("sweep").world
+    trials, ranks = whole_number("sweep: trials", trials, 0), whole_number("sweep: ranks", ranks, 0)
     if not 0 < ranks <= world.size or world.size % ranks:
         raise InputError(
             f"sweep: {world.size} ranks cannot be split into teams of ranks={ranks}; expected a divisor of {world.size}"

@@ -468,7 +468,7 @@ def test_a_process_set_that_is_gone_is_told():
     ("arguments", "error", "says"),
     [
         ((optax.adam,), TypeError, "expected an optax gradient transformation, got a function; as in Distributed"),
-        ((optax.sgd(1.0), hvd.Compression.none, 0), rr.InputError, "backward_passes_per_step=0; expected 1 or more"),
+        ((optax.sgd(1.0), hvd.Compression.none, 0), rr.InputError, "per_step=0; expected a whole number"),
         ((optax.sgd(1.0), hvd.Compression.none, 1, hvd.Max), rr.InputError, "op=Max; expected Average, Sum or Adasum"),
         ((optax.sgd(1.0), hvd.Compression.none, 1, hvd.Sum, 2.0), rr.InputError, r"factor=2.0 with op=Sum; it works"),
         ((optax.sgd(1.0), hvd.Compression.none, 1, hvd.Average, 0), rr.InputError, "factor=0; expected a number above"),

@@ -157,7 +157,7 @@ def test_what_is_refused():
         (lambda: hvd.DistributedOptimizer(wrapped), "is already wrapped; wrap it once"),
         (lambda: hvd.DistributedOptimizer(optimizers.LossScaleOptimizer(wrapped)), "is already wrapped"),
         (lambda: hvd.DistributedOptimizer(built, backward_passes_per_step=2), "gradient_accumulation_steps=2"),
-        (lambda: hvd.DistributedOptimizer(sgd(), backward_passes_per_step=0), "expected 1 or more"),
+        (lambda: hvd.DistributedOptimizer(sgd(), backward_passes_per_step=0), "expected a whole number of 1 or more"),
         (lambda: hvd.DistributedOptimizer(sgd(), op=hvd.Max), "op=Max; expected Average, Sum or Adasum"),
         (lambda: hvd.callbacks.LearningRateScheduleCallback(None, 2), "initial_lr=None; expected the learning rate"),
     ]:

@@ -169,7 +169,7 @@ def test_it_stays_what_it_is():
     for again in (wrapped, scaled(wrapped)):
         with pytest.raises(ValueError, match="is already wrapped; wrap it once"):
             hvd.DistributedOptimizer(again)
-    with pytest.raises(ValueError, match="backward_passes_per_step=0; expected 1 or more"):
+    with pytest.raises(ValueError, match="backward_passes_per_step=0; expected a whole number of 1 or more"):
         hvd.DistributedOptimizer(sgd(), backward_passes_per_step=0)
 
 

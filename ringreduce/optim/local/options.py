@@ -9,6 +9,7 @@ from typing import Any
 
 from ringreduce.compression import AnyCompressor, Compression
 from ringreduce.errors import InputError
+from ringreduce.runtime.submit import whole_number
 
 Outer = Callable[[Any, Any, Any], tuple[Any, Any]]
 """An outer optimizer, for each parameter: (anchor, pseudo-gradient, state) to (new anchor, new state)."""
@@ -53,9 +54,8 @@ class Options:
 
     def __post_init__(self) -> None:
         for name, least in (("sync_every", 1), ("warmup_steps", 0), ("fragments", 1), ("delay", 0)):
-            value = getattr(self, name)
-            if not isinstance(value, int) or value < least:
-                raise InputError(f"{self.function}: {name}={value!r}; expected a whole number of {least} or more")
+            number = whole_number(f"{self.function}: {name}", getattr(self, name), least)
+            object.__setattr__(self, name, number)  # frozen
         of_both = f"{self.function}: sync_every={self.sync_every} with fragments={self.fragments}"
         if self.sync_every % self.fragments:
             raise InputError(f"{of_both}: one is averaged every sync_every / fragments steps; expected a divisor")

@@ -303,7 +303,7 @@ def test_until_the_last_pass_parameters_stay():
 
 @each_rank_of(SIZE)
 def test_what_is_wrong_with_several_passes_is_told():
-    with pytest.raises(rr.InputError, match="backward_passes_per_step=0; expected 1 or more"):
+    with pytest.raises(rr.InputError, match="backward_passes_per_step=0; expected a whole number of 1 or more"):
         rr.DistributedOptimizer(Stepping(), backward_passes_per_step=0)
     optimizer = rr.DistributedOptimizer(Stepping(), backward_passes_per_step=2)
     optimizer.step({"w": np.ones(1), "b": np.ones(1)})

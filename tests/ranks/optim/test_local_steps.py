@@ -107,6 +107,7 @@ def test_what_cannot_be_done_is_refused():
     mine = rr.rank()
     refused(r"DiLoCo: sync_every=0; expected a whole number of 1 or more", sync_every=0)
     refused(r"LocalSGD: sync_every=0.5; expected a whole number", wrap=rr.LocalSGD, sync_every=0.5)
+    refused(r"sync_every=4 with fragments=3: one is", sync_every=np.int64(4), fragments=np.uint8(3))
     refused(r"warmup_steps=-1; expected a whole number of 0 or more", warmup_steps=-1)
     refused(r"sync_every=12 with fragments=5: one is averaged every .* expected a divisor", fragments=5)
     refused(r"fragments=3, but there are 2 parameters; expected no more than that", fragments=3)

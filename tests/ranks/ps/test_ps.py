@@ -213,6 +213,8 @@ def test_a_worker_that_fails_is_named():
     [
         (lambda: rr.ps.is_server(), r"0 servers of 3 ranks; expected 1 to 2, .* ringrun --servers 1"),
         (lambda: rr.ps.is_server(3), r"3 servers of 3 ranks"),
+        (lambda: rr.ps.is_server("1"), "ps: servers='1'; expected a whole number of 0 or more"),
+        (lambda: rr.ps.Server(sgd, "ssp", 1.5), "ps.Server: staleness=1.5; expected a whole number of 0 or more"),
         (lambda: rr.ps.Worker({}, servers=1), "no parameters; expected arrays"),
         (lambda: rr.ps.Server(sgd, "fast"), "mode='fast'; expected sync, async or ssp"),
         (lambda: rr.ps.Server(sgd, "ssp"), "mode='ssp', staleness=None; expected 0 or more, and only for ssp"),

@@ -278,13 +278,15 @@ def test_a_files_name_says_how_a_study_is_stored(tmp_path, monkeypatch):
     [
         ({"ranks": 2}, "3 ranks cannot be split into teams of ranks=2; expected a divisor of 3"),
         ({"ranks": 0}, "teams of ranks=0"),
+        ({"ranks": "1"}, "sweep: ranks='1'; expected a whole number of 0 or more"),
+        ({"trials": 2.5}, "sweep: trials=2.5; expected a whole number of 0 or more"),
         ({"direction": "up"}, "direction='up'; expected minimize or maximize"),
     ],
 )
 @each_rank_of(3)
 def test_a_wrong_argument_is_said_on_all_ranks(arguments, message):
     with pytest.raises(rr.InputError, match=message):
-        rr.sweep(lambda trial: 0, 1, **arguments)
+        rr.sweep(lambda trial: 0, **{"trials": 1, **arguments})
 
 
 def test_ranks_of_a_team_that_return_different_values_are_told(heard):

@@ -148,7 +148,7 @@ def test_attributes_that_scripts_read_and_set(op):
     assert optimizer._parameter_names == {p: name for name, p in model.named_parameters()}
     assert optimizer.backward_passes_per_step == 1
     optimizer.set_backward_passes_per_step(2)
-    with pytest.raises(ValueError, match="backward_passes_per_step=0; expected 1 or more"):
+    with pytest.raises(ValueError, match="backward_passes_per_step=0; expected a whole number of 1 or more"):
         optimizer.set_backward_passes_per_step(0)
     optimizer._requires_update = set()  # some do, of horovod#1099
     if op is not hvd.Adasum:

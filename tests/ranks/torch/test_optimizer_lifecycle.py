@@ -182,7 +182,7 @@ def test_state_that_is_loaded_gives_up_what_was_under_way():
     ("options", "message"),
     [
         ({"op": hvd.Max}, "op=.*Max.*expected Average, Sum or Adasum"),
-        ({"backward_passes_per_step": 0}, "backward_passes_per_step=0; expected 1 or more"),
+        ({"backward_passes_per_step": 0}, "backward_passes_per_step=0; expected a whole number of 1 or more"),
         ({"num_groups": -1}, "num_groups=-1; expected 0 or more"),
         ({"groups": -1}, "groups=-1; expected a number of 0 or more, or lists of parameters"),
         ({"groups": [[torch.zeros(3)]]}, r"groups: a tensor of shape \(3,\) is not a parameter of the optimizer"),

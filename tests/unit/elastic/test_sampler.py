@@ -170,3 +170,16 @@ def test_a_data_loader_takes_ours_and_torchs_own(kind):
         assert len(seen) == 12
         assert set(seen) == {index**2 for index in range(10)}
     assert all(first != second for first, second in results)
+
+
+def test_what_an_elastic_sampler_cannot_go_on_with_is_said():
+    def program():
+        sampler = hvd.elastic.ElasticSampler(range(3), shuffle=False)
+        with pytest.raises(hvd.InputError, match="8 items are done; expected at most 3, as many as the dataset"):
+            sampler.load_state_dict({"epoch": 1, "processed_num": 8})
+        with pytest.raises(hvd.InputError, match=r"ElasticSampler: batch_size=2\.0; expected a whole number"):
+            sampler.record_batch(0, 2.0)
+        sampler.record_batch(0, np.int64(1))
+        return sampler.state_dict()
+
+    assert run_ranks(2, program) == [{"epoch": 0, "processed_num": 2}] * 2

@@ -154,9 +154,10 @@ def test_what_is_no_float_is_not_compressed(value):
 
 
 def test_at_least_one_pass():
-    assert check_passes(3) == 3
-    with pytest.raises(InputError, match="backward_passes_per_step=0; expected 1 or more"):
-        check_passes(0)
+    assert check_passes(3) == check_passes(np.int64(3)) == 3
+    for wrong in (0, 2.5, "2"):
+        with pytest.raises(InputError, match=f"backward_passes_per_step={wrong!r}; expected a whole number of 1 or m"):
+            check_passes(wrong)
 
 
 def test_a_layout_that_has_come_is_seen_soon_though_an_earlier_one_is_waited_for():
