@@ -151,11 +151,17 @@ class ObjectState(State):
                 f"{type(self).__name__}: got {own[0]}=, a name that every state has itself; choose another"
             )
         for name, value in attributes.items():
+            setattr(self, name, value)
+        for name, value in self._objects():
             if getattr(value, "shares_parameters", False):
                 raise InputError(
                     f"{type(self).__name__}: {name} has shared_parameters=True, which elastic jobs do not support"
                 )
-            setattr(self, name, value)
+            if getattr(value, "is_sharded", False) and name not in attributes:
+                raise InputError(
+                    f"{type(self).__name__}: {name} is a ShardedOptimizer inside of another attribute, where its state "
+                    "is not gathered from the ranks; pass it as an attribute of its own"
+                )
         self._committed, self._spare = Commit(), Commit()
         self._own, self._spare_own = Commit(), Commit()  # of the local attributes
         self._committed.take(self._tree(), number=0)

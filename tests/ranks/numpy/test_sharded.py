@@ -399,6 +399,14 @@ def test_shared_memory_is_refused_where_a_rank_has_other_parameters():
     run_ranks(2, program)
 
 
+@pytest.mark.parametrize("form", [lambda each: [each], lambda each: {"of": (each,)}], ids=["list", "dict"])
+@each_rank_of(2)
+def test_an_elastic_state_has_sharded_optimizers_as_attributes_only(form):
+    params = {"a": np.ones(4)}
+    with pytest.raises(rr.InputError, match=r"ObjectState: optimizers\..*0 is a ShardedOptimizer inside of anoth"):
+        rr.elastic.ObjectState(params=params, optimizers=form(rr.ShardedOptimizer(Momentum, params)))
+
+
 class TwoMoments:
     """It keeps two arrays, and maybe more, for each parameter.
 
