@@ -51,7 +51,7 @@ class KerasState(ObjectState):
         if not model.built:
             raise InputError("KerasState: the model has no weights yet; build it first: model.build(input_shape)")
         self._is_models = optimizer is None
-        optimizer = _built(model.optimizer if optimizer is None else optimizer, model)
+        optimizer = _built(_optimizer_of(model) if optimizer is None else optimizer, model)
         super().__init__(None, None, local=local, model=model, optimizer=optimizer, **attributes)
 
     def restore(self) -> None:
@@ -66,7 +66,7 @@ class KerasState(ObjectState):
     def _follow(self) -> None:
         """Where the model has been compiled anew its optimizer is another one."""
         if self._is_models:
-            self.optimizer = _built(self.model.optimizer, self.model)
+            self.optimizer = _built(_optimizer_of(self.model), self.model)
 
     @property
     def _models(self) -> list[Any]:
@@ -81,6 +81,11 @@ class KerasState(ObjectState):
             return super()._put_back(value, saved, put_back)
         committed.put_back(value, saved, self._models)
         return value
+
+
+def _optimizer_of(model: Any) -> Any:
+    """None where the model is not compiled, as in a training loop of the user's own."""
+    return getattr(model, "optimizer", None)
 
 
 def _built(optimizer: Any, model: Any) -> Any:

@@ -141,6 +141,23 @@ class Commits(elastic.ObjectState):
         super().save()
 
 
+def test_a_model_may_be_compiled_later():
+    network = keras.Sequential([keras.layers.Dense(2)])
+    network.build((None, 3))
+    state = hvd.elastic.KerasState(network)
+    state.commit()
+    network.layers[0].kernel.assign(network.layers[0].kernel + 1)
+    state.restore()
+    assert state.optimizer is None
+    network.compile("adam", "mse")
+    kernel = np.array(network.layers[0].kernel)
+    state.commit()
+    network.fit(np.ones((4, 3)), np.ones((4, 2)), verbose=0)
+    state.restore()
+    assert state.optimizer is network.optimizer
+    np.testing.assert_array_equal(network.layers[0].kernel, kernel)
+
+
 def test_the_callbacks_count_and_commit():
     trained = with_dropout(0)
     state = Commits(trained, epoch=0, batch=0)
