@@ -140,10 +140,11 @@ def _named(parameters: Any, function: str) -> Parameters:
         )
     named = trees.named_leaves(parameters if isinstance(parameters, dict | list | tuple) else [parameters])
     for name, array in named:
-        is_floating = getattr(getattr(array, "dtype", None), "kind", "") in ("f", "c")
+        dtype = getattr(array, "dtype", None)
+        is_floating = getattr(dtype, "kind", "") in ("f", "c") or str(dtype) == "bfloat16"  # whose kind is V
         if not (is_floating and getattr(array.flags, "writeable", True)):
             raise InputError(
-                f"{function}: parameter {name!r} is {getattr(array, 'dtype', type(array).__name__)}; expected arrays "
+                f"{function}: parameter {name!r} is {dtype or type(array).__name__}; expected arrays "
                 "of floating-point numbers that can be changed in place"
             )
     if not named:

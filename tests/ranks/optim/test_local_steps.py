@@ -2,6 +2,7 @@
 
 import copy
 
+import ml_dtypes
 import numpy as np
 import pytest
 import torch
@@ -100,6 +101,17 @@ def refused(pattern, error=rr.InputError, wrap=rr.DiLoCo, optimizer=print, param
 
 def without(optimizer, parameters, **options):
     return rr.DiLoCo(optimizer, **options)
+
+
+@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.complex64], ids=str)
+@each_rank_of(2)
+def test_parameters_of_numpy_s_types_are_averaged(dtype):
+    weight = np.ones(4, dtype)
+    optimizer = rr.LocalSGD(lambda grads: weight.__isub__(grads), weight, sync_every=2)
+    for _ in range(2):
+        optimizer(np.full(4, rr.rank(), dtype))
+    assert weight.tolist() == [0] * 4
+    return weight.astype(np.complex64)
 
 
 @each_rank_of(2)
