@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import copy
+import functools
 import itertools
 import operator
 from collections.abc import Callable
@@ -208,12 +209,12 @@ class ShardedArrays:
                 "load_state_dict() of what state_dict() returned"
             )
         whole, live = self._whole(), dict(trees.named_leaves(_state_of(self.optimizer)))
-        leaves = dict(trees.named_leaves(whole))
+        places_of = _finder(self._params, dict(trees.named_leaves(whole)))
         self._divide()
 
         def newest(leaf: str, value: Any) -> Any:
             """What was set since, such as a learning rate, stays."""
-            return value if _places(leaf, value, self._params, leaves) else live.get(leaf, value)
+            return value if places_of(leaf, value) else live.get(leaf, value)
 
         self.load_state_dict(trees.map_leaves(whole, newest))
 
@@ -246,7 +247,8 @@ class ShardedArrays:
     def _places_of_all(self, state: Any) -> dict[str, Place]:
         """Where a parameter's name stands in those of its leaves; the ranks agree, whose pieces have other shapes."""
         arrays = {leaf: each for leaf, each in trees.named_leaves(state) if _shape(each)}
-        own = {leaf: (each.shape, _places(leaf, each, self._pieces, arrays)) for leaf, each in arrays.items()}
+        places_of = _finder(self._pieces, arrays)
+        own = {leaf: (each.shape, places_of(leaf, each)) for leaf, each in arrays.items()}
         taking_part = self._exchange.process_set
         said = allgather_object(own, "ShardedOptimizer", taking_part) if self._exchange.size > 1 else [own]
         of = {}
@@ -268,10 +270,10 @@ class ShardedArrays:
         self._accumulation.reset()
         own = dict(trees.named_leaves(_state_of(self.optimizer)))
         bounds = {name: at for names, shards in self._shards for name, at in zip(names, shards.bounds, strict=True)}
-        leaves = dict(trees.named_leaves(state_dict))
+        places_of = _finder(self._params, dict(trees.named_leaves(state_dict)))
 
         def cut(leaf: str, value: Any) -> Any:
-            if not (places := _places(leaf, value, self._params, leaves)):
+            if not (places := places_of(leaf, value)):
                 return copy.copy(value)
             name = places[0].name
             if own.get(leaf) is self._pieces[name]:  # the parameters themselves
@@ -289,24 +291,31 @@ class ShardedArrays:
         self._whole = lambda: state_dict
 
 
-def _places(leaf: str, value: Any, params: dict[str, Any], leaves: dict[str, Any]) -> list[Place]:
-    """Where a parameter's name stands in that of a leaf: w in velocity.w, adam.w.m and state.w.0; best first.
+def _finder(params: dict[str, Any], leaves: dict[str, Any]) -> Callable[[str, Any], list[Place]]:
+    """Finds where a parameter's name stands in that of a leaf: w in velocity.w, adam.w.m and state.w.0; best first.
 
     Where other parameters' names stand in its place, there are leaves of the shapes of these: a number of steps for
     each is no parameter's. The longest name counts, then the place with most parameters, then the last.
     params: all, or all pieces.  leaves: all of the state.
     """
-    shape, whole, found = _shape(value), f".{leaf}.", list[tuple[Any, Place]]()
-    for name in (each for each in params if params[each].shape == shape):
-        part = f".{name}."
-        starts = [at for at in range(len(leaf)) if whole.startswith(part, at)] if name else [len(leaf)]
-        for at in starts:
-            place = Place(leaf[:at], name, leaf[at + len(name) :])
-            beside = {each: place.before + each + place.after for each in params}
-            beside = {each: other for each, other in beside.items() if other in leaves}
-            if all(_shape(leaves[other]) == params[each].shape for each, other in beside.items()):
-                found.append(((len(name), len(beside), at), place))
-    return [place for _, place in sorted(found, key=operator.itemgetter(0), reverse=True)]
+
+    @functools.cache
+    def parameters_at(before: str, after: str) -> int:
+        """How many have a leaf there; 0 where one of these is of another shape."""
+        found = {name: leaves[before + name + after] for name in params if before + name + after in leaves}
+        return len(found) if all(_shape(each) == params[name].shape for name, each in found.items()) else 0
+
+    def places(leaf: str, value: Any) -> list[Place]:
+        shape, whole, found = _shape(value), f".{leaf}.", list[tuple[Any, Place]]()
+        for name in (each for each in params if params[each].shape == shape and (not each or f".{each}." in whole)):
+            part = f".{name}."
+            for at in [at for at in range(len(leaf)) if whole.startswith(part, at)] if name else [len(leaf)]:
+                place = Place(leaf[:at], name, leaf[at + len(name) :])
+                if count := parameters_at(place.before, place.after):
+                    found.append(((len(name), count, at), place))
+        return [place for _, place in sorted(found, key=operator.itemgetter(0), reverse=True)]
+
+    return places
 
 
 def _shape(value: Any) -> Any:
