@@ -26,8 +26,7 @@ from ringreduce.errors import InputError, UnsupportedArrayError
 from ringreduce.execution.signature import calling_line
 from ringreduce.frameworks.collective import Call, with_signature_of
 from ringreduce.jax.host import HostCollective
-from ringreduce.jax.parts import in_program
-from ringreduce.jax.primitive import bind, placed
+from ringreduce.jax.primitive import bind, in_program, placed
 from ringreduce.runtime.submit import which_op
 
 __all__ = ["allgather", "allreduce", "alltoall", "barrier", "broadcast", "grouped_allgather", "grouped_allreduce"]

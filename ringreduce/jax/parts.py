@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -21,10 +20,9 @@ from ringreduce.checks.blame import NUMBER, OWNED, TRAINS
 from ringreduce.checks.divergence import compare_parts, compares, part_of
 from ringreduce.execution.signature import calling_line
 from ringreduce.jax.host import HostCollective, Shape
-from ringreduce.jax.primitive import bind
+from ringreduce.jax.primitive import bind, in_program
 
 Values = Mapping[str, tuple[Any, int]]  # arrays, or what stands for them, and flags of checks/blame.py, by name
-PACKED = re.compile(r"u?int[24]|float4.*")  # types of which XLA has several elements in a byte
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,11 +45,6 @@ class Comparison(HostCollective):
         values = dict(zip(self.names or (), zip(arrays, self.flags, strict=True), strict=True))
         _compare_now(self.optimizer, self.process_set, self.gradients, values)
         return []
-
-
-def in_program() -> bool:
-    """Whether JAX traces."""
-    return not jax._src.core.trace_state_clean()
 
 
 def compare(optimizer: Any, process_set: ProcessSet, gradients: Sequence[str], values: Values) -> None:
@@ -82,10 +75,9 @@ def _compare_now(optimizer: Any, process_set: ProcessSet, gradients: Sequence[st
 def _passed(value: Any) -> Any:
     """An array that a program can pass to the host, with these values; None where JAX has no such numbers."""
     try:
-        array = jax.lax.stop_gradient(jnp.asarray(value))
+        return jax.lax.stop_gradient(jnp.asarray(value))
     except (OverflowError, TypeError, ValueError):
         return None
-    return array.astype(jnp.float32) if PACKED.fullmatch(array.dtype.name) else array
 
 
 def compare_trees(optimizer: Any, process_set: ProcessSet, gradients: Any, params: Any, state: Any) -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import operator
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
@@ -65,6 +66,7 @@ def check_names() -> None:
 
 check_names()
 Values = Sequence[Any]  # arrays, or what stands for them while JAX traces
+PACKED = re.compile(r"u?int[124]|float[46]_.*")  # types of which XLA has several elements in a byte, inside a program
 
 
 class Collective(Primitive):  # type: ignore[misc]
@@ -87,9 +89,18 @@ _chain: ContextVar[list[Any] | None] = ContextVar("chain", default=None)
 (ORDERED,) = jax.make_jaxpr(lambda: io_callback(lambda: None, None, ordered=True))().effects
 
 
+def in_program() -> bool:
+    """Whether JAX traces."""
+    return not jax._src.core.trace_state_clean()
+
+
 def bind(collective: HostCollective, values: Values) -> list[Any]:
     """Run it now, or put it into the program that is being traced."""
-    return list(collective_p.bind(*values, collective=collective))
+    if not in_program():
+        return list(collective_p.bind(*values, collective=collective))
+    passed = [each.astype(jnp.float32) if PACKED.fullmatch(each.dtype.name) else each for each in values]
+    results = collective_p.bind(*passed, collective=collective)
+    return [result.astype(each.dtype) for result, each in zip(results, values, strict=False)]  # a check has none
 
 
 @contextlib.contextmanager

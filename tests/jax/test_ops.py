@@ -63,6 +63,17 @@ def test_types_stay(run, name):
     np.testing.assert_array_equal(np.asarray(result).astype(complex), np.asarray(expected, complex))
 
 
+@pytest.mark.parametrize("name", ["uint2", "int4", "float4_e2m1fn", "float8_e4m3fn"])
+def test_numbers_shorter_than_a_byte_are_moved(run, name):
+    """XLA has several of them in a byte, inside a program only."""
+    values = (jnp.arange(5) % 2 + (RANK == 0)).astype(name)
+    root = [1, 2, 1, 2, 1]
+    close(run(lambda x: hvd.broadcast(x, 0))(values), root)
+    gathered = run(hvd.allgather)(values)
+    assert gathered.dtype == name
+    close(gathered, [*root, *[0, 1, 0, 1, 0] * (SIZE - 1)])
+
+
 def test_64_bits_become_what_jax_makes_of_them():
     assert hvd.allreduce(np.float64(RANK)).dtype == jnp.float32
     jax.config.update("jax_enable_x64", True)
