@@ -26,7 +26,7 @@ from ringreduce.errors import InputError, UnsupportedArrayError
 from ringreduce.execution.signature import calling_line
 from ringreduce.frameworks.collective import Call, with_signature_of
 from ringreduce.jax.host import HostCollective
-from ringreduce.jax.primitive import bind, in_program, placed
+from ringreduce.jax.primitive import bind, held, in_program, placed
 from ringreduce.runtime.submit import which_op
 
 __all__ = ["allgather", "allreduce", "alltoall", "barrier", "broadcast", "grouped_allgather", "grouped_allreduce"]
@@ -39,7 +39,7 @@ MOVING = "broadcast", "allgather", "alltoall"  # the collectives that random key
 def allreduce(call: Call) -> Any:
     """Reduce an array, or a tree of arrays, over all ranks; the same bits on every rank.
 
-    tensor:   arrays and numbers in any tree that JAX knows; equal in form, shapes and types on all ranks.
+    tensor:   arrays, Refs and numbers in any tree that JAX knows; equal in form, shapes and types on all ranks.
     Gradient: for Average and Sum the same allreduce, compressed too; for other ops InputError.
     vmap:     the same allreduce of the whole batch; for Adasum, whose members would mix, InputError.
     Cost:     as `ringreduce.grouped_allreduce`; on the CPU no copies, inside jit neither.
@@ -87,10 +87,11 @@ def alltoall(call: Call) -> Any:
             "advance; "
             "expected None: pad to equal parts, or call it outside"
         )
-    make = functools.partial(_array, "alltoall", "", call.tensor)
+    tensor = held(call.tensor)
+    make = functools.partial(_array, "alltoall", "", tensor)
     sent = np.asarray(in_place("alltoall", call.name, call.process_set, make))
     rows, received = gather.alltoall(sent, np.asarray(call.splits), call.name, call.process_set)
-    return _like(call.tensor, placed(rows, call.tensor)), jax.device_put(received)
+    return _like(tensor, placed(rows, tensor)), jax.device_put(received)
 
 
 @with_signature_of(reduce.reducescatter)
@@ -145,7 +146,7 @@ class _Made(NamedTuple):
 def _taken_apart(function: str, tree: Any, call: Call) -> _Made:
     """Raises InputError where the tree cannot travel."""
     paths, form = jax.tree_util.tree_flatten_with_path(tree, None if function == "broadcast" else _is_sparse)
-    leaves = [leaf for _, leaf in paths]
+    leaves = [held(leaf) for _, leaf in paths]
     names = tuple(jax.tree_util.keystr(path, simple=True, separator=".") for path, _ in paths)
     compression = getattr(call, "compression", Compression.none)
     check_compression(compression)

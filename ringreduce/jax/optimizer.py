@@ -17,6 +17,7 @@ from ringreduce.compression import AnyCompressor, Compression
 from ringreduce.frameworks.collective import ending_step
 from ringreduce.jax.ops import allreduce, broadcast
 from ringreduce.jax.parts import compare_trees
+from ringreduce.jax.primitive import REF
 from ringreduce.jax.steering import steering
 from ringreduce.optim.exchange import Exchange, check_passes
 
@@ -194,8 +195,9 @@ def broadcast_parameters(params: Any, root_rank: int = 0, process_set: ProcessSe
     """The root's parameters, or any tree of arrays such as an optimizer's state, on every rank: returns a new tree.
 
     JAX's arrays cannot be overwritten, so use the result: params = broadcast_parameters(params). Python's numbers are
-    the root's, too, and random keys, as those in nnx.state(model). All else stays as it is: other leaves, such as the
-    functions in a module of equinox, and what is no leaf, such as the optimizer in a TrainState of flax.
+    the root's, too, and random keys, as those in nnx.state(model). A jax.Ref is written to, and returned. All else
+    stays as it is: other leaves, such as the functions in a module of equinox, and what is no leaf, such as the
+    optimizer in a TrainState of flax.
 
     Cost:   as `broadcast`, of all arrays as a group.
     Source: Horovod's broadcast_parameters.
@@ -209,13 +211,16 @@ def broadcast_parameters(params: Any, root_rank: int = 0, process_set: ProcessSe
     for kind, values in ((_is_array, received), (_is_number, numbers)):
         places = [place for place, leaf in enumerate(leaves) if kind(leaf)]
         for place, value in zip(places, values, strict=True):
-            leaves[place] = value
+            if isinstance(leaves[place], REF):
+                leaves[place][...] = value
+            else:
+                leaves[place] = value
     return form.unflatten(leaves)
 
 
 def _is_array(leaf: Any) -> bool:
-    """JAX's or NumPy's, whose numbers are arrays without dimensions; np.float64 is Python's float, too."""
-    return isinstance(leaf, jax.Array | np.ndarray | np.generic) and not isinstance(leaf, str | bytes)
+    """JAX's, its Refs, or NumPy's, whose numbers are arrays without dimensions; np.float64 is Python's float, too."""
+    return isinstance(leaf, (REF, jax.Array, np.ndarray, np.generic)) and not isinstance(leaf, str | bytes)
 
 
 def _is_number(leaf: Any) -> bool:

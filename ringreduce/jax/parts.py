@@ -20,7 +20,7 @@ from ringreduce.checks.blame import NUMBER, OWNED, TRAINS
 from ringreduce.checks.divergence import compare_parts, compares, part_of
 from ringreduce.execution.signature import calling_line
 from ringreduce.jax.host import HostCollective, Shape
-from ringreduce.jax.primitive import bind, in_program
+from ringreduce.jax.primitive import bind, held, in_program
 
 Values = Mapping[str, tuple[Any, int]]  # arrays, or what stands for them, and flags of checks/blame.py, by name
 
@@ -93,7 +93,8 @@ def compare_trees(optimizer: Any, process_set: ProcessSet, gradients: Any, param
 def _arrays(tree: Any) -> list[tuple[str, Any]]:
     """Those of a tree, and its numbers, by their paths; of random keys their data."""
     found = []
-    for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
+    for path, each in jax.tree_util.tree_flatten_with_path(tree)[0]:
+        leaf = held(each)
         if isinstance(leaf, jax.Array) and jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
             leaf = jax.random.key_data(leaf)
         if _is_compared(leaf):

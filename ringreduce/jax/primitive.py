@@ -127,6 +127,14 @@ def _run_now(*arrays: Any, collective: HostCollective) -> list[Any]:
     return list(map(placed, results, arrays))
 
 
+REF: Any = getattr(jax, "Ref", getattr(jax, "ArrayRef", ()))  # an array that can be changed; JAX 0.7 has the other name
+
+
+def held(leaf: Any) -> Any:
+    """The array that a Ref holds; any other leaf is itself."""
+    return leaf[...] if isinstance(leaf, REF) else leaf
+
+
 def placed(result: Any, like: Any) -> Any:
     """The result as JAX's array, where this one is; on all of its devices where it cannot be divided as that one."""
     place = like.sharding if getattr(like, "committed", False) else None

@@ -359,6 +359,23 @@ def test_a_checkpoint_of_orbax(tmp_path):
     assert received["step"] == 0
 
 
+def test_a_ref_is_written_to(run):
+    """The leaves of nnx.state, where flax keeps variables in Refs."""
+    weights, own = jax.new_ref(jnp.arange(3.0) + RANK), jax.random.key(RANK)
+    state = {"key": jax.new_ref(own), "w": weights, "step": RANK}
+
+    def mean_and_root(weights):
+        mean = hvd.allreduce({"w": weights})["w"]
+        return mean, hvd.broadcast_parameters({"w": weights})["w"][...]
+
+    mean, root = run(mean_and_root)(weights)
+    np.testing.assert_allclose(mean, np.arange(3) + (SIZE - 1) / 2)
+    assert root.tolist() == weights[...].tolist() == [0, 1, 2]
+    received = hvd.broadcast_parameters(state)
+    assert received["w"] is weights
+    assert received["key"][...] == jax.random.key(0)
+
+
 @pytest.mark.parametrize(("only", "masks"), [((), 1), ((nnx.Param,), SIZE)])
 def test_the_random_keys_of_a_module_are_the_roots_unless_only_parameters_are_broadcast(only, masks):
     net = nnx.Sequential(nnx.Linear(5, 8, rngs=nnx.Rngs(RANK)), nnx.Dropout(0.5, rngs=nnx.Rngs(RANK)))
