@@ -148,7 +148,7 @@ def placed(result: Any, like: Any) -> Any:
 
 def _trace(*values: Any, collective: HostCollective) -> list[Any]:
     shapes = collective.shapes([each.shape for each in values])  # none of what has no results
-    return [jax.core.ShapedArray(shape, each.dtype) for shape, each in zip(shapes, values, strict=False)]
+    return [each.update(shape=shape, weak_type=False) for shape, each in zip(shapes, values, strict=False)]
 
 
 def _lower(

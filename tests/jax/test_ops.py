@@ -48,6 +48,16 @@ def test_results_and_gradients(run, name):
     close(run(jax.grad(lambda x: (case.weights * call(x)).sum()))(jnp.float32(case.x)), case.gradient)
 
 
+@pytest.mark.parametrize("name", operations.OPERATIONS)
+def test_results_and_gradients_in_shard_map_on_one_device(name):
+    """JAX's types say there by which axes of a mesh arrays vary."""
+    case, call = operations.case(name, RANK, SIZE), functools.partial(operations.OPERATIONS[name].call, hvd)
+    mesh, rows = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("x",)), jax.sharding.PartitionSpec("x")
+    mapped = jax.shard_map(call, mesh=mesh, in_specs=rows, out_specs=rows)
+    close(jax.jit(mapped)(jnp.float32(case.x)), case.result)
+    close(jax.jit(jax.grad(lambda x: (case.weights * mapped(x)).sum()))(jnp.float32(case.x)), case.gradient)
+
+
 @pytest.mark.parametrize("name", operations.UNEVEN)
 def test_as_many_rows_as_a_rank_likes_outside_jit(name):
     case = operations.case(name, RANK, SIZE)
