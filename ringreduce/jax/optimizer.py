@@ -124,12 +124,12 @@ def _reducing(optimizer: Any, exchange: Exchange, name: str | None, passes: int)
 def _empty_sum(param: Any) -> Any:
     """Zeros for a sum of gradients, which has 32 bits or more, so that short ones add up."""
     dtype = jnp.result_type(param)
-    wide = jnp.promote_types(dtype, jnp.float32) if jnp.issubdtype(dtype, jnp.inexact) else dtype
+    wide = np.promote_types(dtype, np.float32) if jnp.issubdtype(dtype, jnp.inexact) else dtype
     return jnp.zeros_like(param, wide)
 
 
 def _plus(total: Any, gradient: Any) -> Any:
-    return total if _is_nothing(gradient) else jnp.asarray(total + gradient, total.dtype)
+    return total if _is_nothing(gradient) else total + jnp.asarray(gradient, total.dtype)
 
 
 def _of_type(total: Any, gradient: Any) -> Any:

@@ -179,6 +179,16 @@ def test_accumulation_keeps_the_types_that_the_optimizer_makes(inner, jit):
     check(updates, expected)
 
 
+def test_accumulation_where_jax_promotes_no_types(jit):
+    params = {"w": jnp.zeros(2, jnp.bfloat16)}
+    optimizer = hvd.DistributedOptimizer(optax.sgd(1.0), backward_passes_per_step=2)
+    with jax.numpy_dtype_promotion("strict"):
+        state = optimizer.init(params)
+        for _ in range(2):
+            updates, state = jit(optimizer.update)({"w": jnp.full(2, 1.0 + RANK, jnp.bfloat16)}, state, params)
+    assert updates["w"].tolist() == [-1.0 - SIZE] * 2
+
+
 def test_accumulation_in_a_loop_of_jax_and_whole_numbers():
     """As many passes as bfloat16 could not count; the gradient of a whole number is float0, which no rank reduces."""
     passes = 300
