@@ -17,7 +17,7 @@ from ringreduce.compression import AnyCompressor, Compression
 from ringreduce.frameworks.collective import ending_step
 from ringreduce.jax.ops import allreduce, broadcast
 from ringreduce.jax.parts import compare_trees
-from ringreduce.jax.primitive import REF
+from ringreduce.jax.primitive import REF, in_program
 from ringreduce.jax.steering import steering
 from ringreduce.optim.exchange import Exchange, check_passes
 
@@ -199,23 +199,35 @@ def broadcast_parameters(params: Any, root_rank: int = 0, process_set: ProcessSe
     stays as it is: other leaves, such as the functions in a module of equinox, and what is no leaf, such as the
     optimizer in a TrainState of flax.
 
-    Cost:   as `broadcast`, of all arrays as a group.
+    A number that is an array on the root only, or the other way round, such as the step of a TrainState that the root
+    alone has restored, becomes what it is there.
+
+    Cost:   as `broadcast`, of all arrays as a group, and `broadcast_object`, of the numbers.
     Source: Horovod's broadcast_parameters.
     """
-    arrays = jax.tree.map(lambda leaf: leaf if _is_array(leaf) else None, params)  # which keeps the names
-    leaves, form = jax.tree.flatten(params)
-    received = jax.tree.leaves(broadcast(arrays, root_rank, None, process_set))
-    numbers = list(filter(_is_number, leaves))
-    if numbers:  # not in their tree: what that has besides leaves would not be equal once it was pickled
-        numbers = broadcast_object(numbers, root_rank, None, process_set)
-    for kind, values in ((_is_array, received), (_is_number, numbers)):
-        places = [place for place, leaf in enumerate(leaves) if kind(leaf)]
-        for place, value in zip(places, values, strict=True):
-            if isinstance(leaves[place], REF):
-                leaves[place][...] = value
-            else:
-                leaves[place] = value
-    return form.unflatten(leaves)
+    form = jax.tree.structure(params)
+    leaves = {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_flatten_with_path(params)[0]}
+    if not in_program() or any(map(_is_number, leaves.values())):
+        of_root = {name: _as_number(leaf) for name, leaf in leaves.items()}
+        for name, number in broadcast_object(of_root, root_rank, None, process_set).items():
+            if name in leaves and number is not None and (_is_number(number) or _is_number(leaves[name])):
+                leaves[name] = number
+    arrays = form.unflatten([leaf if _is_array(leaf) else None for leaf in leaves.values()])  # which keeps the names
+    received = iter(jax.tree.leaves(broadcast(arrays, root_rank, None, process_set)))
+    return form.unflatten([_filled(leaf, next(received)) if _is_array(leaf) else leaf for leaf in leaves.values()])
+
+
+def _as_number(leaf: Any) -> Any:
+    """A number of Python's; zero of the array's type for an array of no dimensions, which it may be elsewhere."""
+    is_single = _is_array(leaf) and not jnp.ndim(leaf) and not jnp.issubdtype(leaf.dtype, jax.dtypes.extended)
+    return np.zeros((), leaf.dtype) if is_single else leaf if _is_number(leaf) else None
+
+
+def _filled(leaf: Any, value: Any) -> Any:
+    if not isinstance(leaf, REF):
+        return value
+    leaf[...] = value
+    return leaf
 
 
 def _is_array(leaf: Any) -> bool:

@@ -318,6 +318,18 @@ def test_a_whole_train_state():
     assert state.apply_gradients(grads=gradients).step == 4 + root
 
 
+@pytest.mark.parametrize("root", [0, SIZE - 1])
+def test_a_number_may_be_an_array_on_the_root_alone(root):
+    """As the step of a state that has trained, or that one rank has restored."""
+    step, rate = (jnp.int32(5), 0.1) if root == RANK else (0, jnp.float32(RANK))
+    received = hvd.broadcast_parameters(
+        {"step": step, "rate": rate, "key": jax.random.key(RANK), "w": jnp.full(3, RANK)}, root
+    )
+    assert (received["step"], received["step"].dtype, received["rate"]) == (5, jnp.int32, 0.1)
+    assert received["key"] == jax.random.key(root)
+    np.testing.assert_array_equal(received["w"], root)
+
+
 @pytest.mark.parametrize("kind", [np.float32, np.float64, np.int64, np.uint8, np.bool_, jnp.bfloat16.dtype.type])
 def test_a_number_of_numpy_is_an_array(kind):
     received = hvd.broadcast_parameters({"name": np.str_("mlp"), "rate": kind(RANK), "step": RANK})
