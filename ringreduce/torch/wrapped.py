@@ -6,6 +6,7 @@ import contextlib
 import functools
 import sys
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -154,11 +155,18 @@ def wrap(optimizer: torch.optim.Optimizer, mixin: Any, **attributes: Any) -> Any
     ours = {name: _Method(getattr(mixin, name)) for name in METHODS if any(name in vars(each) for each in _ours(mixin))}
     assigned = {name: staticmethod(vars(optimizer)[name]) for name in ours if name in vars(optimizer)}
     bases = (mixin, type("Assigned", (Wrapped,), assigned), kind)
-    wrapped: Any = object.__new__(type(kind.__name__, bases, {**ours, "__slots__": ("_users_object",)}))
-    wrapped._users_object = optimizer  # torch's schedulers refer to it weakly
+    # torch's schedulers refer to the user's object weakly; Lightning cannot imitate a class that has a slot for it
+    wrapped: Any = object.__new__(type(kind.__name__, bases, {**ours, "_users_object": optimizer}))
+    weakref.finalize(wrapped, _let_go, weakref.ref(type(wrapped)))
     wrapped.__dict__ = vars(optimizer)  # what a scheduler, or load_state_dict, does to one is done to the other
     wrapped.__dict__.update(attributes)
     return wrapped
+
+
+def _let_go(wrapped: Callable[[], Any]) -> None:
+    """Of the user's object, with the wrapped one, whose class lives until garbage is collected."""
+    if (kind := wrapped()) is not None:
+        kind._users_object = None
 
 
 class _Method:

@@ -3,6 +3,7 @@
 import functools
 import types
 
+import numpy as np
 import pytest
 import torch
 
@@ -102,6 +103,32 @@ def test_what_is_assigned_after_wrapping_is_around_it(wrapper):
     training.trained(model, optimizer, 1)
     assert (len(calls), len(outer)) == (3, 2)
     return training.parameters(model)
+
+
+class Imitation:
+    """Around an optimizer, and of its class, as in Lightning and Fabric."""
+
+    def __init__(self, optimizer):
+        self._optimizer = optimizer
+        self.__class__ = type("Imitation" + type(optimizer).__name__, (type(self), type(optimizer)), {})
+
+    def __getattr__(self, name):
+        return getattr(self._optimizer, name)
+
+    def step(self, closure=None):
+        return self._optimizer.step(closure)
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+@each_rank_of(2)
+def test_its_class_can_be_imitated(wrapper):
+    trained = []
+    for imitating in (Imitation, lambda optimizer: optimizer):
+        model = training.make_model()
+        optimizer = WRAPPERS[wrapper](torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters())
+        trained.append(training.trained(model, imitating(optimizer), 2))
+    np.testing.assert_array_equal(*trained)
+    return trained[0]
 
 
 class Scaled(torch.optim.SGD):
