@@ -46,10 +46,11 @@ def test_the_stacks_of_a_job_while_it_runs(start, program, tmp_path, wait_until_
     python, path = program("mixed")
     job = start("-np", 4, python, path)
     wait_until(all_up(tmp_path, 4))
-    time.sleep(0.3)
+    expected = MIXED_STACKS.format(host=HOST, file=path)
+    wait_until(lambda: ask(job).endswith(expected))  # what follows "up" may take a rank a while
     head, _, told = ask(job).partition("\n")
     assert re.fullmatch(rf"job {job.pid}: {re.escape(python)} {re.escape(path)}; 4 ranks, for \d+\.?\d* s", head), head
-    assert told == MIXED_STACKS.format(host=HOST, file=path)
+    assert told == expected
     job.send_signal(signal.SIGUSR1)
     expected = f"ringrun: what the ranks are doing:\n{told}"
     assert "".join(itertools.islice(job.stderr, expected.count("\n"))) == expected
@@ -65,10 +66,12 @@ def test_the_stacks_of_a_job_while_it_runs(start, program, tmp_path, wait_until_
 def test_programs_that_a_rank_starts_are_not_disturbed_and_a_shell_around_it_does_not_matter(start, program, tmp_path):
     job = start("-np", 2, "bash", "-c", '"$@"; exit $?', "bash", *program("workers"), "processes")
     wait_until(all_up(tmp_path, 2))
+    both_join = f"ranks 0-1 of 2 on {HOST}: script.py:31, in <module>: worker.join()"
+    wait_until(lambda: both_join in ask(job))  # what follows "up" may take a rank a while
     for _ in range(3):
         told = ask(job)
         assert told.count('script.py", line 31, in <module>') == 1, told
-        assert f"ranks 0-1 of 2 on {HOST}: script.py:31, in <module>: worker.join()" in told
+        assert both_join in told, told
     (tmp_path / "stop").touch()
     out, errors = job.communicate(timeout=patient(30))
     assert sorted(out.splitlines()) == ["[0] ([0, 0], 0)", "[1] ([0, 0], 0)"], errors
@@ -94,6 +97,7 @@ def test_several_pythons_of_one_rank_are_all_shown(start, python, tmp_path):
         (tmp_path / f"{name}.py").write_text(f"import time\nopen('{name}', 'w').close()\ntime.sleep(60)\n")
     job = start("-np", 1, "bash", "-c", '"$0" one.py & "$0" two.py & wait', python)
     wait_until(lambda: (tmp_path / "one").exists() and (tmp_path / "two").exists())
+    wait_until(lambda: all(f'{name}.py", line 3, in <module>' in ask(job) for name in ("one", "two")))
     told = ask(job)
     assert told.count("a Python process of it:") == 2
     assert 'one.py", line 3, in <module>' in told
