@@ -146,7 +146,7 @@ def test_how_long_a_host_may_be_silent_is_one_setting(asked, seconds):
         (["--lost-after", "never"], "--lost-after: expected a number of seconds above 0, got 'never'"),
         (["--env", "RINGRUN_AUTHKEY"], "--env RINGRUN_AUTHKEY: ringrun sets this variable itself"),
         (["--env", "RINGREDUCE_SPARES=1"], "--env RINGREDUCE_SPARES: ringrun sets this variable itself"),
-        (["--env", "A B"], "--env 'A B': expected NAME or NAME=VALUE"),
+        (["--env", "=B"], "--env '': expected NAME or NAME=VALUE"),
         (["--env", "NOT_SET_ANYWHERE"], "--env NOT_SET_ANYWHERE: there is no such variable here"),
         (["--launcher", "ssh"], "--launcher: expected mpirun or srun, got 'ssh'"),
         (["-np", "2", "--stdin", "0,1"], "expected one rank"),
