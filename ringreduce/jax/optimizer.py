@@ -205,16 +205,18 @@ def broadcast_parameters(params: Any, root_rank: int = 0, process_set: ProcessSe
     Cost:   as `broadcast`, of all arrays as a group, and `broadcast_object`, of the numbers.
     Source: Horovod's broadcast_parameters.
     """
-    form = jax.tree.structure(params)
-    leaves = {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_flatten_with_path(params)[0]}
-    if not in_program() or any(map(_is_number, leaves.values())):
-        of_root = {name: _as_number(leaf) for name, leaf in leaves.items()}
-        for name, number in broadcast_object(of_root, root_rank, None, process_set).items():
-            if name in leaves and number is not None and (_is_number(number) or _is_number(leaves[name])):
-                leaves[name] = number
-    arrays = form.unflatten([leaf if _is_array(leaf) else None for leaf in leaves.values()])  # which keeps the names
+    paths, form = jax.tree_util.tree_flatten_with_path(params)
+    names, leaves = [jax.tree_util.keystr(path) for path, _ in paths], [leaf for _, leaf in paths]
+    if not in_program() or any(map(_is_number, leaves)):
+        of_root = list(zip(names, map(_as_number, leaves), strict=True))
+        for place, (name, number) in enumerate(broadcast_object(of_root, root_rank, None, process_set)):
+            if names[place : place + 1] != [name]:
+                break  # another tree, as `broadcast` says
+            if number is not None and (_is_number(number) or _is_number(leaves[place])):
+                leaves[place] = number
+    arrays = form.unflatten([leaf if _is_array(leaf) else None for leaf in leaves])  # which keeps the names
     received = iter(jax.tree.leaves(broadcast(arrays, root_rank, None, process_set)))
-    return form.unflatten([_filled(leaf, next(received)) if _is_array(leaf) else leaf for leaf in leaves.values()])
+    return form.unflatten([_filled(leaf, next(received)) if _is_array(leaf) else leaf for leaf in leaves])
 
 
 def _as_number(leaf: Any) -> Any:

@@ -330,6 +330,26 @@ def test_a_number_may_be_an_array_on_the_root_alone(root):
     np.testing.assert_array_equal(received["w"], root)
 
 
+class Twins(typing.NamedTuple):
+    """A node whose children have one name."""
+
+    first: typing.Any
+    second: typing.Any
+
+
+_TWIN = jax.tree_util.GetAttrKey("twin")
+jax.tree_util.register_pytree_with_keys(
+    Twins, lambda twins: ([(_TWIN, each) for each in twins], None), lambda _, twins: Twins(*twins)
+)
+
+
+@pytest.mark.parametrize("root", [0, SIZE - 1])
+def test_leaves_of_one_name_are_told_apart(root):
+    received = hvd.broadcast_parameters([Twins(RANK, RANK + 10), Twins(jnp.full(2, RANK), 5 + RANK)], root)
+    assert (*received[0], received[1].second) == (root, root + 10, root + 5)
+    np.testing.assert_array_equal(received[1].first, root)
+
+
 @pytest.mark.parametrize("kind", [np.float32, np.float64, np.int64, np.uint8, np.bool_, jnp.bfloat16.dtype.type])
 def test_a_number_of_numpy_is_an_array(kind):
     received = hvd.broadcast_parameters({"name": np.str_("mlp"), "rate": kind(RANK), "step": RANK})
