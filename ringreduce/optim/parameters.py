@@ -7,6 +7,8 @@ import itertools
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import numpy as np
+
 from ringreduce.errors import InputError
 from ringrun.text import listed
 
@@ -58,7 +60,7 @@ def group_parameters(named: Named, groups: int | Sequence[Sequence[Any]] | None)
     """
     if groups is None:
         return []
-    if isinstance(groups, int) and groups >= 0:
+    if isinstance(groups, int | np.integer) and groups >= 0:
         parameters = [parameter for _, parameter in named]
         count = min(groups, len(parameters))
         ends = [number * len(parameters) // count for number in range(count + 1)] if count else []

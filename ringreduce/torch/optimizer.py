@@ -21,6 +21,7 @@ from ringreduce.frameworks.not_there import check_adapter
 from ringreduce.optim.exchange import Exchange, check_passes
 from ringreduce.optim.parameters import Named, group_parameters, name_parameters
 from ringreduce.optim.powersgd import PowerSGD
+from ringreduce.runtime.submit import whole_number
 from ringreduce.torch.adasum_optimizer import AdasumMixin, DeltaReducer
 from ringreduce.torch.groups import Groups
 from ringreduce.torch.reducer import GradientReducer
@@ -132,9 +133,7 @@ def named_of(optimizer: torch.optim.Optimizer, named_parameters: Any) -> tuple[N
 
 def _number_of_groups(num_groups: int, groups: Any) -> Any:
     """`groups`, by its older name too."""
-    if not isinstance(num_groups, int) or num_groups < 0:
-        raise InputError(f"num_groups={num_groups!r}; expected 0 or more")
-    if num_groups:
+    if num_groups := whole_number("num_groups", num_groups, 0):
         warnings.warn("num_groups is deprecated; pass groups", DeprecationWarning, stacklevel=4)
     return groups if groups is not None else num_groups
 

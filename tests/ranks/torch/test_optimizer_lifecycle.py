@@ -6,6 +6,7 @@ import gc
 import pickle
 import weakref
 
+import numpy as np
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -183,7 +184,8 @@ def test_state_that_is_loaded_gives_up_what_was_under_way():
     [
         ({"op": hvd.Max}, "op=.*Max.*expected Average, Sum or Adasum"),
         ({"backward_passes_per_step": 0}, "backward_passes_per_step=0; expected a whole number of 1 or more"),
-        ({"num_groups": -1}, "num_groups=-1; expected 0 or more"),
+        ({"num_groups": -1}, "num_groups=-1; expected a whole number of 0 or more"),
+        ({"num_groups": 1.5}, "num_groups=1.5; expected a whole number of 0 or more"),
         ({"groups": -1}, "groups=-1; expected a number of 0 or more, or lists of parameters"),
         ({"groups": [[torch.zeros(3)]]}, r"groups: a tensor of shape \(3,\) is not a parameter of the optimizer"),
         ({"process_set": [0]}, r"process_set=\[0\]; expected a ProcessSet"),
@@ -208,7 +210,7 @@ def test_wrong_parameters_and_names():
 @each_rank_of(1)
 def test_num_groups_is_the_older_name():
     with pytest.warns(DeprecationWarning, match="num_groups is deprecated; pass groups"):
-        training.wrap(training.make_model(), num_groups=2)
+        training.wrap(training.make_model(), num_groups=np.int64(2))
 
 
 @each_rank_of(1)

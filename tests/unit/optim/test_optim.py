@@ -76,6 +76,7 @@ def test_wrong_names_are_refused(named, message):
         (0, []),
         (1, [5]),
         (2, [2, 3]),
+        (np.int64(2), [2, 3]),
         (3, [1, 2, 2]),
         (9, [1] * 5),
         ([PARAMETERS[3:], PARAMETERS[:1]], [2, 1]),
