@@ -24,7 +24,7 @@ class MpiLauncher:
         self.name = os.path.basename(argv[0])
         self._process = start_with_parent(
             argv,
-            signal.SIGTERM,
+            signal.SIGKILL,  # agents end by themselves; PRRTE can wait for ever in its handler of SIGTERM
             ignored=FORWARDABLE,  # they are for ranks, if they are sent to all of a job: hydra ends by SIGUSR2
             env=environment,
             stdin=subprocess.DEVNULL,

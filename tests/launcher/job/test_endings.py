@@ -102,6 +102,10 @@ def test_ctrl_c_ends_ranks_that_ignore_it_and_a_second_one_at_once(pauses_s, lea
     assert least_s < seconds + wait_until_gone() < patient(most_s)  # without the second it takes 3.5
 
 
+def parent_of(pid):
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
 ENDS = {
     "Ctrl-C": (130, [], "ringrun: interrupted"),
     "SIGTERM": (143, [], "ringrun: got SIGTERM"),
@@ -118,7 +122,7 @@ def test_an_agent_that_is_stopped_holds_nobody_up_and_does_not_stay(end, start, 
     process = start("-np", 2, *(flags or ["--lost-after", 60]), *program("runs_on"), "die")
     assert [process.stdout.readline()[3:] for _ in range(2)] == [" up\n"] * 2
     found = processes_of()
-    parents = {pid: int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1]) for pid in found}
+    parents = {pid: parent_of(pid) for pid in found}
     ranks = [pid for pid, line in found.items() if "script.py die" in line and "ringrun" not in line]
     stopped, *_ = [parents[pid] for pid in ranks if "ringrun.agent" in found.get(parents[pid], "")]
     os.kill(stopped, signal.SIGSTOP)
@@ -138,6 +142,19 @@ def test_an_agent_that_is_stopped_holds_nobody_up_and_does_not_stay(end, start, 
 @pytest.mark.parametrize("what", ["die", "ignore"])
 def test_ringrun_killed_leaves_nothing(what, started, grace, wait_until_gone):
     process = started(what, *grace)
+    process.kill()
+    process.wait()
+    wait_until_gone()
+
+
+@both_mpis
+def test_ringrun_killed_leaves_no_mpirun_that_handles_no_signal(start, program, processes_of, wait_until_gone):
+    """As Open MPI's sometimes does: where SIGTERM came amid its own work, its handler waits for a lock that it has."""
+    process = start("-np", 2, *program("runs_on"), "die")
+    assert [process.stdout.readline()[3:] for _ in range(2)] == [" up\n"] * 2
+    for pid in processes_of():
+        if parent_of(pid) == process.pid:
+            os.kill(pid, signal.SIGSTOP)
     process.kill()
     process.wait()
     wait_until_gone()
