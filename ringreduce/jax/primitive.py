@@ -98,9 +98,11 @@ def bind(collective: HostCollective, values: Values) -> list[Any]:
     """Run it now, or put it into the program that is being traced."""
     if not in_program():
         return list(collective_p.bind(*values, collective=collective))
-    passed = [each.astype(jnp.float32) if PACKED.fullmatch(each.dtype.name) else each for each in values]
+    types = [getattr(each, "dtype", None) for each in values]  # a gradient may be a number of Python's
+    packed = [number for number, dtype in enumerate(types) if PACKED.fullmatch(str(dtype))]
+    passed = [each.astype(jnp.float32) if number in packed else each for number, each in enumerate(values)]
     results = collective_p.bind(*passed, collective=collective)
-    return [result.astype(each.dtype) for result, each in zip(results, values, strict=False)]  # a check has none
+    return [each.astype(types[number]) if number in packed else each for number, each in enumerate(results)]
 
 
 @contextlib.contextmanager
@@ -220,7 +222,7 @@ def _jvp(values: Values, tangents: Values, *, collective: HostCollective) -> tup
     results = bind(collective, values)
     collective.gradient([jnp.shape(each) for each in values])  # raises where there is no gradient
     moved: list[Any] = [np.zeros(jnp.shape(each), jax.dtypes.float0) for each in results]
-    floating = [number for number, each in enumerate(values) if jnp.issubdtype(each.dtype, jnp.inexact)]
+    floating = [number for number, each in enumerate(values) if jnp.issubdtype(jnp.result_type(each), jnp.inexact)]
     own = collective.only(floating)
     for number, tangent in zip(
         floating, bind(own, [ad.instantiate_zeros(tangents[each]) for each in floating]), strict=True

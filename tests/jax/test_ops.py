@@ -197,6 +197,17 @@ def test_gradient_of_a_tree_with_whole_numbers(run):
     close(run(jax.grad(loss))(own(2)), [SIZE * SIZE, 2 * SIZE * SIZE])
 
 
+@pytest.mark.quick
+def test_gradients_that_are_numbers_of_python(run):
+    """As those of optax's line searches, inside of a program."""
+
+    def transposed(like, gradient):
+        return jax.linear_transpose(lambda x: hvd.allreduce(x.sum(), op=hvd.Sum), like)(gradient)[0]
+
+    close(run(lambda x: transposed(x, 1.0))(own(2)), [SIZE, SIZE])
+    close(run(lambda x: jax.jvp(lambda by: transposed(x, by), (1.0,), (2.0,))[1])(own(2)), [2 * SIZE, 2 * SIZE])
+
+
 def test_an_op_without_a_gradient_says_so(run):
     with pytest.raises(rr.InputError, match=r"allreduce \(test_ops.py:\d+\): op=Max has no gradient; expected Average"):
         run(jax.grad(lambda x: hvd.allreduce(x, op=hvd.Max).sum()))(own(2))
