@@ -207,6 +207,18 @@ def test_the_launcher_s_imports_point_downward_too(module, path):
         assert below < row or name == own, f"{module} imports {imported}"
 
 
+def test_the_page_says_what_ranks_import_of_the_launcher():
+    wanted = set()
+    for _, path in modules():
+        for node in import_nodes(path):
+            within = f"{node.module}." if isinstance(node, ast.ImportFrom) else ""
+            names = [f"{within}{alias.name}".split(".") for alias in node.names]
+            wanted |= {name[1] for name in names if name[0] == "ringrun"}
+    page = (ROOT / "docs" / "architecture.md").read_text().partition("![The layers")[0]
+    of_launcher = page.partition("`launcher/` what")[2]
+    assert {re.split(r"[/.]", name)[0] for name in re.findall(r"`([\w/]+\.py)`", of_launcher)} == wanted
+
+
 def test_the_run_report_is_entered_by_one_door_and_knows_little_of_the_launcher():
     inside, outside = set(), set()
     for module, path in modules(LAUNCHER):
