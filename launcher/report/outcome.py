@@ -85,6 +85,9 @@ def root_cause(
                     that a signal of ringrun's may have led to.
     left:           the ranks that have left in order. Where others fail for want of one of them, and then the MPI ends
                     it, or crashes in it, that is a consequence.
+
+    A crash inside of the MPI is a consequence, too, where another rank raised an error of its own: MPICH may crash in
+    sending to a process that is about to end, which is heard of later.
     """
     failures = {end.rank: end for end in ends if end.failed}
     missed = {rank for end in failures.values() for rank in end.blames if rank in left and rank in failures}
@@ -102,7 +105,17 @@ def root_cause(
     while blamed := [failures[rank] for rank in cause.blames if rank in failures and rank not in visited]:
         cause = min(blamed, key=lambda end: (bool(end.blames), end.at_s))
         visited.add(cause.rank)
+    if _crashed_in_mpi(cause):
+        raised = [end for end in failures.values() if end.error and not end.blames and not end.sent]
+        cause = min(raised, key=lambda end: end.at_s, default=cause)
     return failures.get(cause.error.culprit, cause) if cause.error else cause
+
+
+def _crashed_in_mpi(end: RankEnd) -> bool:
+    """Whether a signal of its own ended it in a call of the MPI by ringreduce, and no error before."""
+    frames = [line for line in extract_traceback(end.tail) if line.lstrip().startswith("File ")]
+    by_signal = end.code is not None and end.code < 0 and end.error is None
+    return by_signal and any("/ringreduce/transport/" in line for line in frames[:1])
 
 
 def aborter(ends: Iterable[RankEnd], launcher_code: int | None) -> RankEnd | None:

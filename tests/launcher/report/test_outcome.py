@@ -8,8 +8,8 @@ from ringrun.report import outcome
 from tests.support.loops import in_a_loop
 
 
-def end(rank, code, at_s=0.0, *, sent=(), lost=(), tail=()):
-    error = RankError("PeerLostError", f"lost {lost}", f"Traceback of {rank}", lost) if lost else None
+def end(rank, code, at_s=0.0, *, sent=(), lost=(), tail=(), error=None):
+    error = RankError("PeerLostError", f"lost {lost}", f"Traceback of {rank}", lost) if lost else error
     return outcome.RankEnd(rank, "node7", 1000 + rank, code, at_s, sent, error, tail)
 
 
@@ -82,6 +82,33 @@ def test_root_cause(ends, cause):
 )
 def test_a_rank_that_left_in_order_has_not_failed_when_the_mpi_ends_it(ends, left, cause):
     assert outcome.root_cause(ends, lost_peer_code=14, left=left).rank == cause
+
+
+def crash(where):
+    return ["Fatal Python error: Segmentation fault", "", "Stack (most recent call first):", f'  File "/x/{where}.py"']
+
+
+OWN = RankError("ValueError", "boom", "Traceback", ())
+IN_MPI, ELSEWHERE = crash("ringreduce/transport/message"), [*crash("train"), *crash("ringreduce/transport/message")[3:]]
+
+
+@in_a_loop(
+    ("ends", "cause"),
+    [
+        ([end(0, -11, 1.0, tail=IN_MPI), end(1, 1, 1.1, error=OWN)], 1),
+        ([end(0, -11, 1.0, tail=IN_MPI), end(1, 1, 1.1, error=OWN, sent=(15,))], 0),
+        ([end(0, -11, 1.0, tail=IN_MPI), end(1, 1, 1.1)], 0),
+        ([end(0, -11, 1.0, tail=IN_MPI), end(1, 1, 1.1, lost=(0,))], 0),
+        ([end(0, -11, 1.0, tail=IN_MPI), end(1, 1, 1.2, lost=(0,)), end(2, 1, 1.3, error=OWN)], 2),
+        ([end(0, -11, 1.1, tail=IN_MPI), end(1, 1, 1.0, lost=(0,)), end(2, 1, 1.3, error=OWN)], 2),
+        ([end(0, -11, 1.0, tail=ELSEWHERE), end(1, 1, 1.1, error=OWN)], 0),
+        ([end(0, -11, 1.0), end(1, 1, 1.1, error=OWN)], 0),
+        ([end(0, 1, 1.0, tail=IN_MPI), end(1, 1, 1.1, error=OWN)], 0),
+        ([end(0, -11, 1.0, tail=IN_MPI, error=OWN), end(1, 1, 1.1, lost=(0,))], 0),
+    ],
+)
+def test_a_crash_inside_of_the_mpi_follows_from_an_error_of_another_rank(ends, cause):
+    assert outcome.root_cause(ends).rank == cause
 
 
 @in_a_loop(
