@@ -22,7 +22,7 @@ def run(command, *, timeout_s=120, cwd=jobs.ROOT, returncode=None, **variables):
 
 def ringrun(python, ranks, *command, **options):
     """`ringrun -np RANKS python COMMAND …` with the ringrun that stands beside `python`."""
-    return run([jobs.ringrun(python), "-np", ranks, python, *command], **options)
+    return run([jobs.ringrun(python), *jobs.start_timeout(), "-np", ranks, python, *command], **options)
 
 
 @pytest.fixture(scope="session")

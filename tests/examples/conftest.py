@@ -24,6 +24,7 @@ def ringrun(tmp_path_factory):
     python = Path(sys.executable)
 
     def run(size, *arguments, returncode=0, flags=()):
+        flags = [*jobs.start_timeout(), *flags]
         ended = jobs.run([jobs.ringrun(python), "-np", size, *flags, python, *arguments], cwd=directory)
         assert ended.returncode == returncode, f"{ended.stdout}\n{ended.stderr}"
         return ended

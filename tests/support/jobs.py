@@ -52,6 +52,11 @@ def executable(path: Path, text: str) -> Path:
     return path
 
 
+def start_timeout() -> list[object]:
+    """The flag that gives ranks the time to start that they take beside other jobs."""
+    return ["--start-timeout", patient(30)]
+
+
 def ringrun(python: Path) -> str:
     """The ringrun that stands beside this Python."""
     return str(python.with_name("ringrun"))
