@@ -15,7 +15,7 @@ import os
 import sys
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Any
 
@@ -98,12 +98,13 @@ def uninstall() -> None:
 
 
 def write_report(path: str, exc: BaseException) -> None:
-    """Write the exception as JSON: its type, message, traceback, and the lost ranks."""
+    """Write the exception as JSON: its type, message, traceback, and the ranks it lost, or what led to it did."""
+    lost = next((each for each in _chain(exc) if isinstance(each, PeerLostError)), None)
     report = {
         "exception": type(exc).__name__,
         "message": message(exc),
         "traceback": "".join(_without_own_frames(exc).format()),
-        "lost_ranks": list(exc.lost_ranks) if isinstance(exc, PeerLostError) else [],
+        "lost_ranks": list(lost.lost_ranks) if lost else [],
         "culprit": exc.rank if isinstance(exc, NanError) else -1,
     }
     partial = f"{path}.partial"
@@ -115,17 +116,28 @@ def write_report(path: str, exc: BaseException) -> None:
         LOGGER.error(f"the report of this failure could not be written to {path}: {error}; it was {described(exc)}")
 
 
+def _chain(exc: BaseException) -> Iterator[BaseException]:
+    """The exception, and those from which, or while which were handled, it was raised."""
+    seen = set[int]()
+    error: BaseException | None = exc
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        yield error
+        error = error.__cause__ or error.__context__
+
+
 def _without_own_frames(exc: BaseException) -> traceback.TracebackException:
     """Its traceback; where an error is this package's own, and says what is wrong, without the frames of it."""
     formatted = traceback.TracebackException.from_exception(exc)
-    error: BaseException | None = exc
     part: traceback.TracebackException | None = formatted
-    while error is not None and part is not None:
+    for error in _chain(exc):
+        if part is None:
+            break
         if isinstance(error, RingreduceError):
             part.stack = traceback.StackSummary.from_list(
                 [frame for frame in part.stack if not frame.filename.startswith(_PACKAGE)] or part.stack
             )
-        error, part = error.__cause__ or error.__context__, part.__cause__ or part.__context__
+        part = part.__cause__ or part.__context__
     return formatted
 
 

@@ -29,6 +29,26 @@ def test_a_report_holds_the_exception_its_traceback_and_who_is_blamed(tmp_path, 
     assert report["traceback"].endswith(f"{name}: bad – data\n")
 
 
+def wrapped(how):
+    try:
+        raise PeerLostError("gone", [2, 3])
+    except PeerLostError as lost:
+        try:
+            exec(how, {"lost": lost})
+        except ValueError as error:
+            return error
+
+
+@pytest.mark.parametrize("how", ["raise ValueError from lost", "raise ValueError", "raise ValueError from None"])
+def test_an_error_that_follows_from_a_lost_rank_blames_it(tmp_path, how):
+    """As a script, or its framework, raises errors of its own in handling ours."""
+    path, error = tmp_path / "rank0.json", wrapped(how)
+    error.__context__.__context__ = error  # a circle, as some libraries make
+    write_report(str(path), error)
+    report = json.loads(path.read_text())
+    assert (report["exception"], report["lost_ranks"]) == ("ValueError", [2, 3])
+
+
 @pytest.mark.parametrize(
     ("error", "is_folded", "culprit"),
     [
