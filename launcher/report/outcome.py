@@ -106,9 +106,13 @@ def root_cause(
         cause = min(blamed, key=lambda end: (bool(end.blames), end.at_s))
         visited.add(cause.rank)
     if _crashed_in_mpi(cause):
-        raised = [end for end in failures.values() if end.error and not end.blames and not end.sent]
-        cause = min(raised, key=lambda end: end.at_s, default=cause)
+        cause = min(filter(_raised_by_itself, failures.values()), key=lambda end: end.at_s, default=cause)
     return failures.get(cause.error.culprit, cause) if cause.error else cause
+
+
+def _raised_by_itself(end: RankEnd) -> bool:
+    """Whether an error that blames no rank ended it; in later worlds of elastic jobs the blame is gone from errors."""
+    return bool(end.error and end.error.exception != "PeerLostError" and not end.blames and not end.sent)
 
 
 def _crashed_in_mpi(end: RankEnd) -> bool:

@@ -88,7 +88,7 @@ def crash(where):
     return ["Fatal Python error: Segmentation fault", "", "Stack (most recent call first):", f'  File "/x/{where}.py"']
 
 
-OWN = RankError("ValueError", "boom", "Traceback", ())
+OWN, IN_A_LATER_WORLD = RankError("ValueError", "boom", "Traceback"), RankError("PeerLostError", "lost", "Traceback")
 IN_MPI, ELSEWHERE = crash("ringreduce/transport/message"), [*crash("train"), *crash("ringreduce/transport/message")[3:]]
 
 
@@ -101,6 +101,7 @@ IN_MPI, ELSEWHERE = crash("ringreduce/transport/message"), [*crash("train"), *cr
         ([end(0, -11, 1.0, tail=IN_MPI), end(1, 1, 1.1, lost=(0,))], 0),
         ([end(0, -11, 1.0, tail=IN_MPI), end(1, 1, 1.2, lost=(0,)), end(2, 1, 1.3, error=OWN)], 2),
         ([end(0, -11, 1.1, tail=IN_MPI), end(1, 1, 1.0, lost=(0,)), end(2, 1, 1.3, error=OWN)], 2),
+        ([end(0, -11, 1.0, tail=IN_MPI), end(1, 1, 1.1, error=IN_A_LATER_WORLD)], 0),
         ([end(0, -11, 1.0, tail=ELSEWHERE), end(1, 1, 1.1, error=OWN)], 0),
         ([end(0, -11, 1.0), end(1, 1, 1.1, error=OWN)], 0),
         ([end(0, 1, 1.0, tail=IN_MPI), end(1, 1, 1.1, error=OWN)], 0),
