@@ -1,6 +1,7 @@
 """Runs that are ended from outside: Ctrl-C and other signals, a reader that leaves, ringrun killed. Nothing stays."""
 
 import os
+import re
 import signal
 import subprocess
 import textwrap
@@ -152,9 +153,9 @@ def test_ringrun_killed_leaves_no_mpirun_that_handles_no_signal(start, program, 
     """As Open MPI's sometimes does: where SIGTERM came amid its own work, its handler waits for a lock that it has."""
     process = start("-np", 2, *program("runs_on"), "die")
     assert [process.stdout.readline()[3:] for _ in range(2)] == [" up\n"] * 2
-    for pid in processes_of():
-        if parent_of(pid) == process.pid:
-            os.kill(pid, signal.SIGSTOP)
+    (mpirun,) = [pid for pid, line in processes_of().items() if re.search(r"/(prterun|mpiexec\S*) ", line)]
+    assert parent_of(mpirun) == process.pid
+    os.kill(mpirun, signal.SIGSTOP)
     process.kill()
     process.wait()
     wait_until_gone()
