@@ -21,6 +21,7 @@ from typing import Any
 from ..connection import wire
 
 _LONGEST_DATAGRAM = 1 << 18
+_AGAIN_S = 0.2
 _REPORTS: dict[str, Callable[[dict[str, Any]], wire.Report]] = {
     "stalled": lambda said: wire.Stalled(str(said["stalled"])),
     "init": lambda said: wire.InInit(float(said["init"])),
@@ -49,6 +50,7 @@ class RankSocket:
         self._heard = threading.Condition()
         self._answer: dict[str, Any] | None = None
         self._notified: dict[type, bytes] = {}  # the last of each kind, for a rank that is late to listen
+        self._full: set[type] = set()  # the kinds that are to be sent again, since the rank's queue had no room
         self.package = ""
         """Where ringreduce is, whose frames are no user's."""
         self._on_init: Callable[[Sequence[str]], None] = lambda _: None
@@ -66,11 +68,6 @@ class RankSocket:
         self._on_init, self._on_exit = on_init, on_exit
         threading.Thread(target=self._listen, daemon=True).start()
 
-    def ask(self) -> bool:
-        """Ask what the rank waits for; False where no ringreduce is there, or has just ended."""
-        self._answer = None
-        return self._notify(b"doing")
-
     def answer(self, until_s: float) -> dict[str, Any]:
         """Wait for the answer; empty if none comes in time."""
         with self._heard:
@@ -80,13 +77,29 @@ class RankSocket:
     def notify(self, message: wire.Membership | wire.Hosts | wire.Record) -> None:
         """Let the rank know what it is told, now or when it listens."""
         said = {"membership": message._asdict()} if isinstance(message, wire.Membership) else message._asdict()
-        self._notified[type(message)] = datagram = json.dumps(said).encode()
-        self._notify(datagram)
+        self._notified[type(message)] = json.dumps(said).encode()
+        if type(message) not in self._full:
+            self._deliver(type(message))
 
-    def _notify(self, datagram: bytes) -> bool:
-        """Send the rank a datagram; False where no ringreduce listens."""
+    def _deliver(self, kind: type) -> None:
+        """Send the last one of this kind; later, where the rank, whose Python may stand still, reads nothing now."""
+        self._full.discard(kind)
         try:
-            self._socket.sendto(datagram, socket.MSG_DONTWAIT, f"{self._files}.ask")
+            self._socket.sendto(self._notified[kind], socket.MSG_DONTWAIT, f"{self._files}.ask")
+        except BlockingIOError:
+            self._full.add(kind)
+            again = threading.Timer(_AGAIN_S, self._deliver, [kind])
+            again.daemon = True
+            with contextlib.suppress(RuntimeError):  # too many threads there
+                again.start()
+        except OSError:  # no ringreduce listens
+            return
+
+    def ask(self) -> bool:
+        """Ask what the rank waits for; False where no ringreduce is there, or has just ended."""
+        self._answer = None
+        try:
+            self._socket.sendto(b"doing", socket.MSG_DONTWAIT, f"{self._files}.ask")
         except OSError:
             return False
         return True
@@ -119,8 +132,8 @@ class RankSocket:
         elif isinstance(report, wire.Initialized):
             lines = said.get("shared")
             self._on_init(lines if isinstance(lines, list) else [])
-            for datagram in self._notified.values():
-                self._notify(datagram)
+            for kind in list(self._notified):
+                self._deliver(kind)
 
 
 def _decode(datagram: bytes) -> dict[str, Any]:

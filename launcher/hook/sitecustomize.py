@@ -104,8 +104,9 @@ def _tell(said: str) -> None:
 
     with contextlib.suppress(OSError, KeyError):
         own = _socket.socket(_socket.AF_UNIX, _socket.SOCK_DGRAM)
+        own.connect(f"{os.environ['RINGREDUCE_ERROR_FILE']}.agent")  # first: else it would poll for room
         own.settimeout(_TELL_S)
-        own.sendto(said.encode(), f"{os.environ['RINGREDUCE_ERROR_FILE']}.agent")
+        own.send(said.encode())
         own.close()
 
 

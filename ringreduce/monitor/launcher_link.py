@@ -26,6 +26,9 @@ from ringreduce.settings.log import LOGGER
 
 PACKAGE = str(Path(__file__).parents[1])
 LONGEST_REQUEST = 64 << 10
+WAIT_S = 1.0
+"""For an agent that has no core just now. The kernel keeps some ten datagrams for it (net.unix.max_dgram_qlen), which a
+rank that records its steps fills in a quarter of a second."""
 MOST_MAPPED = 256  # lines of maps in one datagram: far more than any MPI's files
 
 
@@ -99,8 +102,10 @@ class StatusServer:
         self.waiting_for, self.record = str, lambda _: None
 
 
-def report(error_file: str, **message: object) -> bool:
+def report(error_file: str, *, wait_s: float = WAIT_S, **message: object) -> bool:
     """Send the launcher a report; True when it is there to read it. Nothing happens without an `error_file`.
+
+    wait_s: how long an agent may take to read what came before; then the report is lost.
 
     init, package    this rank is in init(), and may wait there for others: after so many seconds
     started, shared  MPI has started, and these are its files in shared memory
@@ -118,7 +123,9 @@ def report(error_file: str, **message: object) -> bool:
         return False
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as own:
-            own.sendto(json.dumps(message).encode(), socket.MSG_DONTWAIT, f"{error_file}.agent")
+            own.connect(f"{error_file}.agent")  # first: only then the kernel can wait for room in its queue
+            own.settimeout(wait_s)
+            own.send(json.dumps(message).encode())
     except OSError:
         return False
     return True

@@ -37,7 +37,7 @@ from ringreduce.transport.traffic import Traffic
 SAMPLE_S = 20e-3, 50e-3  # between two samples; at random, since steps have a rhythm
 TOTALS_S = 1.0
 FIRST_STEPS_S, STEPS_S = 1.0, 60.0
-LAST_S = 0.2  # how long the last messages may take
+LAST_S = 0.2  # how long the last steps may take
 NOT_TOLD = {*PER_RANK, "report"}  # of the settings
 MOST_BYTES = 60_000  # of a message
 STEPS_OF_ALL, LEAST_STEPS = 1024, 4  # of all ranks together, of each rank
@@ -89,7 +89,7 @@ class Reporting:
             self.job(self._finish)
 
     def _finish(self) -> None:
-        self._send_totals()
+        self._send_totals(launcher_link.WAIT_S)
         self._send_steps()
 
     def _run(self) -> None:
@@ -124,13 +124,13 @@ class Reporting:
         if self._due:  # one by one: ringrun's socket holds few
             self._send_step()
 
-    def _send_totals(self) -> None:
+    def _send_totals(self, wait_s: float = 0.0) -> None:
         if not self._has_told:
-            self._has_told = self._send("about", {**self._about, "versions": versions()})
+            self._has_told = self._send("about", {**self._about, "versions": versions()}, wait_s)
         sums = self._recorded or self._totals()
         if counted := self._recorder.counted:
             sums = {**sums, "counted": (*counted, self._sampler.core_wait_s())}
-        self._send("totals", {"at_s": time.monotonic(), **sums})
+        self._send("totals", {"at_s": time.monotonic(), **sums}, wait_s)
 
     def _totals(self) -> dict[str, Any]:
         traffic, (rss, shm) = self._transport.traffic or Traffic(), memory()
@@ -147,20 +147,18 @@ class Reporting:
     def _send_steps(self) -> None:
         """Send all of them, as many as there is time for."""
         self._due, until_s = self._not_sent(), time.monotonic() + LAST_S
-        while self._due and time.monotonic() < until_s:
-            if not self._send_step():
-                time.sleep(LAST_S / 100)
+        while self._due and (left_s := until_s - time.monotonic()) > 0:
+            self._send_step(left_s)
 
-    def _send_step(self) -> bool:
-        """Send the next one that is due; True when ringrun has it."""
+    def _send_step(self, wait_s: float = 0.0) -> None:
+        """Send the next one that is due; it stays so until ringrun has it."""
         step = self._due[0]
         body = {name: getattr(step, name) for name in ("number", "from_s", "to_s", "waits", "operations")}
-        if is_sent := self._send("step", {**body, "more": max(0, step.count - MOST)}):
+        if self._send("step", {**body, "more": max(0, step.count - MOST)}, wait_s):
             self._sent = self._due.pop(0).number
-        return is_sent
 
-    def _send(self, kind: str, body: dict[str, Any]) -> bool:
-        return launcher_link.report(self._host.settings.error_file, measured={kind: shortened(body)})
+    def _send(self, kind: str, body: dict[str, Any], wait_s: float) -> bool:
+        return launcher_link.report(self._host.settings.error_file, wait_s=wait_s, measured={kind: shortened(body)})
 
 
 def about(host: HostResources, settings: Settings, algorithms: Algorithms, clock_ahead_us: float) -> dict[str, Any]:

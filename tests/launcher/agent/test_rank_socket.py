@@ -109,3 +109,19 @@ def test_hosts_that_came_are_told_too(tmp_path, agents, ranks):
 def test_a_rank_that_does_not_listen_is_no_error(agents):
     agents.notify(LIST)
     assert not agents.ask()
+
+
+def test_a_rank_whose_queue_is_full_is_told_later(agents, ranks):
+    """Its Python may stand still for long, as in a compiler that holds the GIL, while somebody asks what it does."""
+    questions = 0
+    while agents.ask():
+        questions += 1
+    for number in (3, 4, 5):
+        agents.notify(LIST._replace(number=number))
+    agents.notify(wire.Hosts("h3:2"))
+    assert [ranks.recv(1 << 16) for _ in range(questions)] == questions * [b"doing"]
+    told = {**json.loads(ranks.recv(1 << 16)), **json.loads(ranks.recv(1 << 16))}
+    assert (told["membership"]["number"], told["hosts"]) == (5, "h3:2"), "the last of each"
+    ranks.settimeout(0.5)
+    with pytest.raises(TimeoutError):
+        ranks.recv(1 << 16)

@@ -347,6 +347,35 @@ def test_before_steps_are_only_counted_those_that_were_recorded_are_sent(sent, m
     assert numbers == sorted([*range(STEPS), *range(2 * STEPS)])
 
 
+def test_the_last_totals_wait_for_an_agent_that_is_slow_to_read(tmp_path, monkeypatch):
+    """Of a short script they alone have its steps, and on a busy machine its agent may have no core just then."""
+    path, found, close = str(tmp_path / "rank.json"), [], reporting.Reporting.close
+    monkeypatch.setattr(reporting.launcher_link, "WAIT_S", 60.0)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as agent:
+        agent.bind(f"{path}.agent")
+        agent.settimeout(10.0)
+
+        def listen():
+            time.sleep(2 * reporting.LAST_S)
+            while not any(each.get("step", 0) for each in found):
+                found.append(json.loads(agent.recv(1 << 17)).get("measured", {}).get("totals", {}))
+
+        def closed(of):
+            listener = threading.Thread(target=listen)
+            listener.start()
+            close(of)
+            listener.join()
+
+        def program():
+            calls_of(rr.DistributedOptimizer)
+            while reporting.launcher_link.report(path, wait_s=0, notice="of something else"):
+                continue
+
+        monkeypatch.setattr(reporting.Reporting, "close", closed)
+        run_ranks(1, program, settings=Settings(report=True, error_file=path))
+    assert found[-1]["step"] == STEPS - 1
+
+
 @pytest.mark.parametrize("what", ["the socket goes", "it fails"])
 def test_the_job_goes_on_without_its_record(sent, tmp_path, monkeypatch, caplog, what):
     if what == "it fails":

@@ -7,6 +7,7 @@ import socket
 import tempfile
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 
 import pytest
@@ -65,6 +66,26 @@ def test_it_goes_on_when_who_asked_has_gone(agent, error_file, tmp_path):
             other.bind(str(tmp_path / "gone"))
             other.sendto(b"doing", f"{error_file}.ask")
         assert ask(agent, error_file)["doing"] == "x"
+
+
+def test_what_is_said_once_waits_until_a_busy_agent_has_read(agent, error_file):
+    """An agent that gets no core must not lose that a rank has left in order, or the last totals of its steps."""
+    seconds = 0
+    while report(error_file, wait_s=0, measured={"seconds": seconds}):
+        seconds += 1
+    with ThreadPoolExecutor(1) as other:
+        said = other.submit(report, error_file, wait_s=60, left="its script ended")
+        heard = [json.loads(agent.recv(100_000)) for _ in range(seconds + 1)]
+        assert said.result(60)
+    assert heard == [*({"measured": {"seconds": each}} for each in range(seconds)), {"left": "its script ended"}]
+
+
+def test_a_rank_that_waits_for_its_agent_to_read_computes_nothing(agent, error_file):
+    while report(error_file, wait_s=0, notice="x"):
+        continue
+    computed_s = time.thread_time()
+    assert not report(error_file, wait_s=1.0, left="its script ended")
+    assert time.thread_time() - computed_s < 0.1
 
 
 def test_after_the_end_nothing_is_left_and_a_new_world_can_begin(agent, error_file):
