@@ -598,4 +598,5 @@ def printed(outputs):
         assert output["output_type"] != "error", output
         if output.get("name") != "stderr":
             text += "".join(output.get("text", "")) + "".join(f"<{kind}>" for kind in sorted(output.get("data", {})))
-    return re.sub(r"pid \d+, ran for \S+|host \S+,|\d+\.py:|\de-\d\d", "…", text)
+    at_that_moment = r"(?<=the others  rank 0: ).+"  # it may not have come as far as its barrier
+    return re.sub(rf"pid \d+, ran for \S+|host \S+,|{at_that_moment}|\d+\.py:|\de-\d\d", "…", text)
