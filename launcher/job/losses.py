@@ -171,16 +171,22 @@ class Losses:
                 why = "in an elastic job MPICH itself does not end a rank; to end a rank, use sys.exit()"
                 self._kill(Kill(frozenset({rank})), f"it called MPI_Abort: {why}; it said {said!r}")
             case Reported(rank, Meeting(number)):
-                before = set(members.ranks)
-                if (decision := members.meets(rank, number, now_s)) is not None:
-                    gone = numbered("rank", sorted(before.difference(decision.ranks)))
-                    self._say(f"{gone} left before others did; continuing {self._with_whom()}")
-                return decision
+                members.meets(rank, number, now_s)
+                return self._another(now_s)
             case Reported(rank, Left()):
-                return members.left(rank, now_s)
-            case Reported(rank, Reformed(number)) if members.reformed(rank, number):
-                self._report_recovery(now_s)
+                return members.left(rank, now_s) or self._another(now_s)
+            case Reported(rank, Reformed(number)):
+                if members.reformed(rank, number):
+                    self._report_recovery(now_s)
+                return self._another(now_s)
         return None
+
+    def _another(self, now_s: float) -> Membership | None:
+        before = set(self._members.ranks)
+        if (decision := self._members.another(now_s)) is not None:
+            gone = numbered("rank", sorted(before.difference(decision.ranks)))
+            self._say(f"{gone} left before others did; continuing {self._with_whom()}")
+        return decision
 
     def _lost(self, hows: dict[int, str], now_s: float) -> Membership | CannotGoOn | None:
         killed = {

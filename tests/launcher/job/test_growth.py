@@ -8,7 +8,7 @@ import pytest
 
 from ringrun import cli
 from ringrun.agent import kept_commits
-from ringrun.connection.wire import Hosts, Initialized, Reformed
+from ringrun.connection.wire import Hosts, Initialized, Left, Meeting, Membership, Reformed
 from ringrun.elastic import LONGEST_COOLDOWN_S, Elastic
 from ringrun.errors import UsageError
 from ringrun.hosts import Host, is_here
@@ -185,6 +185,19 @@ def test_how_a_rank_was_lost_is_said_before_the_others_went_on():
     said = [each for each in recorded.sent if isinstance(each, str)]
     assert any("rank 1 of 3 " in line for line in said[:-1]), said
     assert re.fullmatch("ringrun: ranks 0,2 resumed after [0-9]+ ms", said[-1])
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (1, 0, 2), (1, 2, 0)])
+def test_the_others_go_on_without_a_rank_that_has_left_in_whatever_order_they_say_so(order):
+    """Each has an agent of its own, and on a busy machine the one of the rank that left may be the last."""
+    recorded = Recorded()
+    losses = Losses(3, Elastic(), recorded, recorded)
+    for rank in range(3):
+        losses.handle(Reported(rank, Initialized()))
+    for rank in order:
+        losses.handle(Reported(rank, Meeting(0) if rank else Left("it called shutdown()")))
+    gone_on = "ringrun: rank 0 left before others did; continuing with ranks 1-2"
+    assert recorded.sent == [gone_on, Membership(1, (1, 2), {})]
 
 
 @in_a_loop(("max_np", "slots", "size"), [(None, 5, 3), (4, 5, 5), (4, 3, 3), (8, 6, 6)])

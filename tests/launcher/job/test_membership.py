@@ -12,6 +12,8 @@ from ringrun.job.membership import CannotGoOn, Kill, Members, Wake
 from tests.support.loops import in_a_loop
 
 LOST = [("lost", {1: "a"}, 0.0), ("lost", {2: "b"}, 4.0)]
+MET_EARLY = [*LOST[:1], *[("reformed", rank, 1) for rank in (0, 3)], ("left", 3, 0.0), ("meets", 0, 1, 1.0)]
+"""Rank 0 needs another list, since rank 3 has left, when rank 2 has yet to say that this one works."""
 WRAPPED = "a script survives a loss only inside a function that ringreduce's elastic.run wraps"
 
 
@@ -55,9 +57,16 @@ def test_a_spare_that_is_lost_is_no_failure_of_the_job_s():
         ({"spares": 1}, [("left", 0, 0.0), *LOST[:1]], Membership(1, (2,), {"1": "a"})),
         ({"size": 3}, [("left", 0, 0.0), ("ended", 0, 0.0)], Membership(1, (1, 2), {"0": "ended with exit code 0"})),
         ({"size": 3}, [*LOST[:1], ("left", 0, 0.0)], Membership(2, (2,), {"1": "a"})),
-        ({"size": 3}, [("left", 0, 0.0), ("meets", 1, 0, 1.0)], Membership(1, (1, 2), {})),
-        ({"size": 3}, [("left", 0, 0.0), ("meets", 1, 0, 1.0), ("meets", 2, 0, 1.0)], None),
-        ({"size": 3}, [("meets", 1, 0, 1.0)], None),
+        ({"size": 3}, [("left", 0, 0.0), ("meets", 1, 0, 1.0), ("another", 1.0)], Membership(1, (1, 2), {})),
+        ({"size": 3}, [("meets", 1, 0, 1.0), ("left", 0, 2.0), ("another", 2.0)], Membership(1, (1, 2), {})),
+        (
+            {"size": 3},
+            [("left", 0, 0.0), *2 * [("meets", 1, 0, 1.0), ("another", 1.0)], ("meets", 2, 0, 1.0), ("another", 1.0)],
+            None,
+        ),
+        ({"size": 3}, [("meets", 1, 0, 1.0), ("another", 1.0)], None),
+        ({}, [*MET_EARLY, ("another", 1.0)], None),
+        ({}, [*MET_EARLY, ("reformed", 2, 1), ("another", 2.0)], Membership(2, (0, 2), {"1": "a"})),
         ({}, [("lost", {2: "a"}, 5.0), ("lost", {2: "ended"}, 6.0)], None),
         # nobody is left to hear of one
         ({"size": 2}, [("left", 0, 0.0), ("left", 1, 0.0), ("ended", 0, 0.0), ("lost", {1: "a"}, 0.0)], None),
