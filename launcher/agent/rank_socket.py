@@ -68,6 +68,15 @@ class RankSocket:
         self._on_init, self._on_exit = on_init, on_exit
         threading.Thread(target=self._listen, daemon=True).start()
 
+    def ask(self) -> bool:
+        """Ask what the rank waits for; False where no ringreduce is there, or has just ended, or it reads nothing."""
+        self._answer = None
+        try:
+            self._tell(b"doing")
+        except OSError:
+            return False
+        return True
+
     def answer(self, until_s: float) -> dict[str, Any]:
         """Wait for the answer; empty if none comes in time."""
         with self._heard:
@@ -85,24 +94,20 @@ class RankSocket:
         """Send the last one of this kind; later, where the rank, whose Python may stand still, reads nothing now."""
         self._full.discard(kind)
         try:
-            self._socket.sendto(self._notified[kind], socket.MSG_DONTWAIT, f"{self._files}.ask")
+            self._tell(self._notified[kind])
         except BlockingIOError:
-            self._full.add(kind)
             again = threading.Timer(_AGAIN_S, self._deliver, [kind])
             again.daemon = True
-            with contextlib.suppress(RuntimeError):  # too many threads there
+            self._full.add(kind)
+            try:
                 again.start()
+            except RuntimeError:  # too many threads there
+                self._full.discard(kind)
         except OSError:  # no ringreduce listens
             return
 
-    def ask(self) -> bool:
-        """Ask what the rank waits for; False where no ringreduce is there, or has just ended."""
-        self._answer = None
-        try:
-            self._socket.sendto(b"doing", socket.MSG_DONTWAIT, f"{self._files}.ask")
-        except OSError:
-            return False
-        return True
+    def _tell(self, datagram: bytes) -> None:
+        self._socket.sendto(datagram, socket.MSG_DONTWAIT, f"{self._files}.ask")
 
     def _listen(self) -> None:
         while True:

@@ -52,8 +52,8 @@ class Members:
         self._late_s = math.inf  # when re-forming takes too long
         self._rest_s = math.inf  # when those that are there, where some have left, have had the time to end
         self._last_s = math.inf  # when it has taken so long that the job cannot go on
-        self._met_s: dict[int, float] = {}  # members that wait for others to re-form: when they last said so
-        self._stranded: set[int] = set()  # those that wait for another list than the one that works on them
+        self._met_s: dict[int, float] = {}
+        """Members that wait for others to re-form, or for another list where this one works: when they last said so."""
         self._is_formed = False  # MPI works, so that ranks can go on without others
         self._dead: dict[int, str] = {}  # those that are gone, and how they have ended
         self._unsettled: dict[int, int] = {}  # of them, by the first list without them, until a list works on all
@@ -139,6 +139,7 @@ class Members:
         self._works = max(self._works, number)
         if number == self.number:
             self._fresh.discard(rank)
+            self._met_s.pop(rank, None)
         return number == self.number and self._settle(rank)
 
     def meets(self, rank: int, number: int, now_s: float) -> None:
@@ -148,15 +149,13 @@ class Members:
         self._met_s[rank] = now_s
         if self._awaited and self._late_s == math.inf:
             self._limit(now_s)
-        if rank not in self._awaited:
-            self._stranded.add(rank)
 
     def another(self, now_s: float) -> wire.Membership | None:
         """Return a list for members that wait for one though their world works: others have left it in order.
 
         To be asked whenever a rank meets, leaves or works: their messages come in any order.
         """
-        if self._awaited or not (self._stranded & self._present and self._left.intersection(self.ranks)):
+        if self._awaited or not (self._met_s.keys() & self._present and self._left.intersection(self.ranks)):
             return None
         decision = self._next(now_s)
         return decision if isinstance(decision, wire.Membership) else None
@@ -236,7 +235,6 @@ class Members:
         if self._unsettled:
             self._limit(now_s)  # where nobody is lost a member may have work to do alone: until another waits for it
         self._met_s.clear()
-        self._stranded.clear()
         return self._list(self.ranks)
 
     def _limit(self, now_s: float) -> None:

@@ -125,3 +125,16 @@ def test_a_rank_whose_queue_is_full_is_told_later(agents, ranks):
     ranks.settimeout(0.5)
     with pytest.raises(TimeoutError):
         ranks.recv(1 << 16)
+
+
+def test_a_rank_whose_queue_was_full_where_no_thread_could_start_hears_the_next(agents, ranks, monkeypatch):
+    while agents.ask():
+        continue
+    with monkeypatch.context() as patch:
+        patch.setattr("threading.Thread.start", lambda _: exec("raise RuntimeError"))
+        agents.notify(LIST)
+    ranks.recv(1 << 16)
+    agents.notify(LIST._replace(number=4))
+    while (told := ranks.recv(1 << 16)) == b"doing":
+        continue
+    assert json.loads(told)["membership"]["number"] == 4

@@ -14,6 +14,7 @@ from tests.support.loops import in_a_loop
 LOST = [("lost", {1: "a"}, 0.0), ("lost", {2: "b"}, 4.0)]
 MET_EARLY = [*LOST[:1], *[("reformed", rank, 1) for rank in (0, 3)], ("left", 3, 0.0), ("meets", 0, 1, 1.0)]
 """Rank 0 needs another list, since rank 3 has left, when rank 2 has yet to say that this one works."""
+WORKS = [("reformed", rank, 1) for rank in (0, 2, 3)]
 WRAPPED = "a script survives a loss only inside a function that ringreduce's elastic.run wraps"
 
 
@@ -66,6 +67,7 @@ def test_a_spare_that_is_lost_is_no_failure_of_the_job_s():
         ),
         ({"size": 3}, [("meets", 1, 0, 1.0), ("another", 1.0)], None),
         ({}, [*MET_EARLY, ("another", 1.0)], None),
+        ({}, [*LOST[:1], ("meets", 0, 1, 1.0), *WORKS, ("left", 3, 2.0), ("another", 2.0)], None),
         ({}, [*MET_EARLY, ("reformed", 2, 1), ("another", 2.0)], Membership(2, (0, 2), {"1": "a"})),
         ({}, [("lost", {2: "a"}, 5.0), ("lost", {2: "ended"}, 6.0)], None),
         # nobody is left to hear of one
